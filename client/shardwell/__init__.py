@@ -1,0 +1,89 @@
+"""Shardwell: train PyTorch models whose parameters live on shard servers.
+
+>>> session = shardwell.join("localhost:50051", run="gpt", world=shardwell.World(dp=2))
+>>> for block in model.blocks:
+...     shardwell.fully_shard(block, session)
+>>> shardwell.fully_shard(model, session)
+>>> optimizer = shardwell.optim.AdamW(model.parameters(), lr=3e-4)
+>>> for step in session.steps(1000):
+...     for batch in step.batches(dataset, batch_size=8):
+...         model(batch).loss.backward()
+...     optimizer.step()
+"""
+
+from shardwell import optim
+from shardwell.fully_shard import ShardedModule, fully_shard
+from shardwell.local_cluster import LocalCluster
+from shardwell.session import Session, join
+from shardwell.state_dict import full_state_dict, iter_full_state_dict
+from shardwell.step import Step
+from shardwell.wrap import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, auto_wrap
+from shardwell_wire.errors import (
+    AccessError,
+    CapacityError,
+    ChunkError,
+    ConflictError,
+    CorruptDataError,
+    DeadlineError,
+    DuplicateError,
+    FreedParameterError,
+    HyperparameterMismatchError,
+    IncompleteStepError,
+    InternalError,
+    InvalidRequestError,
+    NonFiniteError,
+    NotFoundError,
+    RunMismatchError,
+    ShardwellError,
+    StaleEpochError,
+    StepStateError,
+    TiedParameterError,
+    UnavailableError,
+    UnitMismatchError,
+    UsageError,
+    VersionGoneError,
+    WorldError,
+)
+from shardwell_wire.topology import World
+
+__all__ = [
+    "AccessError",
+    "CapacityError",
+    "ChunkError",
+    "ConflictError",
+    "CorruptDataError",
+    "CustomPolicy",
+    "DeadlineError",
+    "DuplicateError",
+    "FreedParameterError",
+    "HyperparameterMismatchError",
+    "IncompleteStepError",
+    "InternalError",
+    "InvalidRequestError",
+    "LocalCluster",
+    "ModuleTypePolicy",
+    "NoWrapPolicy",
+    "NonFiniteError",
+    "NotFoundError",
+    "RunMismatchError",
+    "Session",
+    "ShardedModule",
+    "ShardwellError",
+    "SizePolicy",
+    "StaleEpochError",
+    "Step",
+    "StepStateError",
+    "TiedParameterError",
+    "UnavailableError",
+    "UnitMismatchError",
+    "UsageError",
+    "VersionGoneError",
+    "World",
+    "WorldError",
+    "auto_wrap",
+    "full_state_dict",
+    "fully_shard",
+    "iter_full_state_dict",
+    "join",
+    "optim",
+]

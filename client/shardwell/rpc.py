@@ -1,0 +1,109 @@
+"""Blocking calls to a Shardwell service, with errors as exceptions and bounded retries."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
+
+from shardwell_wire.channel import open_channel
+from shardwell_wire.errors import UnavailableError, from_rpc_error
+
+Result = TypeVar("Result")
+
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 1.0
+
+
+class ServiceClient:
+    """Calls the rpcs of one service at one address; may be shared between threads.
+
+    Args:
+        address: host:port.
+        service: The service, from the generated module's ``DESCRIPTOR``.
+    """
+
+    def __init__(self, address: str, service: ServiceDescriptor) -> None:
+        self.address = address
+        self.peer = f"{service.name} at {address}"
+        self._service = service
+        self._channel = open_channel(address)
+        self._unary: dict[str, Any] = {}
+
+    def call(self, rpc_name: str, request: Any, *, timeout_s: float = 10.0, retry_for_s: float = 0.0) -> Any:
+        """Calls a unary rpc.
+
+        Args:
+            rpc_name: Its name in the proto file.
+            request: Its request message.
+            timeout_s: Deadline of one try.
+            retry_for_s: While the peer is unavailable, try again for this long. Every rpc of
+                Shardwell may be repeated.
+
+        Returns:
+            Its response message.
+
+        Raises:
+            ShardwellError: What the peer raised, or UnavailableError, or DeadlineError.
+        """
+        stub = self._unary.get(rpc_name) or self._unary_stub(rpc_name)
+        return self.attempt(lambda: stub(request, timeout=timeout_s), retry_for_s=retry_for_s)
+
+    def stream(self, rpc_name: str, request: Any, *, timeout_s: float | None) -> Iterator[Any]:
+        """Calls an rpc that answers with a stream of messages; raises as ``call`` does."""
+        method = self._service.methods_by_name[rpc_name]
+        stub = self._channel.unary_stream(
+            self._path(rpc_name),
+            request_serializer=GetMessageClass(method.input_type).SerializeToString,
+            response_deserializer=GetMessageClass(method.output_type).FromString,
+        )
+        try:
+            yield from stub(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.peer) from error
+
+    def byte_response_stub(self, rpc_name: str) -> grpc.UnaryStreamMultiCallable[Any, bytes]:
+        """A stub whose response messages stay bytes, for ``codec``."""
+        method = self._service.methods_by_name[rpc_name]
+        serializer = GetMessageClass(method.input_type).SerializeToString
+        return self._channel.unary_stream(self._path(rpc_name), request_serializer=serializer)
+
+    def byte_request_stub(self, rpc_name: str) -> grpc.StreamUnaryMultiCallable[bytes, Any]:
+        """A stub whose request messages are bytes already, from ``codec``."""
+        method = self._service.methods_by_name[rpc_name]
+        deserializer = GetMessageClass(method.output_type).FromString
+        return self._channel.stream_unary(self._path(rpc_name), response_deserializer=deserializer)
+
+    def attempt(self, action: Callable[[], Result], *, retry_for_s: float) -> Result:
+        """Runs ``action``, again while the peer is unavailable, and maps what grpc raises."""
+        give_up, delay = time.monotonic() + retry_for_s, _FIRST_DELAY_S
+        while True:
+            try:
+                return action()
+            except grpc.RpcError as rpc_error:
+                error = from_rpc_error(rpc_error, self.peer)
+                if not isinstance(error, UnavailableError) or time.monotonic() + delay > give_up:
+                    raise error from rpc_error
+            time.sleep(delay * random.uniform(0.5, 1.0))
+            delay = min(delay * 2, _LONGEST_DELAY_S)
+
+    def close(self) -> None:
+        """Cancels what is in flight and closes the connection."""
+        self._channel.close()
+
+    def _path(self, rpc_name: str) -> str:
+        return f"/{self._service.full_name}/{rpc_name}"
+
+    def _unary_stub(self, rpc_name: str) -> Any:
+        method = self._service.methods_by_name[rpc_name]
+        stub = self._channel.unary_unary(
+            self._path(rpc_name),
+            request_serializer=GetMessageClass(method.input_type).SerializeToString,
+            response_deserializer=GetMessageClass(method.output_type).FromString,
+        )
+        self._unary[rpc_name] = stub
+        return stub

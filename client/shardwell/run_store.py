@@ -1,0 +1,154 @@
+"""The run's parameters behind the sharded module: which unit lives where, which step reads what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from shardwell.config import JoinConfig
+from shardwell.membership import Membership
+from shardwell.progress import ItemProgress, StepProgress
+from shardwell.shard_client import ShardClient
+from shardwell.traffic import RemoteUnit, Shard, Traffic
+from shardwell_wire.errors import DeadlineError
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
+
+_FIRST_PUBLISH_POLL_S, _LONGEST_PUBLISH_POLL_S = 0.005, 0.25
+
+
+class RunStore:
+    """The ``ParameterStore`` of a run: declares units, and moves them for the step in flight.
+
+    Args:
+        membership: This trainer's place in the run.
+        config: Limits of the data plane.
+        progress: The step in flight; replaced by ``advance`` after each commit.
+    """
+
+    def __init__(self, membership: Membership, config: JoinConfig, progress: StepProgress) -> None:
+        self.progress = progress
+        self._membership, self._config = membership, config
+        self._clients: dict[str, ShardClient] = {}
+        self._units: dict[int, RemoteUnit] = {}
+        self._traffic = Traffic(membership.run, push_bytes=config.push_bytes, wait_limit_s=config.wait_limit_s)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Bytes and counts of gathers and pushes, and seconds the training thread waited for them."""
+        return self._traffic.stats.as_dict()
+
+    def advance(self, progress: StepProgress) -> None:
+        """The step is committed: from now on ``progress`` is the one in flight."""
+        self.progress = progress
+
+    def declare(self, layout: UnitLayout, initial_values: memoryview) -> int:
+        """See ``ParameterStore.declare``. Returns once the run has initial values for the unit."""
+        declared = self._declare(layout)
+        shards = tuple(Shard(self._client(at.address), at.start_bytes, at.stop_bytes) for at in declared.shards)
+        unit = RemoteUnit(declared.unit_index, layout, shards)
+        self._units[unit.index] = unit
+        give_up, delay = time.monotonic() + self._config.wait_limit_s, _FIRST_PUBLISH_POLL_S
+        # The values are kept until the unit is published: whoever should have sent them may be lost,
+        # and then this trainer is asked to.
+        while not declared.HasField("version"):
+            if declared.initialize:
+                self._initialize(unit, initial_values, declared.epoch)
+                break
+            if time.monotonic() > give_up:
+                raise DeadlineError(
+                    f"waited {self._config.wait_limit_s:.0f} s for the initial values of unit {layout.unit!r} "
+                    "from the trainer that plays the lowest logical rank",
+                    unit=layout.unit,
+                )
+            time.sleep(delay)
+            delay = min(delay * 2, _LONGEST_PUBLISH_POLL_S)
+            declared = self._declare(layout)
+        return unit.index
+
+    def gather(self, unit_index: int, target: memoryview) -> Future[int]:
+        """See ``ParameterStore.gather``."""
+        self._membership.check()
+        return self._traffic.gather(self._units[unit_index], self.progress.number, target)
+
+    def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """See ``ParameterStore.push``."""
+        self._membership.check()
+        unit, current = self._units[unit_index], self.progress.require_current()
+        header = shard_pb2.ReduceScatterHeader(
+            context=self._membership.context(self.progress.number, epoch=current.item.epoch),
+            unit=unit.layout.unit,
+            dp_rank=current.item.dp_rank,
+            attempt=current.item.attempt,
+            part=current.parts[unit_index],
+        )
+        current.parts[unit_index] += 1
+        self._traffic.push(unit, header, gradients)
+
+    def drain(self) -> None:
+        """See ``ParameterStore.drain``."""
+        self._traffic.drain()
+
+    def discard(self) -> None:
+        """Withdraws what was pushed for the current item; between items, for all of the step's."""
+        current = self.progress.current
+        for progress in [current] if current else list(self.progress.items.values()):
+            if progress.parts:
+                self._reset(progress)
+
+    def close(self) -> None:
+        """Stops the threads and closes the connections."""
+        self._traffic.close()
+        for client in self._clients.values():
+            client.close()
+
+    def _declare(self, layout: UnitLayout) -> coordinator_pb2.DeclareUnitResponse:
+        request = coordinator_pb2.DeclareUnitRequest(
+            context=self._membership.context(self.progress.number),
+            trainer=self._membership.trainer,
+            unit=layout.to_proto(),
+        )
+        response: coordinator_pb2.DeclareUnitResponse = self._membership.call("DeclareUnit", request)
+        return response
+
+    def _initialize(self, unit: RemoteUnit, values: memoryview, epoch: int) -> None:
+        context = self._membership.context(0, epoch=epoch)
+
+        def upload(shard: Shard) -> None:
+            header = shard_pb2.InitializeUnitHeader(
+                context=self._membership.context(0, epoch=epoch),
+                unit=unit.layout.unit,
+                start_bytes=shard.start_bytes,
+                stop_bytes=shard.stop_bytes,
+            )
+            view, limit = values[shard.start_bytes : shard.stop_bytes], self._config.wait_limit_s
+            shard.client.initialize(header, view, timeout_s=limit, retry_for_s=limit)
+
+        with ThreadPoolExecutor(max(1, len(unit.shards))) as uploads:
+            list(uploads.map(upload, unit.shards))
+        self._membership.call(
+            "PublishInitialUnit",
+            coordinator_pb2.PublishInitialUnitRequest(
+                context=context, trainer=self._membership.trainer, unit=unit.layout.unit
+            ),
+        )
+
+    def _reset(self, progress: ItemProgress) -> None:
+        self._traffic.forget()
+        request = coordinator_pb2.ResetWorkRequest(
+            context=self._membership.context(self.progress.number, epoch=progress.item.epoch),
+            trainer=self._membership.trainer,
+            global_rank=progress.item.global_rank,
+        )
+        response: coordinator_pb2.ResetWorkResponse = self._membership.call("ResetWork", request)
+        progress.item.CopyFrom(response.item)
+        progress.parts.clear()
+        progress.finished = False
+
+    def _client(self, address: str) -> ShardClient:
+        if address not in self._clients:
+            self._clients[address] = ShardClient(address, chunk_bytes=self._config.chunk_bytes)
+        return self._clients[address]

@@ -1,0 +1,75 @@
+"""The remote parameters as a sharded module sees them.
+
+The seam between the sharded module (``units.py`` and what it uses) and the run (``session.py`` and
+what it uses): the module knows nothing of steps, ranks and servers, the run nothing of autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from shardwell_wire.layout import UnitLayout
+
+
+class ParameterStore(Protocol):
+    """Holds every unit's parameters and takes their gradients.
+
+    Methods are called from the training thread and from autograd's threads, never concurrently.
+    """
+
+    def declare(self, layout: UnitLayout, initial_values: memoryview) -> int:
+        """Makes a unit known and, where this trainer is the one to do it, uploads its values.
+
+        Args:
+            layout: The unit.
+            initial_values: Its flat vector, padding included. [layout.size_bytes]
+
+        Returns:
+            The unit's index in the run.
+
+        Raises:
+            UnitMismatchError: The run has a unit of this name with another layout.
+            CapacityError: The servers have no room for it.
+        """
+        ...
+
+    def gather(self, unit_index: int, target: memoryview) -> Future[int]:
+        """Starts to fetch the version that the current step reads.
+
+        Args:
+            unit_index: The unit.
+            target: Receives the flat vector, padding included; the caller keeps the memory alive and
+                in place until the future is done. [layout.size_bytes]
+
+        Returns:
+            A future of the version fetched.
+        """
+        ...
+
+    def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Starts to send one part of the current work item's gradient of a unit.
+
+        Takes over the tensors: the caller does not change them any more. Waits while too many bytes
+        are in flight. A failure is raised by a later call or by ``drain``.
+
+        Args:
+            unit_index: The unit.
+            gradients: ``(parameter index, gradient)`` by rising index; dense, of the parameter's shape
+                and dtype, on any device.
+
+        Raises:
+            UsageError: No work item is in progress: the step's gradients are complete.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Waits until everything pushed is acknowledged; raises what went wrong."""
+        ...
+
+    def discard(self) -> None:
+        """Withdraws everything pushed for the current work item; harmless if nothing was."""
+        ...

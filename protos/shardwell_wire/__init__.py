@@ -1,0 +1,1 @@
+"""What clients and servers must agree on, byte for byte."""

@@ -1,0 +1,213 @@
+"""The flat layout of a unit and how it is cut into shards. Pure arithmetic, no tensors.
+
+A unit's flat vector is bytes: parameter after parameter in declaration order, each beginning at a
+multiple of ``ALIGNMENT_BYTES``, the gaps filled with zeros. Shards are half-open byte ranges whose
+inner cuts fall on multiples of ``BLOCK_BYTES``. Both numbers are part of the wire format.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.v1 import common_pb2
+
+ALIGNMENT_BYTES = 64
+"""Parameters start here so that views of them use the same CPU kernels as ordinary tensors."""
+
+BLOCK_BYTES = 4096
+"""Gradient norms are summed per block, so cuts on blocks leave the norm's bits unchanged."""
+
+MAX_UNIT_BYTES = 1 << 40
+MAX_UNIT_PARAMETERS = 1 << 16
+
+PARAMETER_ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+"""Bytes per element of the dtypes a parameter may have, by torch's names."""
+
+DTYPE_NAMES: dict[int, str] = {
+    number: name.removeprefix("DTYPE_").lower() for name, number in common_pb2.DType.items() if number
+}
+"""Wire number to torch's name of every dtype."""
+
+DTYPE_NUMBERS: dict[str, common_pb2.DType.ValueType] = {
+    name: common_pb2.DType.Value(f"DTYPE_{name.upper()}") for name in DTYPE_NAMES.values()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter as declared."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name of the dtype, such as ``float32``."""
+    aliases: tuple[str, ...] = ()
+    """Further names of the same (tied) parameter."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def item_size(self) -> int:
+        """Bytes per element."""
+        return PARAMETER_ITEM_SIZES[self.dtype]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.item_size
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of one parameter that lies in some byte range of the flat vector."""
+
+    parameter_index: int
+    start_bytes: int
+    """Half-open, in the unit's flat vector."""
+    stop_bytes: int
+    start_element: int
+    """Half-open, in the flattened parameter."""
+    stop_element: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stop_bytes - self.start_bytes
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """Where each parameter of a unit lies in its flat vector.
+
+    Raises:
+        InvalidRequestError: A name is repeated or empty, a dtype cannot be a parameter's, or the
+            unit is too large.
+    """
+
+    unit: str
+    parameters: tuple[Parameter, ...]
+    starts: tuple[int, ...] = field(init=False)
+    """First byte of each parameter."""
+    size_bytes: int = field(init=False)
+    """Length of the flat vector, a multiple of ``ALIGNMENT_BYTES``."""
+
+    def __post_init__(self) -> None:
+        self._validate()
+        starts, position = [], 0
+        for parameter in self.parameters:
+            starts.append(position)
+            position = align(position + parameter.size_bytes)
+        if position > MAX_UNIT_BYTES:
+            raise InvalidRequestError(
+                f"unit {self.unit!r} has {position} bytes, more than the limit of {MAX_UNIT_BYTES}: "
+                "wrap smaller modules",
+                unit=self.unit,
+            )
+        object.__setattr__(self, "starts", tuple(starts))
+        object.__setattr__(self, "size_bytes", position)
+
+    def _validate(self) -> None:
+        if not self.unit:
+            raise InvalidRequestError("a unit needs a name")
+        if len(self.parameters) > MAX_UNIT_PARAMETERS:
+            raise InvalidRequestError(
+                f"unit {self.unit!r} has {len(self.parameters)} parameters, more than {MAX_UNIT_PARAMETERS}",
+                unit=self.unit,
+            )
+        names = [name for parameter in self.parameters for name in (parameter.name, *parameter.aliases)]
+        if len(set(names)) != len(names) or not all(names):
+            raise InvalidRequestError(f"unit {self.unit!r} names a parameter twice or not at all", unit=self.unit)
+        for parameter in self.parameters:
+            if parameter.dtype not in PARAMETER_ITEM_SIZES:
+                raise InvalidRequestError(
+                    f"parameter {parameter.name!r} has dtype {parameter.dtype}; expected one of "
+                    f"{', '.join(PARAMETER_ITEM_SIZES)}",
+                    parameter=parameter.name,
+                )
+
+    @cached_property
+    def index_by_name(self) -> dict[str, int]:
+        """Layout index of each parameter by name and alias."""
+        return {
+            name: index
+            for index, parameter in enumerate(self.parameters)
+            for name in (parameter.name, *parameter.aliases)
+        }
+
+    def segments(self, start_bytes: int, stop_bytes: int) -> list[Segment]:
+        """The parts of parameters that lie in ``[start_bytes, stop_bytes)``, in layout order.
+
+        Parameters without elements have no segment.
+        """
+        found = []
+        first = max(0, bisect_right(self.starts, start_bytes) - 1)
+        for index in range(first, len(self.parameters)):
+            parameter, begin = self.parameters[index], self.starts[index]
+            if begin >= stop_bytes:
+                break
+            low, high = max(begin, start_bytes), min(begin + parameter.size_bytes, stop_bytes)
+            if low < high:
+                size = parameter.item_size
+                found.append(Segment(index, low, high, (low - begin) // size, (high - begin) // size))
+        return found
+
+    def packed_segments(self, parameter_indices: Iterable[int], start_bytes: int, stop_bytes: int) -> list[Segment]:
+        """The segments of some parameters only: a contribution's stream is these, one after another."""
+        wanted = set(parameter_indices)
+        return [segment for segment in self.segments(start_bytes, stop_bytes) if segment.parameter_index in wanted]
+
+    def to_proto(self) -> common_pb2.UnitSpec:
+        return common_pb2.UnitSpec(
+            name=self.unit,
+            parameters=[
+                common_pb2.ParameterSpec(name=p.name, shape=p.shape, dtype=DTYPE_NUMBERS[p.dtype], aliases=p.aliases)
+                for p in self.parameters
+            ],
+        )
+
+    @classmethod
+    def from_proto(cls, spec: common_pb2.UnitSpec) -> UnitLayout:
+        """Raises InvalidRequestError if the spec is not a possible unit."""
+        parameters = (
+            Parameter(p.name, tuple(p.shape), DTYPE_NAMES.get(p.dtype, "unspecified"), tuple(p.aliases))
+            for p in spec.parameters
+        )
+        return cls(spec.name, tuple(parameters))
+
+
+def align(position: int, alignment: int = ALIGNMENT_BYTES) -> int:
+    """The next multiple of ``alignment`` at or after ``position``."""
+    return -(-position // alignment) * alignment
+
+
+def cut(size_bytes: int, weights: Sequence[float], min_shard_bytes: int) -> list[tuple[int, int]]:
+    """Cuts a flat vector into one range per weight, in proportion, on block boundaries.
+
+    Args:
+        size_bytes: Length of the flat vector.
+        weights: Relative sizes, such as the servers' capacities; at least one is positive. A weight
+            of 0 gets an empty range.
+        min_shard_bytes: Lower bound of the mean range: when the vector is too short for all, the last
+            weights get nothing.
+
+    Returns:
+        Half-open ranges ``(start, stop)`` in order, covering the vector; empty ones have
+        ``start == stop``.
+    """
+    able = [index for index, weight in enumerate(weights) if weight > 0]
+    if not able:
+        raise ValueError(f"expected at least one positive weight, got {list(weights)}")
+    used = set(able[: max(1, size_bytes // max(min_shard_bytes, BLOCK_BYTES))])
+    total = math.fsum(weights[index] for index in used)
+    bounds, share = [0], 0.0
+    for index, weight in enumerate(weights):
+        share += weight if index in used else 0.0
+        stop = round(size_bytes * share / total / BLOCK_BYTES) * BLOCK_BYTES
+        bounds.append(size_bytes if index >= max(used) else min(size_bytes, stop))
+    return list(pairwise(bounds))

@@ -1,0 +1,149 @@
+"""Logical rank <-> coordinates, groups and neighbours. Pure arithmetic.
+
+A world is a grid ``dp x tp x pp``; ``order`` lists its axes slowest first. With the default order
+``global_rank = dp_rank * (tp * pp) + tp_rank * pp + pp_rank``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwell_wire.errors import WorldError
+from shardwell_wire.layout import align
+from shardwell_wire.v1 import common_pb2
+
+AXES = ("dp", "tp", "pp")
+"""The axes by their short names, in the default order: slowest first."""
+
+MAX_WORLD_SIZE = 1 << 20
+
+AXIS_NUMBERS: dict[str, common_pb2.Axis.ValueType] = {
+    "dp": common_pb2.AXIS_DATA,
+    "tp": common_pb2.AXIS_TENSOR,
+    "pp": common_pb2.AXIS_PIPELINE,
+}
+AXIS_NAMES: dict[int, str] = {number: name for name, number in AXIS_NUMBERS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """One logical rank and its place in the world."""
+
+    global_rank: int
+    dp_rank: int
+    tp_rank: int
+    pp_rank: int
+
+    def along(self, axis: str) -> int:
+        """The rank along one axis."""
+        return {"dp": self.dp_rank, "tp": self.tp_rank, "pp": self.pp_rank}[axis]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The grid of logical ranks of a run.
+
+    Args:
+        dp: Size of the data axis: ranks that see different data and share weights.
+        tp: Size of the tensor axis: ranks that split single layers.
+        pp: Size of the pipeline axis: ranks that hold consecutive stages.
+        order: The axes, slowest first.
+
+    Raises:
+        WorldError: A size is not positive or ``order`` is not a permutation of the axes.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    order: tuple[str, ...] = AXES
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "order", tuple(self.order))
+        for axis in AXES:
+            size = getattr(self, axis)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise WorldError(f"World({axis}={size!r}): expected an integer of at least 1", axis=axis)
+        if sorted(self.order) != sorted(AXES):
+            raise WorldError(f"World(order={self.order!r}): expected each of {AXES} once, slowest first")
+        if self.size > MAX_WORLD_SIZE:
+            raise WorldError(f"{self} has {self.size} ranks, more than the limit of {MAX_WORLD_SIZE}")
+
+    @property
+    def size(self) -> int:
+        """Number of logical ranks."""
+        return self.dp * self.tp * self.pp
+
+    def coordinates(self, global_rank: int) -> Coordinates:
+        """The place of a logical rank. Raises WorldError if there is no such rank."""
+        if not 0 <= global_rank < self.size:
+            raise WorldError(
+                f"rank {global_rank} is not in {self}: expected 0 <= rank < {self.size}", global_rank=global_rank
+            )
+        place, rest = {}, global_rank
+        for axis in reversed(self.order):
+            rest, place[axis] = divmod(rest, getattr(self, axis))
+        return Coordinates(global_rank, place["dp"], place["tp"], place["pp"])
+
+    def global_rank(self, *, dp_rank: int = 0, tp_rank: int = 0, pp_rank: int = 0) -> int:
+        """The logical rank at a place. Raises WorldError if the place is outside the world."""
+        place, rank = {"dp": dp_rank, "tp": tp_rank, "pp": pp_rank}, 0
+        for axis in self.order:
+            size = getattr(self, axis)
+            if not 0 <= place[axis] < size:
+                raise WorldError(f"{axis}_rank {place[axis]} is not in {self}: expected 0 <= {axis}_rank < {size}")
+            rank = rank * size + place[axis]
+        return rank
+
+    def group(self, global_rank: int, axis: str) -> tuple[int, ...]:
+        """The logical ranks that share all coordinates with ``global_rank`` but the one of ``axis``."""
+        at = self.coordinates(global_rank)
+        place = {name: at.along(name) for name in AXES}
+        return tuple(
+            self.global_rank(**{f"{name}_rank": index if name == axis else place[name] for name in AXES})
+            for index in range(getattr(self, axis))
+        )
+
+    def stage_neighbours(self, global_rank: int) -> tuple[int | None, int | None]:
+        """The logical ranks of the previous and the next pipeline stage; None at the ends."""
+        stages, at = self.group(global_rank, "pp"), self.coordinates(global_rank).pp_rank
+        return (stages[at - 1] if at > 0 else None, stages[at + 1] if at + 1 < self.pp else None)
+
+    def __iter__(self) -> Iterator[Coordinates]:
+        return (self.coordinates(rank) for rank in range(self.size))
+
+    def __str__(self) -> str:
+        order = "" if self.order == AXES else f", order={self.order}"
+        return f"World(dp={self.dp}, tp={self.tp}, pp={self.pp}{order})"
+
+    def check_fits(self, *, world_size: int = 0, num_layers: int = 0) -> None:
+        """Checks the world against what a launcher and a model say.
+
+        Args:
+            world_size: Processes that a launcher started, one per logical rank; 0 if not known.
+            num_layers: Layers to be split over the pipeline stages; 0 if not known.
+
+        Raises:
+            WorldError: They do not fit; the message says what to change.
+        """
+        if world_size and world_size != self.size:
+            raise WorldError(
+                f"{self} has {self.size} ranks but the launcher started {world_size} processes: start {self.size}, "
+                f"or change dp to {max(1, world_size // (self.tp * self.pp))}"
+            )
+        if num_layers and num_layers % self.pp:
+            fitting = [stages for stages in range(1, num_layers + 1) if num_layers % stages == 0]
+            raise WorldError(
+                f"{num_layers} layers cannot be split evenly over pp={self.pp} pipeline stages: "
+                f"use pp of {', '.join(map(str, fitting))}, or {align(num_layers, self.pp)} layers"
+            )
+
+    def to_proto(self) -> common_pb2.World:
+        return common_pb2.World(dp=self.dp, tp=self.tp, pp=self.pp, order=[AXIS_NUMBERS[axis] for axis in self.order])
+
+    @classmethod
+    def from_proto(cls, world: common_pb2.World) -> World:
+        """Raises WorldError if it is not a possible world."""
+        order = tuple(AXIS_NAMES.get(axis, "unspecified") for axis in world.order) or AXES
+        return cls(world.dp, world.tp, world.pp, order)

@@ -1,0 +1,1 @@
+"""The servers of Shardwell: shard servers and the coordinator."""

@@ -1,0 +1,113 @@
+"""The life of a server process: start, say where, serve until told to stop, stop cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from shardwell_server.rpc import add_service
+from shardwell_wire.channel import SERVER_OPTIONS
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 2.0
+"""Rpcs in flight get this long to finish when the process is told to stop."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """Where a server listens and how others reach it."""
+
+    bind: str = "127.0.0.1:0"
+    """host:port to listen on; port 0 takes a free one."""
+    advertise: str = ""
+    """Host that others shall use; empty: the one in ``bind``."""
+    exit_with_parent: bool = False
+    """Stop when standard input closes: the starter is gone."""
+
+    def __post_init__(self) -> None:
+        host, separator, port = self.bind.rpartition(":")
+        if not separator or not host or not port.isdigit() or int(port) > 65535:
+            raise ValueError(f"expected HOST:PORT to listen on, got {self.bind!r}")
+
+    def address(self, port: int) -> str:
+        """host:port to give to others."""
+        host = self.advertise or self.bind.rpartition(":")[0]
+        return f"{host}:{port}"
+
+
+Background = Callable[[str], AbstractAsyncContextManager[object]]
+"""Given the address others use: what runs while the server serves, such as a heartbeat."""
+
+
+async def serve(service: ServiceDescriptor, servicer: object, endpoint: Endpoint, background: Background) -> None:
+    """Serves one service with health checks and reflection until SIGTERM, SIGINT or the starter's end.
+
+    Prints one JSON line ``{"ready": service, "address": "host:port"}`` to standard output once rpcs
+    are answered and ``background`` is entered.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    add_service(server, service, servicer)
+    health = HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    names = (service.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    try:
+        port = server.add_insecure_port(endpoint.bind)
+    except RuntimeError as error:
+        raise SystemExit(f"cannot listen on {endpoint.bind}: {error}") from error
+    stop = _stop_event(endpoint)
+    await server.start()
+    address = endpoint.address(port)
+    try:
+        async with background(address):
+            for name in ("", service.full_name):
+                await health.set(name, health_pb2.HealthCheckResponse.SERVING)
+            print(json.dumps({"ready": service.full_name, "address": address}), flush=True)
+            logger.info("%s serves at %s", service.full_name, address)
+            await stop.wait()
+            logger.info("stopping")
+            await health.enter_graceful_shutdown()
+            await server.stop(STOP_GRACE_S)
+    finally:
+        await server.stop(0)
+
+
+def _stop_event(endpoint: Endpoint) -> asyncio.Event:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if endpoint.exit_with_parent:
+        threading.Thread(target=_stop_at_end_of_input, args=(loop, stop.set), daemon=True).start()
+    return stop
+
+
+def _stop_at_end_of_input(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
+    while sys.stdin.buffer.read(1):
+        pass
+    loop.call_soon_threadsafe(stop)
+
+
+def run(main: Awaitable[None], *, log_level: str) -> None:
+    """Runs a server's main coroutine in this process, logging to standard error."""
+    logging.basicConfig(
+        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+    async def until_done() -> None:
+        await main
+
+    asyncio.run(until_done())

@@ -1,0 +1,141 @@
+"""Binds a servicer to a gRPC server: decode, call, encode, and errors as statuses.
+
+Handlers receive raw bytes from grpc and decode here, so bytes that do not decode are answered with
+INVALID_ARGUMENT (stock grpcio says INTERNAL), and streams stay bytes for ``codec``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from shardwell_wire.errors import (
+    STATUS_DETAILS_KEY,
+    InternalError,
+    InvalidRequestError,
+    ShardwellError,
+    to_status_details,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_WAIT_S = 60.0
+"""Longest a handler may wait when the caller sets no deadline."""
+
+DEADLINE_MARGIN_S = 0.05
+"""A handler gives up this much before its caller, so the caller sees the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a servicer may know about the rpc it serves."""
+
+    method: str
+    context: grpc.aio.ServicerContext
+
+    @property
+    def peer(self) -> str:
+        """Address of the caller, as grpc writes it."""
+        return str(self.context.peer())
+
+    def remaining_s(self, wanted_s: float | None = None) -> float:
+        """How long the handler may wait: what the caller wants, within its deadline and ``MAX_WAIT_S``."""
+        deadline = self.context.time_remaining()
+        limits = [MAX_WAIT_S]
+        if deadline is not None:
+            limits = [max(0.0, deadline - DEADLINE_MARGIN_S)]
+        if wanted_s is not None:
+            limits.append(max(0.0, wanted_s))
+        return min(limits)
+
+
+def add_service(server: grpc.aio.Server, descriptor: ServiceDescriptor, servicer: Any) -> None:
+    """Registers every rpc of a service.
+
+    Args:
+        server: The server, not started yet.
+        descriptor: The service, from the generated module's ``DESCRIPTOR``.
+        servicer: An object with one method per rpc, named like it, taking ``(request, call)``:
+            unary requests arrive as messages, streamed ones as ``AsyncIterator[bytes]``; unary
+            responses are returned as messages, streamed ones yielded as bytes or messages.
+    """
+    handlers = {}
+    for method in descriptor.methods:
+        implementation = getattr(servicer, method.name)
+        path = f"/{descriptor.full_name}/{method.name}"
+        if method.client_streaming and not method.server_streaming:
+            handlers[method.name] = grpc.stream_unary_rpc_method_handler(_stream_unary(path, implementation))
+        elif method.server_streaming and not method.client_streaming:
+            handlers[method.name] = grpc.unary_stream_rpc_method_handler(_unary_stream(path, method, implementation))
+        elif not method.client_streaming:
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(_unary_unary(path, method, implementation))
+        else:
+            raise NotImplementedError(f"{path}: streams both ways are not used")
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(descriptor.full_name, handlers),))
+
+
+def _decode(method: MethodDescriptor, data: bytes) -> Message:
+    try:
+        return GetMessageClass(method.input_type).FromString(data)
+    except DecodeError as error:
+        raise InvalidRequestError(f"bytes do not decode as {method.input_type.full_name}") from error
+
+
+def _unary_unary(
+    path: str, method: MethodDescriptor, implementation: Callable[[Any, Call], Awaitable[Message]]
+) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]:
+    async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        try:
+            return (await implementation(_decode(method, data), Call(path, context))).SerializeToString()
+        except Exception as error:
+            await _abort(context, path, error)
+
+    return handle
+
+
+def _stream_unary(
+    path: str, implementation: Callable[[AsyncIterator[bytes], Call], Awaitable[Message]]
+) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[bytes]]:
+    async def handle(stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
+        try:
+            return (await implementation(stream, Call(path, context))).SerializeToString()
+        except Exception as error:
+            await _abort(context, path, error)
+
+    return handle
+
+
+def _unary_stream(
+    path: str, method: MethodDescriptor, implementation: Callable[[Any, Call], AsyncIterator[bytes | Message]]
+) -> Callable[[bytes, grpc.aio.ServicerContext], AsyncIterator[bytes]]:
+    async def handle(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        try:
+            async for message in implementation(_decode(method, data), Call(path, context)):
+                yield message if isinstance(message, bytes) else message.SerializeToString()
+        except Exception as error:
+            await _abort(context, path, error)
+
+    return handle
+
+
+async def _abort(context: grpc.aio.ServicerContext, path: str, error: Exception) -> NoReturn:
+    """Ends the rpc with the status of ``error``; an unknown one is logged and named INTERNAL."""
+    if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
+        raise error
+    if not isinstance(error, ShardwellError) or error.status is None:
+        logger.error("%s failed", path, exc_info=error)
+        error = InternalError(f"{path}: internal error; the server's log has the details")
+    else:
+        logger.info("%s refused: %s: %s", path, type(error).__name__, error)
+    status = error.status or grpc.StatusCode.INTERNAL
+    await context.abort(status, str(error), ((STATUS_DETAILS_KEY, to_status_details(error)),))
+    raise AssertionError("abort returned")

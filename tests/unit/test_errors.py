@@ -1,0 +1,53 @@
+"""Every error crosses the wire as itself, and every status means something."""
+
+import grpc
+import pytest
+
+from shardwell_wire import errors
+
+
+class FakeRpcError(grpc.RpcError):
+    def __init__(self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, bytes], ...] = ()) -> None:
+        super().__init__()
+        self._code, self._details, self._metadata = code, details, metadata
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        return self._metadata
+
+
+@pytest.mark.parametrize("cls", errors.BY_REASON.values(), ids=lambda cls: cls.__name__)
+def test_error_crosses_the_wire_as_itself(cls: type[errors.ShardwellError]) -> None:
+    sent = cls("unit 'a' is missing", unit="a", step=3)
+    assert cls.status is not None
+    metadata = ((errors.STATUS_DETAILS_KEY, errors.to_status_details(sent)),)
+    received = errors.from_rpc_error(FakeRpcError(cls.status, str(sent), metadata), "peer")
+    assert type(received) is cls
+    assert str(received) == str(sent)
+    assert received.data == {"unit": "a", "step": "3"}
+
+
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
+def test_every_status_without_a_reason_has_a_meaning(code: grpc.StatusCode) -> None:
+    received = errors.from_rpc_error(FakeRpcError(code, "from grpc itself"), "ShardService at host:1")
+    assert type(received) is errors.BY_STATUS[code]
+    assert "ShardService at host:1" in str(received)
+
+
+def test_tree_in_the_docstring_is_the_tree() -> None:
+    def lines(cls: type[errors.ShardwellError]) -> list[str]:
+        return [cls.__name__, *(line for child in cls.__subclasses__() for line in lines(child))]
+
+    documented = [word for word in (errors.__doc__ or "").split() if word.endswith("Error")]
+    assert sorted(documented) == sorted(lines(errors.ShardwellError))
+
+
+def test_python_users_can_catch_builtin_types() -> None:
+    assert issubclass(errors.WorldError, ValueError)
+    assert issubclass(errors.DeadlineError, TimeoutError)
+    assert issubclass(errors.UnavailableError, ConnectionError)

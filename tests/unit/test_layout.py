@@ -1,0 +1,81 @@
+"""The flat layout: alignment, segments under any cut, cuts on blocks, and what is refused."""
+
+import random
+
+import pytest
+
+from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.layout import ALIGNMENT_BYTES, BLOCK_BYTES, Parameter, Segment, UnitLayout, cut
+
+
+def awkward_layout() -> UnitLayout:
+    shapes = [((), "float32"), ((0,), "float32"), ((7919,), "float32"), ((3, 5), "bfloat16"), ((1021, 3), "float64")]
+    return UnitLayout("u", tuple(Parameter(f"p{i}", shape, dtype) for i, (shape, dtype) in enumerate(shapes)))
+
+
+def test_parameters_are_aligned_and_do_not_overlap() -> None:
+    layout, position = awkward_layout(), 0
+    for start, parameter in zip(layout.starts, layout.parameters, strict=True):
+        assert start % ALIGNMENT_BYTES == 0
+        assert start >= position
+        position = start + parameter.size_bytes
+    assert layout.size_bytes >= position
+    assert layout.size_bytes % ALIGNMENT_BYTES == 0
+
+
+def test_segments_of_any_cut_tile_every_parameter() -> None:
+    layout, rng = awkward_layout(), random.Random(0)
+    for _ in range(50):
+        bounds = sorted({0, layout.size_bytes, *(rng.randrange(layout.size_bytes // 64) * 64 for _ in range(5))})
+        elements: dict[int, int] = {}
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            for segment in layout.segments(start, stop):
+                assert start <= segment.start_bytes < segment.stop_bytes <= stop
+                assert segment.start_element == elements.get(segment.parameter_index, 0)
+                elements[segment.parameter_index] = segment.stop_element
+        assert elements == {i: p.numel for i, p in enumerate(layout.parameters) if p.numel}
+
+
+def test_packed_segments_skip_absent_parameters() -> None:
+    layout = awkward_layout()
+    assert [s.parameter_index for s in layout.packed_segments([0, 3], 0, layout.size_bytes)] == [0, 3]
+    assert layout.packed_segments([2], 4096, 8192) == [Segment(2, 4096, 8192, (4096 - 64) // 4, (8192 - 64) // 4)]
+
+
+@pytest.mark.parametrize("size", [0, 64, 4096, 4160, 100_000, 1 << 20])
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [3.0, 1.0, 2.0], [0.0, 5.0]])
+@pytest.mark.parametrize("min_shard_bytes", [BLOCK_BYTES, 65536])
+def test_cuts_cover_the_vector_on_blocks(size: int, weights: list[float], min_shard_bytes: int) -> None:
+    ranges = cut(size, weights, min_shard_bytes)
+    assert len(ranges) == len(weights)
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == size
+    assert all(start == stop for (start, stop), weight in zip(ranges, weights, strict=True) if weight == 0)
+    for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False):
+        assert stop == start
+        assert stop % BLOCK_BYTES == 0 or stop == size
+
+
+def test_cut_follows_the_weights() -> None:
+    ranges = cut(1 << 22, [3.0, 1.0], BLOCK_BYTES)
+    assert ranges == [(0, 3 << 20), (3 << 20, 4 << 20)]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ((Parameter("a", (1,), "int64"),), "dtype int64"),
+        ((Parameter("a", (1,), "float32"), Parameter("a", (1,), "float32")), "twice"),
+        ((Parameter("a", (1,), "float32", aliases=("b",)), Parameter("b", (1,), "float32")), "twice"),
+        ((Parameter("", (1,), "float32"),), "not at all"),
+        ((Parameter("a", (1 << 40, 2), "float32"),), "more than the limit"),
+    ],
+)
+def test_impossible_units_are_refused(parameters: tuple[Parameter, ...], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        UnitLayout("u", parameters)
+
+
+def test_proto_round_trip() -> None:
+    layout = UnitLayout("u", (*awkward_layout().parameters, Parameter("tied", (2,), "float32", aliases=("other",))))
+    assert UnitLayout.from_proto(layout.to_proto()) == layout

@@ -1,0 +1,72 @@
+"""The mapping of logical ranks: the documented order, its inverse, groups, neighbours and errors."""
+
+from itertools import permutations, product
+
+import pytest
+
+from shardwell_wire.errors import WorldError
+from shardwell_wire.topology import AXES, Coordinates, World
+
+ALL_WORLDS = [World(dp, tp, pp, order) for dp, tp, pp in product((1, 2, 3), repeat=3) for order in permutations(AXES)]
+
+
+def test_default_order_is_the_documented_one() -> None:
+    world = World(dp=2, tp=2, pp=2)
+    assert world.coordinates(3) == Coordinates(3, dp_rank=0, tp_rank=1, pp_rank=1)
+    assert world.coordinates(5) == Coordinates(5, dp_rank=1, tp_rank=0, pp_rank=1)
+    for at in world:
+        assert at.global_rank == at.dp_rank * 4 + at.tp_rank * 2 + at.pp_rank
+
+
+@pytest.mark.parametrize("world", ALL_WORLDS, ids=str)
+def test_mapping_is_a_bijection_and_groups_partition(world: World) -> None:
+    places = [(at.dp_rank, at.tp_rank, at.pp_rank) for at in world]
+    assert sorted(places) == sorted(product(range(world.dp), range(world.tp), range(world.pp)))
+    for at in world:
+        assert world.global_rank(dp_rank=at.dp_rank, tp_rank=at.tp_rank, pp_rank=at.pp_rank) == at.global_rank
+        for axis in AXES:
+            group = world.group(at.global_rank, axis)
+            assert group[at.along(axis)] == at.global_rank
+            assert len(group) == getattr(world, axis)
+            assert all(world.group(other, axis) == group for other in group)
+
+
+def test_last_axis_of_the_order_varies_fastest() -> None:
+    assert World(2, 2, 2, ("pp", "tp", "dp")).coordinates(1) == Coordinates(1, dp_rank=1, tp_rank=0, pp_rank=0)
+
+
+def test_stage_neighbours() -> None:
+    world = World(dp=2, pp=3)
+    assert [world.stage_neighbours(rank) for rank in (3, 4, 5)] == [(None, 4), (3, 5), (4, None)]
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 0}, {"tp": -1}, {"pp": True}, {"dp": 2.0}, {"dp": 1 << 21}])
+def test_impossible_sizes_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(WorldError, match="expected an integer|more than the limit"):
+        World(**sizes)
+
+
+@pytest.mark.parametrize("order", [("dp", "tp"), ("dp", "tp", "tp"), ("data", "tp", "pp")])
+def test_impossible_orders_are_refused(order: tuple[str, ...]) -> None:
+    with pytest.raises(WorldError, match="each of"):
+        World(order=order)
+
+
+def test_errors_say_what_to_change() -> None:
+    with pytest.raises(WorldError, match=r"start 8, or change dp to 1"):
+        World(2, 2, 2).check_fits(world_size=6)
+    with pytest.raises(WorldError, match=r"use pp of 1, 2, 3, 4, 6, 12, or 15 layers"):
+        World(pp=5).check_fits(num_layers=12)
+    World(2, 2, 3).check_fits(world_size=12, num_layers=12)
+
+
+def test_ranks_outside_are_refused() -> None:
+    with pytest.raises(WorldError, match="rank 8 is not in"):
+        World(2, 2, 2).coordinates(8)
+    with pytest.raises(WorldError, match="tp_rank 2"):
+        World(2, 2, 2).global_rank(tp_rank=2)
+
+
+@pytest.mark.parametrize("world", ALL_WORLDS[::5], ids=str)
+def test_proto_round_trip(world: World) -> None:
+    assert World.from_proto(world.to_proto()) == world
