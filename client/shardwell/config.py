@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwell_wire import codec
@@ -83,10 +83,9 @@ class JoinConfig:
                 values[name] = _integer(key, env[key])
         if "WORLD_SIZE" in env:
             values["world_size"] = _integer("WORLD_SIZE", env["WORLD_SIZE"])
-        sizes = {axis: _integer(axis.upper(), env[axis.upper()]) for axis in AXES if axis.upper() in env}
-        if sizes or "ORDER" in env:
-            world = World(**sizes)
-            values["world"] = replace(world, order=tuple(env["ORDER"].split(","))) if "ORDER" in env else world
+        if any(key in env for key in ("DP", "TP", "PP", "ORDER")):
+            dp, tp, pp = (_integer(axis.upper(), env.get(axis.upper(), "1")) for axis in AXES)
+            values["world"] = World(dp, tp, pp, tuple(env["ORDER"].split(",")) if "ORDER" in env else AXES)
         values.update({name: value for name, value in explicit.items() if value is not None})
         return cls(**values)
 

@@ -54,7 +54,7 @@ def batch_function(source: Any, *, seed: int, dp: int, batch_size: int | None, c
 
     def draw(step: int, dp_rank: int) -> Any:
         indices = sample_indices(size, batch_size=batch_size, dp=dp, seed=seed, step=step, dp_rank=dp_rank)
-        return collate([source[index] for index in indices])  # type: ignore[index]
+        return collate([source[index] for index in indices])
 
     return draw
 

@@ -66,7 +66,7 @@ class ShardedOptimizer(Optimizer):
         self._clip_coefficient = min(1.0, max_norm / (norm + _CLIP_EPSILON)) if math.isfinite(norm) else 1.0
         return torch.tensor(norm, dtype=torch.float64)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commits the step: returns when every rank's gradient is reduced and the commit is durable.
 
         Args:
@@ -87,12 +87,13 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops this work item's gradients, also those that are on the servers already.
 
-        After an exception in the backward nothing of it reaches the step.
+        After an exception in the backward nothing of it reaches the step. After the loop over
+        ``step.batches`` it drops those of all items computed here: ``step`` then commits without them.
         """
-        self._session.units.zero_grad()
+        self._session.zero_grad()
         self._clip_coefficient = 1.0
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """The hyper-parameters of every group; the state itself lives on the servers."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return {"param_groups": groups}

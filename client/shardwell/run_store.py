@@ -93,7 +93,10 @@ class RunStore:
         self._traffic.drain()
 
     def discard(self) -> None:
-        """Withdraws what was pushed for the current item; between items, for all of the step's."""
+        """Withdraws what was pushed for the current item; between items, for all of the step's.
+
+        A finished item stays finished: its rank then has no gradient in the step.
+        """
         current = self.progress.current
         for progress in [current] if current else list(self.progress.items.values()):
             if progress.parts:
@@ -146,7 +149,6 @@ class RunStore:
         response: coordinator_pb2.ResetWorkResponse = self._membership.call("ResetWork", request)
         progress.item.CopyFrom(response.item)
         progress.parts.clear()
-        progress.finished = False
 
     def _client(self, address: str) -> ShardClient:
         if address not in self._clients:

@@ -9,10 +9,13 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Self
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from shardwell.config import JoinConfig
 from shardwell.coordinator_client import CoordinatorClient
 from shardwell.local_cluster import LocalCluster
 from shardwell.membership import Membership
+from shardwell.mesh import device_mesh
 from shardwell.progress import ItemProgress, StepProgress
 from shardwell.run_state import RunBuffers, TrackedObjects
 from shardwell.run_store import RunStore
@@ -158,6 +161,11 @@ class Session:
         return self._seats[0].pp_rank if self._seats else None
 
     @property
+    def num_ranks(self) -> int:
+        """Logical ranks this trainer plays: 0 for a spare."""
+        return len(self._seats)
+
+    @property
     def _seats(self) -> list[common_pb2.Coordinates]:
         return [seat.coordinates for seat in self._membership.seats]
 
@@ -208,6 +216,12 @@ class Session:
         self.units.zero_grad()
         self._buffers.begin_item()
 
+    def zero_grad(self) -> None:
+        """Drops the current item's gradients, or, between items, those of all that are finished."""
+        self.units.zero_grad()
+        if self.progress.current is None:
+            self.store.discard()
+
     def end_item(self) -> None:
         """The current item is computed: sends what is left of its gradients."""
         current = self.progress.current
@@ -255,7 +269,8 @@ class Session:
 
         Raises:
             HyperparameterMismatchError: Another rank handed in different ones.
-            NonFiniteError: A gradient is not finite; ``zero_grad`` and compute anew, or give up.
+            NonFiniteError: A gradient is not finite; nothing changed. ``zero_grad`` on every trainer and
+                committing again skips the step.
             DeadlineError: Others did not finish in time.
         """
         replayed = step < self.step
@@ -313,6 +328,20 @@ class Session:
             "live_unit_bytes": self.units.live_bytes,
             "peak_unit_bytes": self.units.peak_bytes,
         }
+
+    def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
+        """A ``torch.distributed`` mesh with axes dp, tp, pp in the run's order; see ``mesh.device_mesh``."""
+        return device_mesh(self, device_type)
+
+    def exchange_address(self, name: str, address: str | None = None) -> str:
+        """Publishes an address under a name, or waits until another trainer of the run does."""
+        request = coordinator_pb2.ExchangeAddressRequest(
+            context=self._membership.context(self.step), trainer=self.trainer, name=name, address=address
+        )
+        response: coordinator_pb2.ExchangeAddressResponse = self._membership.poll(
+            "ExchangeAddress", request, lambda answer: answer.HasField("address"), what=f"the address {name!r}"
+        )
+        return response.address
 
     def explain_stall(self) -> list[str]:
         """What the run is waiting for, and on whom: one line each."""

@@ -65,7 +65,8 @@ class ShardClient(ServiceClient):
 
         def send() -> shard_pb2.InitializeUnitResponse:
             stream = codec.encode_stream(first, [values], chunk_bytes=self._chunk_bytes)
-            return self._initialize(stream, timeout=timeout_s)
+            response: shard_pb2.InitializeUnitResponse = self._initialize(stream, timeout=timeout_s)
+            return response
 
         return self.attempt(send, retry_for_s=retry_for_s)
 
@@ -82,6 +83,7 @@ class ShardClient(ServiceClient):
 
         def send() -> shard_pb2.ReduceScatterResponse:
             stream = codec.encode_stream(first, pieces, chunk_bytes=self._chunk_bytes)
-            return self._reduce_scatter(stream, timeout=timeout_s)
+            response: shard_pb2.ReduceScatterResponse = self._reduce_scatter(stream, timeout=timeout_s)
+            return response
 
         return self.attempt(send, retry_for_s=retry_for_s)

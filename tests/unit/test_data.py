@@ -7,7 +7,7 @@ from shardwell_wire.errors import UsageError
 
 
 def test_seed_depends_on_every_part_and_nothing_else() -> None:
-    assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3) == 8364447936463366061
+    assert derive_seed(1, 2, 3) == 5338250718792807630
     assert len({derive_seed(a, b, c) for a in range(5) for b in range(5) for c in range(5)}) == 125
     assert derive_seed(1, 23) != derive_seed(12, 3)
 

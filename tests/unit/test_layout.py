@@ -1,5 +1,6 @@
 """The flat layout: alignment, segments under any cut, cuts on blocks, and what is refused."""
 
+import itertools
 import random
 
 import pytest
@@ -28,7 +29,7 @@ def test_segments_of_any_cut_tile_every_parameter() -> None:
     for _ in range(50):
         bounds = sorted({0, layout.size_bytes, *(rng.randrange(layout.size_bytes // 64) * 64 for _ in range(5))})
         elements: dict[int, int] = {}
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in itertools.pairwise(bounds):
             for segment in layout.segments(start, stop):
                 assert start <= segment.start_bytes < segment.stop_bytes <= stop
                 assert segment.start_element == elements.get(segment.parameter_index, 0)
@@ -51,7 +52,7 @@ def test_cuts_cover_the_vector_on_blocks(size: int, weights: list[float], min_sh
     assert ranges[0][0] == 0
     assert ranges[-1][1] == size
     assert all(start == stop for (start, stop), weight in zip(ranges, weights, strict=True) if weight == 0)
-    for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False):
+    for (_, stop), (start, _) in itertools.pairwise(ranges):
         assert stop == start
         assert stop % BLOCK_BYTES == 0 or stop == size
 

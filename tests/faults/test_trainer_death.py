@@ -1,0 +1,58 @@
+"""A trainer that dies at any instant changes nothing but the time."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import shardwell
+from tests.support import transformer
+from tests.support.processes import TrainerProcess
+from tests.support.reference import ADAMW, sha256, train_plain
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[shardwell.LocalCluster]:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=1.5) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed_hash() -> str:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = transformer.build()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    train_plain(model, optimizer, transformer.batch, dp=2, steps=STEPS)
+    torch.set_num_threads(threads)
+    return sha256(model.state_dict())
+
+
+@pytest.mark.parametrize("killed_rank", [0, 1])
+def test_sigkill_in_mid_backward(cluster: shardwell.LocalCluster, undisturbed_hash: str, killed_rank: int) -> None:
+    run, options = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS)
+    with (
+        TrainerProcess(cluster.address, run, *options, "--global-rank", killed_rank, "--kill-at-step", 2) as killed,
+        TrainerProcess(cluster.address, run, *options, "--global-rank", 1 - killed_rank) as survivor,
+    ):
+        lost, result = killed.finish(), survivor.finish()
+    assert lost["returncode"] == -9, lost
+    assert result.get("sha256") == undisturbed_hash, result
+    assert len(result["losses"]) == STEPS + (STEPS - 2), "the survivor computes the lost work items from step 2 on"
+
+
+def test_a_trainer_that_comes_back_gets_its_rank_back(cluster: shardwell.LocalCluster, undisturbed_hash: str) -> None:
+    run, options = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS)
+    with (
+        TrainerProcess(cluster.address, run, *options, "--trainer", "a", "--global-rank", 0) as first,
+        TrainerProcess(cluster.address, run, *options, "--trainer", "b", "--kill-at-step", 1) as killed,
+    ):
+        assert killed.finish()["returncode"] == -9
+        with TrainerProcess(cluster.address, run, *options, "--trainer", "b") as again:
+            results = [first.finish(), again.finish()]
+    assert [result.get("sha256") for result in results] == [undisturbed_hash] * 2, results

@@ -1,0 +1,47 @@
+"""Trainer processes for tests: started, watched, and ended whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class TrainerProcess:
+    """``tests.support.trainer`` in a process; a context manager that leaves none behind."""
+
+    def __init__(self, address: str, run: str, *arguments: object) -> None:
+        command = [sys.executable, "-m", "tests.support.trainer", "--address", address, "--run", run]
+        self.process = subprocess.Popen(
+            [*command, *map(str, arguments)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self, timeout_s: float = 120.0) -> dict[str, Any]:
+        """Waits for the end; returns what was printed, with ``returncode`` and ``stderr``."""
+        output, errors = self.process.communicate(timeout=timeout_s)
+        result: dict[str, Any] = {"losses": [], "returncode": self.process.returncode, "stderr": errors}
+        for line in output.splitlines():
+            message = json.loads(line)
+            if "loss" in message:
+                result["losses"].append((message["step"], message["loss"]))
+            else:
+                result.update(message)
+        return result
+
+    def __enter__(self) -> TrainerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()

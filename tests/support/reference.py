@@ -1,0 +1,55 @@
+"""Plain PyTorch doing what a run does: ranks one after another, gradients summed in rank order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwell.data import derive_seed
+
+ADAMW: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+"""What the parity tests train with, here and there."""
+
+
+def train_plain(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Callable[[int, int], Any],
+    *,
+    dp: int,
+    steps: int,
+    seed: int = 0,
+) -> list[float]:
+    """Trains in place; returns the losses by step, then rank."""
+    losses = []
+    for step in range(steps):
+        sums: dict[nn.Parameter, torch.Tensor] = {}
+        for dp_rank in range(dp):
+            torch.manual_seed(derive_seed(seed, step, dp_rank))
+            loss = model(batch(step, dp_rank))
+            loss.backward()
+            losses.append(loss.item())
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    before = sums.get(parameter)
+                    sums[parameter] = parameter.grad if before is None else before + parameter.grad
+                    parameter.grad = None
+        for parameter, total in sums.items():
+            parameter.grad = total / dp
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def sha256(state: Mapping[str, torch.Tensor]) -> str:
+    """One hash over all tensors' names, shapes and bits."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().contiguous()
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,52 @@
+"""What join is told: the environment, and explicit arguments over it."""
+
+import pytest
+
+from shardwell.config import JoinConfig
+from shardwell_wire.errors import UsageError, WorldError
+from shardwell_wire.topology import World
+
+ENVIRONMENT = {
+    "SHARDWELL_ADDRESS": "host:1",
+    "SHARDWELL_RUN": "gpt",
+    "SHARDWELL_DP": "4",
+    "SHARDWELL_PP": "2",
+    "SHARDWELL_ORDER": "pp,dp,tp",
+    "SHARDWELL_SEED": "7",
+    "SHARDWELL_RANK": "3",
+    "SHARDWELL_MIN_TRAINERS": "2",
+    "SHARDWELL_TRAINER": "t3",
+    "SHARDWELL_WORLD_SIZE": "8",
+    "OTHER": "x",
+}
+
+
+def test_the_environment_is_read() -> None:
+    config = JoinConfig.from_env({}, ENVIRONMENT)
+    assert config.world == World(dp=4, pp=2, order=("pp", "dp", "tp"))
+    assert (config.address, config.run, config.seed, config.global_rank) == ("host:1", "gpt", 7, 3)
+    assert (config.min_trainers, config.trainer, config.world_size) == (2, "t3", 8)
+
+
+def test_explicit_arguments_win() -> None:
+    config = JoinConfig.from_env({"run": "other", "world": World(dp=2), "seed": 0, "trainer": None}, ENVIRONMENT)
+    assert (config.run, config.world, config.seed, config.trainer) == ("other", World(dp=2), 0, "t3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "error", "message"),
+    [
+        ({}, {"SHARDWELL_DP": "two"}, UsageError, "SHARDWELL_DP='two': expected an integer"),
+        ({}, {"SHARDWELL_DP": "0"}, WorldError, "dp=0"),
+        ({"run": ""}, {}, UsageError, "run=''"),
+        ({"seed": -1}, {}, UsageError, "seed=-1"),
+        ({"chunk_bytes": 1 << 30}, {}, UsageError, "chunk_bytes="),
+        ({"min_trainers": 3, "world": World(dp=2)}, {}, WorldError, "min_trainers=3: expected 1 to 2"),
+        ({"wait_limit_s": 0.0}, {}, UsageError, "wait_limit_s=0.0"),
+    ],
+)
+def test_impossible_values_are_named(
+    arguments: dict[str, object], environment: dict[str, str], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        JoinConfig.from_env(arguments, environment)

@@ -1,0 +1,122 @@
+"""Background gathers and pushes: every byte in its place, bounded in flight, failures not lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from shardwell.traffic import RemoteUnit, Shard, Traffic
+from shardwell_wire.errors import CapacityError
+from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.v1 import shard_pb2
+
+LAYOUT = UnitLayout("u", (Parameter("a", (3000,), "float32"), Parameter("b", (7,), "float32")))
+CUT = 8192
+
+
+class FakeShardClient:
+    """Remembers pushes; a gate can hold them back, and an error can be raised instead."""
+
+    def __init__(self) -> None:
+        self.pushes: list[tuple[shard_pb2.ReduceScatterHeader, bytes]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+
+    def gather(self, request: Any, target: memoryview, **_: float) -> int:
+        if self.error:
+            raise self.error
+        target[:] = bytes([request.start_bytes % 251]) * len(target)
+        return int(request.version)
+
+    def reduce_scatter(self, header: Any, pieces: Sequence[memoryview], **_: float) -> None:
+        assert self.gate.wait(10)
+        if self.error:
+            raise self.error
+        self.pushes.append((header, b"".join(pieces)))
+
+
+@pytest.fixture
+def client() -> FakeShardClient:
+    return FakeShardClient()
+
+
+def unit_on(client: FakeShardClient) -> RemoteUnit:
+    shards = (Shard(client, 0, CUT), Shard(client, CUT, LAYOUT.size_bytes))  # type: ignore[arg-type]
+    return RemoteUnit(0, LAYOUT, shards)
+
+
+def gradients() -> list[tuple[int, torch.Tensor]]:
+    return [(0, torch.arange(3000.0)), (1, torch.ones(7))]
+
+
+def test_gather_fills_every_shards_range(client: FakeShardClient) -> None:
+    traffic, target = Traffic("r", push_bytes=1 << 20, wait_limit_s=5), bytearray(LAYOUT.size_bytes)
+    assert traffic.gather(unit_on(client), 4, memoryview(target)).result(5) == 4
+    assert target == bytes([0]) * CUT + bytes([CUT % 251]) * (LAYOUT.size_bytes - CUT)
+    assert traffic.stats.gathered_bytes == LAYOUT.size_bytes
+    traffic.close()
+
+
+def test_a_failed_gather_raises(client: FakeShardClient) -> None:
+    traffic = Traffic("r", push_bytes=1 << 20, wait_limit_s=5)
+    client.error = CapacityError("no")
+    future: Future[int] = traffic.gather(unit_on(client), 0, memoryview(bytearray(LAYOUT.size_bytes)))
+    with pytest.raises(CapacityError):
+        future.result(5)
+    traffic.close()
+
+
+def test_push_sends_each_server_its_part(client: FakeShardClient) -> None:
+    traffic = Traffic("r", push_bytes=1 << 20, wait_limit_s=5)
+    traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    traffic.drain()
+    whole = torch.arange(3000.0).numpy().tobytes()
+    ones = torch.ones(7).numpy().tobytes()
+    sent = {header.start_bytes: data for header, data in client.pushes}
+    assert sent == {0: whole[:CUT], CUT: whole[CUT:] + ones}
+    assert all(list(header.parameter_indices) == [0, 1] for header, _ in client.pushes)
+    traffic.close()
+
+
+def test_parts_reach_each_server_in_order(client: FakeShardClient) -> None:
+    traffic = Traffic("r", push_bytes=1 << 30, wait_limit_s=5)
+    for part in range(20):
+        traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=part), gradients())
+    traffic.drain()
+    for start in (0, CUT):
+        assert [header.part for header, _ in client.pushes if header.start_bytes == start] == list(range(20))
+    traffic.close()
+
+
+def test_push_waits_while_too_much_is_in_flight(client: FakeShardClient) -> None:
+    traffic = Traffic("r", push_bytes=20_000, wait_limit_s=5)
+    client.gate.clear()
+    traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    second = threading.Thread(
+        target=traffic.push, args=(unit_on(client), shard_pb2.ReduceScatterHeader(part=1), gradients())
+    )
+    second.start()
+    second.join(0.2)
+    assert second.is_alive(), "24 kB are over the limit of 20 kB while the first 12 kB are in flight"
+    client.gate.set()
+    second.join(5)
+    assert not second.is_alive()
+    traffic.drain()
+    assert len(client.pushes) == 4
+    traffic.close()
+
+
+def test_a_failed_push_is_raised_once_by_drain(client: FakeShardClient) -> None:
+    traffic = Traffic("r", push_bytes=1 << 20, wait_limit_s=5)
+    client.error = CapacityError("no room")
+    traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    with pytest.raises(CapacityError, match="no room"):
+        traffic.drain()
+    traffic.drain()
+    traffic.close()
