@@ -1,0 +1,1 @@
+"""The shard server: holds shards of units with their optimizer state."""

@@ -1,0 +1,97 @@
+"""The command ``shardwell-server shard``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from shardwell_server import process
+from shardwell_server.shard.memory import default_budget_bytes
+from shardwell_server.shard.registration import Registration
+from shardwell_server.shard.servicer import ShardServicer
+from shardwell_server.shard.store import ShardStore
+from shardwell_server.sizes import parse_size
+from shardwell_wire.v1 import shard_pb2
+
+_EXAMPLES = """\
+examples:
+    shardwell-server shard --coordinator localhost:50051
+    shardwell-server shard --coordinator coordinator:50051 --listen 0.0.0.0:50052 --memory-budget 12GiB
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the subcommand."""
+    parser = subparsers.add_parser(
+        "shard",
+        help="hold shards of models and serve them",
+        description="Holds shards of models with their optimizer state, and serves ShardService.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    env = os.environ.get
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        default=env("SHARDWELL_COORDINATOR"),
+        required="SHARDWELL_COORDINATOR" not in os.environ,
+        help="where the coordinator listens (SHARDWELL_COORDINATOR)",
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        default=env("SHARDWELL_LISTEN", "127.0.0.1:0"),
+        help="where to listen; port 0 takes a free one (SHARDWELL_LISTEN, default %(default)s)",
+    )
+    parser.add_argument(
+        "--advertise",
+        metavar="HOST",
+        default=env("SHARDWELL_ADVERTISE", ""),
+        help="host that others shall use to reach this server (SHARDWELL_ADVERTISE, default: the one it listens on)",
+    )
+    parser.add_argument(
+        "--id",
+        metavar="NAME",
+        default=env("SHARDWELL_ID", ""),
+        help="name that stays the same over restarts (SHARDWELL_ID, default: host and process id)",
+    )
+    parser.add_argument(
+        "--memory-budget",
+        metavar="SIZE",
+        type=parse_size,
+        default=env("SHARDWELL_MEMORY_BUDGET"),
+        help="memory for shards, such as 12GiB (SHARDWELL_MEMORY_BUDGET, default: 80%% of what the process may use)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=int(env("SHARDWELL_THREADS", "1")),
+        help="torch threads per tensor operation (SHARDWELL_THREADS, default %(default)s)",
+    )
+    parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
+    parser.add_argument("--log-level", default=env("SHARDWELL_LOG_LEVEL", "info"), help="default %(default)s")
+    parser.set_defaults(handler=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    endpoint = process.Endpoint(
+        bind=arguments.listen, advertise=arguments.advertise, exit_with_parent=arguments.exit_with_parent
+    )
+    if arguments.threads < 1:
+        raise ValueError(f"--threads {arguments.threads}: expected at least 1")
+    torch.set_num_threads(arguments.threads)
+    process.run(_serve(arguments, endpoint), log_level=arguments.log_level)
+    return 0
+
+
+async def _serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> None:
+    server_id = arguments.id or f"{socket.gethostname()}-{os.getpid()}"
+    with ThreadPoolExecutor(2, thread_name_prefix="tensor-work") as threads:
+        store = ShardStore(arguments.memory_budget or default_budget_bytes(), threads)
+        registration = Registration(arguments.coordinator, server_id, store)
+        service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
+        await process.serve(service, ShardServicer(server_id, store), endpoint, registration.running)
