@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable
@@ -23,6 +24,8 @@ from shardwell_wire.channel import SERVER_OPTIONS
 
 logger = logging.getLogger(__name__)
 
+_EVERY_INTERFACE = ("0.0.0.0", "[::]")
+
 STOP_GRACE_S = 2.0
 """Rpcs in flight get this long to finish when the process is told to stop."""
 
@@ -34,7 +37,7 @@ class Endpoint:
     bind: str = "127.0.0.1:0"
     """host:port to listen on; port 0 takes a free one."""
     advertise: str = ""
-    """Host that others shall use; empty: the one in ``bind``."""
+    """Host that others shall use; empty: the one in ``bind``, or this host's name if that is every interface."""
     exit_with_parent: bool = False
     """Stop when standard input closes: the starter is gone."""
 
@@ -46,6 +49,8 @@ class Endpoint:
     def address(self, port: int) -> str:
         """host:port to give to others."""
         host = self.advertise or self.bind.rpartition(":")[0]
+        if host in _EVERY_INTERFACE:
+            host = socket.gethostname()
         return f"{host}:{port}"
 
 

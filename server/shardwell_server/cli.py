@@ -1,0 +1,59 @@
+"""The ``shardwell-server`` command: starts one server, or asks one whether it is healthy."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+
+from shardwell_wire.errors import ShardwellError
+
+_COMMAND_MODULES = {
+    "coordinator": "shardwell_server.coordinator.command",
+    "shard": "shardwell_server.shard.command",
+    "health": "shardwell_server.health",
+}
+"""Each has ``add_parser(subparsers)``, which sets ``handler(arguments) -> int`` as a default. Only the
+one asked for is imported: a coordinator has no use for torch."""
+
+_EPILOG = """\
+A cluster by hand, in three terminals (or `docker compose up`, or shardwell.LocalCluster):
+    shardwell-server coordinator --listen 0.0.0.0:50051 --state-dir /var/lib/shardwell
+    shardwell-server shard --coordinator localhost:50051 --listen 0.0.0.0:50052 --id shard-0
+    shardwell servers --address localhost:50051
+"""
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the command.
+
+    Args:
+        only: The one subcommand to include. None: all of them.
+    """
+    parser = argparse.ArgumentParser(
+        prog="shardwell-server",
+        description="The servers of Shardwell.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"shardwell-server {version('shardwell')}")
+    subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    for name, module in _COMMAND_MODULES.items():
+        if only in (None, name):
+            import_module(module).add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    only = given[0] if given and given[0] in _COMMAND_MODULES else None
+    arguments = build_parser(only).parse_args(given)
+    try:
+        code: int = arguments.handler(arguments)
+    except (ShardwellError, ValueError) as error:
+        print(f"shardwell-server {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    return code

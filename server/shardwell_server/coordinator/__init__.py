@@ -1,0 +1,1 @@
+"""The coordinator: assigns ranks and shards, commits steps."""

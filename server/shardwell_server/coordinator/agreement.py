@@ -1,0 +1,113 @@
+"""What a trainer hands in for a commit, and whether two trainers handed in the same. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwell_server import hyperparameters
+from shardwell_wire.errors import HyperparameterMismatchError, InvalidRequestError
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class HandIn:
+    """One trainer's hyper-parameters for one step."""
+
+    trainer: str
+    who: str
+    """The trainer and its ranks, for messages."""
+    optimizer: common_pb2.OptimizerStep
+    clip_coefficient: float
+    unit_order: tuple[int, ...]
+    state: coordinator_pb2.RunState | None
+
+
+def validate(hand_in: HandIn, layouts: Sequence[UnitLayout]) -> None:
+    """Raises InvalidRequestError if a hand-in could not be applied to the run's units."""
+    hyperparameters.validate(hand_in.optimizer)
+    clip = hand_in.clip_coefficient
+    if not math.isfinite(clip) or clip < 0:
+        raise InvalidRequestError(
+            f"clip_coefficient is {clip}: expected a finite number of at least 0 (1: no clipping)"
+        )
+    _check_indices("optimizer.units", [unit.unit_index for unit in hand_in.optimizer.units], len(layouts))
+    _check_indices("unit_order", hand_in.unit_order, len(layouts))
+    for unit in hand_in.optimizer.units:
+        layout = layouts[unit.unit_index]
+        if len(unit.group_indices) != len(layout.parameters):
+            raise InvalidRequestError(
+                f"unit {layout.unit!r} has {len(layout.parameters)} parameters, but optimizer.units names groups for "
+                f"{len(unit.group_indices)}",
+                unit=layout.unit,
+            )
+        for parameter, group in zip(layout.parameters, unit.group_indices, strict=True):
+            if not -1 <= group < len(hand_in.optimizer.groups):
+                raise InvalidRequestError(
+                    f"parameter {parameter.name!r} is in group {group}: expected -1 (not optimised) or an index below "
+                    f"{len(hand_in.optimizer.groups)}",
+                    parameter=parameter.name,
+                )
+
+
+def _check_indices(what: str, indices: Sequence[int], count: int) -> None:
+    for index in indices:
+        if index >= count:
+            raise InvalidRequestError(f"{what} names unit index {index}: the run has {count} units")
+    if len(set(indices)) != len(indices):
+        raise InvalidRequestError(f"{what} names a unit index twice: {list(indices)}")
+
+
+def require_same(decider: HandIn, other: HandIn, layouts: Sequence[UnitLayout]) -> None:
+    """Raises HyperparameterMismatchError naming the first difference, with both values and both trainers."""
+    difference = _first_difference(decider, other, layouts)
+    if difference is not None:
+        what, expected, got = difference
+        raise HyperparameterMismatchError(
+            f"{what}: {expected} at {decider.who}, whose hyper-parameters count, but {got} at {other.who}: "
+            "every trainer must set the same",
+            name=what,
+            expected=expected,
+            actual=got,
+        )
+
+
+def _first_difference(
+    decider: HandIn, other: HandIn, layouts: Sequence[UnitLayout]
+) -> tuple[str, object, object] | None:
+    ours, theirs = decider.optimizer, other.optimizer
+    if ours.algorithm != theirs.algorithm:
+        return "optimizer algorithm", repr(ours.algorithm), repr(theirs.algorithm)
+    if len(ours.groups) != len(theirs.groups):
+        return "number of parameter groups", len(ours.groups), len(theirs.groups)
+    for index, (left, right) in enumerate(zip(ours.groups, theirs.groups, strict=True)):
+        for name in sorted({*left.hyperparameters, *right.hyperparameters}):
+            expected, got = _value(left, name), _value(right, name)
+            if expected != got:
+                return f"{name} of parameter group {index}", expected, got
+    if decider.clip_coefficient != other.clip_coefficient:
+        return "clip coefficient", decider.clip_coefficient, other.clip_coefficient
+    return _first_group_difference(_groups(ours), _groups(theirs), layouts)
+
+
+def _value(group: common_pb2.ParameterGroup, name: str) -> object:
+    values: Mapping[str, float] = group.hyperparameters
+    return values.get(name, "unset")
+
+
+def _groups(optimizer: common_pb2.OptimizerStep) -> dict[int, Sequence[int]]:
+    return {unit.unit_index: unit.group_indices for unit in optimizer.units}
+
+
+def _first_group_difference(
+    ours: dict[int, Sequence[int]], theirs: dict[int, Sequence[int]], layouts: Sequence[UnitLayout]
+) -> tuple[str, object, object] | None:
+    for index, layout in enumerate(layouts):
+        none = [-1] * len(layout.parameters)
+        pairs = zip(layout.parameters, ours.get(index, none), theirs.get(index, none), strict=True)
+        for parameter, left, right in pairs:
+            if left != right:
+                return f"parameter group of {parameter.name!r}", left, right
+    return None

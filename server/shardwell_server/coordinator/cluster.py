@@ -1,0 +1,149 @@
+"""The shard servers: who is there, how much room each has, who was lost. Pure bookkeeping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from shardwell_server.coordinator.placement import Candidate
+from shardwell_server.coordinator.records import ServerRecord
+from shardwell_server.coordinator.waiting import Signal
+from shardwell_wire.errors import (
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    ShardwellError,
+    StaleEpochError,
+    UnavailableError,
+)
+
+
+@dataclass(slots=True)
+class Server:
+    """One shard server, live or remembered."""
+
+    server_id: str
+    address: str
+    incarnation: str
+    """Random per process: with a new one, the memory is empty."""
+    epoch: int
+    budget_bytes: int
+    heard_s: float
+    """Clock time at which it was last heard of."""
+    reserved_bytes: int = 0
+    used_bytes: int = 0
+    live: bool = True
+
+    @property
+    def free_bytes(self) -> int:
+        return max(0, self.budget_bytes - self.reserved_bytes)
+
+    def to_record(self) -> ServerRecord:
+        return ServerRecord(self.server_id, self.address, self.incarnation, self.epoch, self.budget_bytes)
+
+
+class Cluster:
+    """All shard servers that were ever registered.
+
+    Args:
+        clock: Monotonic seconds.
+        lease_s: A server that is silent for longer is lost.
+        stored: From an earlier term; they are taken to be live for one lease.
+    """
+
+    def __init__(self, clock: Callable[[], float], lease_s: float, stored: Iterable[ServerRecord] = ()) -> None:
+        self._clock, self._lease_s = clock, lease_s
+        self.changed = Signal()
+        self.servers: dict[str, Server] = {
+            at.server_id: Server(at.server_id, at.address, at.incarnation, at.epoch, at.budget_bytes, clock())
+            for at in stored
+        }
+
+    @property
+    def live(self) -> list[Server]:
+        return [server for server in self.servers.values() if server.live]
+
+    def register(self, server_id: str, address: str, incarnation: str, budget_bytes: int) -> Server | None:
+        """Takes in a server process.
+
+        Returns:
+            The former process under this id, if this is another one.
+
+        Raises:
+            InvalidRequestError: A field is missing.
+        """
+        for name, value in (("server_id", server_id), ("incarnation", incarnation)):
+            if not value or len(value) > 200 or not value.isprintable():
+                raise InvalidRequestError(f"{name} is {value[:200]!r}: expected 1 to 200 printable characters")
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise InvalidRequestError(f"address is {address!r}: expected host:port", server=server_id)
+        if not 0 < budget_bytes < 1 << 63:
+            raise InvalidRequestError(f"budget_bytes is {budget_bytes}: expected 1 to 2**63 - 1", server=server_id)
+        former = self.servers.get(server_id)
+        if former is not None and former.incarnation == incarnation:
+            former.address, former.budget_bytes = address, budget_bytes
+            former.heard_s, former.live = self._clock(), True
+            return None
+        epoch = 1 + max((server.epoch for server in self.servers.values()), default=0)
+        self.servers[server_id] = Server(server_id, address, incarnation, epoch, budget_bytes, self._clock())
+        return former
+
+    def heartbeat(self, server_id: str, epoch: int, reserved_bytes: int, used_bytes: int) -> bool:
+        """Renews a lease; returns whether the server had been lost.
+
+        Raises:
+            NotFoundError: It never registered here.
+            StaleEpochError: Another process has its id now.
+        """
+        server = self.require(server_id)
+        if epoch != server.epoch:
+            raise StaleEpochError(
+                f"server {server_id!r} came with epoch {epoch}, but the process of that id has {server.epoch}: "
+                "register again, or give every server its own id",
+                server=server_id,
+                epoch=server.epoch,
+            )
+        returned = not server.live
+        server.heard_s, server.live = self._clock(), True
+        server.reserved_bytes, server.used_bytes = reserved_bytes, used_bytes
+        return returned
+
+    def require(self, server_id: str) -> Server:
+        """Raises NotFoundError if no server has the id."""
+        if server_id not in self.servers:
+            raise NotFoundError(f"server {server_id!r} is not known: register first", server=server_id)
+        return self.servers[server_id]
+
+    def expire(self) -> list[Server]:
+        """Marks the servers whose lease has run out as lost; returns them."""
+        lost = [server for server in self.live if self._clock() - server.heard_s > self._lease_s]
+        for server in lost:
+            server.live = False
+        return lost
+
+    def renew_all(self) -> None:
+        """Begins every lease anew: the coordinator itself was not listening."""
+        for server in self.live:
+            server.heard_s = self._clock()
+
+    def candidates(self) -> list[Candidate]:
+        """The servers on which a unit may be placed."""
+        return [Candidate(server.server_id, server.free_bytes) for server in self.live]
+
+    def problem(self, server_id: str, incarnation: str) -> ShardwellError | None:
+        """Why shards that a server process was given cannot be reached now; None if they can."""
+        server = self.servers.get(server_id)
+        if server is None or server.incarnation != incarnation:
+            return ConflictError(
+                f"server {server_id!r} was restarted and has lost its shards of this run: delete the run "
+                f"(shardwell delete-run) and start it again",
+                server=server_id,
+            )
+        if not server.live:
+            return UnavailableError(
+                f"server {server_id!r} at {server.address} has not been heard of for "
+                f"{self._clock() - server.heard_s:.1f} s: it holds shards of this run; bring it back",
+                server=server_id,
+            )
+        return None

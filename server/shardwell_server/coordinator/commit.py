@@ -1,0 +1,198 @@
+"""The two-phase commit of a step: prepare on every server, one durable record, update on every server.
+
+Before the record nothing changes parameters; after it the update is repeated until it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Iterable
+
+from shardwell_server.coordinator.agreement import HandIn
+from shardwell_server.coordinator.events import EventKind
+from shardwell_server.coordinator.records import CommitRecord
+from shardwell_server.coordinator.run import Run
+from shardwell_server.coordinator.servers import ShardServers
+from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.work import Prepared, Step
+from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError
+from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
+
+logger = logging.getLogger(__name__)
+
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 1.0
+_DELAY_WORTH_AN_EVENT_S = 1.0
+
+
+class Committer:
+    """Drives steps through their commit.
+
+    Args:
+        state: The runs.
+        servers: The shard servers.
+    """
+
+    def __init__(self, state: CoordinatorState, servers: ShardServers) -> None:
+        self._state, self._servers = state, servers
+
+    async def prepare(self, run: Run, *, with_max_abs: bool = False) -> Prepared | None:
+        """Has the gradients of the finished step reduced; who asks meanwhile shares the outcome.
+
+        Returns:
+            Their norm, or None: the step went on, or work was begun anew.
+
+        Raises:
+            NonFiniteError: A gradient is not finite. So it stays until its work is begun anew.
+            IncompleteStepError: A server lacks contributions. Likewise.
+            ShardwellError: What else a server raised; the next call tries again.
+        """
+        step = run.step
+        while step is not None and step is run.step and step.all_finished:
+            if step.failure is not None:
+                raise type(step.failure)(str(step.failure), **step.failure.data)
+            if step.prepared is not None and not (with_max_abs and step.prepared.max_abs is None):
+                return step.prepared
+            await run.preparing(lambda: self._prepare(run, with_max_abs=with_max_abs))
+        return None
+
+    async def _prepare(self, run: Run, *, with_max_abs: bool) -> None:
+        step = run.step
+        assert step is not None
+        generation = step.generation
+        while run.updates:
+            await run.changed.wait(1.0)
+
+        def request(server_id: str) -> shard_pb2.PrepareStepRequest:
+            return shard_pb2.PrepareStepRequest(
+                context=self._servers.context(run, step.number),
+                ranks=_manifest(run, step, server_id),
+                dp=run.settings.world.dp,
+                with_max_abs=with_max_abs,
+            )
+
+        try:
+            responses = await self._servers.call_all(run.servers, "PrepareStep", request)
+        except (NonFiniteError, IncompleteStepError) as error:
+            if generation == step.generation:
+                step.failure = error
+                self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
+                run.changed.notify()
+            raise
+        if generation == step.generation:
+            step.prepared = combine_norms(
+                (norm for response in responses.values() for norm in response.units), with_max_abs=with_max_abs
+            )
+
+    async def commit(self, run: Run) -> None:
+        """Commits the step in flight if every item is finished and the hyper-parameters are there.
+
+        Raises:
+            ShardwellError: See ``prepare``; or the record could not be written. Nothing was applied.
+        """
+        await run.committing(lambda: self._commit(run))
+
+    async def _commit(self, run: Run) -> None:
+        step, prepared = run.step, await self.prepare(run)
+        if step is None or prepared is None or run.deleted or (decision := run.decision()) is None:
+            return
+        record = CommitRecord(
+            step=step.number,
+            time=self._state.wall_clock(),
+            decider=decision.who,
+            optimizer=decision.optimizer.SerializeToString(deterministic=True),
+            clip_coefficient=decision.clip_coefficient,
+            unit_order=decision.unit_order,
+            grad_norm=prepared.grad_norm,
+            max_abs=prepared.max_abs,
+        )
+        state = merge_state(run.state, decision, step.number)
+        run.writing_commit = True
+        try:
+            serialized = None if state is run.state or state is None else state.SerializeToString()
+            await self._state.store(run, self._state.storage.save_commit, record, serialized)
+        except ShardwellError as error:
+            self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
+            raise
+        finally:
+            run.writing_commit = False
+            run.changed.notify()
+        run.advance(record, state)
+        self._state.events.add(
+            EventKind.STEP_COMMITTED, f"step {step.number}: gradient norm {prepared.grad_norm:.6g}", run=run.name
+        )
+        self.start_updates(run)
+
+    def start_updates(self, run: Run) -> None:
+        """Begins to tell every server of the last commit, in the background."""
+        for server_id in list(run.updates):
+            self._state.tasks.start(self._update(run, run.commits[-1], server_id))
+
+    async def _update(self, run: Run, record: CommitRecord, server_id: str) -> None:
+        request = shard_pb2.UpdateRequest(
+            context=self._servers.context(run, record.step),
+            optimizer=common_pb2.OptimizerStep.FromString(record.optimizer),
+            clip_coefficient=record.clip_coefficient,
+            unit_order=record.unit_order,
+        )
+        pending, incarnation, delay, told = run.updates[server_id], run.servers[server_id], _FIRST_DELAY_S, False
+        while not run.deleted and self._state.cluster.servers[server_id].incarnation == incarnation:
+            try:
+                await self._servers.call(server_id, "Update", request, retry_for_s=0.0)
+                break
+            except ShardwellError as error:
+                pending.error = str(error)
+            if not told and self._state.clock() - pending.since_s > _DELAY_WORTH_AN_EVENT_S:
+                told = True
+                message = f"step {record.step} is not updated yet: {pending.error}"
+                self._state.events.add(EventKind.UPDATE_DELAYED, message, run=run.name)
+            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+            delay = min(delay * 2, _LONGEST_DELAY_S)
+        run.updates.pop(server_id, None)
+        run.changed.notify()
+
+
+def _manifest(run: Run, step: Step, server_id: str) -> list[shard_pb2.RankManifest]:
+    """What every logical rank pushed to one server."""
+    here = {unit.index for unit in run.units if any(shard.server_id == server_id for shard in unit.shards)}
+    return [
+        shard_pb2.RankManifest(
+            dp_rank=item.dp_rank,
+            attempt=item.attempt,
+            units=[
+                common_pb2.UnitParts(unit_index=unit, part_count=count)
+                for unit, count in sorted(item.parts.items())
+                if unit in here
+            ],
+        )
+        for item in step.items.values()
+    ]
+
+
+def combine_norms(norms: Iterable[shard_pb2.UnitNorm], *, with_max_abs: bool) -> Prepared:
+    """The norm over all units and servers: partial sums of squares are added without rounding."""
+    found = list(norms)
+    try:
+        squares = math.fsum(partial for norm in found for partial in norm.square_partials)
+    except OverflowError:
+        squares = math.inf
+    max_abs = max((norm.max_abs for norm in found), default=0.0) if with_max_abs else None
+    # Partials may be negative; their sum is a rounding error below zero at worst when it is zero.
+    return Prepared(math.sqrt(max(0.0, squares)), max_abs)
+
+
+def merge_state(
+    before: coordinator_pb2.RunState | None, decision: HandIn, step: int
+) -> coordinator_pb2.RunState | None:
+    """The run's state after a commit; buffers that were not sent again keep their values."""
+    if decision.state is None:
+        return before
+    state = coordinator_pb2.RunState(step=step)
+    if before is not None:
+        state.buffers.MergeFrom(before.buffers)
+    for name, value in decision.state.buffers.items():
+        state.buffers[name].CopyFrom(value)
+    state.tracked_json.update(decision.state.tracked_json)
+    return state

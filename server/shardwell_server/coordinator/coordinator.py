@@ -1,0 +1,152 @@
+"""One coordinator: its parts put together, and what runs while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from shardwell_server.coordinator.commit import Committer
+from shardwell_server.coordinator.events import EventKind
+from shardwell_server.coordinator.run import Run
+from shardwell_server.coordinator.servers import ShardServers
+from shardwell_server.coordinator.settings import Settings
+from shardwell_server.coordinator.shard_client import ShardCalls
+from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.steps import Steps
+from shardwell_server.coordinator.storage import Storage
+from shardwell_server.coordinator.trainers import Trainers
+from shardwell_server.coordinator.units import Units
+from shardwell_wire.errors import ConflictError, ShardwellError
+from shardwell_wire.v1 import shard_pb2
+
+logger = logging.getLogger(__name__)
+
+_DROP_RETRY_S = 2.0
+
+
+class Coordinator:
+    """Assigns ranks and shards and commits steps.
+
+    Args:
+        state: What it knows.
+        calls: How it reaches shard servers.
+    """
+
+    def __init__(self, state: CoordinatorState, calls: ShardCalls) -> None:
+        self.state = state
+        self.servers = ShardServers(state, calls)
+        self.trainers = Trainers(state, self.servers)
+        self.units = Units(state, self.servers)
+        self.committer = Committer(state, self.servers)
+        self.steps = Steps(state, self.servers, self.trainers, self.committer)
+
+    @classmethod
+    async def load(
+        cls,
+        settings: Settings,
+        storage: Storage,
+        calls: ShardCalls,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> Coordinator:
+        """Takes up what an earlier term left behind."""
+        return cls(await CoordinatorState.load(settings, storage, clock=clock, wall_clock=wall_clock), calls)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Finishes what an earlier term began and watches leases while entered."""
+        state = self.state
+        message = f"term {state.term}, {len(state.runs)} runs, {len(state.cluster.servers)} servers"
+        state.events.add(EventKind.COORDINATOR_STARTED, message)
+        for run in state.runs.values():
+            self.committer.start_updates(run)
+            self.trainers.start_fencing(run)
+        state.tasks.start(self._watch_leases())
+        try:
+            yield
+        finally:
+            await state.tasks.close()
+
+    async def _watch_leases(self) -> None:
+        interval = self.state.settings.lease_s / 10
+        while True:
+            slept_from = self.state.clock()
+            await asyncio.sleep(interval)
+            if self.state.clock() - slept_from > interval + self.state.settings.lease_s / 3:
+                # This process was not running for a while; renewals wait in its sockets.
+                logger.warning("the coordinator was suspended for %.1f s", self.state.clock() - slept_from)
+                self.trainers.renew_all()
+                self.state.cluster.renew_all()
+            self.expire()
+
+    def expire(self) -> None:
+        """Takes everybody whose lease has run out to be lost."""
+        self.trainers.expire()
+        for server in self.state.cluster.expire():
+            message = f"server {server.server_id!r} at {server.address} was not heard of for its lease"
+            self.state.events.add(EventKind.SERVER_LOST, message)
+            self._wake_runs()
+
+    def _wake_runs(self) -> None:
+        """Something about servers changed: whoever waits shall look."""
+        self.state.cluster.changed.notify()
+        for run in self.state.runs.values():
+            run.changed.notify()
+
+    async def register_server(self, server_id: str, address: str, incarnation: str, budget_bytes: int) -> int:
+        """Takes in a shard server process; returns its epoch."""
+        cluster = self.state.cluster
+        known = server_id in cluster.servers
+        former = cluster.register(server_id, address, incarnation, budget_bytes)
+        server = cluster.servers[server_id]
+        await self.state.storage.save_server(server.to_record())
+        message = f"server {server_id!r} at {address} with {budget_bytes} bytes, epoch {server.epoch}"
+        if former is not None:
+            lost = sorted(run.name for run in self.state.runs.values() if server_id in run.servers)
+            message += f"; its memory is empty: runs {', '.join(lost)} have lost shards" if lost else ""
+            self.state.events.add(EventKind.SERVER_RESTARTED, message)
+        elif not known:
+            self.state.events.add(EventKind.SERVER_REGISTERED, message)
+        self._wake_runs()
+        return server.epoch
+
+    def heartbeat_server(self, server_id: str, epoch: int, reserved_bytes: int, used_bytes: int) -> None:
+        """A shard server is heard of."""
+        if self.state.cluster.heartbeat(server_id, epoch, reserved_bytes, used_bytes):
+            self.state.events.add(EventKind.SERVER_RETURNED, f"server {server_id!r} is heard of again")
+            self._wake_runs()
+
+    async def delete_run(self, name: str, *, force: bool) -> int:
+        """Ends a run and frees its memory; returns the bytes freed.
+
+        Raises:
+            ConflictError: Trainers are live and ``force`` is not set.
+        """
+        run = self.state.require_run(name)
+        if run.members.live and not force:
+            names = ", ".join(map(repr, sorted(run.members.live)))
+            raise ConflictError(f"run {name!r} has live trainers ({names}): end them, or force the deletion", run=name)
+        run.deleted = True
+        try:
+            await self.state.storage.delete_run(name)
+        except ShardwellError:
+            run.deleted = False
+            raise
+        self.state.runs.pop(name, None)
+        run.changed.notify()
+        outcomes = await asyncio.gather(*(self._drop(run, server_id) for server_id in run.servers))
+        self.state.events.add(EventKind.RUN_DELETED, f"{sum(outcomes)} bytes were freed", run=name)
+        return sum(outcomes)
+
+    async def _drop(self, run: Run, server_id: str) -> int:
+        request = shard_pb2.DropRunRequest(context=self.servers.context(run, run.committed_step))
+        try:
+            response = await self.servers.call(server_id, "DropRun", request, retry_for_s=_DROP_RETRY_S)
+        except ShardwellError as error:
+            logger.warning("run %r stays on server %r until it is restarted or reused: %s", run.name, server_id, error)
+            return 0
+        return int(response.freed_bytes)

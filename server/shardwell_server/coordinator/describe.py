@@ -1,0 +1,152 @@
+"""The coordinator's state as messages, for people and for trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardwell_server.coordinator.cluster import Cluster
+from shardwell_server.coordinator.events import timestamp
+from shardwell_server.coordinator.run import Run, Unit
+from shardwell_server.coordinator.work import Item, WorkState
+from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.topology import AXES, AXIS_NUMBERS, World
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+MAX_LISTED_ENTRIES = 1 << 20
+"""Group members in one answer; a larger world is refused rather than cut short."""
+
+
+def seat(world: World, global_rank: int) -> coordinator_pb2.Seat:
+    """A logical rank with its coordinates, groups and neighbours."""
+    at = world.coordinates(global_rank)
+    previous_stage, next_stage = world.stage_neighbours(global_rank)
+    return coordinator_pb2.Seat(
+        coordinates=common_pb2.Coordinates(
+            global_rank=at.global_rank, dp_rank=at.dp_rank, tp_rank=at.tp_rank, pp_rank=at.pp_rank
+        ),
+        groups=[
+            coordinator_pb2.RankGroup(axis=AXIS_NUMBERS[axis], global_ranks=world.group(global_rank, axis))
+            for axis in AXES
+        ],
+        previous_stage=previous_stage,
+        next_stage=next_stage,
+    )
+
+
+def world(of: World, run: Run | None) -> coordinator_pb2.DescribeWorldResponse:
+    """Every rank of a world and, in a run, who plays it.
+
+    Raises:
+        InvalidRequestError: The world is too large to be listed.
+    """
+    if of.size * (of.dp + of.tp + of.pp) > MAX_LISTED_ENTRIES:
+        raise InvalidRequestError(f"{of} is too large to be listed: {of.size} ranks with their groups")
+    seats = []
+    for rank in range(of.size):
+        member = run.members.members.get(run.seats.get(rank, "")) if run is not None else None
+        live = member if member is not None and member.live else None
+        seats.append(
+            coordinator_pb2.SeatSummary(
+                seat=seat(of, rank), trainer=live.name if live else "", host=live.host if live else ""
+            )
+        )
+    return coordinator_pb2.DescribeWorldResponse(world=of.to_proto(), world_size=of.size, seats=seats)
+
+
+def summary(run: Run) -> coordinator_pb2.RunSummary:
+    """A run in a few numbers."""
+    last = run.commits[-1] if run.commits else None
+    return coordinator_pb2.RunSummary(
+        run=run.name,
+        config=run.settings.to_proto(),
+        committed_step=run.committed_step,
+        live_trainer_count=len(run.members.live),
+        unit_count=len(run.units),
+        parameter_bytes=sum(parameter.size_bytes for unit in run.units for parameter in unit.layout.parameters),
+        created=timestamp(run.created),
+        last_commit=timestamp(last.time) if last is not None else None,
+    )
+
+
+def run_details(run: Run, now: float) -> coordinator_pb2.DescribeRunResponse:
+    """A run with its trainers and the step in flight."""
+    last = run.commits[-1] if run.commits else None
+    return coordinator_pb2.DescribeRunResponse(
+        summary=summary(run),
+        trainers=[
+            coordinator_pb2.TrainerSummary(
+                trainer=member.name,
+                host=member.host,
+                epoch=member.epoch,
+                global_ranks=run.ranks_of(member.name),
+                silent_s=member.silent_s(now),
+                live=member.live,
+            )
+            for member in run.members
+        ],
+        work=_work(run.step.items.values() if run.step is not None else ()),
+        grad_norm=last.grad_norm if last is not None else 0.0,
+        optimizer=common_pb2.OptimizerStep.FromString(last.optimizer) if last is not None else None,
+    )
+
+
+def _work(items: Iterable[Item]) -> list[coordinator_pb2.WorkSummary]:
+    return [
+        coordinator_pb2.WorkSummary(
+            item=item.to_proto(),
+            state=item.state.value,
+            trainer="" if item.state is WorkState.VACANT else item.holder or "",
+        )
+        for item in items
+    ]
+
+
+def units(run: Run, cluster: Cluster) -> coordinator_pb2.ListUnitsResponse:
+    """The units of a run and where they live."""
+    return coordinator_pb2.ListUnitsResponse(
+        units=[
+            coordinator_pb2.UnitSummary(
+                unit_index=unit.index,
+                unit=unit.layout.unit,
+                parameter_count=len(unit.layout.parameters),
+                element_count=sum(parameter.numel for parameter in unit.layout.parameters),
+                size_bytes=unit.layout.size_bytes,
+                shards=shards(unit, cluster),
+                published=unit.published,
+            )
+            for unit in run.units
+        ],
+        version=run.committed_step,
+    )
+
+
+def shards(unit: Unit, cluster: Cluster) -> list[common_pb2.ShardRange]:
+    """Where a unit's shards live, in the order of the flat vector."""
+    return [
+        common_pb2.ShardRange(
+            server_id=shard.server_id,
+            address=cluster.require(shard.server_id).address,
+            start_bytes=shard.start_bytes,
+            stop_bytes=shard.stop_bytes,
+        )
+        for shard in unit.shards
+    ]
+
+
+def servers(cluster: Cluster, now: float) -> coordinator_pb2.ListServersResponse:
+    """Every shard server, live or lost."""
+    return coordinator_pb2.ListServersResponse(
+        servers=[
+            coordinator_pb2.ServerSummary(
+                server_id=server.server_id,
+                address=server.address,
+                epoch=server.epoch,
+                live=server.live,
+                silent_s=max(0.0, now - server.heard_s),
+                budget_bytes=server.budget_bytes,
+                reserved_bytes=server.reserved_bytes,
+                used_bytes=server.used_bytes,
+            )
+            for _, server in sorted(cluster.servers.items())
+        ]
+    )

@@ -1,0 +1,125 @@
+"""What happens in the cluster, kept for a while and told to who watches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from enum import StrEnum
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from shardwell_wire.v1 import coordinator_pb2
+
+logger = logging.getLogger(__name__)
+
+KEPT_EVENTS = 256
+"""A new watcher gets at most this many of the past, and falls behind by at most as many."""
+
+
+class EventKind(StrEnum):
+    """Every kind of event, as ``Event.kind`` spells it."""
+
+    COORDINATOR_STARTED = "coordinator_started"
+    """A coordinator process began its term."""
+    SERVER_REGISTERED = "server_registered"
+    """A shard server came for the first time."""
+    SERVER_RESTARTED = "server_restarted"
+    """A shard server came back as a new process: its memory is empty."""
+    SERVER_LOST = "server_lost"
+    """A shard server's lease ran out."""
+    SERVER_RETURNED = "server_returned"
+    """A shard server that was lost is heard of again; its memory is what it was."""
+    RUN_CREATED = "run_created"
+    RUN_STARTED = "run_started"
+    """Enough trainers were there; logical ranks were assigned."""
+    RUN_DELETED = "run_deleted"
+    TRAINER_JOINED = "trainer_joined"
+    TRAINER_LEFT = "trainer_left"
+    LEASE_EXPIRED = "lease_expired"
+    """A trainer was silent for longer than its lease."""
+    WORK_LEASED = "work_leased"
+    """A lost trainer's work item went to another trainer."""
+    WORK_RESET = "work_reset"
+    """A trainer began a work item anew."""
+    UNIT_PLACED = "unit_placed"
+    UNIT_PUBLISHED = "unit_published"
+    STEP_COMMITTED = "step_committed"
+    """The commit record of a step is durable."""
+    STEP_FAILED = "step_failed"
+    """A step could not be prepared or committed; the message says why."""
+    UPDATE_DELAYED = "update_delayed"
+    """A server does not acknowledge the update of a committed step; it is repeated."""
+
+
+class EventLog:
+    """The last events and their live watchers.
+
+    Args:
+        wall_clock: Seconds since 1970.
+    """
+
+    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
+        self._wall_clock = wall_clock
+        self._kept: deque[coordinator_pb2.Event] = deque(maxlen=KEPT_EVENTS)
+        self._watchers: set[_Watcher] = set()
+
+    def add(self, kind: EventKind, message: str, *, run: str = "") -> None:
+        """Notes an event of a run, or of the cluster."""
+        event = coordinator_pb2.Event(time=timestamp(self._wall_clock()), kind=kind, run=run, message=message)
+        logger.info("%s%s: %s", f"run {run!r}: " if run else "", kind, message)
+        self._kept.append(event)
+        for watcher in self._watchers:
+            watcher.offer(event)
+
+    async def watch(self, run: str, duration_s: float | None) -> AsyncIterator[coordinator_pb2.Event]:
+        """The kept events, then new ones as they come.
+
+        Args:
+            run: Only this run's events and the cluster's. Empty: all.
+            duration_s: Stop after this long. None: never.
+        """
+        watcher = _Watcher(self._kept)
+        self._watchers.add(watcher)
+        loop = asyncio.get_running_loop()
+        stop = None if duration_s is None else loop.time() + duration_s
+        try:
+            while True:
+                event = await watcher.next(None if stop is None else stop - loop.time())
+                if event is None:
+                    return
+                if not run or event.run in ("", run):
+                    yield event
+        finally:
+            self._watchers.discard(watcher)
+
+
+class _Watcher:
+    """Events on their way to one watcher; the oldest are dropped when it does not keep up."""
+
+    def __init__(self, past: deque[coordinator_pb2.Event]) -> None:
+        self._pending = deque(past, maxlen=KEPT_EVENTS)
+        self._there = asyncio.Event()
+
+    def offer(self, event: coordinator_pb2.Event) -> None:
+        self._pending.append(event)
+        self._there.set()
+
+    async def next(self, timeout_s: float | None) -> coordinator_pb2.Event | None:
+        """The next event, or None after ``timeout_s``."""
+        while not self._pending:
+            self._there.clear()
+            try:
+                await asyncio.wait_for(self._there.wait(), timeout_s)
+            except TimeoutError:
+                return None
+        return self._pending.popleft()
+
+
+def timestamp(seconds: float) -> Timestamp:
+    """Seconds since 1970 as a message."""
+    message = Timestamp()
+    message.FromNanoseconds(round(seconds * 1e9))
+    return message

@@ -1,0 +1,333 @@
+"""One run: its trainers, seats, units and the step in flight. The state machine, without any I/O.
+
+Methods change state at once and never wait; who waits for a change waits on ``changed``. What must
+be durable before anybody is told is marked by ``touch`` and written by ``CoordinatorState.save``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from shardwell_server.coordinator.agreement import HandIn, require_same
+from shardwell_server.coordinator.assignment import Applicant, Seats, assign, claim, distribute, natural_key
+from shardwell_server.coordinator.membership import Member, Membership
+from shardwell_server.coordinator.records import CommitRecord, ShardRecord
+from shardwell_server.coordinator.settings import RunSettings
+from shardwell_server.coordinator.storage import KEPT_COMMITS
+from shardwell_server.coordinator.waiting import SharedCall, Signal
+from shardwell_server.coordinator.work import Item, Step, WorkState
+from shardwell_wire.errors import DuplicateError, NotFoundError
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.v1 import coordinator_pb2
+
+
+@dataclass(slots=True)
+class Unit:
+    """A unit and where its shards live."""
+
+    index: int
+    layout: UnitLayout
+    shards: tuple[ShardRecord, ...]
+    published: bool = False
+    reserved: bool = False
+    """Whether every owner has made room, as far as this process knows."""
+    in_flight: SharedCall[None] = field(default_factory=SharedCall)
+    """Its reservation or publication."""
+
+
+@dataclass(slots=True)
+class PendingUpdate:
+    """A server that has not acknowledged the update of the last commit yet."""
+
+    step: int
+    since_s: float
+    error: str = ""
+    """What the last try met."""
+
+
+class Run:
+    """One run.
+
+    Args:
+        name: Unique in the cluster.
+        settings: What it is.
+        clock: Monotonic seconds.
+        created: Seconds since 1970.
+    """
+
+    def __init__(self, name: str, settings: RunSettings, clock: Callable[[], float], created: float) -> None:
+        self.name, self.settings, self.created = name, settings, created
+        self.clock = clock
+        self.created_s = clock()
+        self.changed = Signal()
+        self.members = Membership(name)
+        self.seats: Seats = {}
+        """Owner of each logical rank, gone or not; empty until the run starts."""
+        self.step: Step | None = None
+        """The step in flight; None until the run starts."""
+        self.units: list[Unit] = []
+        """By index."""
+        self._units_by_name: dict[str, Unit] = {}
+        self.unit_of_parameter: dict[str, str] = {}
+        self.clean_servers: set[str] = set()
+        """Servers that are known to have nothing of a former run of this name."""
+        self.cleaning: dict[str, SharedCall[None]] = {}
+        self.commits: deque[CommitRecord] = deque(maxlen=KEPT_COMMITS)
+        self.state: coordinator_pb2.RunState | None = None
+        self.addresses: dict[str, str] = {}
+        self.initializer: tuple[str, int] | None = None
+        """Trainer that sends initial values, and the epoch it does so under."""
+        self.last_epoch = 0
+        self.deleted = False
+        self.changes, self.saved_changes = 0, 0
+        """Counts of changes made and of those that are durable."""
+        self.ready_to_work: dict[str, None] = {}
+        """Trainers that wait for any work item, in order of arrival."""
+        self.updates: dict[str, PendingUpdate] = {}
+        """By server, while the last commit's update is not done everywhere."""
+        self.recording: SharedCall[None] = SharedCall()
+        self.preparing: SharedCall[None] = SharedCall()
+        self.committing: SharedCall[None] = SharedCall()
+        self.writing_commit = False
+        """The commit record is on its way to the disk: too late to begin work anew."""
+        self.fencing: SharedCall[None] = SharedCall()
+        self.fence_error = ""
+        """What the last try to fence former holders met."""
+
+    @property
+    def committed_step(self) -> int:
+        """Committed steps so far: the number of the step in flight."""
+        return self.commits[-1].step + 1 if self.commits else 0
+
+    @property
+    def layouts(self) -> list[UnitLayout]:
+        return [unit.layout for unit in self.units]
+
+    @property
+    def servers(self) -> dict[str, str]:
+        """Servers that hold shards, with the incarnation of the process that was given the first."""
+        return dict(reversed([(shard.server_id, shard.incarnation) for unit in self.units for shard in unit.shards]))
+
+    def touch(self) -> None:
+        """Something changed that must be durable before anybody is told."""
+        self.changes += 1
+
+    def next_epoch(self) -> int:
+        self.last_epoch += 1
+        self.touch()
+        return self.last_epoch
+
+    # Trainers
+
+    def admit(self, applicant: Applicant, incarnation: str) -> Member:
+        """Takes a new process in as a member, under a new epoch, and gives it its seats.
+
+        Raises:
+            DuplicateError: The name or the requested rank is taken by a live trainer.
+        """
+        self.members.check_name(applicant.name)
+        if self.step is not None:
+            self.seats.update(claim(self.seats, self.members.live, applicant, pinned=self._pinned()))
+        elif applicant.requested_rank is not None and applicant.requested_rank in self._pinned():
+            raise DuplicateError(
+                f"rank {applicant.requested_rank} of run {self.name!r} is asked for by another trainer already: "
+                "give every trainer its own, or none",
+                global_rank=applicant.requested_rank,
+            )
+        member = Member(
+            applicant.name,
+            applicant.host,
+            incarnation,
+            self.next_epoch(),
+            self.clock(),
+            applicant.requested_rank,
+        )
+        self.members.members[applicant.name] = member
+        if self.step is None and len(self.members.live) >= self.settings.min_trainers:
+            self._start()
+        self.changed.notify()
+        return member
+
+    def _pinned(self) -> set[int]:
+        return {at.requested_rank for at in self.members if at.live and at.requested_rank is not None}
+
+    def _start(self) -> None:
+        live = self.members.live.values()
+        applicants = [Applicant(at.name, at.host, at.requested_rank) for at in live]
+        self.seats = assign(self.settings.world, applicants)
+        self._begin_step(0, {})
+
+    def drop(self, member: Member) -> None:
+        """A trainer is gone: its seats become vacant, though its name keeps its claim to them.
+
+        Its items get a new epoch and are vacant; they must be fenced before they are offered.
+        """
+        member.live = False
+        self.ready_to_work.pop(member.name, None)
+        if self.step is None:
+            del self.members.members[member.name]
+        else:
+            for item in self.step.items.values():
+                if item.holder == member.name and item.state is not WorkState.VACANT:
+                    self.step.vacate(item, self.next_epoch(), self.clock())
+        self.touch()
+        self.changed.notify()
+
+    def require(self, name: str, epoch: int) -> Member:
+        """A live member by name and epoch.
+
+        Raises:
+            NotFoundError: There is no such trainer, or the run was deleted.
+            StaleEpochError: Its lease ran out, it left, or another process has its name now.
+        """
+        if self.deleted:
+            raise NotFoundError(f"run {self.name!r} was deleted", run=self.name)
+        return self.members.require(name, epoch)
+
+    def require_live(self, name: str) -> Member:
+        """A live member by name, for requests that carry the epoch of something else. Raises as ``require``."""
+        member = self.members.members.get(name)
+        return self.require(name, member.epoch if member is not None else 0)
+
+    def ranks_of(self, name: str) -> list[int]:
+        """The logical ranks that are a trainer's own."""
+        return sorted(rank for rank, owner in self.seats.items() if owner == name)
+
+    def who(self, name: str) -> str:
+        """A trainer and the ranks it plays, for messages."""
+        ranks = {rank for rank, item in self.step.items.items() if item.holder == name} if self.step else ()
+        played = ", ".join(map(str, sorted(ranks))) or "none"
+        return f"rank {played} (trainer {name!r})"
+
+    def choose_initializer(self) -> tuple[str, int] | None:
+        """The trainer that sends initial values, with its epoch; another one only if it is gone.
+
+        It holds the lowest rank's item, or stands in: the live trainer with the lowest rank of its own.
+        """
+        live = self.members.live
+        if self.initializer is None or self.initializer[0] not in live:
+            holder = self._require_step().items[0].holder
+            name = holder if holder in live else self._first_player()
+            self.initializer = (name, self.next_epoch()) if name is not None else None
+        return self.initializer
+
+    def _first_player(self) -> str | None:
+        ranks = {name: min(self.ranks_of(name), default=len(self.seats)) for name in self.members.live}
+        return min(ranks, key=lambda name: (ranks[name], natural_key(name)), default=None)
+
+    # The step in flight
+
+    def _require_step(self) -> Step:
+        assert self.step is not None, "the run has not started"
+        return self.step
+
+    def _begin_step(self, number: int, former: dict[int, Item]) -> None:
+        now = self.clock()
+        live = self.members.live
+        holders = distribute(self.seats, live, lambda name: live[name].accepts_work is not False)
+        items = {}
+        for rank, holder in holders.items():
+            before, dp_rank = former.get(rank), self.settings.world.coordinates(rank).dp_rank
+            # A lease that goes on keeps its epoch: nobody else knows of it.
+            kept = before is not None and before.holder == holder
+            epoch = before.epoch if before is not None and kept else self.next_epoch()
+            item = Item(rank, dp_rank, holder, epoch, since_s=now, fenced=before is None or before.fenced)
+            if holder is None:
+                item.holder, item.state, item.fenced = self.seats[rank], WorkState.VACANT, False
+            items[rank] = item
+        self.step = Step(number, items, now)
+
+    def unfenced(self) -> Iterator[Item]:
+        """Items whose former holder may still reach servers."""
+        return (item for item in self._require_step().items.values() if not item.fenced)
+
+    def offer(self) -> list[Item]:
+        """Leases vacant items to trainers that wait for any: one each, spares first. Returns them."""
+        step, leased = self._require_step(), []
+        waiting = sorted(self.ready_to_work, key=lambda name: bool(self.ranks_of(name)))
+        for name, item in zip(waiting, step.offered, strict=False):
+            self.take(item, name)
+            leased.append(item)
+        if leased:
+            self.changed.notify()
+        return leased
+
+    def take(self, item: Item, name: str) -> None:
+        """Leases one vacant item."""
+        self._require_step().lease(item, name, self.next_epoch(), self.clock())
+        self.ready_to_work.pop(name, None)
+
+    def take_own(self, name: str) -> bool:
+        """Leases the vacant items of a trainer's own ranks to it; False while they are not fenced yet."""
+        step = self._require_step()
+        own = [
+            item
+            for item in step.items.values()
+            if item.state is WorkState.VACANT and self.seats[item.global_rank] == name
+        ]
+        if not all(item.fenced for item in own):
+            return False
+        for item in own:
+            self.take(item, name)
+        return True
+
+    def work_of(self, name: str) -> coordinator_pb2.StepWork:
+        """What a trainer has to compute now."""
+        step = self._require_step()
+        return coordinator_pb2.StepWork(step=step.number, items=[item.to_proto() for item in step.held_by(name)])
+
+    def decision(self) -> HandIn | None:
+        """The hyper-parameters that count: those of whoever plays the lowest logical rank."""
+        decider = self.decider()
+        return None if decider is None else self._require_step().hand_ins.get(decider)
+
+    def decider(self) -> str | None:
+        """Name of the trainer whose hyper-parameters count in the step in flight."""
+        step, live = self._require_step(), self.members.live
+        holder = step.items[0].holder
+        if holder in live or holder in step.hand_ins:
+            return holder
+        return self._first_player()
+
+    def hand_in(self, hand_in: HandIn) -> None:
+        """Takes a trainer's hyper-parameters.
+
+        Raises:
+            HyperparameterMismatchError: They differ from those that count.
+        """
+        self._require_step().hand_ins[hand_in.trainer] = hand_in
+        if (decision := self.decision()) is not None:
+            require_same(decision, hand_in, self.layouts)
+
+    def advance(self, record: CommitRecord, state: coordinator_pb2.RunState | None) -> None:
+        """The commit record of the step in flight is durable: the next one begins."""
+        former = self._require_step().items
+        self.commits.append(record)
+        self.state = state
+        self.updates = {server: PendingUpdate(record.step, self.clock()) for server in self.servers}
+        self._begin_step(record.step + 1, former)
+        self.changed.notify()
+
+    def commit_of(self, step: int) -> CommitRecord | None:
+        """The record of a committed step; None if it is too long ago."""
+        return next((record for record in self.commits if record.step == step), None)
+
+    # Units
+
+    def add_unit(self, unit: Unit) -> None:
+        assert unit.index == len(self.units)
+        self.units.append(unit)
+        self._units_by_name[unit.layout.unit] = unit
+        self.unit_of_parameter.update(dict.fromkeys(unit.layout.index_by_name, unit.layout.unit))
+
+    def find_unit(self, name: str) -> Unit | None:
+        return self._units_by_name.get(name)
+
+    def require_unit(self, name: str) -> Unit:
+        """Raises NotFoundError if no unit of that name was declared."""
+        unit = self.find_unit(name)
+        if unit is None:
+            raise NotFoundError(f"run {self.name!r} has no unit {name!r}: declare it first", run=self.name, unit=name)
+        return unit

@@ -1,0 +1,132 @@
+"""A run to rows and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardwell_server.coordinator.membership import Member
+from shardwell_server.coordinator.records import (
+    FinishedRecord,
+    MemberRecord,
+    RankRecord,
+    RunRecord,
+    StoredRun,
+    UnitRecord,
+)
+from shardwell_server.coordinator.run import PendingUpdate, Run, Unit
+from shardwell_server.coordinator.settings import RunSettings
+from shardwell_server.coordinator.work import Item, Step, WorkState
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+
+def to_record(run: Run) -> RunRecord:
+    """What must be durable of a run before anybody is told of it."""
+    initializer, initializer_epoch = run.initializer or (None, 0)
+    return RunRecord(
+        run=run.name,
+        config=run.settings.to_proto().SerializeToString(),
+        created=run.created,
+        started=run.step is not None,
+        last_epoch=run.last_epoch,
+        initializer=initializer,
+        initializer_epoch=initializer_epoch,
+        members=tuple(
+            MemberRecord(at.name, at.host, at.incarnation, at.epoch, at.requested_rank, at.live, at.accepts_work)
+            for at in run.members
+        ),
+        ranks=_rank_records(run),
+        addresses=tuple(run.addresses.items()),
+    )
+
+
+def _rank_records(run: Run) -> tuple[RankRecord, ...]:
+    if run.step is None:
+        return ()
+    return tuple(
+        RankRecord(rank, run.seats[rank], item.holder, item.epoch, run.step.number, item.attempt)
+        for rank, item in sorted(run.step.items.items())
+    )
+
+
+def unit_record(unit: Unit, *, published: bool = False) -> UnitRecord:
+    """A unit that has been placed, or published."""
+    return UnitRecord(unit.index, unit.layout.to_proto().SerializeToString(), published, unit.shards)
+
+
+def finished_records(step: Step) -> list[FinishedRecord]:
+    """The items of a step that is finished."""
+    return [
+        FinishedRecord(item.global_rank, item.attempt, finished_item(item).SerializeToString())
+        for item in step.items.values()
+    ]
+
+
+def finished_item(item: Item) -> coordinator_pb2.FinishedItem:
+    """How a finished item was reported."""
+    return coordinator_pb2.FinishedItem(
+        global_rank=item.global_rank,
+        epoch=item.epoch,
+        attempt=item.attempt,
+        units=[common_pb2.UnitParts(unit_index=unit, part_count=count) for unit, count in sorted(item.parts.items())],
+    )
+
+
+def from_stored(stored: StoredRun, clock: Callable[[], float]) -> Run:
+    """A run of an earlier term: its live trainers get a lease's time to be heard of again."""
+    record = stored.record
+    config = coordinator_pb2.RunConfig.FromString(record.config)
+    run = Run(record.run, RunSettings.from_proto(config, world_size=0), clock, record.created)
+    run.last_epoch = record.last_epoch
+    run.members.members = {member.trainer: _restore_member(member, clock()) for member in record.members}
+    run.addresses = dict(record.addresses)
+    if record.initializer is not None:
+        run.initializer = (record.initializer, record.initializer_epoch)
+    for at in stored.units:
+        layout = UnitLayout.from_proto(common_pb2.UnitSpec.FromString(at.spec))
+        run.add_unit(Unit(at.unit_index, layout, at.shards, at.published))
+        run.clean_servers.update(shard.server_id for shard in at.shards)
+    run.commits.extend(stored.commits)
+    if stored.state is not None:
+        run.state = coordinator_pb2.RunState.FromString(stored.state)
+    if stored.commits:
+        run.updates = {server: PendingUpdate(stored.commits[-1].step, clock()) for server in run.servers}
+    if record.started:
+        _restore_step(run, stored)
+    return run
+
+
+def _restore_member(record: MemberRecord, now: float) -> Member:
+    return Member(
+        record.trainer,
+        record.host,
+        record.incarnation,
+        record.epoch,
+        now,
+        record.requested_rank,
+        live=record.live,
+        accepts_work=record.accepts_work,
+    )
+
+
+def _restore_step(run: Run, stored: StoredRun) -> None:
+    record, now, number = stored.record, run.clock(), run.committed_step
+    run.seats = {rank.global_rank: rank.owner for rank in record.ranks}
+    live = run.members.live
+    items = {}
+    for rank in record.ranks:
+        dp_rank = run.settings.world.coordinates(rank.global_rank).dp_rank
+        item = Item(rank.global_rank, dp_rank, rank.holder, rank.epoch, since_s=now)
+        item.attempt = rank.attempt if rank.step == number else 0
+        if rank.holder not in live:
+            item.state, item.fenced = WorkState.VACANT, False
+        items[rank.global_rank] = item
+    run.step = Step(number, items, now)
+    reports = {at.global_rank: at for at in stored.finished}
+    if all(rank in reports and reports[rank].attempt == item.attempt for rank, item in items.items()):
+        parts = {
+            rank: {unit.unit_index: unit.part_count for unit in coordinator_pb2.FinishedItem.FromString(at.parts).units}
+            for rank, at in reports.items()
+        }
+        run.step.finish([(items[rank], parts[rank]) for rank in items], now)
+        run.step.recorded = True

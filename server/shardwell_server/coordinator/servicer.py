@@ -1,0 +1,323 @@
+"""``shardwell.v1.CoordinatorService``: decodes, calls, encodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from hashlib import blake2b
+from typing import Any
+
+from google.protobuf.message import Message
+
+from shardwell_server.coordinator import describe
+from shardwell_server.coordinator.agreement import HandIn
+from shardwell_server.coordinator.assignment import Applicant
+from shardwell_server.coordinator.coordinator import Coordinator
+from shardwell_server.coordinator.membership import Member, heard
+from shardwell_server.coordinator.run import Run
+from shardwell_server.coordinator.settings import RunSettings
+from shardwell_server.coordinator.stall import explain
+from shardwell_server.coordinator.waiting import poll
+from shardwell_server.request_log import RequestLog
+from shardwell_server.rpc import MAX_WAIT_S, Call
+from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.topology import World
+from shardwell_wire.v1 import coordinator_pb2
+
+MAX_NAME_LENGTH = 200
+MAX_ADDRESSES = 1024
+"""Names that the trainers of one run may exchange addresses under."""
+
+
+class CoordinatorServicer:
+    """The rpcs of the coordinator.
+
+    Args:
+        coordinator: Does the work.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator, self._state = coordinator, coordinator.state
+        self._requests = RequestLog()
+
+    # Shard servers
+
+    async def RegisterServer(
+        self, request: coordinator_pb2.RegisterServerRequest, call: Call
+    ) -> coordinator_pb2.RegisterServerResponse:
+        epoch = await self._coordinator.register_server(
+            request.server_id, request.address, request.incarnation, request.budget_bytes
+        )
+        return coordinator_pb2.RegisterServerResponse(epoch=epoch, lease_s=self._state.settings.lease_s)
+
+    async def HeartbeatServer(
+        self, request: coordinator_pb2.HeartbeatServerRequest, call: Call
+    ) -> coordinator_pb2.HeartbeatServerResponse:
+        self._coordinator.heartbeat_server(request.server_id, request.epoch, request.reserved_bytes, request.used_bytes)
+        return coordinator_pb2.HeartbeatServerResponse()
+
+    # Trainers
+
+    async def Join(self, request: coordinator_pb2.JoinRequest, call: Call) -> coordinator_pb2.JoinResponse:
+        wait_s = _wait_s(call, request.wait_s)
+        settings = RunSettings.from_proto(request.config, world_size=request.world_size)
+        applicant = _applicant(request, settings.world)
+        run = self._coordinator.trainers.run_for(request.run, settings)
+        give_up = self._state.clock() + wait_s
+        member = await self._coordinator.trainers.join(run, applicant, request.incarnation, wait_s)
+        if member is None:
+            former = f"the former process of trainer {applicant.name!r} may still live: its lease is about to run out"
+            return coordinator_pb2.JoinResponse(waiting_for=[former])
+        with heard(member, self._state.clock):
+            remaining = max(0.0, give_up - self._state.clock())
+            started = await self._coordinator.trainers.wait_for_seats(run, member, remaining)
+            await self._state.save(run)
+            response = coordinator_pb2.JoinResponse(
+                started=started,
+                trainer=member.name,
+                epoch=member.epoch,
+                lease_s=self._state.settings.lease_s,
+                config=run.settings.to_proto(),
+                committed_step=run.committed_step,
+            )
+            if not started:
+                response.waiting_for.extend(explain(run, self._state.cluster, self._state.clock()).lines)
+                return response
+            response.seats.extend(describe.seat(run.settings.world, rank) for rank in run.ranks_of(member.name))
+            response.work.CopyFrom(run.work_of(member.name))
+            if run.state is not None:
+                response.state.CopyFrom(run.state)
+            return response
+
+    async def Heartbeat(
+        self, request: coordinator_pb2.HeartbeatRequest, call: Call
+    ) -> coordinator_pb2.HeartbeatResponse:
+        run = self._state.require_run(request.run)
+        with heard(run.require(request.trainer, request.epoch), self._state.clock):
+            return coordinator_pb2.HeartbeatResponse(committed_step=run.committed_step)
+
+    async def Leave(self, request: coordinator_pb2.LeaveRequest, call: Call) -> coordinator_pb2.LeaveResponse:
+        run = self._state.require_run(request.run)
+        member = run.members.members.get(request.trainer)
+        if member is not None and (member.live or member.epoch != request.epoch):
+            self._coordinator.trainers.leave(run, run.require(request.trainer, request.epoch))
+            await self._state.save(run)
+        return coordinator_pb2.LeaveResponse()
+
+    async def DeclareUnit(
+        self, request: coordinator_pb2.DeclareUnitRequest, call: Call
+    ) -> coordinator_pb2.DeclareUnitResponse:
+        layout = UnitLayout.from_proto(request.unit)
+        run, member = self._member(request)
+        with heard(member, self._state.clock):
+            unit = await self._coordinator.units.declare(run, layout, _wait_s(call, MAX_WAIT_S))
+            response = coordinator_pb2.DeclareUnitResponse(
+                unit_index=unit.index, shards=describe.shards(unit, self._state.cluster)
+            )
+            if unit.published:
+                response.version = run.committed_step
+            elif (initializer := run.choose_initializer()) is not None and initializer[0] == member.name:
+                response.initialize, response.epoch = True, initializer[1]
+            await self._state.save(run)
+            return response
+
+    async def PublishInitialUnit(
+        self, request: coordinator_pb2.PublishInitialUnitRequest, call: Call
+    ) -> coordinator_pb2.PublishInitialUnitResponse:
+        run, member = self._member(request, of_membership=False)
+        with heard(member, self._state.clock):
+            unit = run.require_unit(request.unit)
+            await self._coordinator.units.publish(run, unit, member.name, request.context.epoch)
+            return coordinator_pb2.PublishInitialUnitResponse(version=run.committed_step)
+
+    async def ExchangeAddress(
+        self, request: coordinator_pb2.ExchangeAddressRequest, call: Call
+    ) -> coordinator_pb2.ExchangeAddressResponse:
+        _check_name("name", request.name)
+        run, member = self._member(request)
+        if request.HasField("address"):
+            _check_name("address", request.address)
+            if len(run.addresses) >= MAX_ADDRESSES and request.name not in run.addresses:
+                raise InvalidRequestError(f"run {run.name!r} has {MAX_ADDRESSES} addresses already: use fewer names")
+            if run.addresses.get(request.name) != request.address:
+                run.addresses[request.name] = request.address
+                run.touch()
+                run.changed.notify()
+
+        async def look() -> str | None:
+            run.require(member.name, member.epoch)
+            return run.addresses.get(request.name)
+
+        with heard(member, self._state.clock):
+            address = await poll(run.changed, look, _wait_s(call, request.wait_s))
+            await self._state.save(run)
+        return coordinator_pb2.ExchangeAddressResponse(address=address)
+
+    # Steps
+
+    async def ResetWork(
+        self, request: coordinator_pb2.ResetWorkRequest, call: Call
+    ) -> coordinator_pb2.ResetWorkResponse:
+        run, member = self._member(request, of_membership=False)
+        with heard(member, self._state.clock):
+            item = await self._coordinator.steps.reset(run, member, request)
+            return coordinator_pb2.ResetWorkResponse(item=item.to_proto())
+
+    async def FinishWork(
+        self, request: coordinator_pb2.FinishWorkRequest, call: Call
+    ) -> coordinator_pb2.FinishWorkResponse:
+        run, member = self._member(request)
+        with heard(member, self._state.clock):
+            return await self._coordinator.steps.finish(
+                run,
+                member,
+                request.context.step,
+                request.items,
+                accept_work=request.accept_work,
+                wait_s=_wait_s(call, request.wait_s),
+            )
+
+    async def PrepareGradients(
+        self, request: coordinator_pb2.PrepareGradientsRequest, call: Call
+    ) -> coordinator_pb2.PrepareGradientsResponse:
+        run, member = self._member(request)
+        with heard(member, self._state.clock):
+            prepared = await self._coordinator.steps.prepare(
+                run,
+                member,
+                request.context.step,
+                with_max_abs=request.with_max_abs,
+                wait_s=_wait_s(call, MAX_WAIT_S),
+            )
+            return coordinator_pb2.PrepareGradientsResponse(
+                grad_norm=prepared.grad_norm, max_abs=prepared.max_abs or 0.0
+            )
+
+    async def CommitStep(
+        self, request: coordinator_pb2.CommitStepRequest, call: Call
+    ) -> coordinator_pb2.CommitStepResponse:
+        run, member = self._member(request)
+        hand_in = HandIn(
+            trainer=member.name,
+            who=run.who(member.name),
+            optimizer=request.optimizer,
+            clip_coefficient=request.clip_coefficient,
+            unit_order=tuple(request.unit_order),
+            state=request.state if request.HasField("state") else None,
+        )
+        with heard(member, self._state.clock):
+            return await self._coordinator.steps.commit(
+                run, member, request.context.step, hand_in, _wait_s(call, request.wait_s)
+            )
+
+    # People
+
+    async def DeleteRun(
+        self, request: coordinator_pb2.DeleteRunRequest, call: Call
+    ) -> coordinator_pb2.DeleteRunResponse:
+        repeated = self._requests.check(request.request_id, _fingerprint(request))
+        if repeated and request.run not in self._state.runs:
+            return coordinator_pb2.DeleteRunResponse()
+        freed_bytes = await self._coordinator.delete_run(request.run, force=request.force)
+        return coordinator_pb2.DeleteRunResponse(freed_bytes=freed_bytes)
+
+    async def ListRuns(self, request: coordinator_pb2.ListRunsRequest, call: Call) -> coordinator_pb2.ListRunsResponse:
+        return coordinator_pb2.ListRunsResponse(
+            runs=[describe.summary(run) for _, run in sorted(self._state.runs.items())]
+        )
+
+    async def DescribeRun(
+        self, request: coordinator_pb2.DescribeRunRequest, call: Call
+    ) -> coordinator_pb2.DescribeRunResponse:
+        return describe.run_details(self._state.require_run(request.run), self._state.clock())
+
+    async def DescribeWorld(
+        self, request: coordinator_pb2.DescribeWorldRequest, call: Call
+    ) -> coordinator_pb2.DescribeWorldResponse:
+        if bool(request.run) == request.HasField("world"):
+            raise InvalidRequestError("name either a run or a world")
+        if request.run:
+            run = self._state.require_run(request.run)
+            return describe.world(run.settings.world, run)
+        world = World.from_proto(request.world)
+        world.check_fits(num_layers=request.num_layers)
+        return describe.world(world, None)
+
+    async def ListUnits(
+        self, request: coordinator_pb2.ListUnitsRequest, call: Call
+    ) -> coordinator_pb2.ListUnitsResponse:
+        return describe.units(self._state.require_run(request.run), self._state.cluster)
+
+    async def ListServers(
+        self, request: coordinator_pb2.ListServersRequest, call: Call
+    ) -> coordinator_pb2.ListServersResponse:
+        return describe.servers(self._state.cluster, self._state.clock())
+
+    async def ExplainStall(
+        self, request: coordinator_pb2.ExplainStallRequest, call: Call
+    ) -> coordinator_pb2.ExplainStallResponse:
+        run = self._state.require_run(request.run)
+        stall = explain(run, self._state.cluster, self._state.clock())
+        return coordinator_pb2.ExplainStallResponse(
+            step=run.committed_step, phase=stall.phase, phase_s=stall.phase_s, waiting_for=stall.lines
+        )
+
+    async def WatchEvents(
+        self, request: coordinator_pb2.WatchEventsRequest, call: Call
+    ) -> AsyncIterator[coordinator_pb2.Event]:
+        _check_seconds("duration_s", request.duration_s)
+        async for event in self._state.events.watch(request.run, request.duration_s or None):
+            yield event
+
+    def _member(self, request: Any, *, of_membership: bool = True) -> tuple[Run, Member]:
+        """The run and the live trainer that a request comes from.
+
+        Args:
+            request: With a context and a trainer.
+            of_membership: Whether the context's epoch is the membership's; else it is checked elsewhere.
+        """
+        context = request.context
+        run = self._state.require_run(context.run)
+        member = run.require(request.trainer, context.epoch) if of_membership else run.require_live(request.trainer)
+        self._requests.check(context.request_id, _fingerprint(request))
+        return run, member
+
+
+def _applicant(request: coordinator_pb2.JoinRequest, world: World) -> Applicant:
+    _check_name("run", request.run)
+    _check_name("incarnation", request.incarnation)
+    for what, value in (("trainer", request.trainer), ("host", request.host)):
+        if value:
+            _check_name(what, value)
+    rank = request.global_rank if request.HasField("global_rank") else None
+    if rank is not None:
+        world.coordinates(rank)
+    return Applicant(request.trainer, request.host, rank)
+
+
+def _check_name(what: str, value: str) -> None:
+    if not value or len(value) > MAX_NAME_LENGTH or not value.isprintable():
+        shown = value[:MAX_NAME_LENGTH]
+        raise InvalidRequestError(f"{what} is {shown!r}: expected 1 to {MAX_NAME_LENGTH} printable characters")
+
+
+def _check_seconds(what: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise InvalidRequestError(f"{what} is {value}: expected a finite number of at least 0")
+
+
+def _wait_s(call: Call, wanted_s: float) -> float:
+    """How long an rpc may wait: what is asked for, within its deadline and MAX_WAIT_S."""
+    _check_seconds("wait_s", wanted_s)
+    return min(call.remaining_s(wanted_s), MAX_WAIT_S)
+
+
+def _fingerprint(request: Message) -> bytes:
+    """Equal for repetitions of a request, also if they wait longer or shorter."""
+    bare = type(request)()
+    bare.CopyFrom(request)
+    if "wait_s" in request.DESCRIPTOR.fields_by_name:
+        bare.ClearField("wait_s")
+    name = request.DESCRIPTOR.full_name.encode()
+    return blake2b(name + bare.SerializeToString(deterministic=True), digest_size=16).digest()

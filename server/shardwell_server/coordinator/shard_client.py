@@ -1,0 +1,79 @@
+"""Calls to shard servers: the only module of the coordinator that speaks gRPC as a client."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from shardwell_wire.channel import open_aio_channel
+from shardwell_wire.errors import UnavailableError, from_rpc_error
+from shardwell_wire.v1 import shard_pb2
+
+CALL_TIMEOUT_S = 120.0
+"""Deadline of one try; preparing and updating take as long as the tensors are large."""
+
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 1.0
+
+
+class ShardCalls(Protocol):
+    """How the coordinator reaches shard servers."""
+
+    async def call(self, address: str, rpc_name: str, request: Message, *, retry_for_s: float) -> Any:
+        """Calls a unary rpc of ``ShardService``.
+
+        Args:
+            address: host:port.
+            rpc_name: Its name in the proto file.
+            request: Its request message.
+            retry_for_s: While the server is unavailable, try again for this long.
+
+        Returns:
+            Its response message.
+
+        Raises:
+            ShardwellError: What the server raised, or UnavailableError, or DeadlineError.
+        """
+        ...
+
+
+class GrpcShardCalls:
+    """``ShardCalls`` over gRPC, with one channel per address."""
+
+    def __init__(self) -> None:
+        self._service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def call(self, address: str, rpc_name: str, request: Message, *, retry_for_s: float) -> Any:
+        """See ``ShardCalls.call``."""
+        stub = self._stub(address, rpc_name)
+        give_up, delay = time.monotonic() + retry_for_s, _FIRST_DELAY_S
+        while True:
+            try:
+                return await stub(request, timeout=CALL_TIMEOUT_S)
+            except grpc.aio.AioRpcError as rpc_error:
+                error = from_rpc_error(rpc_error, f"shard server at {address}")
+                if not isinstance(error, UnavailableError) or time.monotonic() + delay > give_up:
+                    raise error from rpc_error
+            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+            delay = min(delay * 2, _LONGEST_DELAY_S)
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+
+    def _stub(self, address: str, rpc_name: str) -> Any:
+        if address not in self._channels:
+            self._channels[address] = open_aio_channel(address)
+        method = self._service.methods_by_name[rpc_name]
+        return self._channels[address].unary_unary(
+            f"/{self._service.full_name}/{rpc_name}",
+            request_serializer=GetMessageClass(method.input_type).SerializeToString,
+            response_deserializer=GetMessageClass(method.output_type).FromString,
+        )

@@ -1,0 +1,105 @@
+"""What a run waits for, and on whom, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwell_server.coordinator.cluster import Cluster
+from shardwell_server.coordinator.run import Run
+from shardwell_server.coordinator.work import Item, Step, WorkState
+
+MAX_LINES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Where a run stands."""
+
+    phase: str
+    phase_s: float
+    """How long the phase has lasted."""
+    lines: list[str]
+
+
+def explain(run: Run, cluster: Cluster, now: float) -> Stall:
+    """Says what a run waits for. Looks at what is known; asks nobody."""
+    if run.step is None:
+        return Stall("starting", now - run.created_s, _shorten(_starting(run)))
+    phase, since = _phase(run, run.step)
+    lines = [*_servers(run, cluster), *_updates(run, now)]
+    if run.step.failure is not None:
+        lines.append(
+            f"step {run.step.number} cannot be committed: {run.step.failure}; it goes on once a rank begins "
+            "its work anew (zero_grad and backward)"
+        )
+    elif phase == "preparing" and not run.updates:
+        lines.append(
+            f"servers {', '.join(map(repr, run.servers))}: they reduce the gradients of step {run.step.number}"
+        )
+    elif phase == "awaiting commit":
+        lines.append(_decision(run, run.step))
+    lines += [_item(run, item, now) for item in run.step.unfinished]
+    return Stall(phase, now - since, _shorten(lines))
+
+
+def _phase(run: Run, step: Step) -> tuple[str, float]:
+    if run.updates:
+        return "updating", min(pending.since_s for pending in run.updates.values())
+    if step.finished_s is None:
+        return "working", step.started_s
+    if run.preparing.in_flight or run.writing_commit:
+        return "preparing", step.finished_s
+    return "awaiting commit", step.finished_s
+
+
+def _starting(run: Run) -> list[str]:
+    there = len(run.members.live)
+    missing = run.settings.min_trainers - there
+    head = f"{there} of {run.settings.min_trainers} trainers are there: {missing} more must join"
+    return [head, *(f"{member} is there" for member in run.members.live.values())]
+
+
+def _servers(run: Run, cluster: Cluster) -> list[str]:
+    processes = sorted({(shard.server_id, shard.incarnation) for unit in run.units for shard in unit.shards})
+    problems = (cluster.problem(server_id, incarnation) for server_id, incarnation in processes)
+    return [str(problem) for problem in problems if problem is not None]
+
+
+def _updates(run: Run, now: float) -> list[str]:
+    return [
+        f"server {server_id!r}: Update of step {pending.step} not acknowledged for {now - pending.since_s:.1f} s"
+        + (f": {pending.error}" if pending.error else "")
+        for server_id, pending in run.updates.items()
+    ]
+
+
+def _decision(run: Run, step: Step) -> str:
+    decider = run.decider()
+    if decider is None:
+        return "hyper-parameters: every trainer of the run is gone; the step goes on when one joins"
+    if decider in step.hand_ins:
+        return f"hyper-parameters from rank 0 are there: the next poll of CommitStep commits step {step.number}"
+    return f"hyper-parameters from rank 0: trainer {decider!r} has not called optimizer.step()"
+
+
+def _item(run: Run, item: Item, now: float) -> str:
+    where, since = f"rank {item.global_rank}", f"{now - item.since_s:.1f} s"
+    member = run.members.members.get(item.holder or "")
+    if item.state is WorkState.LEASED and member is not None:
+        return (
+            f"{where}: {member} has computed step {run.committed_step} for {since} "
+            f"(last heard of {member.silent_s(now):.1f} s ago)"
+        )
+    if not item.fenced:
+        error = f": {run.fence_error}" if run.fence_error else ""
+        return f"{where}: vacant for {since}: trainer {item.holder!r} is gone and is being fenced on the servers{error}"
+    return (
+        f"{where}: vacant for {since}: trainer {item.holder!r} is gone; its work goes to the first trainer that "
+        "waits in step.batches, or to it when it comes back"
+    )
+
+
+def _shorten(lines: list[str]) -> list[str]:
+    if len(lines) <= MAX_LINES:
+        return lines
+    return [*lines[: MAX_LINES - 1], f"... and {len(lines) - MAX_LINES + 1} more"]

@@ -1,0 +1,265 @@
+"""The rpcs of a step: work is finished or begun anew, gradients are prepared, the step is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwell_server.coordinator.agreement import HandIn, require_same, validate
+from shardwell_server.coordinator.commit import Committer
+from shardwell_server.coordinator.events import EventKind
+from shardwell_server.coordinator.membership import Member
+from shardwell_server.coordinator.records import CommitRecord
+from shardwell_server.coordinator.run import Run
+from shardwell_server.coordinator.run_records import finished_records
+from shardwell_server.coordinator.servers import ShardServers
+from shardwell_server.coordinator.stall import explain
+from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.trainers import Trainers
+from shardwell_server.coordinator.waiting import poll
+from shardwell_server.coordinator.work import Item, Prepared, Step, WorkState
+from shardwell_wire.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    StaleEpochError,
+    StepStateError,
+    VersionGoneError,
+)
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+
+class Steps:
+    """The steps of every run.
+
+    Args:
+        state: The runs.
+        servers: The shard servers.
+        trainers: Offers and fences work items.
+        committer: Drives the commit.
+    """
+
+    def __init__(
+        self, state: CoordinatorState, servers: ShardServers, trainers: Trainers, committer: Committer
+    ) -> None:
+        self._state, self._servers, self._trainers, self._committer = state, servers, trainers, committer
+
+    async def finish(
+        self,
+        run: Run,
+        member: Member,
+        number: int,
+        reports: Sequence[coordinator_pb2.FinishedItem],
+        *,
+        accept_work: bool,
+        wait_s: float,
+    ) -> coordinator_pb2.FinishWorkResponse:
+        """Takes finished items and waits until all of the step are, or one is the caller's to compute."""
+        step = _step_in_flight(run, number)
+        if step is None:
+            return coordinator_pb2.FinishWorkResponse(all_finished=True)
+        step.finish(step.check_finished(member.name, reports, len(run.units)), self._state.clock())
+        if member.accepts_work is not accept_work:
+            member.accepts_work = accept_work
+            run.touch()
+        if step.all_finished:
+            run.changed.notify()
+
+        async def look() -> coordinator_pb2.FinishWorkResponse | None:
+            return await self._look_for_work(run, member, step, accept_work=accept_work)
+
+        try:
+            answer = await poll(run.changed, look, wait_s)
+        finally:
+            run.ready_to_work.pop(member.name, None)
+        await self._state.save(run)
+        return answer or coordinator_pb2.FinishWorkResponse(waiting_for=step.waiting_for())
+
+    async def _look_for_work(
+        self, run: Run, member: Member, step: Step, *, accept_work: bool
+    ) -> coordinator_pb2.FinishWorkResponse | None:
+        run.require(member.name, member.epoch)
+        if step is not run.step:
+            return coordinator_pb2.FinishWorkResponse(all_finished=True)
+        self._servers.check(run)
+        if step.all_finished:
+            while step.all_finished and not step.recorded:
+                await run.recording(lambda: self._record(run, step))
+            return coordinator_pb2.FinishWorkResponse(all_finished=True) if step.recorded else None
+        if accept_work:
+            # What was leased to it and is not reported as finished is its to compute, told before or not.
+            if not step.held_by(member.name):
+                run.ready_to_work[member.name] = None
+                self._trainers.offer(run)
+            if step.held_by(member.name):
+                return coordinator_pb2.FinishWorkResponse(work=run.work_of(member.name))
+        return None
+
+    async def _record(self, run: Run, step: Step) -> None:
+        """Makes the finished items durable: trainers do not report them again once they know that all are."""
+        generation = step.generation
+        await self._state.store(run, self._state.storage.save_finished, step.number, finished_records(step))
+        step.recorded = generation == step.generation
+
+    async def reset(self, run: Run, member: Member, request: coordinator_pb2.ResetWorkRequest) -> Item:
+        """Begins a rank's work anew under a higher attempt; what it pushed is dropped.
+
+        Raises:
+            VersionGoneError: The step is committed.
+            StaleEpochError: The rank went to another trainer.
+        """
+        number = request.context.step
+        while run.writing_commit:
+            await run.changed.wait(1.0)
+        if number < run.committed_step:
+            raise VersionGoneError(
+                f"step {number} is committed: its work cannot begin anew", step=number, version=run.committed_step
+            )
+        step = _step_in_flight(run, number)
+        assert step is not None
+        item = _held_item(step, member, request)
+        if not item.reset_id or item.reset_id != request.context.request_id:
+            step.reset(item, request.context.request_id, self._state.clock())
+            run.touch()
+            message = f"rank {item.global_rank} of step {number}: trainer {member.name!r} begins attempt {item.attempt}"
+            self._state.events.add(EventKind.WORK_RESET, message, run=run.name)
+            run.changed.notify()
+        await self._state.save(run)
+        await self._trainers.fence(run, [item])
+        return item
+
+    async def prepare(self, run: Run, member: Member, number: int, *, with_max_abs: bool, wait_s: float) -> Prepared:
+        """The norm of a step's gradients, once every item is finished.
+
+        Raises:
+            DeadlineError: They were not within ``wait_s``.
+            NonFiniteError: A gradient is not finite.
+            VersionGoneError: The step was committed too long ago.
+        """
+        step = _step_in_flight(run, number)
+
+        async def look() -> Prepared | None:
+            run.require(member.name, member.epoch)
+            if step is None or step is not run.step:
+                return _prepared_for(run, number, with_max_abs=with_max_abs)
+            self._servers.check(run)
+            return await self._committer.prepare(run, with_max_abs=with_max_abs) if step.all_finished else None
+
+        prepared = await poll(run.changed, look, wait_s)
+        if prepared is None:
+            reasons = "; ".join(step.waiting_for()) if step is not None else ""
+            raise DeadlineError(f"the work of step {number} is not finished: {reasons}", waiting_for=reasons)
+        if step is not None:
+            step.norm_told[member.name] = step.generation
+        return prepared
+
+    async def commit(
+        self, run: Run, member: Member, number: int, hand_in: HandIn, wait_s: float
+    ) -> coordinator_pb2.CommitStepResponse:
+        """Takes a trainer's hyper-parameters and waits until the step is committed.
+
+        Raises:
+            HyperparameterMismatchError: They differ from those that count.
+            StepStateError: The trainer's own work is not finished.
+        """
+        validate(hand_in, run.layouts)
+        step = _step_in_flight(run, number)
+        if step is not None:
+            _check_ready(step, member, hand_in)
+            run.hand_in(hand_in)
+
+        async def look() -> coordinator_pb2.CommitStepResponse | None:
+            run.require(member.name, member.epoch)
+            if step is None or step is not run.step:
+                return self._committed(run, member, number, hand_in)
+            self._servers.check(run)
+            _check_ready(step, member, hand_in)
+            # Work that was begun anew has cleared it.
+            step.hand_ins.setdefault(member.name, hand_in)
+            if (decision := run.decision()) is not None:
+                require_same(decision, hand_in, run.layouts)
+                if step.all_finished:
+                    await self._committer.commit(run)
+                    if step is not run.step:
+                        return self._committed(run, member, number, hand_in)
+            return None
+
+        answer = await poll(run.changed, look, wait_s)
+        await self._state.save(run)
+        return answer or coordinator_pb2.CommitStepResponse(waiting_for=self._explain(run))
+
+    def _committed(self, run: Run, member: Member, number: int, hand_in: HandIn) -> coordinator_pb2.CommitStepResponse:
+        """The answer for a committed step; work and state are what is current."""
+        record = run.commit_of(number)
+        if record is not None:
+            require_same(_hand_in_of(record), hand_in, run.layouts)
+        response = coordinator_pb2.CommitStepResponse(
+            committed=True,
+            grad_norm=record.grad_norm if record is not None else 0.0,
+            version=number + 1,
+            next_work=run.work_of(member.name),
+        )
+        if run.state is not None and run.state.buffers:
+            response.state.step = run.state.step
+            response.state.buffers.MergeFrom(run.state.buffers)
+        return response
+
+    def _explain(self, run: Run) -> list[str]:
+        return explain(run, self._state.cluster, self._state.clock()).lines
+
+
+def _step_in_flight(run: Run, number: int) -> Step | None:
+    """The step in flight, or None if ``number`` is committed. Raises StepStateError if it is yet to come."""
+    if run.step is None:
+        raise StepStateError(f"run {run.name!r} has not started: wait until Join answers that it has")
+    if number > run.committed_step:
+        raise StepStateError(
+            f"step {number} of run {run.name!r} is yet to come: step {run.committed_step} is in flight",
+            step=run.committed_step,
+        )
+    return run.step if number == run.committed_step else None
+
+
+def _held_item(step: Step, member: Member, request: coordinator_pb2.ResetWorkRequest) -> Item:
+    """The item whose work a trainer begins anew."""
+    rank, epoch = request.global_rank, request.context.epoch
+    if rank not in step.items:
+        raise InvalidRequestError(f"there is no rank {rank}: the run has {len(step.items)}")
+    item = step.items[rank]
+    if epoch != item.epoch or item.holder != member.name or item.state is WorkState.VACANT:
+        raise StaleEpochError(
+            f"trainer {member.name!r} holds rank {rank} of step {step.number} under epoch {epoch} no more: "
+            f"{item.holder!r} has epoch {item.epoch}",
+            global_rank=rank,
+            epoch=item.epoch,
+        )
+    return item
+
+
+def _check_ready(step: Step, member: Member, hand_in: HandIn) -> None:
+    """Raises StepStateError if a trainer commits too early, or by a norm that is out of date."""
+    if items := step.held_by(member.name):
+        ranks = ", ".join(str(item.global_rank) for item in items)
+        raise StepStateError(
+            f"trainer {member.name!r} commits step {step.number}, but has not finished the work of rank {ranks}: "
+            "finish it first",
+            ranks=ranks,
+        )
+    if hand_in.clip_coefficient != 1 and step.norm_told.get(member.name, step.generation) != step.generation:
+        raise StepStateError(
+            f"trainer {member.name!r} clips step {step.number} by a gradient norm that is out of date: a rank has "
+            "begun its work anew since; call clip_grad_norm_ again"
+        )
+
+
+def _prepared_for(run: Run, number: int, *, with_max_abs: bool) -> Prepared:
+    record = run.commit_of(number)
+    if record is None or (with_max_abs and record.max_abs is None):
+        raise VersionGoneError(
+            f"step {number} is committed and its norms are not kept: step {run.committed_step} is in flight",
+            step=number,
+        )
+    return Prepared(record.grad_norm, record.max_abs)
+
+
+def _hand_in_of(record: CommitRecord) -> HandIn:
+    optimizer = common_pb2.OptimizerStep.FromString(record.optimizer)
+    return HandIn(record.decider, record.decider, optimizer, record.clip_coefficient, record.unit_order, None)

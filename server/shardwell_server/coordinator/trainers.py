@@ -1,0 +1,163 @@
+"""Trainers come, are heard of, and go: memberships, leases, and fencing those who are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+
+from shardwell_server.coordinator.assignment import Applicant
+from shardwell_server.coordinator.events import EventKind
+from shardwell_server.coordinator.membership import Member
+from shardwell_server.coordinator.run import Run
+from shardwell_server.coordinator.servers import ShardServers
+from shardwell_server.coordinator.settings import RunSettings
+from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.waiting import poll
+from shardwell_server.coordinator.work import Item
+from shardwell_wire.errors import ShardwellError
+from shardwell_wire.v1 import shard_pb2
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+
+
+class Trainers:
+    """The trainers of every run.
+
+    Args:
+        state: The runs.
+        servers: The shard servers, which are told whom to refuse.
+    """
+
+    def __init__(self, state: CoordinatorState, servers: ShardServers) -> None:
+        self._state, self._servers = state, servers
+
+    def run_for(self, name: str, settings: RunSettings) -> Run:
+        """The run of that name, made if it is new.
+
+        Raises:
+            RunMismatchError: It is another one than asked for.
+        """
+        run = self._state.runs.get(name)
+        if run is None:
+            run = Run(name, settings, self._state.clock, self._state.wall_clock())
+            run.touch()
+            self._state.runs[name] = run
+            message = f"{settings.world}, seed {settings.seed}, starts with {settings.min_trainers} trainers"
+            self._state.events.add(EventKind.RUN_CREATED, message, run=name)
+        run.settings.require_same(name, settings)
+        return run
+
+    async def join(self, run: Run, applicant: Applicant, incarnation: str, wait_s: float) -> Member | None:
+        """Makes a process a member of a run; a retry finds the membership it has.
+
+        Returns:
+            None: the former process of that name may still be alive; ask again.
+
+        Raises:
+            DuplicateError: It is alive, or a live trainer plays the rank asked for.
+        """
+        member = run.members.find(applicant.name, incarnation)
+        if member is not None:
+            return member
+        if not applicant.name:
+            applicant = replace(applicant, name=run.members.free_name())
+        former = run.members.members.get(applicant.name)
+        if former is not None and former.live and wait_s > 0 and not await self._was_heard(run, former, wait_s):
+            return None
+        return self._admit(run, applicant, incarnation)
+
+    async def _was_heard(self, run: Run, former: Member, wait_s: float) -> bool:
+        """Waits until a process that may have died is heard of again or its lease runs out."""
+        heard_s, give_up = former.heard_s, self._state.clock() + wait_s
+        while former.live and former.heard_s == heard_s and not former.rpcs_in_progress:
+            remaining = give_up - self._state.clock()
+            if remaining <= 0:
+                return False
+            await run.changed.wait(min(remaining, self._state.settings.lease_s / 10))
+        return True
+
+    async def wait_for_seats(self, run: Run, member: Member, wait_s: float) -> bool:
+        """Waits until the run has started and the vacant items of the member's own ranks are its."""
+
+        async def seated() -> bool | None:
+            run.require(member.name, member.epoch)
+            return True if run.step is not None and run.take_own(member.name) else None
+
+        return await poll(run.changed, seated, wait_s) or False
+
+    def _admit(self, run: Run, applicant: Applicant, incarnation: str) -> Member:
+        started = run.step is not None
+        member = run.admit(applicant, incarnation)
+        self._state.events.add(EventKind.TRAINER_JOINED, f"{member}, epoch {member.epoch}", run=run.name)
+        if run.step is not None and not started:
+            seats = ", ".join(f"{rank}: {owner!r}" for rank, owner in sorted(run.seats.items())[:64])
+            self._state.events.add(EventKind.RUN_STARTED, f"ranks {seats}", run=run.name)
+        return member
+
+    def leave(self, run: Run, member: Member) -> None:
+        """A trainer gives its ranks back."""
+        if member.live:
+            self._drop(run, member, EventKind.TRAINER_LEFT, f"{member} left")
+
+    def expire(self) -> None:
+        """Drops every trainer whose lease has run out."""
+        now, lease_s = self._state.clock(), self._state.settings.lease_s
+        for run in self._state.runs.values():
+            for member in run.members.expired(now, lease_s):
+                message = f"{member} was not heard of for {member.silent_s(now):.1f} s"
+                self._drop(run, member, EventKind.LEASE_EXPIRED, message)
+
+    def renew_all(self) -> None:
+        """Begins every lease anew: the coordinator itself was not listening."""
+        for run in self._state.runs.values():
+            for member in run.members.live.values():
+                member.heard_s = self._state.clock()
+
+    def _drop(self, run: Run, member: Member, kind: EventKind, message: str) -> None:
+        run.drop(member)
+        ranks = ", ".join(map(str, run.ranks_of(member.name)))
+        self._state.events.add(kind, message + (f"; vacant ranks: {ranks}" if ranks else ""), run=run.name)
+        self.start_fencing(run)
+
+    def start_fencing(self, run: Run) -> None:
+        """Has the servers refuse former holders of vacant items, then offers the items; in the background."""
+        if run.step is not None:
+            self._state.tasks.start(run.fencing(lambda: self._fence_all(run)))
+
+    async def _fence_all(self, run: Run) -> None:
+        while not run.deleted and (items := list(run.unfenced())):
+            await self._state.save_or_retry(run)
+            try:
+                await self.fence(run, items)
+            except ShardwellError as error:
+                run.fence_error = str(error)
+                logger.warning("run %r: %s", run.name, error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            run.fence_error = ""
+            self.offer(run)
+            run.changed.notify()
+
+    async def fence(self, run: Run, items: list[Item]) -> None:
+        """Has every server refuse older epochs and attempts of some items' ranks."""
+        assert run.step is not None
+        told = [(item, item.epoch, item.attempt) for item in items]
+        request = shard_pb2.FenceRequest(
+            context=self._servers.context(run, run.step.number),
+            ranks=[
+                shard_pb2.RankFence(dp_rank=item.dp_rank, epoch=epoch, attempt=attempt) for item, epoch, attempt in told
+            ],
+        )
+        await self._servers.call_all(run.servers, "Fence", lambda _: request)
+        for item, epoch, attempt in told:
+            if (item.epoch, item.attempt) == (epoch, attempt):
+                item.fenced = True
+
+    def offer(self, run: Run) -> None:
+        """Leases vacant items to trainers that wait for work."""
+        for item in run.offer():
+            message = f"rank {item.global_rank} of step {run.committed_step} goes to trainer {item.holder!r}"
+            self._state.events.add(EventKind.WORK_LEASED, message, run=run.name)

@@ -1,0 +1,217 @@
+"""Declaring units, placing them on servers, and publishing their initial values."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from shardwell_server.coordinator.events import EventKind
+from shardwell_server.coordinator.placement import place
+from shardwell_server.coordinator.records import ShardRecord
+from shardwell_server.coordinator.run import Run, Unit
+from shardwell_server.coordinator.run_records import unit_record
+from shardwell_server.coordinator.servers import ShardServers
+from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.waiting import SharedCall
+from shardwell_wire.errors import (
+    ConflictError,
+    StaleEpochError,
+    StepStateError,
+    UnavailableError,
+    UnitMismatchError,
+)
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.v1 import common_pb2, shard_pb2
+
+
+class Units:
+    """The units of every run.
+
+    Args:
+        state: The runs.
+        servers: The shard servers.
+    """
+
+    def __init__(self, state: CoordinatorState, servers: ShardServers) -> None:
+        self._state, self._servers = state, servers
+
+    async def declare(self, run: Run, layout: UnitLayout, wait_s: float) -> Unit:
+        """A unit by its layout; placed on servers when it is new.
+
+        Raises:
+            UnitMismatchError: It was declared with another layout.
+            CapacityError: A server has no room for its part.
+            UnavailableError: Not enough servers came within ``wait_s``.
+        """
+        unit = run.find_unit(layout.unit)
+        if unit is None:
+            await self._wait_for_servers(run, wait_s)
+            # Another trainer may have declared it in the meantime.
+            unit = run.find_unit(layout.unit) or self._place(run, layout)
+        require_same_layout(unit.layout, layout)
+        while not self._has_room(unit):
+            await unit.in_flight(lambda: self._reserve(run, unit))
+        self._servers.check(run)
+        return unit
+
+    def _has_room(self, unit: Unit) -> bool:
+        """Whether the owners have set memory aside, and have not been restarted before the unit was published."""
+        servers = self._state.cluster.servers
+        return unit.published or (
+            unit.reserved and all(servers[at.server_id].incarnation == at.incarnation for at in unit.shards)
+        )
+
+    async def _wait_for_servers(self, run: Run, wait_s: float) -> None:
+        give_up = self._state.clock() + wait_s
+        wanted = self._state.settings.min_servers
+        while len(live := self._state.cluster.live) < wanted:
+            if (remaining := give_up - self._state.clock()) <= 0:
+                raise UnavailableError(
+                    f"run {run.name!r} waits for shard servers: {len(live)} of {wanted} are there; start more "
+                    "(shardwell-server shard --coordinator ...), or lower --min-servers",
+                )
+            await self._state.cluster.changed.wait(remaining)
+
+    def _place(self, run: Run, layout: UnitLayout) -> Unit:
+        _check_new(run, layout)
+        cluster = self._state.cluster
+        ranges = place(layout.size_bytes, cluster.candidates(), self._state.settings.min_shard_bytes)
+        shards = []
+        for piece in ranges:
+            server = cluster.servers[piece.server_id]
+            # Until the server tells: so that units declared at the same time are spread.
+            server.reserved_bytes += piece.stop_bytes - piece.start_bytes
+            shards.append(ShardRecord(piece.start_bytes, piece.stop_bytes, piece.server_id, server.incarnation))
+        unit = Unit(len(run.units), layout, tuple(sorted(shards, key=lambda shard: shard.start_bytes)))
+        run.add_unit(unit)
+        return unit
+
+    async def _reserve(self, run: Run, unit: Unit) -> None:
+        """Stores where the unit shall live and has the owners make room; a repetition finds the same ranges."""
+        if self._has_room(unit):
+            return
+        cluster = self._state.cluster
+        await asyncio.gather(*(self._clean(run, shard.server_id) for shard in unit.shards))
+        unit.shards = tuple(
+            replace(shard, incarnation=cluster.require(shard.server_id).incarnation) for shard in unit.shards
+        )
+        await self._state.store(run, self._state.storage.save_unit, unit_record(unit))
+        ranges = {shard.server_id: shard for shard in unit.shards}
+
+        def request(server_id: str) -> shard_pb2.ReserveUnitRequest:
+            return shard_pb2.ReserveUnitRequest(
+                context=self._servers.context(run, 0),
+                unit=unit.layout.to_proto(),
+                unit_index=unit.index,
+                start_bytes=ranges[server_id].start_bytes,
+                stop_bytes=ranges[server_id].stop_bytes,
+                dp=run.settings.world.dp,
+            )
+
+        responses = await self._servers.call_all(ranges, "ReserveUnit", request)
+        for server_id, response in responses.items():
+            server = cluster.servers[server_id]
+            server.reserved_bytes = max(0, server.budget_bytes - response.free_bytes)
+        unit.reserved = True
+        owners = ", ".join(repr(shard.server_id) for shard in unit.shards)
+        message = f"unit {unit.layout.unit!r}: {unit.layout.size_bytes} bytes on {owners}"
+        self._state.events.add(EventKind.UNIT_PLACED, message, run=run.name)
+
+    async def _clean(self, run: Run, server_id: str) -> None:
+        """Once per run and server: a former run of this name that could not be dropped must not be taken for it."""
+        if server_id in run.clean_servers:
+            return
+
+        async def drop() -> None:
+            request = shard_pb2.DropRunRequest(context=self._servers.context(run, 0))
+            await self._servers.call(server_id, "DropRun", request)
+            run.clean_servers.add(server_id)
+
+        await run.cleaning.setdefault(server_id, SharedCall())(drop)
+
+    async def publish(self, run: Run, unit: Unit, trainer: str, epoch: int) -> None:
+        """Makes the initial values that a trainer sent version 0.
+
+        Raises:
+            StaleEpochError: Another trainer sends the initial values now.
+            ConflictError: A server does not have all of them.
+        """
+        if unit.published:
+            return
+        if (trainer, epoch) != run.initializer:
+            now, current = run.initializer or ("nobody", 0)
+            raise StaleEpochError(
+                f"unit {unit.layout.unit!r}: trainer {trainer!r} sent initial values under epoch {epoch}, but they "
+                f"are to come from {now!r} under epoch {current}: declare the unit again",
+                unit=unit.layout.unit,
+                epoch=current,
+            )
+        self._servers.check(run)
+        while not unit.published:
+            await unit.in_flight(lambda: self._publish(run, unit, epoch))
+
+    async def _publish(self, run: Run, unit: Unit, epoch: int) -> None:
+        if unit.published:
+            return
+        request = shard_pb2.PublishUnitRequest(
+            context=common_pb2.RequestContext(run=run.name, epoch=epoch),
+            unit=unit.layout.unit,
+            coordinator_epoch=self._state.term,
+        )
+        await self._servers.call_all(_owners(unit), "PublishUnit", lambda _: request)
+        published = unit_record(unit, published=True)
+        await self._state.store(run, self._state.storage.save_unit, published)
+        unit.published = True
+        self._state.events.add(EventKind.UNIT_PUBLISHED, f"unit {unit.layout.unit!r} is version 0", run=run.name)
+
+
+def _owners(unit: Unit) -> set[str]:
+    return {shard.server_id for shard in unit.shards}
+
+
+def _check_new(run: Run, layout: UnitLayout) -> None:
+    """Refuses a unit that the run cannot take in any more."""
+    if not run.settings.trains:
+        raise ConflictError(
+            f"run {run.name!r} has {run.settings.world}, which can be joined and looked at: only worlds with tp=1 "
+            "and pp=1 take units and train"
+        )
+    if run.committed_step:
+        raise StepStateError(
+            f"unit {layout.unit!r} is new, but run {run.name!r} has committed {run.committed_step} steps: declare "
+            "every unit before the first step, with the same names as in the trainers before",
+            unit=layout.unit,
+        )
+    for name in layout.index_by_name:
+        if (owner := run.unit_of_parameter.get(name)) is not None:
+            raise ConflictError(
+                f"parameter {name!r} of unit {layout.unit!r} is in unit {owner!r} already: wrap the model as the "
+                "trainers before did, or use another run",
+                parameter=name,
+            )
+
+
+def require_same_layout(declared: UnitLayout, layout: UnitLayout) -> None:
+    """Raises UnitMismatchError naming the first difference between two layouts of a unit."""
+    unit = layout.unit
+    for expected, got in zip(declared.parameters, layout.parameters, strict=False):
+        for what in ("name", "shape", "dtype", "aliases"):
+            left, right = getattr(expected, what), getattr(got, what)
+            if left != right:
+                raise UnitMismatchError(
+                    f"unit {unit!r}: parameter {expected.name!r} was declared with {what} {left!r}, now with "
+                    f"{right!r}: every trainer must build the same model",
+                    unit=unit,
+                    parameter=expected.name,
+                    expected=left,
+                    actual=right,
+                )
+    if len(declared.parameters) != len(layout.parameters):
+        longer = max(declared.parameters, layout.parameters, key=len)
+        first = longer[min(len(declared.parameters), len(layout.parameters))].name
+        raise UnitMismatchError(
+            f"unit {unit!r} was declared with {len(declared.parameters)} parameters, now with "
+            f"{len(layout.parameters)}; {first!r} is in one of them only: every trainer must build the same model",
+            unit=unit,
+            parameter=first,
+        )

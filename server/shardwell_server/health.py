@@ -1,0 +1,41 @@
+"""``shardwell-server health``: asks a server by the gRPC health protocol; for health checks of containers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from shardwell_wire.channel import open_channel
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the ``health`` subcommand."""
+    parser = subparsers.add_parser(
+        "health",
+        help="ask a server whether it serves",
+        description="Exits with 0 if the server answers SERVING by the gRPC health protocol, else with 1.",
+        epilog="example:\n  shardwell-server health localhost:50051",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("address", metavar="HOST:PORT")
+    parser.add_argument(
+        "--service", default="", help="such as shardwell.v1.ShardService (default: the server as a whole)"
+    )
+    parser.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds to wait (default: 2)")
+    parser.set_defaults(handler=main)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs ``shardwell-server health``; prints the status."""
+    request = health_pb2.HealthCheckRequest(service=arguments.service)
+    with open_channel(arguments.address) as channel:
+        try:
+            response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=arguments.timeout)
+        except grpc.RpcError as error:
+            print(f"{arguments.address}: {error.code().name}: {error.details()}", file=sys.stderr)
+            return 1
+    print(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+    return 0 if response.status == health_pb2.HealthCheckResponse.SERVING else 1
