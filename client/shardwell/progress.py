@@ -40,6 +40,8 @@ class StepProgress:
         """By global rank."""
         self.in_batches = False
         """Whether ``step.batches`` hands out the items; else it is a plain loop."""
+        self.is_complete = False
+        """Whether all trainers' items are known to be finished, this one's as they are now."""
         self._current: ItemProgress | None = None
         self.add(items)
 

@@ -149,6 +149,7 @@ class RunStore:
         response: coordinator_pb2.ResetWorkResponse = self._membership.call("ResetWork", request)
         progress.item.CopyFrom(response.item)
         progress.parts.clear()
+        self.progress.is_complete = False
 
     def _client(self, address: str) -> ShardClient:
         if address not in self._clients:

@@ -251,6 +251,7 @@ class Session:
             what=f"the work of step {self.step}",
         )
         self._finish_wait_s += time.perf_counter() - started
+        self.progress.is_complete = response.all_finished
         return [] if response.all_finished else self.progress.add(response.work.items)
 
     def grad_norm(self, step: int, norm_type: float) -> float:
@@ -308,7 +309,8 @@ class Session:
                 f"step {self.step}: the work of logical rank {ranks} was not computed: "
                 "run `for batch in step.batches(...)` to its end before optimizer.step()"
             )
-        self.finish_work(accept_work=False)
+        if not self.progress.is_complete:
+            self.finish_work(accept_work=False)
 
     # ---- looking and leaving ----
 
