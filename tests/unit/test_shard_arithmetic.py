@@ -1,0 +1,191 @@
+"""The server's arithmetic: the order of ranks, norms that no cut changes, and torch's own kernels."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwell_server import hyperparameters
+from shardwell_server.shard.norms import block_squares, exact_partials
+from shardwell_server.shard.optimizer import ShardOptimizer
+from shardwell_server.shard.reduction import mean_in_rank_order
+from shardwell_wire.errors import ConflictError, InvalidRequestError
+from shardwell_wire.layout import BLOCK_BYTES
+from shardwell_wire.v1 import common_pb2
+
+ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "amsgrad": 0.0, "maximize": 0.0}
+SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.01, "nesterov": 1.0, "maximize": 0.0}
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ranks_are_added_in_order_and_divided(dtype: torch.dtype) -> None:
+    terms = [torch.randn(1001).to(dtype) * 10**n for n in (0, 3, -3)]
+    out = torch.empty(1001, dtype=dtype)
+    assert bits(mean_in_rank_order(terms, 3, out)) == bits((terms[0] + terms[1] + terms[2]) / 3)
+    assert bits(mean_in_rank_order(terms[::-1], 3, out)) != bits((terms[0] + terms[1] + terms[2]) / 3)
+
+
+def test_absent_ranks_count_as_zero() -> None:
+    term = torch.randn(10)
+    assert bits(mean_in_rank_order([term], 4, torch.empty(10))) == bits(term / 4)
+
+
+def test_a_single_rank_keeps_its_bits() -> None:
+    term = torch.tensor([-0.0, 1.5])
+    assert mean_in_rank_order([term], 1, torch.empty(2)) is term
+
+
+def test_16_bit_terms_are_rounded_once() -> None:
+    terms = [torch.tensor([256.0]).bfloat16(), torch.tensor([1.0]).bfloat16(), torch.tensor([1.0]).bfloat16()]
+    # In bfloat16 256 + 1 is 256; in fp32 the sum is 258 and the mean 86.
+    assert mean_in_rank_order(terms, 3, torch.empty(1, dtype=torch.bfloat16)).item() == 86.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_block_squares_are_the_same_for_every_cut(dtype: torch.dtype) -> None:
+    values = torch.randn(40_000, generator=torch.Generator().manual_seed(1)).to(dtype)
+    first_byte, size = 64 * 7, values.element_size()
+    whole = block_squares(values, first_byte)
+    assert math.fsum(whole) == pytest.approx(float((values.double() ** 2).sum()), rel=1e-12)
+    blocks = range(BLOCK_BYTES, first_byte + values.nbytes, BLOCK_BYTES)
+    rng = random.Random(0)
+    for _ in range(30):
+        cuts = sorted(rng.sample(blocks, rng.randrange(1, 6)))
+        bounds = [0, *((cut - first_byte) // size for cut in cuts), values.numel()]
+        parts = [
+            block_squares(values[low:high], first_byte + low * size)
+            for low, high in itertools.pairwise(bounds)
+        ]
+        assert [square for part in parts for square in part] == whole
+
+
+def test_exact_partials_sum_exactly() -> None:
+    rng = random.Random(0)
+    terms = [rng.random() * 10.0 ** rng.randrange(-20, 20) for _ in range(1000)]
+    partials = exact_partials(terms)
+    assert sum(map(Fraction, partials)) == sum(map(Fraction, terms))
+    assert len(partials) < 10
+    assert exact_partials([]) == []
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_sum_that_is_not_finite_is_reported(bad: float) -> None:
+    assert not math.isfinite(sum(exact_partials([1.0, bad])))
+
+
+def groups(values: dict[str, float]) -> list[common_pb2.ParameterGroup]:
+    return [common_pb2.ParameterGroup(hyperparameters=values)]
+
+
+def plain(algorithm: str, values: torch.Tensor) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    parameter = nn.Parameter(values.clone())
+    if algorithm == "sgd":
+        return parameter, torch.optim.SGD(
+            [parameter], lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True, fused=True
+        )
+    cls: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[algorithm]
+    return parameter, cls([parameter], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+@pytest.mark.parametrize(("algorithm", "settings"), [("adam", ADAM), ("adamw", ADAM), ("sgd", SGD)])
+@pytest.mark.parametrize("cut", [16, 1024, 5008])
+def test_cut_parameters_update_like_whole_ones(algorithm: str, settings: dict[str, float], cut: int) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(7919)
+    parameter, reference = plain(algorithm, values)
+    parts = [values.clone()[:cut], values.clone()[cut:]]
+    served = ShardOptimizer(algorithm, parts)
+    for _ in range(5):
+        gradient = torch.randn(7919)
+        parameter.grad = gradient.clone()
+        reference.step()
+        served.step([gradient.clone()[:cut], gradient.clone()[cut:]], groups(settings), [0, 0], 1.0)
+    assert bits(torch.cat(parts)) == bits(parameter)
+
+
+@pytest.mark.parametrize(("algorithm", "settings"), [("adamw", ADAM), ("sgd", SGD)])
+def test_parameters_without_a_gradient_are_skipped(algorithm: str, settings: dict[str, float]) -> None:
+    torch.manual_seed(0)
+    values = [torch.randn(100), torch.randn(50)]
+    parameters, served = [value.clone() for value in values], ShardOptimizer(algorithm, values)
+    references = [plain(algorithm, value) for value in parameters]
+    for step in range(4):
+        gradients: list[torch.Tensor | None] = [torch.randn(100), torch.randn(50) if step % 2 else None]
+        for (parameter, reference), gradient in zip(references, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+            reference.step()
+        served.step(gradients, groups(settings), [0, 0], 1.0)
+    assert [bits(value) for value in values] == [bits(parameter) for parameter, _ in references]
+    if algorithm == "adamw":
+        assert [served.steps_of(part) for part in (0, 1)] == [4, 2]
+
+
+def test_groups_and_parameters_that_are_not_optimised() -> None:
+    values = [torch.ones(4), torch.ones(4), torch.ones(4)]
+    served = ShardOptimizer("sgd", values)
+    two = [*groups({**SGD, "momentum": 0.0, "nesterov": 0.0, "weight_decay": 0.0}), *groups({**SGD, "lr": 0.0})]
+    served.step([torch.ones(4)] * 3, two, [0, 1, -1], 1.0)
+    assert [value[0].item() for value in values] == [pytest.approx(0.9), 1.0, 1.0]
+
+
+def test_clipping_scales_the_gradient() -> None:
+    values = torch.zeros(4)
+    plain_sgd = {**SGD, "momentum": 0.0, "nesterov": 0.0, "weight_decay": 0.0}
+    ShardOptimizer("sgd", [values]).step([torch.ones(4)], groups(plain_sgd), [0], 0.5)
+    assert values[0].item() == pytest.approx(-0.05)
+
+
+def test_state_follows_the_parameters_elsewhere() -> None:
+    torch.manual_seed(0)
+    start, other = torch.randn(10), torch.empty(10)
+    parameter, reference = plain("adamw", start)
+    served = ShardOptimizer("adamw", [start])
+    for step in range(3):
+        gradient = torch.randn(10)
+        parameter.grad = gradient.clone()
+        reference.step()
+        if step == 1:
+            other.copy_(start)
+            served.rebind([other])
+        served.step([gradient], groups(ADAM), [0], 1.0)
+    assert bits(other) == bits(parameter)
+
+
+def test_another_algorithm_is_refused() -> None:
+    with pytest.raises(ConflictError, match="adamw and cannot become sgd"):
+        ShardOptimizer("adamw", [torch.zeros(1)]).check_algorithm("sgd")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"algorithm": "rmsprop"}, "'rmsprop' is not known"),
+        ({"hyperparameters": {**ADAM, "lr": math.nan}}, "lr=nan is not finite"),
+        ({"hyperparameters": {**ADAM, "lr": -1.0}}, "at least 0"),
+        ({"hyperparameters": {**ADAM, "beta1": 1.0}}, "0 <= beta1 < 1"),
+        ({"hyperparameters": {**ADAM, "amsgrad": 0.5}}, "expected 0 or 1"),
+        ({"hyperparameters": {"lr": 1.0}}, "missing or unknown"),
+        ({"hyperparameters": {**ADAM, "momentum": 0.9}}, "momentum missing or unknown"),
+        ({"group_indices": [1]}, "parameter group 1"),
+        ({"group_indices": [-2]}, "parameter group -2"),
+    ],
+)
+def test_impossible_hyperparameters_are_named(change: dict[str, Any], message: str) -> None:
+    optimizer = common_pb2.OptimizerStep(
+        algorithm=change.get("algorithm", "adamw"),
+        groups=groups(change.get("hyperparameters", ADAM)),
+        units=[common_pb2.UnitGroups(unit_index=0, group_indices=change.get("group_indices", [0]))],
+    )
+    with pytest.raises(InvalidRequestError, match=message):
+        hyperparameters.validate(optimizer)
