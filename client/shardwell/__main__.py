@@ -1,0 +1,8 @@
+"""``python -m shardwell``: the same as the command ``shardwell``."""
+
+import sys
+
+from shardwell.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""``fully_shard`` and the methods that it gives to modules; names and meanings are FSDP2's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from torch import nn
+
+from shardwell import guards
+from shardwell.hooks import hooked_method
+from shardwell.parameter import owner_of
+from shardwell.unit import Site, Unit
+from shardwell_wire.errors import TiedParameterError, UsageError
+from shardwell_wire.layout import Parameter, UnitLayout
+
+if TYPE_CHECKING:
+    from shardwell.units import Units
+
+_STATE = "_shardwell_sharding"
+
+
+class HasUnits(Protocol):
+    """What ``fully_shard`` needs of a session."""
+
+    @property
+    def units(self) -> Units: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharding:
+    """What a sharded module knows of itself."""
+
+    units: Units
+    unit: Unit | None
+    """None if all its parameters belong to nested units, or it has none."""
+
+
+class UnshardHandle:
+    """A gather that ``module.unshard(async_op=True)`` started."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Waits until the parameters are usable."""
+        self._unit.unshard()
+
+
+class ShardedModule(nn.Module):
+    """What ``fully_shard`` adds to a module's class. Not made by hand."""
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this module's parameters; they stay until ``reshard`` or the end of a forward or backward.
+
+        Args:
+            async_op: Return at once, with a handle to wait on.
+        """
+        unit = _sharding(self).unit
+        if unit is None:
+            return None
+        if async_op:
+            unit.start_fetch()
+            return UnshardHandle(unit)
+        unit.unshard()
+        return None
+
+    def reshard(self) -> None:
+        """Frees this module's parameters, unless a forward or backward is using them."""
+        sharding = _sharding(self)
+        if sharding.unit is not None:
+            sharding.units.free_unused(sharding.unit)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether gradients are pushed at the end of each backward, or kept and summed here until one that is.
+
+        What is still here at the end of a step is pushed then.
+        """
+        for unit in _units_in(self, recurse):
+            unit.settings.requires_gradient_sync = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are freed after a forward and gathered again for the backward."""
+        for unit in _units_in(self, recurse):
+            unit.settings.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether parameters are freed after a backward; the end of a step frees them anyway."""
+        for unit in _units_in(self, recurse):
+            unit.settings.reshard_after_backward = reshard_after_backward
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the end of the next backward frees what was gathered ahead and not used."""
+        _sharding(self).units.is_last_backward = is_last_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Sharded modules to gather ahead while this one computes forward, instead of those observed to follow."""
+        self._require_unit().settings.forward_prefetch = _prefetch_list(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Sharded modules to gather ahead while this one computes backward, instead of those observed to follow."""
+        self._require_unit().settings.backward_prefetch = _prefetch_list(modules)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops gradients that are still here.
+
+        Raises:
+            UsageError: Some are on the servers already: ``optimizer.zero_grad()`` drops those too.
+        """
+        guards.refuse_zero_grad_after_push(list(_units_in(self, recurse=True)))
+        super().zero_grad(set_to_none)
+
+    def _require_unit(self) -> Unit:
+        unit = _sharding(self).unit
+        if unit is None:
+            raise UsageError(f"{type(self).__name__} has no parameters of its own to gather: all are in nested units")
+        return unit
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedModule:
+        with guards.converted(list(_units_in(self, recurse)), fn):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        guards.refuse_copy(self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        guards.refuse_copy(self)
+
+
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
+    session: HasUnits,
+    *,
+    reshard_after_forward: bool | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    name: str | None = None,
+) -> Any:
+    """Moves a module's parameters to the shard servers; they are gathered when the module runs.
+
+    Call it bottom-up, as FSDP2's: all parameters in the module that no earlier call took become one
+    unit, gathered and freed together. Buffers stay. Every trainer calls it for the same modules in the
+    same order, whatever values they hold: all get those of the first rank.
+
+    Args:
+        module: A module, or several that share one unit, such as an embedding and the head tied to it.
+        session: Where the parameters go.
+        reshard_after_forward: Whether to free the parameters after the forward. The default is to do so
+            except for the model's root, whose backward comes at once.
+        ignored_params: Parameters to leave alone.
+        name: The unit's name in the run, under which parameters are inspected; by default the class
+            and a count, such as ``Block-0``. ``auto_wrap`` gives the names in the model.
+
+    Returns:
+        What was passed: its class is changed in place to a subclass with the methods of ``ShardedModule``.
+
+    Raises:
+        TiedParameterError: A parameter is shared with another unit.
+        UsageError: The module can not be sharded; the message says why.
+        ShardwellError: The run refused the unit.
+    """
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    unit_name = name or session.units.next_name("+".join(type(part).__name__ for part in modules))
+    shard_modules(
+        modules,
+        session.units,
+        name=unit_name,
+        prefixes=[f"{unit_name}."] if len(modules) == 1 else [f"{unit_name}.{index}." for index in range(len(modules))],
+        ignored_params=ignored_params,
+        reshard_after_forward=reshard_after_forward,
+    )
+    return module
+
+
+def shard_modules(
+    modules: Sequence[nn.Module],
+    units: Units,
+    *,
+    name: str,
+    prefixes: Sequence[str],
+    ignored_params: Collection[nn.Parameter] = (),
+    reshard_after_forward: bool | None = None,
+) -> None:
+    """``fully_shard`` with the names decided: each module's parameters are named ``prefix + name in the module``."""
+    guards.install()
+    guards.check_modules(modules)
+    found = _collect(modules, prefixes, {id(parameter) for parameter in ignored_params})
+    unit = None
+    if found:
+        layout = UnitLayout(name, tuple(_describe(parameter, names) for parameter, names, _ in found))
+        unit = units.add(layout, [item[0] for item in found], [item[2] for item in found], modules)
+        unit.settings.reshard_after_forward = reshard_after_forward
+    units.contain(modules, unit)
+    for module in modules:
+        setattr(module, _STATE, _Sharding(units, unit))
+        module.__class__ = _sharded_class(type(module))
+        guards.guard_state_dict(module)
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Has a method other than ``forward`` gather and free a sharded module's parameters too.
+
+    Args:
+        module: A sharded module.
+        method_name: Such as ``generate``.
+    """
+    unit = _sharding(module).unit
+    if unit is not None:
+        setattr(module, method_name, hooked_method(unit, _sharding(module).units, module, method_name))
+
+
+_Found = tuple[nn.Parameter, list[str], list[Site]]
+
+
+def _collect(modules: Sequence[nn.Module], prefixes: Sequence[str], ignored: set[int]) -> list[_Found]:
+    """The parameters in the modules that belong to no unit, with all their names and places."""
+    inside = {id(part) for module in modules for part in module.modules()}
+    found: dict[int, _Found] = {}
+    for module, prefix in zip(modules, prefixes, strict=True):
+        for part_name, part in module.named_modules():
+            for own_name, parameter in part._parameters.items():
+                if parameter is None or id(parameter) in ignored:
+                    continue
+                name = f"{prefix}{part_name}.{own_name}" if part_name else f"{prefix}{own_name}"
+                site = Site(part, own_name)
+                if owner_of(parameter) is not None:
+                    _check_nested(parameter, site, name, inside)
+                    continue
+                _, names, sites = found.setdefault(id(parameter), (parameter, [], []))
+                if site not in sites:
+                    names.append(name)
+                    sites.append(site)
+    guards.check_parameters([(names[0], parameter) for parameter, names, _ in found.values()])
+    return list(found.values())
+
+
+def _check_nested(parameter: nn.Parameter, site: Site, name: str, inside: set[int]) -> None:
+    """Raises unless a parameter that a unit holds is found where that unit holds it, below the modules at hand."""
+    owner = owner_of(parameter)
+    assert owner is not None
+    if site not in owner.unit.sites[owner.index]:
+        raise TiedParameterError(
+            f"parameter {name!r} is tied to {owner.name!r} of unit {owner.unit.name!r}: "
+            "put both modules into one unit, fully_shard([a, b], session)",
+            parameter=name,
+            unit=owner.unit.name,
+        )
+    if not all(id(module) in inside for module in owner.unit.modules):
+        raise UsageError(
+            f"parameter {name!r} is in unit {owner.unit.name!r} already: call fully_shard bottom-up, for inner modules "
+            "before the modules that contain them",
+            parameter=name,
+            unit=owner.unit.name,
+        )
+
+
+def _describe(parameter: nn.Parameter, names: Sequence[str]) -> Parameter:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return Parameter(names[0], tuple(parameter.shape), dtype, tuple(names[1:]))
+
+
+_sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
+    if original not in _sharded_classes:
+        name, namespace = f"Sharded{original.__name__}", {"__module__": original.__module__}
+        _sharded_classes[original] = type(name, (ShardedModule, original), namespace)
+    return _sharded_classes[original]
+
+
+def _sharding(module: nn.Module) -> _Sharding:
+    sharding: _Sharding | None = getattr(module, _STATE, None)
+    if sharding is None:
+        raise UsageError(f"{type(module).__name__} is not sharded: call fully_shard on it first")
+    return sharding
+
+
+def _units_in(module: nn.Module, recurse: bool) -> Iterator[Unit]:
+    """The units of a sharded module and, if asked, of those inside it; each once."""
+    found: dict[Unit, None] = {}
+    for part in module.modules() if recurse else [module]:
+        if isinstance(part, ShardedModule) and (unit := _sharding(part).unit) is not None:
+            found[unit] = None
+    return iter(found)
+
+
+def _prefetch_list(modules: Sequence[nn.Module]) -> tuple[Unit, ...]:
+    units = (_sharding(module).unit for module in modules)
+    return tuple(unit for unit in units if unit is not None)

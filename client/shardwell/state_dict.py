@@ -1,0 +1,51 @@
+"""The whole model's values, gathered unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwell.parameter import owner_of
+from shardwell.unit import Unit
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The model's state as a plain PyTorch ``state_dict``: same names, same order, on the CPU.
+
+    Args:
+        model: A model with sharded modules in it.
+
+    Returns:
+        Copies of all parameters, under tied names too, and of persistent buffers. Loads with
+        ``load_state_dict`` into the model as it was before ``fully_shard``.
+    """
+    return dict(iter_full_state_dict(model))
+
+
+def iter_full_state_dict(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """``full_state_dict`` one value at a time: holds one unit, however large the model is.
+
+    Args:
+        model: A model with sharded modules in it.
+
+    Yields:
+        Names and values in the order of ``state_dict``. A unit whose parameters are not next to each
+        other in that order is gathered more than once.
+    """
+    gathered: Unit | None = None
+    flat = torch.empty(0)
+    # With keep_vars nothing is computed with the parameters, and modules that add to or rename their state do so.
+    for name, value in model.state_dict(keep_vars=True).items():
+        owner = owner_of(value) if isinstance(value, torch.Tensor) else None
+        if owner is not None:
+            if owner.unit is not gathered:
+                gathered, flat = None, torch.empty(0)
+                gathered, flat = owner.unit, owner.unit.gather_copy()
+            yield name, owner.unit.read(flat, owner.index).clone()
+        elif isinstance(value, torch.Tensor):
+            yield name, value.detach().cpu().clone()
+        else:
+            yield name, value
