@@ -17,6 +17,7 @@ class TrainerProcess:
 
     def __init__(self, address: str, run: str, *arguments: object) -> None:
         command = [sys.executable, "-m", "tests.support.trainer", "--address", address, "--run", run]
+        self._lines: list[str] = []
         self.process = subprocess.Popen(
             [*command, *map(str, arguments)],
             cwd=ROOT,
@@ -26,11 +27,20 @@ class TrainerProcess:
             text=True,
         )
 
+    def wait_for_step(self, step: int) -> None:
+        """Returns when the trainer has computed an item of that step."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.append(line)
+            if json.loads(line).get("step") == step:
+                return
+        raise AssertionError(f"the trainer ended before step {step}: {self.finish()}")
+
     def finish(self, timeout_s: float = 120.0) -> dict[str, Any]:
         """Waits for the end; returns what was printed, with ``returncode`` and ``stderr``."""
         output, errors = self.process.communicate(timeout=timeout_s)
         result: dict[str, Any] = {"losses": [], "returncode": self.process.returncode, "stderr": errors}
-        for line in output.splitlines():
+        for line in [*self._lines, *output.splitlines()]:
             message = json.loads(line)
             if "loss" in message:
                 result["losses"].append((message["step"], message["loss"]))

@@ -1,0 +1,112 @@
+"""The compose file, run for real: `make compose-test`. Needs Docker; builds the images first."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import grpcurl
+from tests.support.cluster import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+PORT = "50951"
+ADDRESS = f"127.0.0.1:{PORT}"
+SERVICE = "shardwell.v1.CoordinatorService"
+STEPS = 40
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
+
+
+def compose(*arguments: str, check: bool = True) -> str:
+    """Runs docker compose in a project of its own; returns its output."""
+    done = subprocess.run(
+        ["docker", "compose", "--project-name", "shardwell-test", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "SHARDWELL_PORT": PORT, "TRAIN_OPTIONS": f"--num-steps {STEPS}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def call(rpc: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
+    (response,) = grpcurl.at(ADDRESS).call(f"{SERVICE}/{rpc}", request or {})
+    return response
+
+
+def live_servers() -> int:
+    return sum(server["live"] for server in call("ListServers")["servers"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    compose("--profile", "train", "down", "--volumes", "--timeout", "10")
+    compose("--profile", "train", "build")
+    compose("up", "--detach", "--wait")
+    try:
+        yield
+    finally:
+        compose("--profile", "train", "down", "--volumes", "--timeout", "10")
+
+
+def containers(service: str) -> list[dict[str, Any]]:
+    output = compose("ps", "--all", "--format", "json", service)
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def test_all_services_are_healthy_by_the_grpc_health_protocol() -> None:
+    health = [container["Health"] for container in containers("coordinator") + containers("shard")]
+    assert health == ["healthy"] * 4
+    assert live_servers() == 3
+
+
+def test_reflection_answers_from_outside() -> None:
+    assert SERVICE in grpcurl.at(ADDRESS).list()
+    assert "ExplainStall" in grpcurl.at(ADDRESS).describe(SERVICE)
+
+
+def test_containers_run_without_privileges() -> None:
+    assert compose("exec", "-T", "shard", "id", "-u").strip() == "10001"
+    denied = compose("exec", "-T", "shard", "touch", "/usr/local/x", check=False)
+    assert denied == "" and "x" not in compose("exec", "-T", "shard", "ls", "/usr/local").split()
+
+
+def test_the_train_profile_trains_on_all_servers() -> None:
+    output = compose("--profile", "train", "up", "--no-log-prefix", "trainer")
+    assert f"step {STEPS:4d}/{STEPS}" in output and "The loss fell from" in output
+    summary = next(run for run in call("ListRuns")["runs"] if run["run"] == "gpt")
+    assert (summary["committed_step"], summary["live_trainer_count"]) == (str(STEPS), 0)
+    units = call("ListUnits", {"run": "gpt"})["units"]
+    assert len({shard["server_id"] for unit in units for shard in unit["shards"]}) == 3
+    assert [trainer["ExitCode"] for trainer in containers("trainer")] == [0, 0]
+
+
+def test_people_look_from_inside() -> None:
+    output = compose("exec", "-T", "coordinator", "shardwell", "peek", "gpt", "blocks.0.mlp.0.weight")
+    assert "blocks.0.mlp.0.weight: 65,536 elements" in output
+
+
+def test_the_coordinators_state_survives_its_container() -> None:
+    compose("rm", "--force", "--stop", "coordinator")
+    compose("up", "--detach", "--wait")
+    assert "gpt" in [run["run"] for run in call("ListRuns")["runs"]]
+    wait_until(lambda: live_servers() == 3, "servers register again", timeout_s=60)
+
+
+def test_shard_servers_are_added() -> None:
+    compose("up", "--detach", "--wait", "--scale", "shard=5", "--no-recreate")
+    wait_until(lambda: live_servers() == 5, "five live servers", timeout_s=60)
+
+
+def test_stopping_is_fast_and_clean() -> None:
+    compose("stop", "--timeout", "10")
+    codes = [container["ExitCode"] for container in containers("coordinator") + containers("shard")]
+    assert set(codes) == {0}, "killed after the grace period, or failed"

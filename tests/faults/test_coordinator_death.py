@@ -1,0 +1,51 @@
+"""A coordinator that is killed at any instant comes back and the run goes on, bit for bit."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import torch
+
+import shardwell
+from tests.support import transformer
+from tests.support.processes import TrainerProcess
+from tests.support.reference import ADAMW, sha256, train_plain
+
+STEPS = 12
+
+
+def expected_hash(dp: int) -> str:
+    model = transformer.build()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    train_plain(model, optimizer, transformer.batch, dp=dp, steps=STEPS)
+    return sha256(model.state_dict())
+
+
+def test_sigkill_of_the_coordinator_in_mid_run(tmp_path: Path) -> None:
+    run = uuid.uuid4().hex
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, state_dir=tmp_path) as cluster:
+        options = ("--dp", 2, "--steps", STEPS)
+        with (
+            TrainerProcess(cluster.address, run, *options) as first,
+            TrainerProcess(cluster.address, run, *options) as second,
+        ):
+            for step in (2, 5):
+                first.wait_for_step(step)
+                cluster.restart_coordinator()
+            results = [first.finish(), second.finish()]
+    assert [result.get("sha256") for result in results] == [expected_hash(2)] * 2, results
+    assert all([step for step, _ in result["losses"]] == list(range(STEPS)) for result in results)
+
+
+def test_a_spare_takes_over() -> None:
+    run = uuid.uuid4().hex
+    with shardwell.LocalCluster(num_shards=1, lease_s=1.5) as cluster:
+        options = ("--dp", 1, "--steps", STEPS)
+        with TrainerProcess(cluster.address, run, *options, "--trainer", "player", "--kill-at-step", 5) as player:
+            player.wait_for_step(1)
+            with TrainerProcess(cluster.address, run, *options, "--trainer", "spare") as spare:
+                assert player.finish()["returncode"] == -9
+                result = spare.finish()
+    assert result.get("sha256") == expected_hash(1), result
+    assert result["losses"][-1][0] == STEPS - 1

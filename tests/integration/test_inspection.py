@@ -1,0 +1,110 @@
+"""The commands that show a cluster to people, against a real one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+import shardwell
+from shardwell.cli import main
+from tests.support.cluster import small_run
+
+
+@pytest.fixture(scope="module")
+def run(cluster: shardwell.LocalCluster) -> Iterator[str]:
+    with small_run(cluster.address, "inspected", steps=2):
+        yield "inspected"
+
+
+@pytest.fixture
+def show(cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]) -> object:
+    def command(*arguments: str) -> str:
+        code = main([*arguments, "--address", cluster.address])
+        output = capsys.readouterr()
+        assert code == 0, output.err
+        return output.out
+
+    return command
+
+
+def test_runs(show, run) -> None:
+    line = next(line for line in show("runs").splitlines() if line.startswith(run))
+    assert line.split()[:5] == [run, "1", "x", "1", "x"]
+    assert "1 live" in line and " 2 " in line
+
+
+def test_run(show, run) -> None:
+    output = show("run", run)
+    assert "tester" in output and "here" in output and "leased" in output
+    assert "last committed step: adamw, gradient norm" in output and "lr=0.01" in output
+
+
+def test_world_of_a_run(show, run) -> None:
+    output = show("world", run)
+    assert "World(dp=1, tp=1, pp=1): 1 ranks" in output and "tester" in output
+
+
+def test_a_world_that_is_only_thought_of(show) -> None:
+    rows = [line.split() for line in show("world", "--dp", "2", "--tp", "2", "--pp", "2").splitlines()]
+    places = {row[0]: row[1:4] for row in rows if row and row[0].isdigit()}
+    assert len(places) == 8
+    assert places["3"] == ["0", "1", "1"] and places["5"] == ["1", "0", "1"]
+
+
+def test_units(show, run) -> None:
+    output = show("units", run)
+    assert "version 2" in output and "[0, " in output and "shard-0" in output
+
+
+def test_servers(show, run) -> None:
+    lines = show("servers").splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("shard-")] == ["shard-0", "shard-1"]
+    assert all("live" in line for line in lines if line.startswith("shard-"))
+
+
+def test_stall(show, run) -> None:
+    assert show("stall", run).startswith("step 2: ")
+
+
+def test_events(show, run) -> None:
+    assert "step_committed" in show("events", "--run", run, "--duration", "0.2")
+
+
+def test_peek_joins_the_pieces_of_all_servers(show, run) -> None:
+    output = show("peek", run, "first.weight", "--count", "3")
+    assert "first.weight: 1,088 elements, norm" in output
+    pieces = [json.loads(line) for line in show("peek", run, "first.weight", "--json").splitlines()]
+    assert sum(int(piece["peek"]["stop_element"]) - int(piece["peek"]["start_element"]) for piece in pieces) == 1088
+
+
+def test_peek_at_optimizer_state(show, run) -> None:
+    assert "first.weight" in show("peek", run, "first.weight", "--source", "exp_avg")
+
+
+def test_json(show, run) -> None:
+    summaries = {summary["run"]: summary for summary in json.loads(show("runs", "--json"))["runs"]}
+    assert summaries[run]["committed_step"] == "2"
+
+
+def test_an_unknown_run_is_named(cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "nobody", "--address", cluster.address]) == 1
+    assert "nobody" in capsys.readouterr().err
+
+
+def test_an_unknown_parameter_is_named(
+    cluster: shardwell.LocalCluster, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["peek", run, "absent.weight", "--address", cluster.address]) == 1
+    assert "absent.weight" in capsys.readouterr().err
+
+
+def test_a_live_run_is_deleted_only_by_force(
+    cluster: shardwell.LocalCluster, run_name: str, capsys: pytest.CaptureFixture[str], show
+) -> None:
+    with small_run(cluster.address, run_name):
+        assert main(["delete-run", run_name, "--address", cluster.address]) == 1
+        assert run_name in capsys.readouterr().err
+        assert f"deleted run '{run_name}'" in show("delete-run", run_name, "--force")
+    assert run_name not in show("runs")

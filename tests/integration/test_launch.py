@@ -1,0 +1,210 @@
+"""``shardwell launch``: trainers get their place, their output is relayed, and nothing survives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+import shardwell
+from tests.support.cluster import descendants, wait_gone, wait_until
+
+SHARDWELL = [sys.executable, "-m", "shardwell"]
+NOWHERE = ["--coordinator", "127.0.0.1:1"]
+"""For scripts that do not join: no cluster is needed."""
+
+PRINT_PLACE = """
+    import os
+    keys = ("ADDRESS", "RUN", "TRAINER", "DP", "TP", "PP", "MIN_TRAINERS")
+    print(*(os.environ["SHARDWELL_" + key] for key in keys), os.environ["OMP_NUM_THREADS"])
+"""
+WAIT = """
+    import signal, threading
+    print("waiting", flush=True)
+    threading.Event().wait(60)
+"""
+STUBBORN = """
+    import signal, time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print("waiting", flush=True)
+    while True:
+        time.sleep(1)
+"""
+TRAIN = """
+    import torch, shardwell
+    session = shardwell.join()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    shardwell.fully_shard(model, session)
+    optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+    for step in session.steps({steps}):
+        for x in step.batches(lambda step, dp_rank: torch.full((2, 3), float(dp_rank))):
+            model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print("step", step.number, "rank", session.global_rank, flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "script.py"
+
+
+def write(script: Path, source: str, **values: object) -> str:
+    text = textwrap.dedent(source)
+    script.write_text(text.format(**values) if values else text)
+    return str(script)
+
+
+def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*SHARDWELL, "launch", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@contextmanager
+def launched(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A launch that goes on; killed at the end if it is still there."""
+    with subprocess.Popen(
+        [*SHARDWELL, "launch", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for_lines(process: subprocess.Popen[str], text: str, count: int) -> None:
+    assert process.stdout is not None
+    found = 0
+    for line in process.stdout:
+        found += text in line
+        if found == count:
+            return
+    pytest.fail(f"the launch ended before {text!r} came {count} times")
+
+
+def test_each_trainer_learns_its_place(script: Path) -> None:
+    done = launch(*NOWHERE, "--num-trainers", "2", "--run", "r", write(script, PRINT_PLACE), OMP_NUM_THREADS="3")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"[trainer-{index}] 127.0.0.1:1 r trainer-{index} 2 1 1 2 3" for index in range(2)
+    ]
+
+
+def test_fewer_trainers_than_ranks_may_start(script: Path) -> None:
+    done = launch(*NOWHERE, "--num-trainers", "1", "--dp", "4", write(script, PRINT_PLACE))
+    assert done.stdout == "[trainer-0] 127.0.0.1:1 script trainer-0 4 1 1 1 1\n"
+
+
+def test_arguments_after_the_script_are_the_scripts(script: Path) -> None:
+    source = "import sys; print(sys.argv[1:])"
+    done = launch(*NOWHERE, "--num-trainers", "1", write(script, source), "--run", "x", "--help")
+    assert done.stdout == "[trainer-0] ['--run', 'x', '--help']\n"
+
+
+def test_the_worst_exit_code_is_returned(script: Path) -> None:
+    source = "import os, sys; sys.exit(7 * os.environ['SHARDWELL_TRAINER'].endswith('1'))"
+    done = launch(*NOWHERE, write(script, source))
+    assert done.returncode == 7
+
+
+def test_output_without_a_last_newline_is_relayed(script: Path) -> None:
+    done = launch(*NOWHERE, "--num-trainers", "1", write(script, "print('a\\rb\\nc', end='')"))
+    assert done.stdout == "[trainer-0] a\n[trainer-0] b\n[trainer-0] c\n"  # text mode reads a carriage return as \n
+
+
+def test_a_trainer_that_dies_is_started_again(script: Path, tmp_path: Path) -> None:
+    source = """
+        import os, pathlib, signal
+        marker = pathlib.Path({marker!r})
+        if not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        print("second start")
+    """
+    command = write(script, source, marker=str(tmp_path / "marker"))
+    done = launch(*NOWHERE, "--num-trainers", "1", "--restart", "1", command)
+    assert (done.returncode, done.stdout) == (0, "[trainer-0] second start\n")
+    assert "trainer-0 ended by SIGKILL; starting it again (1 of 1)" in done.stderr
+
+
+def test_a_trainer_is_not_started_again_for_ever(script: Path) -> None:
+    done = launch(
+        *NOWHERE, "--num-trainers", "1", "--restart", "2", write(script, "print('start'); raise SystemExit(3)")
+    )
+    assert (done.returncode, done.stdout.count("start")) == (3, 3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_trainers_and_servers(script: Path, number: signal.Signals) -> None:
+    with launched("--num-shards", "1", write(script, WAIT)) as process:
+        wait_for_lines(process, "waiting", 2)
+        below = descendants(process.pid)
+        assert len(below) == 4, "two trainers, a coordinator and a shard server"
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+        wait_gone(below, timeout_s=1)
+
+
+def test_ctrl_c_twice_ends_trainers_that_do_not_listen(script: Path) -> None:
+    with launched(*NOWHERE, write(script, STUBBORN)) as process:
+        wait_for_lines(process, "waiting", 2)
+        below = descendants(process.pid)
+        process.send_signal(signal.SIGINT)
+        wait_for_lines(process, "stopping 2 trainers", 1)
+        assert all(trainer.is_running() for trainer in below)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 130
+        wait_gone(below, timeout_s=1)
+
+
+def test_nothing_survives_a_killed_launch(script: Path) -> None:
+    with launched("--num-shards", "1", write(script, STUBBORN)) as process:
+        wait_for_lines(process, "waiting", 2)
+        below = descendants(process.pid)
+        assert len(below) == 4
+        process.kill()
+        wait_gone(below)
+
+
+def test_trainers_train_together_on_a_private_cluster(script: Path) -> None:
+    done = launch(write(script, TRAIN, steps=3))
+    assert done.returncode == 0, done.stderr
+    lines = {line.partition("] ")[2] for line in done.stdout.splitlines()}
+    assert lines == {f"step {step} rank {rank}" for step in range(3) for rank in range(2)}
+
+
+def test_a_killed_trainer_comes_back_into_the_run(cluster: shardwell.LocalCluster, run_name: str, script: Path) -> None:
+    command = write(script, TRAIN, steps=40)
+    with launched("--coordinator", cluster.address, "--run", run_name, "--restart", "1", command) as process:
+        wait_for_lines(process, "step 2 ", 2)
+        victim = next(child for child in descendants(process.pid) if "script.py" in " ".join(child.cmdline()))
+        victim.send_signal(signal.SIGKILL)
+        wait_for_lines(process, "starting it again (1 of 1)", 1)
+        wait_for_lines(process, "step 39 ", 2)
+        assert process.wait(30) == 0
+
+
+def test_mistakes_are_explained() -> None:
+    done = launch("absent.py")
+    assert (done.returncode, done.stderr) == (1, "shardwell launch: no such script: absent.py\n")
+
+
+def test_wait_gone_notices_a_survivor() -> None:
+    with pytest.raises(AssertionError, match="not within"):
+        wait_until(lambda: not psutil.Process().is_running(), "its own end", timeout_s=0.1)

@@ -1,0 +1,105 @@
+"""``LocalCluster``: real processes that come up together, can be hurt, and never outlive their owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import shardwell
+from shardwell.coordinator_client import CoordinatorClient
+from shardwell_wire.v1 import coordinator_pb2
+from tests.support.cluster import small_run, wait_gone
+
+OWNER = """
+import shardwell, sys
+with shardwell.LocalCluster(num_shards=2) as cluster:
+    print(cluster.coordinator.pid, *(shard.pid for shard in cluster.shards), flush=True)
+    sys.stdin.read()
+"""
+
+
+def live_servers(address: str) -> list[str]:
+    client = CoordinatorClient(address)
+    try:
+        response = client.call("ListServers", coordinator_pb2.ListServersRequest(), retry_for_s=10)
+    finally:
+        client.close()
+    return sorted(server.server_id for server in response.servers if server.live)
+
+
+def test_all_servers_are_registered_once_it_is_up(cluster: shardwell.LocalCluster) -> None:
+    assert live_servers(cluster.address) == ["shard-0", "shard-1"]
+    pids = [cluster.coordinator.pid, *(shard.pid for shard in cluster.shards)]
+    assert all("shardwell_server" in psutil.Process(pid).cmdline() for pid in pids)
+    assert len({cluster.address, *(shard.address for shard in cluster.shards)}) == 3
+
+
+def test_signals_of_the_terminal_do_not_reach_the_servers(cluster: shardwell.LocalCluster) -> None:
+    own = os.getsid(0)
+    assert all(os.getsid(process.pid) != own for process in (cluster.coordinator, *cluster.shards))
+
+
+def test_leaving_ends_every_process_and_removes_what_was_written() -> None:
+    with shardwell.LocalCluster(num_shards=1) as cluster:
+        processes = [psutil.Process(server.pid) for server in (cluster.coordinator, *cluster.shards)]
+        directory = cluster.coordinator.log_path.parents[1]
+        assert directory.is_dir()
+    wait_gone(processes, timeout_s=0)
+    assert not directory.exists()
+    cluster.stop()
+
+
+def test_nothing_outlives_a_killed_owner() -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+        assert len(processes) == 3
+        owner.send_signal(signal.SIGKILL)
+        wait_gone(processes)
+
+
+def test_logs_and_state_stay_where_asked(tmp_path: Path) -> None:
+    with shardwell.LocalCluster(num_shards=1, log_dir=tmp_path / "logs", state_dir=tmp_path / "state"):
+        pass
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["coordinator.log", "shard-0.log"]
+    assert any((tmp_path / "state").iterdir())
+
+
+def test_the_coordinator_restarts_at_its_address_with_its_state() -> None:
+    with shardwell.LocalCluster(num_shards=1) as cluster, small_run(cluster.address, "kept") as session:
+        address, pid = cluster.address, cluster.coordinator.pid
+        cluster.restart_coordinator()
+        assert (cluster.address, cluster.coordinator.pid != pid) == (address, True)
+        client = CoordinatorClient(address)
+        response = client.call("ListRuns", coordinator_pb2.ListRunsRequest(), retry_for_s=10)
+        client.close()
+        assert [(run.run, run.committed_step) for run in response.runs] == [("kept", session.step)]
+
+
+def test_a_shard_server_can_be_killed() -> None:
+    with shardwell.LocalCluster(num_shards=1) as cluster:
+        process = psutil.Process(cluster.shards[0].pid)
+        cluster.shards[0].kill()
+        assert not cluster.shards[0].running
+        wait_gone([process], timeout_s=0)
+
+
+def test_a_server_that_does_not_come_up_is_explained() -> None:
+    with pytest.raises(shardwell.UnavailableError, match=r"(?s)coordinator ended with exit code.*lease_s=-1"):
+        shardwell.LocalCluster(num_shards=1, lease_s=-1.0).start()
+
+
+def test_a_server_that_takes_too_long_is_explained() -> None:
+    with pytest.raises(shardwell.UnavailableError, match="coordinator was not ready in time"):
+        shardwell.LocalCluster(num_shards=1, start_limit_s=0.01).start()
+
+
+def test_no_shards_are_refused() -> None:
+    with pytest.raises(shardwell.UsageError, match="num_shards=0"):
+        shardwell.LocalCluster(num_shards=0)

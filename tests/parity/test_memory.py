@@ -1,0 +1,41 @@
+"""A trainer holds the layers in flight, not the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import shardwell
+from tests.support.memory_probe import NUM_BLOCKS
+from tests.support.processes import ROOT
+
+
+def probe(address: str) -> dict[str, int]:
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.support.memory_probe", address],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    measured: dict[str, int] = json.loads(result.stdout)
+    return measured
+
+
+def test_freed_units_hold_no_memory(cluster: shardwell.LocalCluster) -> None:
+    plain, sharded = probe("plain"), probe(cluster.address)
+    size = plain["parameter_bytes"]
+    assert sharded["parameter_bytes"] == size
+    assert plain["after_forward"] > size
+    assert plain["after_backward"] > 2 * size, "plain PyTorch holds parameters and gradients"
+    block = size / NUM_BLOCKS
+    assert sharded["live_unit_bytes"] == 0, "every block is freed after its forward"
+    assert sharded["built"] < 2 * block
+    # The graph is alive here: what autograd saved of the weights must be gone too.
+    assert sharded["after_forward"] < 4 * block
+    assert sharded["after_backward"] < 6 * block

@@ -1,0 +1,284 @@
+"""What goes wrong in a step reaches no later one, and nothing is lost without an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwell.unit import UnitState
+from shardwell_wire.errors import FreedParameterError, UnavailableError, UsageError
+from tests.support.in_memory_store import InMemoryStore
+from tests.support.module_parity import Gpt, Pair, Sharded, gpt, gpt_loss, inputs, wrap_blocks, wrap_children
+
+
+class Interruption(Exception):
+    pass
+
+
+def interrupt() -> None:
+    raise Interruption
+
+
+class Interrupted(torch.autograd.Function):
+    """Raises in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise Interruption
+
+
+def fail_in_forward(model: Gpt) -> None:
+    handle = model.blocks[1].down.register_forward_pre_hook(lambda module, args: interrupt())
+    with pytest.raises(Interruption):
+        gpt_loss(model, 90)
+    handle.remove()
+
+
+def fail_in_backward(model: Gpt) -> None:
+    """When two blocks have been pushed already."""
+    handle = model.blocks[0].down.register_forward_hook(lambda module, args, output: Interrupted.apply(output))
+    with pytest.raises(Interruption):
+        gpt_loss(model, 90).backward()
+    handle.remove()
+
+
+def fail_in_loss(model: Gpt) -> None:
+    """The graph is never used; the root stays gathered until the next forward."""
+    gpt_loss(model, 90)
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("recompute", [None, False, True])
+@pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward, fail_in_loss])
+def test_failure_then_zero_grad(fail: Callable[[Gpt], None], recompute: bool | None, prefetch_bytes: int) -> None:
+    pair = Pair(gpt(recompute), wrap_blocks, prefetch_bytes=prefetch_bytes)
+    for number in range(3):
+        for model in (pair.plain, pair.sharded.model):
+            fail(model)
+        pair.optimizer.zero_grad()
+        pair.sharded.units.zero_grad()
+        assert all(parameter.grad is None for parameter in pair.sharded.model.parameters())
+        assert not any(unit.parts for unit in pair.sharded.store.units)
+        pair.backward(gpt_loss, number)
+        pair.step()
+    pair.compare()
+
+
+def test_failed_backward_without_zero_grad_keeps_what_torch_keeps() -> None:
+    pair = Pair(gpt(), wrap_blocks)
+    for number in range(3):
+        for model in (pair.plain, pair.sharded.model):
+            torch.manual_seed(number)
+            fail_in_backward(model)
+        pair.backward(gpt_loss, number)
+        pair.step()
+    pair.compare()
+
+
+def test_zero_grad_withdraws_what_was_pushed() -> None:
+    pair = Pair(gpt(), wrap_blocks)
+    pair.backward(gpt_loss, 0)
+    assert any(unit.parts for unit in pair.sharded.store.units)
+    pair.optimizer.zero_grad()
+    pair.sharded.units.zero_grad()
+    assert pair.sharded.store.events[-1] == "discard"
+    pair.train(gpt_loss)
+
+
+def test_zero_grad_discards_only_if_something_was_pushed() -> None:
+    sharded = Sharded(gpt(), wrap_blocks)
+    sharded.units.zero_grad()
+    gpt_loss(sharded.model, 0).backward()
+    sharded.step()
+    assert "discard" not in sharded.store.events
+
+
+def test_zero_grad_between_forward_and_backward() -> None:
+    pair = Pair(gpt(), wrap_blocks)
+    for number in range(3):
+        for model, zero_grad in (
+            (pair.plain, pair.optimizer.zero_grad),
+            (pair.sharded.model, pair.sharded.units.zero_grad),
+        ):
+            torch.manual_seed(number)
+            loss = gpt_loss(model, number)
+            zero_grad()
+            loss.backward()
+        pair.step()
+    pair.compare()
+
+
+@pytest.mark.parametrize("end", ["finish_item", "invalidate"])
+@pytest.mark.parametrize("recompute", [None, False, True])
+def test_backward_through_a_graph_from_before_the_step(recompute: bool | None, end: str) -> None:
+    sharded = Sharded(gpt(recompute), wrap_blocks)
+    loss = gpt_loss(sharded.model, 0)
+    getattr(sharded.units, end)()
+    with pytest.raises(UsageError, match="graph that was made before the last optimizer"):
+        loss.backward()
+    sharded.units.zero_grad()
+    assert not sharded.store.pushes
+    gpt_loss(sharded.model, 0).backward()
+    sharded.step()
+
+
+def test_failed_gather_raises_in_the_forward_and_the_next_one_works() -> None:
+    broken = {1}
+
+    def before_gather(unit_index: int) -> None:
+        if unit_index in broken:
+            raise UnavailableError("server gone")
+
+    sharded = Sharded(gpt(), wrap_blocks, store=InMemoryStore(before_gather=before_gather), prefetch_bytes=0)
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            gpt_loss(sharded.model, 0)
+        sharded.units.zero_grad()
+    broken.clear()
+    loss = gpt_loss(sharded.model, 0)
+    broken.add(0)
+    sharded.units.zero_grad()
+    with pytest.raises(UnavailableError):
+        loss.backward()
+    broken.clear()
+    sharded.units.zero_grad()
+    pair = Pair(gpt(), wrap_blocks)
+    pair.sharded = sharded
+    pair.train(gpt_loss)
+
+
+def test_unused_prefetch_is_freed_at_the_end_of_the_backward() -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.left, self.right = nn.Linear(7, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+            return (self.left if left else self.right)(self.first(x))
+
+    sharded = Sharded(Branch(), wrap_children)
+    for left in (True, True, False):
+        loss = sharded.model(inputs(0, 2, 7), left).sum()
+        mispredicted = [unit.name for unit in sharded.units if unit.state is UnitState.FETCHING]
+        loss.backward()
+        assert sharded.units.live_bytes == 0
+        sharded.step()
+    assert mispredicted == ["Linear-1"]
+
+
+def test_write_to_a_gathered_parameter_raises() -> None:
+    """The write would be lost: the values are the servers'."""
+    sharded = Sharded(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), wrap_children)
+    layer: Any = sharded.model[0]
+    layer.unshard()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(UsageError, match=r"'Linear-0.weight'.*written in place"):
+        layer.reshard()
+    layer.unshard()
+    layer.bias.data = torch.zeros(5)
+    with pytest.raises(UsageError, match=r"'Linear-0.bias'.*written in place"):
+        sharded.units.finish_item()
+    layer.unshard()
+    assert layer.bias.abs().sum() > 0
+    layer.reshard()
+    sharded.units.zero_grad()
+    sharded.model(inputs(0, 2, 7)).sum().backward()
+    sharded.step()
+
+
+def test_forward_that_writes_its_parameter_raises() -> None:
+    sharded = Sharded(nn.Sequential(nn.Embedding(7, 5, max_norm=0.1), nn.Linear(5, 3)), wrap_children)
+    with pytest.raises(UsageError, match="written in place"):
+        sharded.model(torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("change", ["assign", "load", "delete"])
+def test_replaced_parameter_raises_at_the_next_use(change: str) -> None:
+    sharded = Sharded(nn.Sequential(nn.Sequential(nn.Linear(7, 5)), nn.Linear(5, 3)), wrap_children)
+    linear: Any = sharded.model[0][0]
+    if change == "assign":
+        linear.weight = nn.Parameter(torch.zeros(5, 7))
+    elif change == "load":
+        linear.load_state_dict({"weight": torch.zeros(5, 7), "bias": torch.zeros(5)}, assign=True)
+    else:
+        linear.weight = None
+    with pytest.raises(UsageError, match="was replaced or removed after fully_shard"):
+        sharded.model(inputs(0, 2, 7))
+
+
+def test_functional_call_with_other_values_raises() -> None:
+    sharded = Sharded(nn.Sequential(nn.Linear(7, 5)), wrap_children)
+    with pytest.raises(UsageError, match="functional_call"):
+        torch.func.functional_call(sharded.model, {"0.weight": torch.zeros(5, 7)}, inputs(0, 2, 7))
+
+
+def test_view_of_a_parameter_in_an_opaque_result_raises() -> None:
+    class Opaque:
+        def __init__(self, rows: torch.Tensor) -> None:
+            self.rows = rows
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(4, 3))
+
+        def forward(self) -> Opaque:
+            return Opaque(self.table[:2])
+
+    sharded = Sharded(nn.Sequential(Table()), wrap_children)
+    with pytest.raises(UsageError, match="view of its parameters"):
+        sharded.model[0]()
+
+
+def test_parameter_read_by_a_module_of_another_unit() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = nn.Embedding(7, 5), nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) @ self.table.weight.T
+
+    sharded = Sharded(Reader(), wrap_children)
+    with pytest.raises(FreedParameterError, match=r"'Embedding-0.weight'.*both modules to one fully_shard call"):
+        sharded.model(inputs(0, 2, 5))
+
+
+def test_push_without_a_work_item_raises_from_the_backward() -> None:
+    sharded = Sharded(gpt(), wrap_blocks)
+    sharded.store.accepts_pushes = False
+    with pytest.raises(UsageError, match="no work item"):
+        gpt_loss(sharded.model, 0).backward()
+    sharded.store.accepts_pushes = True
+    sharded.units.zero_grad()
+    gpt_loss(sharded.model, 0).backward()
+    sharded.step()
+
+
+def test_setting_a_pushed_gradient_raises() -> None:
+    sharded = Sharded(gpt(), wrap_blocks)
+    gpt_loss(sharded.model, 0).backward()
+    weight = sharded.model.blocks[0].up.weight
+    assert weight.grad is None
+    for change in (lambda: setattr(weight, "grad", None), lambda: setattr(weight, "grad", torch.zeros(weight.shape))):
+        with pytest.raises(UsageError, match="pushed to the shard servers in this step"):
+            change()
+    for module in (sharded.model, sharded.model.blocks, sharded.model.blocks[0], sharded.model.blocks[0].up):
+        with pytest.raises(UsageError, match=r"optimizer.zero_grad\(\)"):
+            module.zero_grad()
+    with pytest.raises(UsageError, match=r"optimizer.zero_grad\(\)"):
+        torch.optim.SGD(sharded.model.parameters()).zero_grad()
+    sharded.units.zero_grad()
+    sharded.model.zero_grad()
+    weight.grad = torch.zeros(weight.shape)
+    sharded.model.zero_grad()
+    assert weight.grad is None

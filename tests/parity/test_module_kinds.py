@@ -1,0 +1,596 @@
+"""Sharded against plain PyTorch, bit for bit: kinds of modules, parameters, inputs and outputs."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from shardwell.fully_shard import fully_shard
+from tests.support.module_parity import (
+    Pair,
+    Wrap,
+    gpt,
+    gpt_loss,
+    inputs,
+    wrap_blocks,
+    wrap_children,
+    wrap_whole,
+)
+
+
+def run(model: nn.Module, *shape: int, wrap: Wrap = wrap_children, requires_grad: bool = True, steps: int = 4) -> Pair:
+    """Trains on the mean square of the model's output."""
+
+    def loss(each: nn.Module, number: int) -> torch.Tensor:
+        return each(inputs(number, *shape, requires_grad=requires_grad)).square().mean()
+
+    return Pair(model, wrap).train(loss, steps)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+class Residual(nn.Module):
+    """Units in the middle, so that inputs and outputs of units need gradients."""
+
+    def __init__(self, *parts: nn.Module, width: int = 12) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, width), nn.Linear(width, 3)
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for part in self.parts:
+            x = x + part(x)
+        return self.last(x)
+
+
+class Calls(nn.Module):
+    """Calls a function with itself and the input; ``parts`` become attributes."""
+
+    def __init__(self, function: Any, **parts: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: torch.Tensor, *more: Any) -> Any:
+        return self.function(self, x, *more)
+
+
+# Modules.
+
+
+def test_lstm_caches_its_weights() -> None:
+    parts = [nn.LSTM(12, 12, num_layers=2, batch_first=True), nn.GRU(12, 12, batch_first=True)]
+    run(Residual(*(Calls(lambda self, x: self.rnn(x)[0], rnn=part) for part in parts)), 2, 5, 7)
+
+
+def test_multihead_attention_sees_one_tensor_as_query_key_and_value() -> None:
+    def attend(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, value=x, need_weights=False)[0]
+
+    def wrap(model: Any, session: Any) -> None:
+        fully_shard(model.parts[0].attention, session)
+        wrap_children(model, session)
+
+    run(Residual(Calls(attend, attention=nn.MultiheadAttention(12, 3, batch_first=True))), 2, 5, 7, wrap=wrap)
+
+
+def test_identity_of_inputs_is_kept() -> None:
+    seen: list[tuple[bool, ...]] = []
+
+    def compare(self: Any, x: torch.Tensor, same: torch.Tensor, other: torch.Tensor, nested: Any) -> torch.Tensor:
+        seen.append((x is same, x is other, nested[0] is x))
+        return self.layer(x + same + other)
+
+    def use(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x, x, x.clone(), (x, 1))
+
+    model = Residual(Calls(use, part=Calls(compare, layer=nn.Linear(12, 12))))
+
+    def wrap(sharded: Any, session: Any) -> None:
+        fully_shard(sharded.parts[0].part, session)
+        wrap_children(sharded, session)
+
+    run(model, 4, 7, wrap=wrap)
+    assert set(seen) == {(True, False, True)}
+
+
+def test_transformer_encoder_layer_in_training_and_evaluation() -> None:
+    layer = nn.TransformerEncoderLayer(12, 3, 17, batch_first=True, dropout=0.0)
+    model = Residual(layer)
+    pair = run(model, 2, 5, 7)
+    results = []
+    for each in (pair.plain, pair.sharded.model):
+        each.eval()
+        with torch.no_grad():
+            results.append(each(inputs(9, 2, 5, 7)))
+    assert torch.equal(*results)
+
+
+def test_convolution_and_batch_norm_with_buffers() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5), nn.ReLU(inplace=True), nn.Conv2d(5, 7, 3), nn.Flatten()
+    )
+    pair = run(model, 2, 3, 8, 8)
+    assert "1.running_mean" in pair.sharded.state()
+
+
+def test_weights_computed_from_parameters() -> None:
+    run(Residual(parametrizations.weight_norm(nn.Linear(12, 12)), nn.utils.spectral_norm(nn.Linear(12, 12))), 4, 7)
+
+
+def test_traced_module() -> None:
+    run(Residual(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12)))), 4, 7)
+
+
+def test_embedding_bag_and_sparse_gradient() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sparse, self.bag, self.out = nn.Embedding(11, 5, sparse=True), nn.EmbeddingBag(11, 5), nn.Linear(5, 3)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.out(self.sparse(tokens).mean(1) + self.bag(tokens))
+
+    model = Model()
+    dense = Model()
+    dense.load_state_dict(model.state_dict())
+    dense.sparse = nn.Embedding.from_pretrained(model.sparse.weight.detach().clone(), freeze=False)
+    sharded = Pair(model, wrap_children)
+    sharded.plain, sharded.optimizer = (
+        dense,
+        sharded.optimizer.__class__(dense.parameters(), lr=1e-2, weight_decay=0.1, fused=True),
+    )
+    sharded.train(lambda each, number: each(torch.tensor([[1, 2, 3], [1, 1, 10]])).square().mean())
+
+
+# Parameters.
+
+
+@pytest.mark.parametrize("widths", [(7, 15), (15, 17), (1, 1), (257, 3)])
+def test_uneven_sizes(widths: tuple[int, int]) -> None:
+    run(nn.Sequential(nn.Linear(7, widths[0]), nn.Linear(*widths), nn.Linear(widths[1], 1)), 3, 7)
+
+
+def test_empty_scalar_and_prime_sized_parameters() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty = nn.Parameter(torch.empty(0, 5))
+            self.scale = nn.Parameter(torch.tensor(1.5))
+            self.prime = nn.Parameter(torch.randn(10007))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale + self.prime[:7].sum() + (self.prime**2).mean() + self.empty.sum()
+
+    run(nn.Sequential(nn.Linear(7, 7), Odd()), 3, 7)
+
+
+def test_unit_of_empty_parameters_only() -> None:
+    model = nn.Sequential(nn.Linear(7, 7), Calls(lambda self, x: x))
+    model[1].nothing = nn.Parameter(torch.empty(0))
+    run(model, 3, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_mixed_dtypes_in_one_unit(dtype: torch.dtype) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.low = nn.Linear(7, 9).to(dtype)
+            self.full = nn.Linear(9, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.full(self.low(x.to(dtype)).float())
+
+    Pair(Mixed(), wrap_whole, make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True)).train(
+        lambda model, number: model(inputs(number, 3, 7)).square().mean()
+    )
+
+
+def test_frozen_from_the_start_and_unfrozen_later() -> None:
+    model = gpt()
+    for block in model.blocks[:2]:
+        block.requires_grad_(False)
+    pair = Pair(model, wrap_blocks)
+    for number in range(4):
+        if number == 2:
+            for each in (pair.plain, pair.sharded.model):
+                each.blocks[0].requires_grad_(True)
+                each.blocks[2].requires_grad_(False)
+        pair.backward(gpt_loss, number)
+        pair.step()
+    pair.compare()
+    assert pair.sharded.store.pushes == {"Block-0": 2, "Block-2": 2, "Gpt-0": 4}
+
+
+def test_only_trainable_elements_are_sent() -> None:
+    """Only the biases train, as in BitFit."""
+    model = gpt()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    pair = Pair(model, wrap_blocks)
+    pair.train(gpt_loss)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert pair.sharded.store.pushed_bytes == 4 * trained * 4
+
+
+def test_parameters_without_gradient_keep_their_optimizer_state() -> None:
+    """Adam must skip them: with zeros it would still move them."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+            self.extra = nn.Linear(7, 7)
+            self.number = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.number += 1
+            x = self.branches[self.number % 2](x)
+            return x if self.number % 3 else self.extra(x)
+
+    for wrap in (wrap_children, wrap_whole):
+        pair = run(Branches(), 3, 7, wrap=wrap, steps=6)
+        if wrap is wrap_children:
+            assert pair.sharded.store.pushes["Linear-0"] == 3 and pair.sharded.store.pushes["Linear-2"] == 2
+
+
+def test_module_used_three_times() -> None:
+    shared = nn.Linear(12, 12)
+    run(Residual(shared, nn.Linear(12, 12), shared, shared), 4, 7)
+
+
+def test_nested_units() -> None:
+    class Feed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.inner = nn.Parameter(torch.ones(12)), nn.Linear(12, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x * self.scale) * self.scale
+
+    def wrap(model: Any, session: Any) -> None:
+        for part in model.parts:
+            fully_shard(part.inner, session)
+            fully_shard(part, session)
+        fully_shard(model, session)
+
+    run(Residual(Feed(), Feed()), 4, 7, wrap=wrap)
+
+
+def test_module_of_a_unit_calls_another_module_of_it() -> None:
+    """The inner call must not free what the outer still needs."""
+    layers = {name: nn.Linear(12, 12) for name in ("before", "inner", "after")}
+    model = Residual(Calls(lambda self, x: self.after(self.inner(self.before(x))), **layers))
+
+    def wrap(sharded: Any, session: Any) -> None:
+        fully_shard([sharded.parts[0], sharded.parts[0].inner], session)
+        wrap_children(sharded, session)
+
+    pair = Pair(model, wrap, prefetch_bytes=0)
+    pair.train(lambda each, number: each(inputs(number, 4, 7)).square().mean())
+    assert pair.sharded.store.gathers["Calls+Linear-0"] == 2 * 4 + 1
+
+
+# Inputs.
+
+
+def test_unit_changes_its_input_in_place() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(7, 12), nn.Linear(12, 3)
+            self.parts = nn.ModuleList(
+                [
+                    nn.Sequential(nn.ReLU(inplace=True), nn.Linear(12, 12)),
+                    Calls(lambda self, x: self.layer(x.add_(1)), layer=nn.Linear(12, 12)),
+                ]
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for part in self.parts:
+                x = part(x)
+            return self.last(x)
+
+    run(InPlace(), 4, 7)
+
+
+def test_output_is_changed_in_place() -> None:
+    """Also where the output is a view, whose node an in-place operation replaces."""
+
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(7, 12), nn.Linear(12, 3)
+            self.parts = nn.ModuleList(
+                [
+                    nn.Linear(12, 12),
+                    Calls(lambda self, x: self.layer(x).view(2, 2, 12)[:, :, :], layer=nn.Linear(12, 12)),
+                    Calls(lambda self, x: self.layer(x)[0], layer=nn.Linear(12, 12)),
+                ]
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for part in self.parts:
+                y = part(x)
+                y += 1
+                y.mul_(x.view_as(y) if y.numel() == x.numel() else 2)
+                x = y.reshape(-1, 12)
+            return self.last(x)
+
+    run(InPlace(), 4, 7)
+
+
+def test_inputs_that_need_no_gradient() -> None:
+    """Nothing marks the end of such a unit's backward but the end of all."""
+    pair = run(nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 3)), 4, 7, requires_grad=False)
+    assert pair.sharded.store.pushes["Linear-0"] == 4
+
+
+class Pairs(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+@dataclasses.dataclass
+class Record:
+    left: torch.Tensor
+    right: torch.Tensor
+    note: str = "kept"
+
+
+class Opaque:
+    def __init__(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        self.left, self.right = left, right
+
+
+class Slotted:
+    __slots__ = ("left", "right")
+
+    def __init__(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        self.left, self.right = left, right
+
+
+CONTAINERS = {
+    "tuple": (lambda a, b: (a, b), lambda c: c),
+    "list": (lambda a, b: [a, [b]], lambda c: (c[0], c[1][0])),
+    "dict": (lambda a, b: {"a": a, "b": {"c": b}}, lambda c: (c["a"], c["b"]["c"])),
+    "ordered dict": (lambda a, b: collections.OrderedDict(a=a, b=b), lambda c: (c["a"], c["b"])),
+    "named tuple": (Pairs, lambda c: (c.left, c.right)),
+    "dataclass": (Record, lambda c: (c.left, c.right)),
+    "object": (Opaque, lambda c: (c.left, c.right)),
+    "slots": (Slotted, lambda c: (c.left, c.right)),
+    "namespace": (lambda a, b: SimpleNamespace(a=a, b=[b]), lambda c: (c.a, c.b[0])),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_containers_of_inputs_and_outputs(kind: str) -> None:
+    pack, unpack = CONTAINERS[kind]
+
+    class Splitting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(12, 12), nn.Linear(12, 12)
+
+        def forward(self, packed: Any) -> Any:
+            left, right = unpack(packed)
+            return pack(self.left(left), self.right(right) + left)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(7, 12), nn.Linear(12, 3)
+            self.parts = nn.ModuleList([Splitting(), Splitting()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            packed = pack(x, x * 2)
+            for part in self.parts:
+                packed = part(packed)
+            left, right = unpack(packed)
+            return self.last(left * right)
+
+    run(Model(), 4, 7)
+
+
+def test_module_appends_to_its_callers_list() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([Appending(), Appending()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            features = [x]
+            for part in self.parts:
+                part(features)
+            return torch.stack(features).sum(0)
+
+    class Appending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(7, 7)
+
+        def forward(self, features: list[torch.Tensor]) -> None:
+            features.append(self.layer(features[-1]))
+
+    run(Model(), 4, 7)
+
+
+# Outputs.
+
+
+def test_unused_output_and_unused_module() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(12, 12), nn.Linear(12, 12)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.used(x), self.unused(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.two, self.never = nn.Linear(7, 12), Two(), nn.Linear(12, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(self.first(x))[0]
+
+    pair = run(Model(), 4, 7)
+    assert pair.sharded.store.pushes["Linear-1"] == 0
+
+
+def test_result_kept_as_an_attribute() -> None:
+    """As the auxiliary loss of a mixture of experts; its nodes may be the youngest of the unit."""
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.router = nn.Linear(12, 12), nn.Sequential(nn.Tanh(), nn.Linear(12, 4), nn.Linear(4, 4))
+            self.balance: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            self.balance = self.router(x).square().mean()
+            return y
+
+    def loss(model: Any, number: int) -> torch.Tensor:
+        value = model(inputs(number, 4, 7)).square().mean()
+        return value + sum(part.balance for part in model.parts)
+
+    Pair(Residual(Routed(), Routed()), wrap_children, prefetch_bytes=0).train(loss)
+
+
+def test_returned_parameter_and_view_of_one() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.bias = nn.Parameter(torch.randn(9, 12)), nn.Parameter(torch.randn(12))
+
+        def forward(self, length: int) -> dict[str, Any]:
+            return {"rows": self.table[:length], "bias": self.bias, "same": (self.table[:length].detach(),)}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.positions = nn.Linear(7, 12), Positions()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = self.positions(x.shape[0])
+            return (self.first(x) + found["rows"]) * found["bias"] * found["same"][0]
+
+    pair = run(Model(), 4, 7)
+    with torch.no_grad():
+        rows = pair.sharded.model.positions(3)["rows"]
+    assert torch.equal(rows, pair.plain.positions.table[:3])
+
+
+def test_partial_use_of_a_group_in_a_chunked_head() -> None:
+    """Norm and head are one unit; the head runs once per chunk."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.norm, self.head = nn.Linear(7, 12), nn.LayerNorm(12), nn.Linear(12, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm(self.body(x))
+            return torch.cat([self.head(chunk) for chunk in x.chunk(3)])
+
+    def wrap(model: Any, session: Any) -> None:
+        fully_shard([model.norm, model.head], session)
+        fully_shard(model.body, session)
+        fully_shard(model, session)
+
+    run(Model(), 9, 7, wrap=wrap)
+
+
+def test_hooks_on_parameters_and_on_modules() -> None:
+    """They sit on the parameter objects, which stay the same ones."""
+    seen: dict[str, list[float]] = {"plain": [], "sharded": []}
+
+    def triple(parameter: torch.Tensor, key: str) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(3)
+        seen[key].append(parameter.grad.sum().item())
+
+    def hooked(model: nn.Module, key: str) -> None:
+        first = model[0].weight
+        first.register_hook(lambda gradient: gradient * 2)
+        first.register_post_accumulate_grad_hook(lambda parameter: triple(parameter, key))
+        model[1].register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 2,))
+        model[1].register_forward_pre_hook(lambda module, args: (args[0] + module.weight.mean(),))
+
+    pair = Pair(nn.Sequential(nn.Linear(7, 12), nn.Linear(12, 12), nn.Linear(12, 3)), wrap_children)
+    hooked(pair.plain, "plain")
+    hooked(pair.sharded.model, "sharded")
+    pair.train(lambda model, number: model(inputs(number, 4, 7)).square().mean())
+    assert seen["plain"] == seen["sharded"] and len(seen["plain"]) == 4
+
+
+def test_method_other_than_forward() -> None:
+    from shardwell.fully_shard import register_forward_method
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise AssertionError
+
+        def encode(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
+            return self.layer(x) * scale
+
+    def wrap(model: Any, session: Any) -> None:
+        fully_shard(model.parts[0].encoder, session)
+        register_forward_method(model.parts[0].encoder, "encode")
+        wrap_children(model, session)
+
+    pair = Pair(Residual(Calls(lambda self, x: self.encoder.encode(x, scale=2.0), encoder=Encoder())), wrap)
+    pair.train(lambda model, number: model(inputs(number, 4, 7)).square().mean())
+    assert pair.sharded.store.pushes["Encoder-0"] == 4
+
+
+def test_gradient_set_by_the_user() -> None:
+    """Gradients from ``torch.autograd.grad`` that the user puts into ``.grad`` are pushed with the step."""
+    pair = Pair(nn.Sequential(nn.Linear(7, 12), nn.Linear(12, 3)), wrap_children)
+    for number in range(3):
+        for model in (pair.plain, pair.sharded.model):
+            loss = F.mse_loss(model(inputs(number, 4, 7)), inputs(number, 4, 3))
+            parameters = list(model.parameters())
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = gradient * 2
+                assert torch.equal(parameter.grad, gradient * 2)
+        pair.step()
+    pair.compare()
+
+
+def test_ignored_parameters_stay_ordinary() -> None:
+    def wrap(model: Any, session: Any) -> None:
+        fully_shard(model, session, ignored_params={model[1].weight})
+
+    pair = Pair(nn.Sequential(nn.Linear(7, 12), nn.Linear(12, 3)), wrap)
+    local = torch.optim.AdamW([pair.sharded.model[1].weight], lr=1e-2, weight_decay=0.1, fused=True)
+    for number in range(3):
+        pair.backward(lambda model, at: model(inputs(at, 4, 7)).square().mean(), number)
+        local.step()
+        local.zero_grad()
+        pair.step()
+    pair.compare()

@@ -1,0 +1,438 @@
+"""What PyTorch's own tests of FSDP2 assert, for the sharded module: counts, order, memory, registration."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwell.fully_shard import ShardedModule, fully_shard
+from shardwell.unit import UnitState
+from shardwell.units import Units
+from shardwell_wire.errors import TiedParameterError, UsageError
+from tests.support.in_memory_store import InMemoryStore
+from tests.support.module_parity import (
+    LAYERS,
+    Gpt,
+    Pair,
+    Sharded,
+    gpt,
+    gpt_loss,
+    inputs,
+    wrap_blocks,
+    wrap_children,
+    wrap_whole,
+)
+
+BLOCKS = [f"Block-{number}" for number in range(LAYERS)]
+
+
+def backward(sharded: Sharded, number: int = 0) -> None:
+    gpt_loss(sharded.model, number).backward()
+
+
+# Counts.
+
+
+@pytest.mark.parametrize("recompute", [None, False, True])
+@pytest.mark.parametrize("prefetch_bytes", [0, 1 << 30])
+def test_gathers_and_pushes_of_one_step(recompute: bool | None, prefetch_bytes: int) -> None:
+    """Every block twice, the root once: its backward follows its forward."""
+    sharded = Sharded(gpt(recompute), wrap_blocks, prefetch_bytes=prefetch_bytes)
+    for number in range(1, 4):
+        backward(sharded)
+        sharded.step()
+        assert sharded.store.gathers == {**dict.fromkeys(BLOCKS, 2 * number), "Gpt-0": number}
+        assert sharded.store.pushes == dict.fromkeys([*BLOCKS, "Gpt-0"], number)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [({}, (2, 1)), ({"blocks": False}, (1, 1)), ({"root": True}, (2, 2)), ({"root": False, "blocks": True}, (2, 1))],
+)
+def test_reshard_after_forward(choice: dict[str, bool], expected: tuple[int, int]) -> None:
+    def wrap(model: Any, session: Any) -> None:
+        for block in model.blocks:
+            fully_shard(block, session, reshard_after_forward=choice.get("blocks"))
+        fully_shard(model, session, reshard_after_forward=choice.get("root"))
+
+    sharded = Sharded(gpt(), wrap, prefetch_bytes=0)
+    backward(sharded)
+    assert (sharded.store.gathers["Block-1"], sharded.store.gathers["Gpt-0"]) == expected
+    assert sharded.units.live_bytes == 0
+
+
+def test_set_reshard_after_forward_later_and_not_recursively() -> None:
+    sharded = Sharded(gpt(), wrap_blocks, prefetch_bytes=0)
+    model: Any = sharded.model
+    model.set_reshard_after_forward(True, recurse=False)
+    backward(sharded)
+    sharded.step()
+    assert sharded.store.gathers == dict.fromkeys([*BLOCKS, "Gpt-0"], 2)
+    model.set_reshard_after_forward(False)
+    backward(sharded)
+    assert sharded.store.gathers == dict.fromkeys([*BLOCKS, "Gpt-0"], 3)
+
+
+def test_without_a_root_no_unit_is_kept() -> None:
+    def wrap(model: Any, session: Any) -> None:
+        for layer in model:
+            fully_shard(layer, session)
+
+    sharded = Sharded(nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 9), nn.Linear(9, 3)), wrap, prefetch_bytes=0)
+    loss = sharded.model(inputs(0, 2, 7)).sum()
+    assert sharded.units.live_bytes == 0
+    loss.backward()
+    assert set(sharded.store.gathers.values()) == {2}
+
+
+@pytest.mark.parametrize("keep_weights", [False, True])
+@pytest.mark.parametrize("part", ["all", "root_only", "some_blocks"])
+def test_gradient_accumulation(part: str, keep_weights: bool) -> None:
+    micro_batches, steps = 3, 2
+    pair = Pair(gpt(), wrap_blocks, prefetch_bytes=0)
+    model: Any = pair.sharded.model
+    targets = {"all": [model], "root_only": [model], "some_blocks": list(model.blocks[:2])}[part]
+    for step in range(steps):
+        for micro_batch in range(micro_batches):
+            is_last = micro_batch == micro_batches - 1
+            for target in targets:
+                target.set_requires_gradient_sync(is_last, recurse=part != "root_only")
+                if keep_weights:
+                    target.set_reshard_after_backward(is_last, recurse=part != "root_only")
+            pair.backward(gpt_loss, 10 * step + micro_batch)
+        pair.step()
+    pushes, gathers = Counter(pair.sharded.store.pushes), Counter(pair.sharded.store.gathers)
+    pair.compare()
+    delayed = {"all": {*BLOCKS, "Gpt-0"}, "root_only": {"Gpt-0"}, "some_blocks": set(BLOCKS[:2])}[part]
+    for name in [*BLOCKS, "Gpt-0"]:
+        assert pushes[name] == steps * (1 if name in delayed else micro_batches)
+        per_pass = 1 if name == "Gpt-0" else 2
+        kept = steps * (1 + (per_pass - 1) * micro_batches)
+        assert gathers[name] == (kept if keep_weights and name in delayed else steps * per_pass * micro_batches)
+
+
+def test_manual_unshard_spares_the_gather_of_the_forward() -> None:
+    sharded = Sharded(gpt(), wrap_blocks, prefetch_bytes=0)
+    model: Any = sharded.model
+    for module in (model, *model.blocks):
+        assert module.unshard() is None
+    assert sharded.units.live_bytes == sum(sharded.unit_bytes().values())
+    before = Counter(sharded.store.gathers)
+    loss = gpt_loss(model, 0)
+    assert sharded.store.gathers == before
+    loss.backward()
+    assert sharded.units.live_bytes == 0
+
+
+def test_asynchronous_unshard() -> None:
+    sharded = Sharded(gpt(), wrap_blocks)
+    block: Any = sharded.model.blocks[0]
+    handle = block.unshard(async_op=True)
+    (unit,) = (unit for unit in sharded.units if unit.name == "Block-0")
+    assert unit.state is UnitState.FETCHING
+    handle.wait()
+    assert unit.state is UnitState.UNSHARDED
+    assert torch.equal(block.up.weight, gpt().blocks[0].up.weight)
+    block.reshard()
+    assert unit.state is UnitState.FREED and sharded.units.live_bytes == 0
+    block.reshard()
+
+
+def test_unshard_of_a_module_without_parameters_of_its_own() -> None:
+    def wrap(model: Any, session: Any) -> None:
+        wrap_children(model, session)
+
+    sharded = Sharded(nn.Sequential(nn.Linear(7, 5), nn.ReLU()), wrap)
+    model: Any = sharded.model
+    assert model.unshard(async_op=True) is None and model.unshard() is None
+    model.reshard()
+    with pytest.raises(UsageError, match="no parameters of its own"):
+        model.set_modules_to_forward_prefetch([model[0]])
+    assert [unit.name for unit in sharded.units] == ["Linear-0"]
+
+
+# Order of events.
+
+
+def test_order_of_events_in_a_step_without_prefetch() -> None:
+    sharded = Sharded(gpt(), wrap_blocks, prefetch_bytes=0)
+    backward(sharded)
+    assert sharded.store.events == [
+        *("gather Gpt-0", "gather Block-0", "gather Block-1", "gather Block-2"),
+        *("gather Block-2", "push Block-2", "gather Block-1", "push Block-1", "gather Block-0"),
+        *("push Block-0", "push Gpt-0"),
+    ]
+
+
+def test_prefetch_follows_the_order_of_the_step_before() -> None:
+    """Bounded by bytes: the budget is one block."""
+    block_bytes = Sharded(gpt(), wrap_blocks).unit_bytes()["Block-0"]
+    sharded = Sharded(gpt(layers=4), wrap_blocks, prefetch_bytes=block_bytes)
+    states: list[list[str]] = []
+
+    def record(module: nn.Module, args: Any) -> None:
+        states.append([unit.name for unit in sharded.units if unit.state is UnitState.FETCHING])
+
+    backward(sharded)
+    sharded.step()
+    for block in sharded.model.blocks:
+        block.up.register_forward_pre_hook(record)
+    sharded.store.events.clear()
+    backward(sharded)
+    assert states == [["Block-1"], ["Block-2"], ["Block-3"], []]
+    assert sharded.store.events == [
+        *("gather Gpt-0", "gather Block-0", "gather Block-1", "gather Block-2", "gather Block-3"),
+        *("gather Block-3", "gather Block-2", "push Block-3", "gather Block-1", "push Block-2", "gather Block-0"),
+        *("push Block-1", "push Block-0", "push Gpt-0"),
+    ]
+
+
+def test_prefetch_within_forward_only_loops() -> None:
+    sharded = Sharded(gpt(), wrap_blocks, prefetch_bytes=1 << 30)
+    with torch.no_grad():
+        gpt_loss(sharded.model, 0)
+        sharded.store.events.clear()
+        fetched_at: list[set[str]] = []
+        sharded.model.blocks[0].register_forward_pre_hook(
+            lambda module, args: fetched_at.append({event.split()[1] for event in sharded.store.events})
+        )
+        gpt_loss(sharded.model, 0)
+    assert fetched_at == [{"Gpt-0", *BLOCKS}]
+
+
+def test_explicit_prefetch_lists() -> None:
+    """Two ahead, whatever the budget."""
+    pair = Pair(gpt(layers=4), wrap_blocks, prefetch_bytes=0)
+    blocks: Any = pair.sharded.model.blocks
+    for at, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[at + 1 : at + 3])
+        block.set_modules_to_backward_prefetch([blocks[before] for before in (at - 1, at - 2) if before >= 0])
+    pair.backward(gpt_loss, 0)
+    names = [f"Block-{number}" for number in range(4)]
+    gathers = [event.removeprefix("gather ") for event in pair.sharded.store.events if event.startswith("gather")]
+    assert gathers == ["Gpt-0", *names, *reversed(names)]
+    before_first_push = pair.sharded.store.events.index("push Block-3")
+    assert pair.sharded.store.events[:before_first_push].count("gather Block-1") == 2
+    pair.step()
+    pair.train(gpt_loss)
+
+
+def test_empty_prefetch_list_turns_prefetch_off() -> None:
+    sharded = Sharded(gpt(), wrap_blocks)
+    for module in sharded.model.modules():
+        if isinstance(module, ShardedModule):
+            module.set_modules_to_forward_prefetch([])
+            module.set_modules_to_backward_prefetch([])
+    for _ in range(2):
+        sharded.store.events.clear()
+        backward(sharded)
+        sharded.step()
+    assert sharded.store.events[:2] == ["gather Gpt-0", "gather Block-0"]
+    assert sharded.store.events.index("push Block-2") < len(sharded.store.events) - 5
+
+
+def test_forward_order_is_that_of_first_use() -> None:
+    sharded = Sharded(gpt(), wrap_blocks)
+    by_name = {unit.name: unit.index for unit in sharded.units}
+    for _ in range(2):
+        backward(sharded)
+        assert sharded.units.forward_order() == [by_name[name] for name in ("Gpt-0", *BLOCKS)]
+        sharded.step()
+    assert sharded.units.forward_order() == [by_name[name] for name in ("Gpt-0", *BLOCKS)]
+    sharded.model.blocks[1](inputs(0, 1, 2, 20))
+    assert sharded.units.forward_order() == [by_name["Block-1"]]
+
+
+# Races.
+
+
+@pytest.mark.parametrize("recompute", [None, True])
+def test_random_delays_before_gathers(recompute: bool | None) -> None:
+    rng = random.Random(0)
+    store = InMemoryStore(before_gather=lambda unit: time.sleep(rng.random() * 0.01), num_threads=4)
+    Pair(gpt(recompute), wrap_blocks, store=store).train(gpt_loss)
+
+
+def test_gather_sees_the_weights_of_after_the_step() -> None:
+    """The next step's forward must not use what was gathered ahead in the step before."""
+    pair = Pair(gpt(), wrap_blocks)
+    for number in range(4):
+        pair.backward(gpt_loss, number)
+        pair.sharded.model.blocks[1].unshard(async_op=True)
+        pair.sharded.model.blocks[2].unshard()
+        pair.step()
+    pair.compare()
+
+
+# Memory.
+
+
+def test_peak_memory_is_the_root_and_one_block() -> None:
+    sharded = Sharded(gpt(layers=12), wrap_blocks, prefetch_bytes=0)
+    sizes = sharded.unit_bytes()
+    start = sharded.units.peak_bytes
+    assert start == max(sizes.values())
+    for _ in range(2):
+        backward(sharded)
+        assert sharded.units.live_bytes == 0
+        sharded.step()
+    assert sharded.units.peak_bytes == sizes["Gpt-0"] + sizes["Block-0"]
+
+
+@pytest.mark.parametrize("recompute", [None, False, True])
+def test_peak_memory_with_prefetch_is_bounded_by_its_budget(recompute: bool | None) -> None:
+    block_bytes = Sharded(gpt(), wrap_blocks).unit_bytes()["Block-0"]
+    sharded = Sharded(gpt(recompute, layers=12), wrap_blocks, prefetch_bytes=2 * block_bytes)
+    for _ in range(3):
+        backward(sharded)
+        sharded.step()
+    assert sharded.units.peak_bytes <= sharded.unit_bytes()["Gpt-0"] + 3 * block_bytes
+
+
+def test_freeing_frees_what_autograd_saved() -> None:
+    """Views of weights that the graph keeps lie in the freed storage."""
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    sharded = Sharded(gpt(), wrap_blocks)
+    block = sharded.model.blocks[1]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = gpt_loss(sharded.model, 0)
+    shapes = {tuple(block.up.weight.shape), tuple(block.up.weight.shape)[::-1]}
+    of_weight = [tensor for tensor in saved if tuple(tensor.shape) in shapes]
+    assert len(of_weight) >= LAYERS
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in of_weight)
+    loss.backward()
+
+
+def test_parameters_start_at_multiples_of_64_bytes() -> None:
+    sharded = Sharded(gpt(), wrap_blocks)
+    block: Any = sharded.model.blocks[0]
+    block.unshard()
+    assert {parameter.data_ptr() % 64 for parameter in block.parameters()} == {0}
+    block.reshard()
+
+
+# Registration.
+
+
+def test_parameters_are_the_same_objects_always() -> None:
+    model = gpt()
+    before = dict(model.named_parameters())
+    sharded = Sharded(model, wrap_blocks)
+    seen: list[bool] = []
+    model.blocks[0].up.register_forward_pre_hook(
+        lambda module, args: seen.append(module.weight is before["blocks.0.up.weight"])
+    )
+    for _ in range(2):
+        backward(sharded)
+        sharded.step()
+        after = dict(model.named_parameters())
+        assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+    assert seen == [True, True]
+    assert model.head.weight is model.tokens.weight
+
+
+def test_optimizer_made_before_and_after_wrapping_names_the_same_parameters() -> None:
+    model = gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = Sharded(model, wrap_blocks)
+    located = [sharded.units.locate(parameter) for parameter in optimizer.param_groups[0]["params"]]
+    assert None not in located and len(set(located)) == len(located)
+    assert located == [sharded.units.locate(parameter) for parameter in model.parameters()]
+    assert sharded.units.locate(torch.zeros(3)) is None
+    assert Sharded(gpt(), wrap_blocks).units.locate(next(model.parameters())) is None
+
+
+def test_class_of_a_sharded_module() -> None:
+    model = gpt()
+    Sharded(model, wrap_blocks)
+    assert isinstance(model, Gpt) and isinstance(model, ShardedModule)
+    assert type(model).__name__ == "ShardedGpt" and type(model.blocks[0]) is type(model.blocks[1])
+    assert not isinstance(model.blocks, ShardedModule)
+
+
+def test_names_of_units_and_parameters() -> None:
+    model = gpt()
+    units = Units(InMemoryStore())
+    session = SimpleNamespace(units=units)
+    assert fully_shard([model.tokens, model.head], session) == [model.tokens, model.head]
+    assert fully_shard(model.blocks[1], session) is model.blocks[1]
+    fully_shard(model.blocks[0], session, name="first")
+    fully_shard(model, session)
+    layouts = {unit.name: [p.name for p in unit.layout.parameters] for unit in units}
+    assert list(layouts) == ["Embedding+Linear-0", "Block-0", "first", "Gpt-0"]
+    assert layouts["Embedding+Linear-0"] == ["Embedding+Linear-0.0.weight"]
+    assert layouts["first"][0] == "first.norm1.weight"
+    assert "Gpt-0.blocks.2.norm1.weight" in layouts["Gpt-0"]
+    (tied,) = next(iter(units)).layout.parameters
+    assert tied.aliases == ("Embedding+Linear-0.1.weight",)
+    with pytest.raises(UsageError, match="has a unit named 'first' already"):
+        fully_shard(nn.Linear(3, 3), session, name="first")
+
+
+def test_tied_parameters_in_two_units_raise() -> None:
+    model = gpt()
+    session = SimpleNamespace(units=Units(InMemoryStore()))
+    fully_shard(model.tokens, session)
+    with pytest.raises(TiedParameterError, match=r"'Linear-0.weight' is tied to 'Embedding-0.weight'.*\[a, b\]"):
+        fully_shard(model.head, session)
+    with pytest.raises(TiedParameterError, match="fully_shard"):
+        fully_shard(model, session)
+
+
+def test_units_are_made_and_dropped_without_false_ties() -> None:
+    """Python reuses the ids of parameters that are gone."""
+    units = Units(InMemoryStore())
+    for _ in range(20):
+        fully_shard(nn.Linear(3, 3), SimpleNamespace(units=units))
+    assert len(units) == 20
+
+
+def test_wrapping_top_down_raises() -> None:
+    model = gpt()
+    session = SimpleNamespace(units=Units(InMemoryStore()))
+    fully_shard(model, session)
+    with pytest.raises(UsageError, match="bottom-up"):
+        fully_shard(model.blocks[0], session)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: nn.ModuleList([nn.Linear(3, 3)]), "has no forward"),
+        (lambda: nn.ModuleDict({"a": nn.Linear(3, 3)}), "has no forward"),
+        (lambda: nn.Linear(3, 3, device="meta"), "meta device"),
+        (lambda: nn.LazyLinear(3), "no shape yet"),
+        (list, "needs different modules"),
+    ],
+)
+def test_modules_that_can_not_be_sharded(make: Any, match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        fully_shard(make(), SimpleNamespace(units=Units(InMemoryStore())))
+
+
+def test_sharding_twice_raises() -> None:
+    model = gpt()
+    sharded = Sharded(model, wrap_whole)
+    with pytest.raises(UsageError, match="sharded already"):
+        fully_shard(model, sharded.session)
+
+
+def test_initial_values_and_gradients_are_those_of_the_module() -> None:
+    model = gpt()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    sharded = Sharded(model, wrap_blocks)
+    assert all(torch.equal(value, expected[name]) for name, value in sharded.state().items())
+    assert model.head.weight.grad is not None and model.head.weight.grad.sum() == model.head.weight.numel()

@@ -1,0 +1,56 @@
+"""Small runs on a cluster, and waiting for processes, for tests of what people touch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+from torch import nn
+
+import shardwell
+
+
+def build_model() -> nn.Sequential:
+    """Two units' worth of parameters, with an odd size."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(17, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+@contextmanager
+def small_run(address: str, run: str, *, steps: int = 2) -> Iterator[shardwell.Session]:
+    """A run of one trainer that has committed some steps and is still there."""
+    with shardwell.join(address, run=run, trainer="tester", host="here") as session:
+        model = build_model()
+        shardwell.fully_shard(model[0], session, name="first")
+        shardwell.fully_shard(model, session, name="rest")
+        optimizer = shardwell.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in session.steps(steps):
+            model(torch.ones(3, 17)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        yield session
+
+
+def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 20.0) -> None:
+    """Polls until ``condition()``; fails with ``what`` after the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """All processes below one."""
+    return psutil.Process(pid).children(recursive=True)
+
+
+def wait_gone(processes: list[psutil.Process], *, timeout_s: float = 20.0) -> None:
+    """Fails if one of the processes is still there after the deadline."""
+    wait_until(
+        lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes),
+        f"end of {processes}",
+        timeout_s=timeout_s,
+    )

@@ -1,0 +1,274 @@
+"""A coordinator without sockets: its servicer called directly, on a clock that tests move."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from shardwell_server.coordinator.coordinator import Coordinator
+from shardwell_server.coordinator.servicer import CoordinatorServicer
+from shardwell_server.coordinator.settings import Settings
+from shardwell_server.coordinator.storage import Storage
+from shardwell_wire.topology import World
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+from tests.support.fake_shards import DirectCalls, FakeShard
+
+SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": 0.0, "maximize": 0.0}
+
+
+class Clock:
+    """Monotonic seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class _Call:
+    """An rpc that may wait for ``limit_s``."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+
+    def remaining_s(self, wanted_s: float | None = None) -> float:
+        return self._limit_s if wanted_s is None else min(wanted_s, self._limit_s)
+
+
+class Trainer:
+    """A trainer as the coordinator sees it; polls with ``wait_s=0`` unless told otherwise."""
+
+    def __init__(self, rpcs: Rpcs, joined: coordinator_pb2.JoinResponse, run: str) -> None:
+        self.rpcs, self.joined, self.run = rpcs, joined, run
+        self.name, self.epoch = joined.trainer, joined.epoch
+        self.items = {item.global_rank: item for item in joined.work.items}
+        self.ranks = [seat.coordinates.global_rank for seat in joined.seats]
+
+    def context(self, step: int, epoch: int | None = None, request_id: str = "") -> common_pb2.RequestContext:
+        return common_pb2.RequestContext(
+            run=self.run, epoch=self.epoch if epoch is None else epoch, step=step, request_id=request_id
+        )
+
+    def finished(self, parts: dict[int, int] | None = None) -> list[coordinator_pb2.FinishedItem]:
+        return [finished_item(item, parts) for item in self.items.values()]
+
+    async def declare(self, unit: common_pb2.UnitSpec) -> coordinator_pb2.DeclareUnitResponse:
+        return await self.rpcs.call("DeclareUnit", context=self.context(0), trainer=self.name, unit=unit)
+
+    async def publish(self, unit: str, epoch: int) -> coordinator_pb2.PublishInitialUnitResponse:
+        return await self.rpcs.call("PublishInitialUnit", context=self.context(0, epoch), trainer=self.name, unit=unit)
+
+    async def finish(
+        self,
+        step: int,
+        items: Sequence[coordinator_pb2.FinishedItem] | None = None,
+        *,
+        accept_work: bool = True,
+        wait_s: float = 0.0,
+        parts: dict[int, int] | None = None,
+    ) -> coordinator_pb2.FinishWorkResponse:
+        """Finishes all its items, or the ones named; takes over what it is handed."""
+        response: coordinator_pb2.FinishWorkResponse = await self.rpcs.call(
+            "FinishWork",
+            context=self.context(step),
+            trainer=self.name,
+            items=self.finished(parts) if items is None else items,
+            accept_work=accept_work,
+            wait_s=wait_s,
+        )
+        self.items.update({item.global_rank: item for item in response.work.items})
+        return response
+
+    async def commit(self, step: int, *, wait_s: float = 0.0, **changes: Any) -> coordinator_pb2.CommitStepResponse:
+        fields: dict[str, Any] = {"optimizer": optimizer(), "clip_coefficient": 1.0}
+        response: coordinator_pb2.CommitStepResponse = await self.rpcs.call(
+            "CommitStep", context=self.context(step), trainer=self.name, wait_s=wait_s, **(fields | changes)
+        )
+        if response.committed:
+            self.items = {item.global_rank: item for item in response.next_work.items}
+        return response
+
+    async def prepare(self, step: int, *, with_max_abs: bool = False) -> coordinator_pb2.PrepareGradientsResponse:
+        return await self.rpcs.call(
+            "PrepareGradients", context=self.context(step), trainer=self.name, with_max_abs=with_max_abs
+        )
+
+    async def reset(self, step: int, rank: int, *, request_id: str = "") -> coordinator_pb2.WorkItem:
+        response = await self.rpcs.call(
+            "ResetWork",
+            context=self.context(step, self.items[rank].epoch, request_id),
+            trainer=self.name,
+            global_rank=rank,
+        )
+        self.items[rank] = response.item
+        return response.item
+
+    async def heartbeat(self) -> coordinator_pb2.HeartbeatResponse:
+        return await self.rpcs.call("Heartbeat", run=self.run, trainer=self.name, epoch=self.epoch)
+
+    async def leave(self) -> None:
+        await self.rpcs.call("Leave", run=self.run, trainer=self.name, epoch=self.epoch)
+
+
+class Rpcs:
+    """Calls rpcs of a coordinator by name."""
+
+    async def call(self, rpc_name: str, **fields: Any) -> Any:
+        raise NotImplementedError
+
+    async def join(
+        self, trainer: str = "", *, run: str = "r", wait_s: float = 0.0, incarnation: str = "", **fields: Any
+    ) -> Trainer:
+        joined = await self.try_join(trainer, run=run, wait_s=wait_s, incarnation=incarnation, **fields)
+        return Trainer(self, joined, run)
+
+    async def try_join(
+        self, trainer: str = "", *, run: str = "r", wait_s: float = 0.0, incarnation: str = "", **fields: Any
+    ) -> coordinator_pb2.JoinResponse:
+        fields.setdefault("config", config(World(dp=2)))
+        fields.setdefault("host", "h")
+        return await self.call(
+            "Join", run=run, trainer=trainer, wait_s=wait_s, incarnation=incarnation or uuid.uuid4().hex, **fields
+        )
+
+    async def team(self, *names: str, dp: int | None = None, **options: Any) -> list[Trainer]:
+        """Trainers that have joined a run of their own; together they are all it needs."""
+        world = World(dp=dp or len(names))
+        settings = config(world, min_trainers=len(names), **options)
+        incarnations = [uuid.uuid4().hex for _ in names]
+        for name, incarnation in zip(names, incarnations, strict=True):
+            await self.try_join(name, incarnation=incarnation, config=settings)
+        return [
+            await self.join(name, incarnation=incarnation, config=settings)
+            for name, incarnation in zip(names, incarnations, strict=True)
+        ]
+
+    async def publish_unit(self, trainers: Sequence[Trainer], name: str = "u", *shapes: tuple[int, ...]) -> None:
+        """Declares a unit on every trainer and publishes it."""
+        spec = unit(name, *(shapes or ((64, 64),)))
+        for trainer in trainers:
+            declared = await trainer.declare(spec)
+            if declared.initialize:
+                await trainer.publish(name, declared.epoch)
+
+
+class Harness(Rpcs):
+    """A coordinator with fake shard servers ``s0``, ``s1``, ... that can be restarted."""
+
+    def __init__(self, directory: Path, num_shards: int, settings: Settings) -> None:
+        self.directory, self.settings, self.clock = directory, settings, Clock()
+        self.shards = {f"s{index}": FakeShard() for index in range(num_shards)}
+        self.addresses = {name: f"{name}:1" for name in self.shards}
+        self._calls = DirectCalls({self.addresses[name]: shard for name, shard in self.shards.items()})
+        self.limit_s = 5.0
+        self._stack = AsyncExitStack()
+
+    async def start(self) -> None:
+        storage = Storage(self.directory)
+        self._stack.callback(storage.close)
+        self.coordinator = await Coordinator.load(
+            self.settings, storage, self._calls, clock=self.clock, wall_clock=lambda: 1e9 + self.clock()
+        )
+        self.state = self.coordinator.state
+        self.servicer = CoordinatorServicer(self.coordinator)
+        await self._stack.enter_async_context(self.coordinator.running())
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+    async def restart(self) -> None:
+        """The coordinator is another process with the same state."""
+        await self.stop()
+        await self.start()
+
+    async def register(self, name: str, incarnation: str = "1") -> int:
+        response = await self.call(
+            "RegisterServer",
+            server_id=name,
+            address=self.addresses[name],
+            budget_bytes=self.shards[name].budget_bytes,
+            incarnation=incarnation,
+        )
+        return int(response.epoch)
+
+    async def call(self, rpc_name: str, **fields: Any) -> Any:
+        service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
+        request = getattr(coordinator_pb2, service.methods_by_name[rpc_name].input_type.name)(**fields)
+        return await getattr(self.servicer, rpc_name)(request, _Call(self.limit_s))
+
+    def events(self) -> list[tuple[str, str]]:
+        return [(event.kind, event.message) for event in self.state.events._kept]
+
+    async def pass_time(self, seconds: float, *alive: Trainer) -> None:
+        """Time passes in which only some trainers, and every server, are heard of."""
+        self.clock.now += seconds
+        for trainer in alive:
+            await trainer.heartbeat()
+        self.state.cluster.renew_all()
+        self.coordinator.expire()
+
+    async def settle(self) -> None:
+        """Lets background work run until nothing is left to do."""
+        for _ in range(200):
+            await asyncio.sleep(0.001)
+            busy = [run for run in self.state.runs.values() if run.updates or run.fencing.in_flight]
+            if not busy:
+                return
+
+
+@asynccontextmanager
+async def harness(directory: Path, *, num_shards: int = 2, **settings: Any) -> AsyncIterator[Harness]:
+    """A running coordinator; the servers are registered."""
+    running = Harness(directory, num_shards, Settings(**({"min_shard_bytes": 4096} | settings)))
+    await running.start()
+    try:
+        for name in running.shards:
+            await running.register(name)
+        yield running
+    finally:
+        await running.stop()
+
+
+def run_async(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 30))
+
+
+def config(world: World, *, min_trainers: int = 0, seed: int = 0, num_layers: int = 0) -> coordinator_pb2.RunConfig:
+    return coordinator_pb2.RunConfig(
+        world=world.to_proto(), min_trainers=min_trainers, seed=seed, num_layers=num_layers
+    )
+
+
+def unit(name: str, *shapes: tuple[int, ...], dtype: int = common_pb2.DTYPE_FLOAT32) -> common_pb2.UnitSpec:
+    return common_pb2.UnitSpec(
+        name=name,
+        parameters=[
+            common_pb2.ParameterSpec(name=f"{name}.{index}", shape=shape, dtype=dtype)  # type: ignore[arg-type]
+            for index, shape in enumerate(shapes)
+        ],
+    )
+
+
+def optimizer(algorithm: str = "sgd", groups: Sequence[int] = (0,), **changes: float) -> common_pb2.OptimizerStep:
+    return common_pb2.OptimizerStep(
+        algorithm=algorithm,
+        groups=[common_pb2.ParameterGroup(hyperparameters=SGD | changes)],
+        units=[common_pb2.UnitGroups(unit_index=0, group_indices=groups)],
+    )
+
+
+def finished_item(item: coordinator_pb2.WorkItem, parts: dict[int, int] | None = None) -> coordinator_pb2.FinishedItem:
+    return coordinator_pb2.FinishedItem(
+        global_rank=item.global_rank,
+        epoch=item.epoch,
+        attempt=item.attempt,
+        units=[
+            common_pb2.UnitParts(unit_index=unit_index, part_count=count)
+            for unit_index, count in ({0: 1} if parts is None else parts).items()
+        ],
+    )

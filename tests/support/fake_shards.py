@@ -1,0 +1,219 @@
+"""Shard servers without tensors, for tests of the coordinator: they keep versions, fences and manifests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from shardwell_server.rpc import Call, add_service
+from shardwell_wire.channel import SERVER_OPTIONS
+from shardwell_wire.errors import (
+    CapacityError,
+    IncompleteStepError,
+    NotFoundError,
+    ShardwellError,
+    StaleEpochError,
+    StepStateError,
+    UnavailableError,
+)
+from shardwell_wire.v1 import shard_pb2
+
+
+@dataclass
+class FakeUnit:
+    start_bytes: int
+    stop_bytes: int
+    version: int | None = None
+
+
+@dataclass
+class FakeRun:
+    units: dict[int, FakeUnit] = field(default_factory=dict)
+    names: dict[str, int] = field(default_factory=dict)
+    epochs: dict[int, int] = field(default_factory=dict)
+    attempts: dict[int, int] = field(default_factory=dict)
+    prepared: shard_pb2.PrepareStepRequest | None = None
+    updates: list[shard_pb2.UpdateRequest] = field(default_factory=list)
+    """Those that were applied, not their repetitions."""
+
+
+class FakeShard:
+    """One shard server: ``FakeShard`` methods are the rpcs, by name.
+
+    Attributes:
+        fail: Called with the rpc's name and request before it does anything; raises to fail it.
+        calls: How often each rpc was called.
+        square_partials: What every unit reports.
+        available: While False every rpc is UNAVAILABLE.
+    """
+
+    def __init__(self, budget_bytes: int = 1 << 30) -> None:
+        self.budget_bytes = budget_bytes
+        self.reserved_bytes = 0
+        self.runs: dict[str, FakeRun] = {}
+        self.term = 0
+        self.calls: Counter[str] = Counter()
+        self.fail: Callable[[str, Any], None] = lambda rpc_name, request: None
+        self.available = True
+        self.square_partials = [4.0]
+        self.missing: set[int] = set()
+        """dp ranks whose contributions got lost."""
+
+    def forget(self) -> None:
+        """Loses its memory, as a restart does."""
+        self.runs.clear()
+        self.reserved_bytes = 0
+
+    def handle(self, rpc_name: str, request: Any) -> Any:
+        self.calls[rpc_name] += 1
+        if not self.available:
+            raise UnavailableError("fake: not available")
+        term = request.coordinator_epoch if rpc_name == "PublishUnit" else request.context.epoch
+        if term < self.term:
+            raise StaleEpochError(f"term {term} is over, {self.term} has begun")
+        self.term = term
+        self.fail(rpc_name, request)
+        return getattr(self, rpc_name)(request)
+
+    def ReserveUnit(self, request: shard_pb2.ReserveUnitRequest) -> shard_pb2.ReserveUnitResponse:
+        run = self.runs.setdefault(request.context.run, FakeRun())
+        size = request.stop_bytes - request.start_bytes
+        if request.unit_index not in run.units:
+            if self.reserved_bytes + size > self.budget_bytes:
+                raise CapacityError(f"{size} bytes do not fit")
+            self.reserved_bytes += size
+            run.units[request.unit_index] = FakeUnit(request.start_bytes, request.stop_bytes)
+            run.names[request.unit.name] = request.unit_index
+        unit = run.units[request.unit_index]
+        assert (unit.start_bytes, unit.stop_bytes) == (request.start_bytes, request.stop_bytes)
+        return shard_pb2.ReserveUnitResponse(free_bytes=self.budget_bytes - self.reserved_bytes, version=unit.version)
+
+    def PublishUnit(self, request: shard_pb2.PublishUnitRequest) -> shard_pb2.PublishUnitResponse:
+        run = self._run(request)
+        unit = run.units[run.names[request.unit]]
+        unit.version = unit.version or 0
+        return shard_pb2.PublishUnitResponse(version=unit.version)
+
+    def Fence(self, request: shard_pb2.FenceRequest) -> shard_pb2.FenceResponse:
+        run = self._run(request)
+        for rank in request.ranks:
+            run.epochs[rank.dp_rank] = max(run.epochs.get(rank.dp_rank, 0), rank.epoch)
+            if rank.attempt > run.attempts.get(rank.dp_rank, 0):
+                run.attempts[rank.dp_rank], run.prepared = rank.attempt, None
+        return shard_pb2.FenceResponse()
+
+    def PrepareStep(self, request: shard_pb2.PrepareStepRequest) -> shard_pb2.PrepareStepResponse:
+        run, step = self._run(request), request.context.step
+        if any(unit.version != step for unit in run.units.values()):
+            raise StepStateError(f"step {step} is not the next: {run.units}")
+        if lost := sorted(self.missing & {rank.dp_rank for rank in request.ranks}):
+            raise IncompleteStepError(f"unit 'u': rank {lost} missing", step=step)
+        run.prepared = request
+        norms = [
+            shard_pb2.UnitNorm(unit_index=index, square_partials=self.square_partials, max_abs=2.0)
+            for index in run.units
+        ]
+        return shard_pb2.PrepareStepResponse(units=norms, version=step)
+
+    def Update(self, request: shard_pb2.UpdateRequest) -> shard_pb2.UpdateResponse:
+        run, step = self._run(request), request.context.step
+        if all(unit.version == step + 1 for unit in run.units.values()):
+            return shard_pb2.UpdateResponse(version=step + 1)
+        if run.prepared is None or run.prepared.context.step != step:
+            raise StepStateError(f"step {step} is not prepared")
+        for unit in run.units.values():
+            unit.version = step + 1
+        run.updates.append(request)
+        run.prepared, run.attempts = None, {}
+        return shard_pb2.UpdateResponse(version=step + 1)
+
+    def DropRun(self, request: shard_pb2.DropRunRequest) -> shard_pb2.DropRunResponse:
+        run = self.runs.pop(request.context.run, None)
+        freed = sum(unit.stop_bytes - unit.start_bytes for unit in run.units.values()) if run else 0
+        self.reserved_bytes -= freed
+        return shard_pb2.DropRunResponse(freed_bytes=freed)
+
+    def _run(self, request: Any) -> FakeRun:
+        if request.context.run not in self.runs:
+            raise NotFoundError(f"nothing of run {request.context.run!r} is here")
+        return self.runs[request.context.run]
+
+
+class DirectCalls:
+    """``ShardCalls`` without sockets: fake servers by address."""
+
+    def __init__(self, shards: dict[str, FakeShard]) -> None:
+        self.shards = shards
+
+    async def call(self, address: str, rpc_name: str, request: Any, *, retry_for_s: float) -> Any:
+        give_up = asyncio.get_running_loop().time() + retry_for_s
+        while True:
+            await asyncio.sleep(0)
+            try:
+                return self.shards[address].handle(rpc_name, request)
+            except UnavailableError:
+                if asyncio.get_running_loop().time() > give_up:
+                    raise
+            await asyncio.sleep(0.005)
+
+
+class _Servicer:
+    """A fake server behind gRPC; streams are not offered."""
+
+    def __init__(self, shard: FakeShard) -> None:
+        self._shard = shard
+
+    def __getattr__(self, rpc_name: str) -> Callable[[Any, Call], Any]:
+        async def handle(request: Any, call: Call) -> Any:
+            return self._shard.handle(rpc_name, request)
+
+        return handle
+
+
+@contextmanager
+def serve_fakes(shards: list[FakeShard]) -> Iterator[list[str]]:
+    """Serves fake shard servers over gRPC on loopback; gives their addresses."""
+    loop, ready, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+    addresses: list[str] = []
+
+    async def main() -> None:
+        servers = []
+        for shard in shards:
+            server = grpc.aio.server(options=SERVER_OPTIONS)
+            add_service(server, shard_pb2.DESCRIPTOR.services_by_name["ShardService"], _Servicer(shard))
+            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+            await server.start()
+            servers.append(server)
+        ready.set()
+        await stop.wait()
+        await asyncio.gather(*(server.stop(0) for server in servers))
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
+    thread.start()
+    ready.wait(10)
+    try:
+        yield addresses
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()
+
+
+def fail_times(rpc: str, times: int, error: ShardwellError) -> Callable[[str, Any], None]:
+    """A ``FakeShard.fail`` that fails the first calls of one rpc."""
+    left = times
+
+    def fail(rpc_name: str, request: Any) -> None:
+        nonlocal left
+        if rpc_name == rpc and left > 0:
+            left -= 1
+            raise error
+
+    return fail

@@ -1,0 +1,123 @@
+"""``grpcurl``: the real one where it is installed, else its work done from server reflection alone.
+
+The stand-in knows nothing of Shardwell's stubs: like grpcurl it asks the server for its services and
+descriptors, takes JSON and gives JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+TIMEOUT_S = 20.0
+
+
+class Grpcurl(Protocol):
+    """What the tests do with grpcurl, at one address."""
+
+    def list(self) -> list[str]:
+        """``grpcurl ADDRESS list``: the services."""
+        ...
+
+    def describe(self, service: str) -> list[str]:
+        """``grpcurl ADDRESS describe SERVICE``: its rpcs."""
+        ...
+
+    def call(self, method: str, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """``grpcurl -d REQUEST ADDRESS SERVICE/RPC``: the responses, fields named as in the proto files.
+
+        Raises:
+            GrpcurlError: The status is not OK.
+        """
+        ...
+
+
+class GrpcurlError(Exception):
+    """The call ended with a status that is not OK; its name and message are in the text."""
+
+
+def at(address: str) -> Grpcurl:
+    """The real grpcurl if it is on PATH, else the stand-in."""
+    return RealGrpcurl(address) if shutil.which("grpcurl") else ReflectionClient(address)
+
+
+class RealGrpcurl:
+    """Runs the program."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def list(self) -> list[str]:
+        return self._run(self._address, "list").split()
+
+    def describe(self, service: str) -> list[str]:
+        return re.findall(r"^\s*rpc (\w+)", self._run(self._address, "describe", service), re.MULTILINE)
+
+    def call(self, method: str, request: dict[str, Any]) -> list[dict[str, Any]]:
+        text = self._run("-emit-defaults", "-d", json.dumps(request), self._address, method)
+        decoder, responses = json.JSONDecoder(), []
+        while text := text.lstrip():
+            response, end = decoder.raw_decode(text)
+            responses.append({_snake_case(name): value for name, value in response.items()})
+            text = text[end:]
+        return responses
+
+    def _run(self, *arguments: str) -> str:
+        command = ["grpcurl", "-plaintext", "-max-time", str(TIMEOUT_S), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=2 * TIMEOUT_S)
+        if done.returncode != 0:
+            raise GrpcurlError(done.stderr)
+        return done.stdout
+
+
+def _snake_case(name: str) -> str:
+    """Which of the two spellings grpcurl prints depends on the server's descriptors."""
+    return re.sub(r"(?<=[a-z])[A-Z]", lambda letter: f"_{letter[0].lower()}", name)
+
+
+class ReflectionClient:
+    """Does the same in Python."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def list(self) -> list[str]:
+        with grpc.insecure_channel(self._address) as channel:
+            return sorted(ProtoReflectionDescriptorDatabase(channel).get_services())
+
+    def describe(self, service: str) -> list[str]:
+        with grpc.insecure_channel(self._address) as channel:
+            return [method.name for method in self._pool(channel).FindServiceByName(service).methods]
+
+    def call(self, method: str, request: dict[str, Any]) -> list[dict[str, Any]]:
+        service, _, name = method.partition("/")
+        with grpc.insecure_channel(self._address) as channel:
+            descriptor = self._pool(channel).FindServiceByName(service).methods_by_name[name]
+            message = ParseDict(request, GetMessageClass(descriptor.input_type)())
+            stub = (channel.unary_stream if descriptor.server_streaming else channel.unary_unary)(
+                f"/{service}/{name}",
+                request_serializer=type(message).SerializeToString,
+                response_deserializer=GetMessageClass(descriptor.output_type).FromString,
+            )
+            try:
+                answer = stub(message, timeout=TIMEOUT_S)
+                responses = list(answer) if descriptor.server_streaming else [answer]
+            except grpc.RpcError as error:
+                raise GrpcurlError(f"Code: {error.code().name} Message: {error.details()}") from error
+        return [
+            MessageToDict(response, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+            for response in responses
+        ]
+
+    @staticmethod
+    def _pool(channel: grpc.Channel) -> DescriptorPool:
+        return DescriptorPool(ProtoReflectionDescriptorDatabase(channel))

@@ -1,0 +1,179 @@
+"""A ``ParameterStore`` in this process that does what the servers do, and counts."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwell_wire.errors import UsageError
+from shardwell_wire.layout import BLOCK_BYTES, UnitLayout, cut
+
+MakeOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+Part = Sequence[tuple[int, torch.Tensor]]
+
+
+def fused_adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """The kernel that servers use; also for the plain model that is compared with."""
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+@dataclass
+class StoredUnit:
+    """One unit: its values, shard by shard, and the contributions to its next version."""
+
+    layout: UnitLayout
+    shards: list[tuple[int, int, torch.Tensor]]
+    """``(start, stop, bytes)`` of each shard."""
+    parts: list[Part] = field(default_factory=list)
+    """Of the work item in progress."""
+    contributions: list[list[Part]] = field(default_factory=list)
+    """Of finished work items, in rank order."""
+    segments: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """Views of the shards that the optimizer updates, by parameter index and first element."""
+
+
+class InMemoryStore:
+    """Shards are cut and reduced as the servers do; all work items of a step are played one after another.
+
+    Args:
+        num_shards: Into how many shards each unit is cut.
+        make_optimizer: Updates segments of parameters.
+        before_gather: Called in the background with the unit's index before bytes are copied.
+        num_threads: How many gathers run at once.
+    """
+
+    def __init__(
+        self,
+        num_shards: int = 3,
+        make_optimizer: MakeOptimizer = fused_adamw,
+        *,
+        before_gather: Callable[[int], None] = lambda unit_index: None,
+        num_threads: int = 2,
+    ) -> None:
+        self.units: list[StoredUnit] = []
+        self.gathers: Counter[str] = Counter()
+        self.pushes: Counter[str] = Counter()
+        self.pushed_bytes = 0
+        self.events: list[str] = []
+        """``gather NAME``, ``push NAME`` and ``discard`` in the order of the calls."""
+        self.before_gather = before_gather
+        self.accepts_pushes = True
+        self._num_shards = num_shards
+        self._make_optimizer = make_optimizer
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._pool = ThreadPoolExecutor(num_threads)
+        self._lock = threading.Lock()
+
+    # ParameterStore.
+
+    def declare(self, layout: UnitLayout, initial_values: memoryview) -> int:
+        assert len(initial_values) == layout.size_bytes
+        values = torch.frombuffer(bytearray(initial_values), dtype=torch.uint8) if layout.size_bytes else torch.empty(0)
+        unit = StoredUnit(
+            layout,
+            [
+                (start, stop, values[start:stop].clone())
+                for start, stop in cut(layout.size_bytes, [1.0] * self._num_shards, BLOCK_BYTES)
+            ],
+        )
+        for start, stop, shard in unit.shards:
+            for segment in layout.segments(start, stop):
+                dtype = getattr(torch, layout.parameters[segment.parameter_index].dtype)
+                view = shard[segment.start_bytes - start : segment.stop_bytes - start].view(dtype)
+                unit.segments[segment.parameter_index, segment.start_element] = view
+        self.units.append(unit)
+        return len(self.units) - 1
+
+    def gather(self, unit_index: int, target: memoryview) -> Future[int]:
+        unit = self.units[unit_index]
+        assert len(target) == unit.layout.size_bytes
+        with self._lock:
+            self.gathers[unit.layout.unit] += 1
+            self.events.append(f"gather {unit.layout.unit}")
+        return self._pool.submit(self._copy, unit_index, target)
+
+    def _copy(self, unit_index: int, target: memoryview) -> int:
+        self.before_gather(unit_index)
+        for start, stop, shard in self.units[unit_index].shards:
+            target[start:stop] = shard.numpy().tobytes()
+        return 0
+
+    def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
+        if not self.accepts_pushes:
+            raise UsageError("no work item is in progress")
+        unit = self.units[unit_index]
+        assert gradients and [index for index, _ in gradients] == sorted({index for index, _ in gradients})
+        for index, gradient in gradients:
+            spec = unit.layout.parameters[index]
+            assert tuple(gradient.shape) == spec.shape and str(gradient.dtype) == f"torch.{spec.dtype}"
+            assert gradient.layout is torch.strided and not gradient.requires_grad
+            self.pushed_bytes += spec.size_bytes
+        # The tensors are the store's now: they are read at the step only, so a caller's later change would show.
+        unit.parts.append(gradients)
+        self.pushes[unit.layout.unit] += 1
+        self.events.append(f"push {unit.layout.unit}")
+
+    def drain(self) -> None:
+        """Nothing is ever in flight."""
+
+    def discard(self) -> None:
+        for unit in self.units:
+            unit.parts.clear()
+        self.events.append("discard")
+
+    # The run.
+
+    def finish_item(self) -> None:
+        """The next pushes are the next rank's."""
+        for unit in self.units:
+            unit.contributions.append(unit.parts)
+            unit.parts = []
+
+    def step(self, *, dp: int = 1) -> None:
+        """Commits: adds parts in order, ranks in order, divides by ``dp``, updates."""
+        if any(unit.parts for unit in self.units) or not self.units[0].contributions:
+            self.finish_item()
+        assert len(self.units[0].contributions) == dp
+        if self._optimizer is None:
+            self._optimizer = self._make_optimizer([view for unit in self.units for view in unit.segments.values()])
+        for unit in self.units:
+            for index, gradient in self._reduce(unit, dp).items():
+                for (parameter_index, start), view in unit.segments.items():
+                    if parameter_index == index:
+                        view.grad = gradient.reshape(-1)[start : start + view.numel()].clone()
+            unit.contributions.clear()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    @staticmethod
+    def _reduce(unit: StoredUnit, dp: int) -> dict[int, torch.Tensor]:
+        total: dict[int, torch.Tensor] = {}
+        for contribution in unit.contributions:
+            own: dict[int, torch.Tensor] = {}
+            for part in contribution:
+                for index, gradient in part:
+                    own[index] = own[index] + gradient if index in own else gradient
+            for index, gradient in own.items():
+                total[index] = total[index] + gradient if index in total else gradient
+        return {index: gradient / dp if dp > 1 else gradient for index, gradient in total.items()}
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Every parameter's current value by name and alias."""
+        found = {}
+        for unit in self.units:
+            flat = torch.cat([shard for _, _, shard in unit.shards]) if unit.layout.size_bytes else None
+            for spec, start in zip(unit.layout.parameters, unit.layout.starts, strict=True):
+                dtype = getattr(torch, spec.dtype)
+                raw = flat[start : start + spec.size_bytes] if flat is not None else torch.empty(0, dtype=torch.uint8)
+                for name in (spec.name, *spec.aliases):
+                    found[name] = raw.clone().view(dtype).view(spec.shape)
+        return found
+
+    def close(self) -> None:
+        self._pool.shutdown()

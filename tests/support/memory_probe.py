@@ -1,0 +1,72 @@
+"""Measures a process's memory around one forward and backward of 12 blocks, sharded or plain.
+
+``python -m tests.support.memory_probe (plain | ADDRESS)`` prints one JSON line of bytes.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+
+import psutil
+import torch
+from torch import nn
+
+import shardwell
+
+WIDTH, NUM_BLOCKS = 512, 12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 6 * WIDTH), nn.Linear(6 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def rss_bytes() -> int:
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)
+
+
+def main(address: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    session = None if address == "plain" else shardwell.join(address, run="memory")
+    # What a first use costs once (kernels, connections, threads) is no part of the comparison.
+    warm = Block() if session is None else shardwell.fully_shard(Block(), session)
+    warm(torch.randn(2, WIDTH)).sum().backward()
+    if session is not None:
+        session.store.drain()
+    start = rss_bytes()
+    blocks = []
+    for _ in range(NUM_BLOCKS):
+        blocks.append(Block())
+        if session is not None:
+            shardwell.fully_shard(blocks[-1], session)
+    model = nn.Sequential(*blocks)
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    built = rss_bytes()
+    loss = model(torch.randn(2, WIDTH)).sum()
+    after_forward = rss_bytes()
+    live = None if session is None else session.units.live_bytes
+    loss.backward()
+    if session is not None:
+        session.store.drain()
+    after_backward = rss_bytes()
+    result = {
+        "parameter_bytes": parameter_bytes,
+        "built": built - start,
+        "after_forward": after_forward - start,
+        "after_backward": after_backward - start,
+        "live_unit_bytes": live,
+        "peak_unit_bytes": None if session is None else session.units.peak_bytes,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

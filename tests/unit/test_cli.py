@@ -1,0 +1,161 @@
+"""The two commands without a cluster: help, mistakes, tables, and what a launch gives its trainers."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import shardwell
+from shardwell import inspect_tables as tables
+from shardwell import launch
+from shardwell.cli import build_parser, main
+from shardwell.peek import Piece
+from shardwell.trainer_process import describe_exit
+from shardwell_server import cli as server_cli
+from shardwell_wire.topology import World
+from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
+
+
+def text(renderable: object) -> str:
+    console = Console(width=200, highlight=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
+
+
+def commands(parser: argparse.ArgumentParser) -> list[str]:
+    return [name for action in parser._actions if isinstance(action.choices, dict) for name in action.choices]
+
+
+@pytest.mark.parametrize("command", commands(build_parser()))
+def test_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert f"\n  shardwell {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", commands(server_cli.build_parser()))
+def test_every_server_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        server_cli.main([command, "--help"])
+    assert f"usage: shardwell-server {command}" in capsys.readouterr().out
+
+
+def test_the_coordinators_command_does_not_import_torch() -> None:
+    load = "from shardwell_server.cli import build_parser; build_parser('coordinator')"
+    program = f"import sys; {load}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_an_absent_coordinator_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "--address", "127.0.0.1:1", "--timeout", "2"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("shardwell runs: no answer from a coordinator at 127.0.0.1:1 (")
+    assert "refused" in error and "SHARDWELL_ADDRESS" in error
+
+
+def test_an_unhealthy_server_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert server_cli.main(["health", "127.0.0.1:1", "--timeout", "0.5"]) == 1
+    assert "127.0.0.1:1: UNAVAILABLE" in capsys.readouterr().err
+
+
+def test_world_wants_a_run_or_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["world", "--address", "127.0.0.1:1"]) == 1
+    assert "--dp, --tp and --pp" in capsys.readouterr().err
+
+
+def plan(tmp_path: Path, *options: str) -> launch.LaunchPlan:
+    script = tmp_path / "train.py"
+    script.touch()
+    return launch.make_plan(build_parser().parse_args(["launch", *options, str(script), "--its-own"]))
+
+
+def test_the_world_fits_the_trainers_by_default(tmp_path: Path) -> None:
+    made = plan(tmp_path, "--num-trainers", "8", "--tp", "2", "--pp", "2")
+    assert (made.world, made.run, made.command[2:]) == (World(dp=2, tp=2, pp=2), "train", ("--its-own",))
+
+
+def test_trainers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(shardwell.UsageError, match="--num-trainers 3 is not a multiple of tp=2 x pp=1"):
+        plan(tmp_path, "--num-trainers", "3", "--tp", "2")
+
+
+@pytest.mark.parametrize("option", ["--num-trainers", "--num-shards", "--dp", "--tp", "--pp"])
+def test_numbers_are_positive(tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        plan(tmp_path, option, "0")
+    assert f"argument {option}: expected a positive integer, got '0'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("num_trainers", "dp", "min_trainers"), [(2, 2, "2"), (2, 4, "2"), (3, 2, "2")])
+def test_a_run_starts_with_the_trainers_there_are(num_trainers: int, dp: int, min_trainers: str) -> None:
+    made = launch.LaunchPlan(command=("x",), run="r", num_trainers=num_trainers, world=World(dp=dp))
+    environment = made.environment("t", "a:1", {"PATH": "p", "SHARDWELL_RUN": "other", "OMP_NUM_THREADS": "4"})
+    assert environment["SHARDWELL_MIN_TRAINERS"] == min_trainers
+    assert (environment["PATH"], environment["SHARDWELL_RUN"], environment["OMP_NUM_THREADS"]) == ("p", "r", "4")
+
+
+def test_exits_in_words() -> None:
+    assert [describe_exit(code) for code in (3, 137, 255)] == [
+        "ended with exit code 3",
+        "ended by SIGKILL",
+        "ended with exit code 255",
+    ]
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 30, "3.0 GiB")])
+def test_sizes(count: int, expected: str) -> None:
+    assert tables.size(count) == expected
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.04, "0.0 s"), (119, "119.0 s"), (120, "2 min"), (90000, "25 h")])
+def test_durations(seconds: float, expected: str) -> None:
+    assert tables.duration(seconds) == expected
+
+
+def test_empty_clusters() -> None:
+    assert tables.runs(coordinator_pb2.ListRunsResponse()) == "no runs"
+    assert tables.servers(coordinator_pb2.ListServersResponse()) == "no shard servers"
+
+
+def test_a_run_with_a_lost_trainer_and_a_spare() -> None:
+    config = coordinator_pb2.RunConfig(world=World(dp=2, order=("pp", "tp", "dp")).to_proto())
+    response = coordinator_pb2.DescribeRunResponse(
+        summary=coordinator_pb2.RunSummary(run="gpt", config=config, committed_step=7, live_trainer_count=1),
+        trainers=[
+            coordinator_pb2.TrainerSummary(trainer="a", host="h", global_ranks=[0, 1], live=False, silent_s=300),
+            coordinator_pb2.TrainerSummary(trainer="b", host="h", live=True),
+        ],
+        work=[
+            coordinator_pb2.WorkSummary(
+                item=coordinator_pb2.WorkItem(global_rank=1, dp_rank=1), state=coordinator_pb2.WORK_STATE_VACANT
+            )
+        ],
+    )
+    output = text(tables.run(response))
+    for expected in ("2 x 1 x 1 (pp,tp,dp)", "0 1", "lost", "5 min ago", "spare", "vacant", "no step committed yet"):
+        assert expected in output
+
+
+def test_pieces_add_up() -> None:
+    pieces = [
+        Piece("shard-0", shard_pb2.PeekResponse(start_element=0, stop_element=2, norm=3, values=[1.0, 2.0])),
+        Piece("shard-1", shard_pb2.PeekResponse(start_element=2, stop_element=5, norm=4, non_finite_count=1)),
+    ]
+    output = text(tables.peek("w", pieces))
+    assert "w: 5 elements, norm 5\n" in output and "[2, 5)" in output
+
+
+def test_a_unit_without_initial_values_is_named() -> None:
+    shards = [
+        common_pb2.ShardRange(server_id=f"s{index}", start_bytes=index, stop_bytes=index + 1) for index in range(2)
+    ]
+    unit = coordinator_pb2.UnitSummary(unit="blocks.0", element_count=1234, shards=shards)
+    output = text(tables.units(coordinator_pb2.ListUnitsResponse(units=[unit])))
+    assert "without initial values yet: blocks.0" in output and "1,234" in output and "s1" in output

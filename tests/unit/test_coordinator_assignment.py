@@ -1,0 +1,126 @@
+"""Who plays which logical rank: at the start, on a later join, and when owners are gone."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from shardwell_server.coordinator.assignment import Applicant, assign, claim, distribute, natural_key
+from shardwell_wire.errors import DuplicateError
+from shardwell_wire.topology import World
+
+
+def applicants(*hosts: str) -> list[Applicant]:
+    return [Applicant(f"t{index}", host) for index, host in enumerate(hosts)]
+
+
+def test_numbers_in_names_sort_by_value() -> None:
+    names = ["node66", "node7", "node8", "a10b2", "a10b10", "a9b99"]
+    assert sorted(names, key=natural_key) == ["a9b99", "a10b2", "a10b10", "node7", "node8", "node66"]
+
+
+def test_the_order_of_joining_does_not_matter() -> None:
+    world = World(dp=2, tp=2, pp=2)
+    team = [*applicants("node10", "node9", "node10", "node9", "x", "y", "node9"), Applicant("wishful", "z", 5)]
+    expected = assign(world, team)
+    assert sorted(expected) == list(range(8))
+    assert len(set(expected.values())) == 8
+    assert expected[5] == "wishful"
+    for seed in range(50):
+        random.Random(seed).shuffle(team)
+        assert assign(world, team) == expected
+
+
+def test_trainers_sit_by_host_and_name() -> None:
+    team = [Applicant(f"t{index}", f"node{host}") for index, host in ((0, 66), (1, 8), (2, 7), (10, 7))]
+    assert assign(World(dp=4), team) == {0: "t2", 1: "t10", 2: "t1", 3: "t0"}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "whole_groups"),
+    [("aabb", 2), ("abab", 2), ("abbc", 1), ("aaab", 1), ("abbbbc", 2), ("abcd", 0), ("aabbbc", 2), ("aaabbb", 2)],
+)
+def test_trainers_of_one_host_share_a_tensor_group(hosts: str, whole_groups: int) -> None:
+    world = World(dp=len(hosts) // 2, tp=2)
+    seats = assign(world, applicants(*hosts))
+    host_of = {f"t{index}": host for index, host in enumerate(hosts)}
+    groups = [{host_of[seats[rank]] for rank in world.group(2 * dp_rank, "tp")} for dp_rank in range(world.dp)]
+    assert sum(len(group) == 1 for group in groups) == whole_groups
+
+
+def test_a_requested_rank_draws_trainers_of_its_host_into_its_tensor_group() -> None:
+    team = [Applicant("wish", "m", 3), Applicant("mate", "m"), Applicant("a", "a"), Applicant("b", "z")]
+    seats = assign(World(dp=2, tp=2), team)
+    assert (seats[2], seats[3]) == ("mate", "wish")
+
+
+def test_fewer_trainers_play_even_contiguous_blocks() -> None:
+    seats = assign(World(dp=7), applicants("c", "b", "a"))
+    assert [seats[rank] for rank in range(7)] == ["t2", "t2", "t2", "t1", "t1", "t0", "t0"]
+
+
+def test_a_block_goes_to_who_asked_for_a_rank_in_it() -> None:
+    seats = assign(World(dp=4), [Applicant("late", "a", 3), Applicant("free", "z")])
+    assert [seats[rank] for rank in range(4)] == ["free", "free", "late", "late"]
+
+
+def test_two_wishes_in_one_block_are_both_honoured_and_loads_stay_even() -> None:
+    seats = assign(World(dp=5), [Applicant("one", "a", 1), Applicant("zero", "a", 0)])
+    assert (seats[0], seats[1]) == ("zero", "one")
+    assert sorted(Counter(seats.values()).values()) == [2, 3]
+
+
+def test_more_trainers_than_ranks_leave_spares() -> None:
+    assert assign(World(dp=2), applicants("a", "a", "a")) == {0: "t0", 1: "t1"}
+
+
+def claimed(seats: dict[int, str], live: set[str], applicant: Applicant, **options: object) -> list[int]:
+    changed = claim(seats, live, applicant, **({"pinned": ()} | options))  # type: ignore[arg-type]
+    assert set(changed.values()) <= {applicant.name}
+    return sorted(changed)
+
+
+def test_a_trainer_that_comes_back_gets_its_former_seats() -> None:
+    seats = {0: "a", 1: "b", 2: "b", 3: "c"}
+    assert claimed(seats, {"a"}, Applicant("b")) == [1, 2]
+
+
+def test_a_new_trainer_gets_vacant_seats_up_to_its_fair_share() -> None:
+    seats = dict(enumerate("aabbccdd"))
+    assert claimed(seats, {"a", "b"}, Applicant("new")) == [4, 5, 6]
+
+
+def test_a_new_trainer_takes_from_those_who_play_most_only_if_that_is_fairer() -> None:
+    assert claimed({0: "a", 1: "a", 2: "a", 3: "b"}, {"a", "b"}, Applicant("new")) == [2]
+    assert claimed({0: "a", 1: "a", 2: "a", 3: "a"}, {"a"}, Applicant("new")) == [2, 3]
+    assert claimed({0: "a", 1: "a", 2: "b", 3: "b"}, {"a", "b"}, Applicant("new")) == [3]
+    assert claimed({0: "a", 1: "b"}, {"a", "b"}, Applicant("new")) == []
+
+
+def test_a_requested_rank_is_taken_from_a_trainer_with_several() -> None:
+    seats = dict.fromkeys(range(4), "a")
+    assert claimed(seats, {"a"}, Applicant("new", "", 1)) == [1, 3]
+
+
+@pytest.mark.parametrize(("seats", "pinned"), [({0: "a", 1: "b"}, ()), ({0: "a", 1: "a"}, (1,))])
+def test_a_requested_rank_that_is_taken_is_refused(seats: dict[int, str], pinned: tuple[int, ...]) -> None:
+    with pytest.raises(DuplicateError, match="rank 1 is played by"):
+        claim(seats, {"a", "b"}, Applicant("new", "", 1), pinned=pinned)
+
+
+def test_ranks_that_cannot_be_shared_are_taken_one_at_a_time() -> None:
+    assert claimed(dict(enumerate("abcd")), {"a"}, Applicant("new"), shared=False) == [1]
+
+
+def test_items_of_vacant_seats_go_to_the_least_loaded() -> None:
+    seats = {0: "gone", 1: "a", 2: "b", 3: "b", 4: "gone"}
+    assert distribute(seats, {"a", "b"}, lambda name: True) == {0: "a", 1: "a", 2: "b", 3: "b", 4: "a"}
+    assert distribute(seats, {"a", "b", "spare"}, lambda name: True)[0] == "spare"
+
+
+def test_nobody_is_given_work_that_it_cannot_compute() -> None:
+    seats = {0: "gone", 1: "plain", 2: "able"}
+    assert distribute(seats, {"plain", "able"}, lambda name: name == "able") == {0: "able", 1: "plain", 2: "able"}
+    assert distribute(seats, {"plain"}, lambda name: False) == {0: None, 1: "plain", 2: None}

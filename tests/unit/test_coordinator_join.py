@@ -1,0 +1,370 @@
+"""Trainers join, are heard of, are lost and come back."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwell_wire.errors import (
+    ConflictError,
+    DuplicateError,
+    InvalidRequestError,
+    NotFoundError,
+    RunMismatchError,
+    ShardwellError,
+    StaleEpochError,
+    WorldError,
+)
+from shardwell_wire.topology import World
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+from tests.support.coordinator import Harness, config, harness, run_async
+
+
+def test_a_run_starts_when_the_whole_world_is_there(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            first = await cluster.try_join("a", incarnation="1")
+            assert not first.started
+            assert first.trainer == "a"
+            assert first.waiting_for[0] == "1 of 2 trainers are there: 1 more must join"
+            joined = await cluster.try_join("b")
+            assert joined.started
+            again = await cluster.try_join("a", incarnation="1")
+            assert again.epoch == first.epoch
+            assert [seat.coordinates.global_rank for seat in again.seats] == [0]
+            assert [seat.coordinates.global_rank for seat in joined.seats] == [1]
+            assert [(group.axis, list(group.global_ranks)) for group in again.seats[0].groups] == [
+                (common_pb2.AXIS_DATA, [0, 1]),
+                (common_pb2.AXIS_TENSOR, [0]),
+                (common_pb2.AXIS_PIPELINE, [0]),
+            ]
+            assert again.work.step == again.committed_step == 0
+            assert [(item.global_rank, item.attempt) for item in again.work.items] == [(0, 0)]
+            assert not again.HasField("state")
+            assert again.config == config(World(dp=2), min_trainers=2)
+
+    run_async(scenario())
+
+
+def test_a_waiting_join_is_woken_by_the_last_trainer(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            waiting = asyncio.create_task(cluster.try_join("a", wait_s=5))
+            await asyncio.sleep(0)
+            assert (await cluster.try_join("b")).started
+            assert (await waiting).started
+
+    run_async(scenario())
+
+
+def test_seats_do_not_depend_on_the_order_of_joining(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            for run, order in (("forward", "abc"), ("backward", "cba")):
+                for name in order:
+                    await cluster.try_join(name, run=run, incarnation=name, config=config(World(dp=3)))
+                seats = (await cluster.call("DescribeWorld", run=run)).seats
+                assert [seat.trainer for seat in seats] == ["a", "b", "c"]
+
+    run_async(scenario())
+
+
+def test_few_trainers_play_several_ranks_and_late_ones_take_their_share(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b", dp=5)
+            assert (a.ranks, b.ranks) == ([0, 1, 2], [3, 4])
+            late = await cluster.join("c", config=config(World(dp=5), min_trainers=2))
+            assert late.ranks == [2]
+            assert not late.items, "the step in flight stays with those who compute it"
+            for trainer in (a, b, late):
+                await trainer.finish(0, parts={})
+            for trainer in (a, late):
+                assert (await trainer.commit(0, wait_s=5, optimizer=common_pb2.OptimizerStep(algorithm="sgd"))).committed
+            assert sorted(a.items) == [0, 1]
+            assert sorted(late.items) == [2]
+
+    run_async(scenario())
+
+
+def test_trainers_beyond_the_world_are_spares(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            await cluster.team("a", "b")
+            spare = await cluster.join("c")
+            assert spare.ranks == []
+            assert not spare.items
+
+    run_async(scenario())
+
+
+def test_larger_worlds_can_be_joined_and_looked_at_but_do_not_train(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            world, hosts = World(dp=2, tp=2, pp=2), ("m", "n") * 4
+            for number, host in enumerate(hosts):
+                joined = await cluster.try_join(f"t{number}", config=config(world, num_layers=4), host=host)
+            assert joined.started
+            assert (joined.seats[0].HasField("previous_stage"), joined.seats[0].HasField("next_stage")) == (True, False)
+            seats = (await cluster.call("DescribeWorld", run="r")).seats
+            for seat in seats:
+                (tensor_group,) = (group for group in seat.seat.groups if group.axis == common_pb2.AXIS_TENSOR)
+                assert len({seats[rank].host for rank in tensor_group.global_ranks}) == 1
+            last = await cluster.call("DescribeRun", run="r")
+            assert len(last.work) == 8
+            request = {"context": common_pb2.RequestContext(run="r", epoch=joined.epoch), "trainer": joined.trainer}
+            with pytest.raises(ConflictError, match="only worlds with tp=1 and pp=1 take units"):
+                await cluster.call("DeclareUnit", unit=common_pb2.UnitSpec(name="u"), **request)
+            with pytest.raises(ConflictError, match="tp=1 and pp=1"):
+                await cluster.call("FinishWork", **request)
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"config": coordinator_pb2.RunConfig()}, WorldError, r"World\(dp=0\)"),
+        ({"config": config(World(dp=2), min_trainers=3)}, WorldError, "min_trainers=3: expected 1 to 2"),
+        ({"config": config(World(dp=2, tp=2), min_trainers=2)}, WorldError, "needs a trainer for each of its 4 ranks"),
+        ({"config": config(World(dp=1 << 20), min_trainers=1)}, WorldError, "raise min_trainers"),
+        ({"world_size": 3}, WorldError, "the launcher started 3 processes"),
+        ({"config": config(World(pp=3), num_layers=4)}, WorldError, "4 layers cannot be split"),
+        ({"global_rank": 2}, WorldError, "rank 2 is not in"),
+        ({"run": ""}, InvalidRequestError, "run is ''"),
+        ({"run": "r" * 201}, InvalidRequestError, "run is"),
+        ({"trainer": "a\n"}, InvalidRequestError, "trainer is"),
+        ({"incarnation": "\0"}, InvalidRequestError, "incarnation is"),
+        ({"wait_s": float("nan")}, InvalidRequestError, "wait_s is nan"),
+        ({"wait_s": -1.0}, InvalidRequestError, "wait_s is -1"),
+    ],
+)
+def test_an_impossible_join_is_refused_and_leaves_no_trace(
+    tmp_path: Path, fields: dict[str, Any], error: type[ShardwellError], message: str
+) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            with pytest.raises(error, match=message):
+                await cluster.try_join(**({"trainer": "a"} | fields))
+            assert not cluster.state.runs
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (config(World(dp=3)), r"world=World\(dp=2, tp=1, pp=1\), but this trainer asks for world=World\(dp=3"),
+        (config(World(dp=2), seed=1), "has seed=0, but this trainer asks for seed=1"),
+        (config(World(dp=2), min_trainers=1), "has min_trainers=2, but this trainer asks for min_trainers=1"),
+        (config(World(dp=2), num_layers=6), "has num_layers=4, but this trainer asks for num_layers=6"),
+    ],
+)
+def test_another_config_is_refused_by_both_values(
+    tmp_path: Path, other: coordinator_pb2.RunConfig, message: str
+) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            await cluster.try_join("a", config=config(World(dp=2), num_layers=4))
+            with pytest.raises(RunMismatchError, match=message):
+                await cluster.try_join("b", config=other)
+            assert (await cluster.try_join("b", config=config(World(dp=2)))).started, "unknown layers fit any"
+
+    run_async(scenario())
+
+
+def test_a_live_trainers_name_is_taken(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await cluster.team("a", "b")
+            with pytest.raises(DuplicateError, match="has a live trainer 'a' on host h"):
+                await cluster.try_join("a")
+            assert (await a.heartbeat()).committed_step == 0
+
+    run_async(scenario())
+
+
+def test_a_second_process_is_refused_once_the_first_is_heard_of(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, lease_s=1.0) as cluster:
+            a, _ = await cluster.team("a", "b")
+            second = asyncio.create_task(cluster.try_join("a", wait_s=5))
+            await asyncio.sleep(0)
+            cluster.clock.now += 0.1
+            await a.heartbeat()
+            with pytest.raises(DuplicateError):
+                await second
+
+    run_async(scenario())
+
+
+def test_a_restarted_trainer_waits_for_its_former_lease_and_gets_its_rank_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, lease_s=1.0) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            pending = await cluster.try_join("b", wait_s=0.01)
+            assert not pending.started
+            assert "the former process of trainer 'b' may still live" in pending.waiting_for[0]
+            again = asyncio.create_task(cluster.join("b", wait_s=5))
+            await asyncio.sleep(0)
+            await cluster.pass_time(1.1, a)
+            reborn = await again
+            assert reborn.ranks == [1]
+            assert reborn.items[1].epoch > reborn.epoch > b.items[1].epoch
+            fences = [shard.runs["r"].epochs[1] for shard in cluster.shards.values() if "r" in shard.runs]
+            assert all(b.items[1].epoch < fence <= reborn.items[1].epoch for fence in fences)
+            with pytest.raises(StaleEpochError, match="join again"):
+                await b.heartbeat()
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("rpc", ["Heartbeat", "Leave", "DeclareUnit", "FinishWork", "PrepareGradients", "CommitStep"])
+def test_a_stale_membership_can_do_nothing(tmp_path: Path, rpc: str) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            await cluster.pass_time(11, a)
+            reborn = await cluster.join("b", wait_s=1)
+            before = await cluster.call("DescribeRun", run="r")
+            calls = {
+                "Heartbeat": b.heartbeat,
+                "Leave": b.leave,
+                "DeclareUnit": lambda: b.declare(common_pb2.UnitSpec(name="v")),
+                "FinishWork": lambda: b.finish(0),
+                "PrepareGradients": lambda: b.prepare(0),
+                "CommitStep": lambda: b.commit(0),
+            }
+            with pytest.raises(StaleEpochError):
+                await calls[rpc]()
+            assert await cluster.call("DescribeRun", run="r") == before
+            await reborn.heartbeat()
+
+    run_async(scenario())
+
+
+def test_a_lease_runs_out_only_in_silence(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            for _ in range(5):
+                await cluster.pass_time(9, a, b)
+            waiting = asyncio.create_task(b.finish(0, parts={}, wait_s=5))
+            await asyncio.sleep(0)
+            await cluster.pass_time(100, a)
+            assert (await cluster.call("DescribeRun", run="r")).trainers[1].live, "a poll in progress is a sign of life"
+            await a.leave()
+            response = await waiting
+            assert response.work.items[0].global_rank == 0
+            await cluster.pass_time(11)
+            assert ("lease_expired", "trainer 'b' on host h was not heard of for 11.0 s; vacant ranks: 1") in cluster.events()
+
+    run_async(scenario())
+
+
+def test_a_suspended_coordinator_takes_nobody_for_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, lease_s=0.2) as cluster:
+            a, _ = await cluster.team("a", "b")
+            cluster.clock.now += 60
+            for _ in range(100):
+                await asyncio.sleep(0.005)
+                if cluster.state.runs["r"].members.members["a"].heard_s == cluster.clock.now:
+                    break
+            await a.heartbeat()
+            assert not [kind for kind, _ in cluster.events() if kind in ("lease_expired", "server_lost")]
+
+    run_async(scenario())
+
+
+def test_leave_gives_ranks_back_at_once_and_may_be_repeated(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await b.leave()
+            await b.leave()
+            await cluster.settle()
+            response = await a.finish(0, parts={})
+            assert [item.global_rank for item in response.work.items] == [1]
+            await cluster.call("Leave", run="r", trainer="never there", epoch=1)
+
+    run_async(scenario())
+
+
+def test_trainers_that_leave_before_the_start_are_forgotten(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            joined = await cluster.join("a", global_rank=1)
+            with pytest.raises(DuplicateError, match="rank 1 of run 'r' is asked for by another trainer"):
+                await cluster.try_join("b", global_rank=1)
+            await joined.leave()
+            assert (await cluster.try_join("b", global_rank=1)).trainer == "b"
+            assert len((await cluster.call("DescribeRun", run="r")).trainers) == 1
+
+    run_async(scenario())
+
+
+def test_trainers_without_a_name_get_one_that_a_retry_finds_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            names = [(await cluster.try_join("", incarnation=each)).trainer for each in ("x", "y", "x")]
+            assert names == ["trainer-0", "trainer-1", "trainer-0"]
+
+    run_async(scenario())
+
+
+def test_unknown_runs_and_trainers_are_not_found(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            with pytest.raises(NotFoundError, match="there is no run 'other'; known runs: none"):
+                await cluster.call("Heartbeat", run="other", trainer="a", epoch=1)
+            await cluster.team("a", "b")
+            with pytest.raises(NotFoundError, match="has no trainer 'c': join first"):
+                await cluster.call("Heartbeat", run="r", trainer="c", epoch=1)
+
+    run_async(scenario())
+
+
+def test_addresses_are_exchanged_and_survive_a_restart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            ask = {"context": b.context(0), "trainer": "b", "name": "rendezvous"}
+            assert not (await cluster.call("ExchangeAddress", **ask)).HasField("address")
+            waiting = asyncio.create_task(cluster.call("ExchangeAddress", wait_s=5, **ask))
+            await asyncio.sleep(0)
+            tell = {"context": a.context(0), "trainer": "a", "name": "rendezvous", "address": "h:1"}
+            assert (await cluster.call("ExchangeAddress", **tell)).address == "h:1"
+            assert (await waiting).address == "h:1"
+            await cluster.restart()
+            assert (await cluster.call("ExchangeAddress", **ask)).address == "h:1"
+
+    run_async(scenario())
+
+
+def test_a_request_id_means_one_request(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await cluster.team("a", "b")
+
+            async def ask(name: str, wait_s: float) -> None:
+                context = a.context(0, request_id="id")
+                await cluster.call("ExchangeAddress", context=context, trainer="a", name=name, wait_s=wait_s)
+
+            await ask("x", 0.0)
+            await ask("x", 0.01)
+            with pytest.raises(DuplicateError, match="request id 'id' was used for another request"):
+                await ask("y", 0.0)
+            with pytest.raises(InvalidRequestError, match="at most 128"):
+                await cluster.call(
+                    "ExchangeAddress", context=a.context(0, request_id="i" * 129), trainer="a", name="x"
+                )
+
+    run_async(scenario())
+
+

@@ -1,0 +1,560 @@
+"""A step from its work items to its commit, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwell_wire.errors import (
+    ConflictError,
+    HyperparameterMismatchError,
+    IncompleteStepError,
+    InvalidRequestError,
+    NonFiniteError,
+    ShardwellError,
+    StaleEpochError,
+    StepStateError,
+    UnavailableError,
+    VersionGoneError,
+)
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+from tests.support.coordinator import SGD, Harness, Trainer, finished_item, harness, optimizer, run_async
+from tests.support.fake_shards import fail_times
+
+
+async def team_with_unit(cluster: Harness, *names: str, **options: Any) -> list[Trainer]:
+    trainers = await cluster.team(*names, **options)
+    await cluster.publish_unit(trainers)
+    return trainers
+
+
+async def take_step(trainers: list[Trainer], step: int, **changes: Any) -> coordinator_pb2.CommitStepResponse:
+    for trainer in trainers:
+        await trainer.finish(step)
+    responses = [await trainer.commit(step, wait_s=5, **changes) for trainer in trainers]
+    assert all(response.committed for response in responses)
+    return responses[0]
+
+
+def test_a_step_from_work_to_commit(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b")
+            assert list((await a.finish(0)).waiting_for) == ["rank 1: trainer 'b' computes it"]
+            assert (await b.finish(0, wait_s=1)).all_finished
+            assert (await a.finish(0, wait_s=1)).all_finished
+            assert list((await b.commit(0)).waiting_for) == [
+                "hyper-parameters from rank 0: trainer 'a' has not called optimizer.step()"
+            ]
+            first, second = await asyncio.gather(a.commit(0, wait_s=5), b.commit(0, wait_s=5))
+            assert first.committed
+            assert second.committed
+            assert first.version == second.version == 1
+            # One unit on two servers, each of which reports 4.0.
+            assert first.grad_norm == math.sqrt(8.0)
+            assert [item.global_rank for item in first.next_work.items] == [0]
+            assert first.next_work.step == 1
+            await cluster.settle()
+            for shard in cluster.shards.values():
+                (update,) = shard.runs["r"].updates
+                assert update.context.step == 0
+                assert update.optimizer == optimizer()
+                assert update.clip_coefficient == 1.0
+                assert shard.calls["PrepareStep"] == 1
+            (description,) = [await cluster.call("DescribeRun", run="r")]
+            assert description.optimizer == optimizer()
+            assert description.grad_norm == first.grad_norm
+            assert description.summary.committed_step == 1
+
+    run_async(scenario())
+
+
+def test_servers_are_told_what_every_rank_pushed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            seen: list[Any] = []
+            for shard in cluster.shards.values():
+                shard.fail = lambda rpc_name, request: seen.append(request) if rpc_name == "PrepareStep" else None
+            a, b = await team_with_unit(cluster, "a", "b")
+            await a.finish(0, parts={0: 3})
+            await b.finish(0, parts={})
+            await a.commit(0, wait_s=5, unit_order=[0], clip_coefficient=0.5)
+            assert [[(rank.dp_rank, [unit.part_count for unit in rank.units]) for rank in at.ranks] for at in seen] == [
+                [(0, [3]), (1, [])]
+            ] * 2
+            assert {at.dp for at in seen} == {2}
+
+    run_async(scenario())
+
+
+def test_the_norm_is_asked_for_once_and_does_not_commit(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = trainers = await team_with_unit(cluster, "a", "b")
+            waiting = asyncio.create_task(a.prepare(0))
+            await asyncio.sleep(0)
+            for trainer in trainers:
+                await trainer.finish(0)
+            norms = await asyncio.gather(waiting, b.prepare(0))
+            assert [norm.grad_norm for norm in norms] == [math.sqrt(8.0)] * 2
+            assert all(shard.calls["PrepareStep"] == 1 for shard in cluster.shards.values())
+            assert (await b.prepare(0, with_max_abs=True)).max_abs == 2.0
+            assert all(shard.calls["PrepareStep"] == 2 for shard in cluster.shards.values())
+            assert not cluster.state.runs["r"].commits
+            await a.commit(0, wait_s=5, clip_coefficient=0.25)
+            late = await b.prepare(0, with_max_abs=True)
+            assert (late.grad_norm, late.max_abs) == (math.sqrt(8.0), 2.0), "a slow trainer still gets the norm"
+            with pytest.raises(HyperparameterMismatchError, match="clip coefficient: 0.25 at rank 0"):
+                await b.commit(0)
+
+    run_async(scenario())
+
+
+def test_the_norm_adds_the_parts_exactly(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            cluster.shards["s0"].square_partials = [1e32, 1.0]
+            cluster.shards["s1"].square_partials = [-1e32, 3.0]
+            trainers = await team_with_unit(cluster, "a", "b")
+            assert (await take_step(trainers, 0)).grad_norm == 2.0
+
+    run_async(scenario())
+
+
+def test_prepare_waits_until_the_last_update_is_everywhere(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            cluster.shards["s1"].fail = fail_times("Update", 5, UnavailableError("busy"))
+            trainers = await team_with_unit(cluster, "a", "b")
+            await take_step(trainers, 0)
+            for trainer in trainers:
+                await trainer.finish(1)
+            stall = await cluster.call("ExplainStall", run="r")
+            assert stall.phase == "updating"
+            assert "server 's1': Update of step 0 not acknowledged" in stall.waiting_for[0]
+            assert "busy" in stall.waiting_for[0]
+            assert (await trainers[0].commit(1, wait_s=10)).committed
+            await cluster.settle()
+            for shard in cluster.shards.values():
+                assert [update.context.step for update in shard.runs["r"].updates] == [0, 1]
+
+    run_async(scenario())
+
+
+def test_hyperparameters_that_differ_are_named(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = trainers = await team_with_unit(cluster, "a", "b")
+            for trainer in trainers:
+                await trainer.finish(0)
+            early = asyncio.create_task(b.commit(0, wait_s=5, optimizer=optimizer(lr=0.2)))
+            await asyncio.sleep(0)
+            assert (await a.commit(0, wait_s=5)).committed, "the lowest rank's count"
+            expected = (
+                r"lr of parameter group 0: 0.1 at rank 0 \(trainer 'a'\), whose hyper-parameters count, but 0.2 at "
+                r"rank 1 \(trainer 'b'\)"
+            )
+            with pytest.raises(HyperparameterMismatchError, match=expected):
+                await early
+            with pytest.raises(HyperparameterMismatchError, match=expected):
+                await b.commit(0, optimizer=optimizer(lr=0.2))
+            assert (await b.commit(0)).committed
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"optimizer": optimizer(lr=math.nan)}, "lr=nan is not finite"),
+        ({"optimizer": optimizer("lion")}, "optimizer 'lion' is not known"),
+        ({"optimizer": optimizer(groups=(0, 0))}, "unit 'u' has 1 parameters, but optimizer.units names groups for 2"),
+        ({"optimizer": optimizer(groups=(3,))}, "names parameter group 3"),
+        ({"clip_coefficient": math.nan}, "clip_coefficient is nan"),
+        ({"clip_coefficient": -1.0}, "clip_coefficient is -1"),
+        ({"unit_order": [0, 0]}, "unit_order names a unit index twice"),
+        ({"unit_order": [7]}, "unit_order names unit index 7: the run has 1 units"),
+    ],
+)
+def test_hyperparameters_that_cannot_be_applied_are_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            trainers = await team_with_unit(cluster, "a", "b")
+            for trainer in trainers:
+                await trainer.finish(0)
+            with pytest.raises(InvalidRequestError, match=message):
+                await trainers[0].commit(0, **fields)
+            assert (await trainers[0].commit(0, wait_s=5)).committed
+
+    run_async(scenario())
+
+
+def test_the_optimizer_of_a_run_stays(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            trainers = await team_with_unit(cluster, "a", "b")
+            await take_step(trainers, 0)
+            for trainer in trainers:
+                await trainer.finish(1)
+            adam = common_pb2.OptimizerStep(algorithm="adam")
+            with pytest.raises(ConflictError, match="is optimised by 'sgd'"):
+                await trainers[0].commit(1, optimizer=adam)
+
+    run_async(scenario())
+
+
+def test_commit_before_finish_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await team_with_unit(cluster, "a", "b")
+            with pytest.raises(StepStateError, match="has not finished the work of rank 0"):
+                await a.commit(0)
+            with pytest.raises(StepStateError, match="step 1 of run 'r' is yet to come: step 0 is in flight"):
+                await a.commit(1)
+
+    run_async(scenario())
+
+
+def test_a_slow_trainer_simply_goes_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b")
+            spare = await cluster.join("spare")
+            for step in range(2):
+                await take_step([a, b], step)
+            assert (await spare.finish(0, wait_s=1)).all_finished
+            answer = await spare.commit(0)
+            assert answer.committed
+            assert (answer.version, answer.next_work.step) == (1, 2)
+            with pytest.raises(VersionGoneError, match="step 0 is committed"):
+                await cluster.call(
+                    "ResetWork", context=a.context(0, a.items[0].epoch), trainer="a", global_rank=0
+                )
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"global_rank": 9}, InvalidRequestError, "there is no rank 9"),
+        ({"epoch": 0}, StaleEpochError, "is now held by trainer 'a'"),
+        ({"epoch": 99}, StepStateError, "which it does not hold"),
+        ({"attempt": 5}, StepStateError, "attempt 5, which it does not hold"),
+        ({"units": [common_pb2.UnitParts(unit_index=3)]}, InvalidRequestError, "unit index 3: the run has 1 units"),
+        ({"units": [common_pb2.UnitParts(unit_index=0)] * 2}, InvalidRequestError, "names a unit index twice"),
+    ],
+)
+def test_reports_that_cannot_be_are_refused_as_a_whole(
+    tmp_path: Path, change: dict[str, Any], error: type[ShardwellError], message: str
+) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await team_with_unit(cluster, "a", "b", dp=4)
+            good, bad = a.finished()
+            for name, value in change.items():
+                bad.ClearField(name)  # type: ignore[arg-type]
+                bad.MergeFrom(coordinator_pb2.FinishedItem(**{name: value}))
+            with pytest.raises(error, match=message):
+                await a.finish(0, [good, bad])
+            states = {work.state for work in (await cluster.call("DescribeRun", run="r")).work}
+            assert states == {coordinator_pb2.WORK_STATE_LEASED}
+
+    run_async(scenario())
+
+
+def test_work_of_another_trainer_cannot_be_finished(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b")
+            with pytest.raises(StepStateError, match="it was leased to 'b'"):
+                await a.finish(0, b.finished())
+            await a.finish(0)
+            with pytest.raises(StepStateError, match="was finished before with parts"):
+                await a.finish(0, parts={0: 2})
+
+    run_async(scenario())
+
+
+def test_a_lost_trainers_item_goes_to_a_waiting_one_after_it_is_fenced(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b")
+            fenced_at: list[int] = []
+            for shard in cluster.shards.values():
+                shard.fail = lambda rpc_name, request: (
+                    fenced_at.append(request.ranks[0].epoch) if rpc_name == "Fence" else None
+                )
+            lost_epoch = b.items[1].epoch
+            waiting = asyncio.create_task(a.finish(0, wait_s=5))
+            await asyncio.sleep(0)
+            await cluster.pass_time(11, a)
+            response = await waiting
+            (item,) = response.work.items
+            assert item.global_rank == 1
+            assert len(fenced_at) == 2
+            assert all(lost_epoch < epoch <= item.epoch for epoch in fenced_at)
+            with pytest.raises(StaleEpochError):
+                await b.finish(0)
+            assert (await a.finish(0, wait_s=1)).all_finished
+            committed = await a.commit(0, wait_s=5)
+            assert sorted(item.global_rank for item in committed.next_work.items) == [0, 1], "until somebody comes"
+
+    run_async(scenario())
+
+
+def test_an_item_handed_out_in_a_lost_answer_is_handed_out_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b")
+            own = a.finished()
+            await b.leave()
+            await cluster.settle()
+            first = await a.finish(0, own)
+            assert first.work.items[0].global_rank == 1
+            assert (await a.finish(0, own)).work == first.work
+
+    run_async(scenario())
+
+
+def test_spares_are_preferred_and_each_gets_one_item(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b", dp=4)
+            spare = await cluster.join("c", run="r", config=a.joined.config)
+            seats = cluster.state.runs["r"].seats
+            seats.update({rank: "b" for rank, owner in seats.items() if owner == "c"})
+            polls = [asyncio.create_task(trainer.finish(0, wait_s=5)) for trainer in (a, spare)]
+            await asyncio.sleep(0.01)
+            await b.leave()
+            responses = await asyncio.gather(*polls)
+            assert [[item.global_rank for item in response.work.items] for response in responses] == [[3], [2]]
+
+    run_async(scenario())
+
+
+def test_trainers_that_cannot_take_other_work_get_none(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b")
+            await asyncio.gather(a.finish(0, accept_work=False), b.finish(0, accept_work=False))
+            await b.leave()
+            committed = await a.commit(0, wait_s=5)
+            assert [item.global_rank for item in committed.next_work.items] == [0]
+            await cluster.settle()
+            response = await a.finish(1, accept_work=False)
+            assert not response.HasField("work")
+            assert list(response.waiting_for) == ["rank 1: vacant, since trainer 'b' is gone"]
+            reborn = await cluster.join("b", wait_s=1)
+            assert sorted(reborn.items) == [1]
+            await reborn.finish(1, accept_work=False)
+            assert (await a.finish(1, accept_work=False, wait_s=1)).all_finished
+
+    run_async(scenario())
+
+
+def test_the_commit_goes_on_when_the_deciding_trainer_dies(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b")
+            await asyncio.gather(a.finish(0), b.finish(0))
+            waiting = asyncio.create_task(b.commit(0, wait_s=5, optimizer=optimizer(lr=0.5)))
+            await asyncio.sleep(0.01)
+            assert not waiting.done()
+            await cluster.pass_time(11, b)
+            assert (await waiting).committed
+            assert cluster.shards["s0"].runs["r"].updates[0].optimizer == optimizer(lr=0.5)
+
+    run_async(scenario())
+
+
+def test_what_the_deciding_trainer_handed_in_counts_though_it_died(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b")
+            await a.finish(0)
+            assert not (await a.commit(0)).committed
+            await a.leave()
+            await cluster.settle()
+            assert (await b.finish(0, wait_s=1)).all_finished
+            with pytest.raises(HyperparameterMismatchError):
+                await b.commit(0, wait_s=5, optimizer=optimizer(lr=0.5))
+            assert (await b.commit(0, wait_s=5)).committed
+
+    run_async(scenario())
+
+
+def test_work_begun_anew_gets_a_higher_attempt_and_voids_what_was_prepared(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = trainers = await team_with_unit(cluster, "a", "b")
+            await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
+            await b.prepare(0)
+            item = await a.reset(0, 0, request_id="once")
+            assert item.attempt == 1
+            assert (await a.reset(0, 0, request_id="once")).attempt == 1, "a retry does not begin it again"
+            assert (await a.reset(0, 0, request_id="twice")).attempt == 2
+            assert cluster.shards["s0"].runs["r"].attempts == {0: 2}
+            assert not (await b.finish(0)).all_finished
+            with pytest.raises(StepStateError, match="clips step 0 by a gradient norm that is out of date"):
+                await b.commit(0, clip_coefficient=0.5)
+            with pytest.raises(StaleEpochError):
+                await a.finish(0, [finished_item(item)])
+            await a.finish(0)
+            assert (await a.commit(0, wait_s=5)).committed
+            prepared = cluster.shards["s0"].calls["PrepareStep"]
+            assert prepared == 2
+
+    run_async(scenario())
+
+
+def test_a_commit_that_waits_is_not_lost_when_another_rank_begins_anew(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = trainers = await team_with_unit(cluster, "a", "b")
+            await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
+            await b.reset(0, 1)
+            waiting = asyncio.create_task(a.commit(0, wait_s=5))
+            await asyncio.sleep(0.01)
+            await b.reset(0, 1)
+            await b.finish(0)
+            assert (await waiting).committed
+
+    run_async(scenario())
+
+
+def test_a_rank_that_is_not_held_cannot_begin_anew(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b")
+            with pytest.raises(StaleEpochError, match="'b' has epoch"):
+                await cluster.call("ResetWork", context=a.context(0, b.items[1].epoch), trainer="a", global_rank=1)
+            with pytest.raises(StaleEpochError):
+                await cluster.call("ResetWork", context=a.context(0, a.items[0].epoch - 1), trainer="a", global_rank=0)
+            with pytest.raises(InvalidRequestError, match="there is no rank 2"):
+                await cluster.call("ResetWork", context=a.context(0, 1), trainer="a", global_rank=2)
+
+    run_async(scenario())
+
+
+def test_a_gradient_that_is_not_finite_fails_the_step_until_work_begins_anew(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = trainers = await team_with_unit(cluster, "a", "b")
+            error = NonFiniteError("gradient of 'u.0' of rank 1 is not finite")
+            cluster.shards["s1"].fail = fail_times("PrepareStep", 1, error)
+            await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
+            for attempt in (a.prepare(0), b.prepare(0), a.commit(0, wait_s=5), b.commit(0, wait_s=5)):
+                with pytest.raises(NonFiniteError, match="server 's1': PrepareStep: gradient of 'u.0' of rank 1"):
+                    await attempt
+            assert cluster.shards["s1"].calls["PrepareStep"] == 1
+            assert cluster.events()[-1][0] == "step_failed"
+            assert "cannot be committed" in (await cluster.call("ExplainStall", run="r")).waiting_for[0]
+            await b.reset(0, 1)
+            await b.finish(0)
+            assert (await a.commit(0, wait_s=5)).committed
+
+    run_async(scenario())
+
+
+def test_a_dead_trainers_bad_gradient_can_be_begun_anew(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = trainers = await team_with_unit(cluster, "a", "b")
+            cluster.shards["s1"].fail = fail_times("PrepareStep", 1, NonFiniteError("bad"))
+            await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
+            with pytest.raises(NonFiniteError):
+                await a.commit(0, wait_s=5)
+            await b.leave()
+            await a.reset(0, 0)
+            await cluster.settle()
+            response = await a.finish(0)
+            assert [(item.global_rank, item.attempt) for item in response.work.items] == [(1, 1)]
+            assert (await a.finish(0, wait_s=1)).all_finished
+            assert (await a.commit(0, wait_s=5)).committed
+
+    run_async(scenario())
+
+
+def test_lost_contributions_fail_the_commit_by_name(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            trainers = await team_with_unit(cluster, "a", "b")
+            cluster.shards["s0"].missing = {1}
+            await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
+            with pytest.raises(IncompleteStepError, match=r"server 's0': PrepareStep: unit 'u': rank \[1\] missing"):
+                await trainers[0].commit(0, wait_s=5)
+            assert not cluster.shards["s1"].runs["r"].updates
+
+    run_async(scenario())
+
+
+def test_a_unit_that_was_never_published_cannot_be_committed_over(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            trainers = await team_with_unit(cluster, "a", "b")
+            await trainers[1].declare(common_pb2.UnitSpec(name="forgotten"))
+            await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
+            with pytest.raises(StepStateError, match="initial values of unit 'forgotten' were never sent"):
+                await trainers[0].commit(0, wait_s=5)
+
+    run_async(scenario())
+
+
+def test_the_runs_state_is_the_deciding_trainers(tmp_path: Path) -> None:
+    def state(value: bytes, **tracked: str) -> coordinator_pb2.RunState:
+        buffer = common_pb2.TensorValue(dtype=common_pb2.DTYPE_UINT8, shape=[1], data=value)
+        return coordinator_pb2.RunState(tracked_json=tracked, buffers={"mean": buffer} if value else {})
+
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = trainers = await team_with_unit(cluster, "a", "b")
+            for step, (ours, theirs) in enumerate([(b"1", b"x"), (b"2", b"x"), (b"", b"x")]):
+                await asyncio.gather(*(trainer.finish(step) for trainer in trainers))
+                await b.commit(step, state=state(theirs, scheduler="no"))
+                answer = await a.commit(step, wait_s=5, state=state(ours, scheduler=f"at {step}"))
+                assert answer.committed
+                assert not answer.state.tracked_json, "trainers have their own"
+                await b.commit(step)
+            assert answer.state.buffers["mean"].data == b"2", "what is not sent again stays"
+            joined = await cluster.join("c")
+            assert joined.joined.state.step == 2
+            assert joined.joined.state.buffers["mean"].data == b"2"
+            assert joined.joined.state.tracked_json == {"scheduler": "at 2"}
+            await cluster.restart()
+            again = await cluster.try_join("d")
+            assert again.state == joined.joined.state
+
+    run_async(scenario())
+
+
+def test_one_that_joined_later_may_go_through_the_last_step_without_its_norm(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            trainers = await team_with_unit(cluster, "a", "b")
+            await take_step(trainers, 0, clip_coefficient=0.5)
+            late = await cluster.join("late")
+            assert (await late.commit(0)).committed
+            with pytest.raises(HyperparameterMismatchError, match="lr of parameter group 0"):
+                await late.commit(0, optimizer=optimizer(lr=0.7))
+
+    run_async(scenario())
+
+
+def test_all_hyperparameters_reach_the_servers(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            trainers = await team_with_unit(cluster, "a", "b")
+            await take_step(trainers, 0, optimizer=optimizer(momentum=0.9), unit_order=[0], clip_coefficient=0.125)
+            await cluster.settle()
+            (update,) = cluster.shards["s0"].runs["r"].updates
+            assert dict(update.optimizer.groups[0].hyperparameters) == SGD | {"momentum": 0.9}
+            assert (update.clip_coefficient, list(update.unit_order)) == (0.125, [0])
+
+    run_async(scenario())

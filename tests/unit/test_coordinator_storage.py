@@ -1,0 +1,186 @@
+"""What survives on disk, and what happens when the disk does not take it."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwell_server.coordinator.records import (
+    CommitRecord,
+    FinishedRecord,
+    MemberRecord,
+    RankRecord,
+    RunRecord,
+    ServerRecord,
+    ShardRecord,
+    UnitRecord,
+)
+from shardwell_server.coordinator.storage import FILE_NAME, KEPT_COMMITS, Storage
+from shardwell_wire.errors import ConflictError, UnavailableError
+from tests.support.coordinator import harness, optimizer, run_async
+
+RUN = RunRecord(
+    run="r",
+    config=b"config",
+    created=12.5,
+    started=True,
+    last_epoch=9,
+    initializer="a",
+    initializer_epoch=4,
+    members=(
+        MemberRecord("a", "h", "i", 1, None, True, None),
+        MemberRecord("b", "h", "j", 2, 0, False, True),
+    ),
+    ranks=(RankRecord(0, "a", "a", 3, 7, 2), RankRecord(1, "b", None, 5, 7, 0)),
+    addresses=(("name", "h:1"),),
+)
+UNIT = UnitRecord(0, b"spec", True, (ShardRecord(0, 4096, "s9", "i"), ShardRecord(4096, 8192, "s1", "j")))
+
+
+def commit_record(step: int) -> CommitRecord:
+    return CommitRecord(step, 1.5, "rank 0", b"optimizer", 0.25, (1, 0), float("inf"), None)
+
+
+def test_everything_comes_back_as_it_was_stored(tmp_path: Path) -> None:
+    server = ServerRecord("s", "h:1", "i", 3, 1 << 40)
+    finished = [FinishedRecord(0, 2, b"parts"), FinishedRecord(1, 0, b"")]
+
+    async def write(storage: Storage) -> None:
+        await storage.save_server(replace(server, epoch=1))
+        await storage.save_server(server)
+        await storage.save_run(replace(RUN, members=(*RUN.members, MemberRecord("c", "", "", 1, None, True, None))))
+        await storage.save_run(RUN)
+        await storage.save_unit("r", replace(UNIT, published=False))
+        await storage.save_unit("r", UNIT)
+        await storage.save_commit("r", commit_record(0), b"state")
+        await storage.save_commit("r", commit_record(1), None)
+        await storage.save_finished("r", 2, finished)
+        await storage.save_run(replace(RUN, run="gone"))
+        await storage.delete_run("gone")
+
+    storage = Storage(tmp_path)
+    assert storage.term == 1
+    asyncio.run(write(storage))
+    storage.close()
+    storage = Storage(tmp_path)
+    assert storage.term == 2
+    servers, (run,) = asyncio.run(storage.load())
+    storage.close()
+    assert servers == [server]
+    assert run.record == RUN
+    assert run.units == (UNIT,)
+    assert run.commits == (commit_record(0), commit_record(1))
+    assert run.state == b"state"
+    assert run.finished == tuple(finished)
+
+
+def test_only_the_last_commits_are_kept_and_finished_items_of_committed_steps_are_not(tmp_path: Path) -> None:
+    async def write() -> None:
+        await storage.save_run(RUN)
+        await storage.save_finished("r", 0, [FinishedRecord(0, 0, b"")])
+        for step in range(2 * KEPT_COMMITS):
+            await storage.save_commit("r", commit_record(step), None)
+        _, (run,) = await storage.load()
+        assert [record.step for record in run.commits] == list(range(KEPT_COMMITS, 2 * KEPT_COMMITS))
+        assert run.finished == ()
+
+    storage = Storage(tmp_path)
+    asyncio.run(write())
+    storage.close()
+
+
+def test_a_second_coordinator_cannot_use_the_same_state(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    with pytest.raises(ConflictError, match="is in use by another coordinator"):
+        Storage(tmp_path)
+    storage.close()
+    Storage(tmp_path).close()
+
+
+def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
+    Storage(tmp_path).close()
+    with sqlite3.connect(tmp_path / FILE_NAME) as database:
+        database.execute("PRAGMA user_version = 99")
+    database.close()
+    with pytest.raises(ConflictError, match="has schema version 99, expected 1"):
+        Storage(tmp_path)
+
+
+def test_a_file_that_is_no_state_is_refused(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"not a database" * 1000)
+    with pytest.raises(UnavailableError, match="file is not a database"):
+        Storage(tmp_path)
+    with pytest.raises(UnavailableError, match="cannot open"):
+        Storage(tmp_path / FILE_NAME)
+
+
+def fill_disk(storage: Storage) -> None:
+    (pages,) = storage._database.execute("PRAGMA page_count").fetchone()
+    storage._database.execute(f"PRAGMA max_page_count = {pages}")
+
+
+def mend_disk(storage: Storage) -> None:
+    storage._database.execute("PRAGMA max_page_count = 1000000")
+
+
+def test_a_commit_that_the_disk_does_not_take_changes_nothing_and_can_be_repeated(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            await asyncio.gather(a.finish(0), b.finish(0, wait_s=1))
+            fill_disk(cluster.state.storage)
+            large = {f"beta{index}": 0.5 for index in range(1, 3)}
+            assert large
+            state = {"tracked_json": {"counter": "x" * 100_000}}
+            for _ in range(2):
+                with pytest.raises(UnavailableError, match="cannot keep its state in .*: database or disk is full"):
+                    await a.commit(0, wait_s=5, state=state)
+            await cluster.settle()
+            assert all(not shard.calls["Update"] for shard in cluster.shards.values())
+            assert cluster.events()[-1][0] == "step_failed"
+            assert (await a.heartbeat()).committed_step == 0
+            mend_disk(cluster.state.storage)
+            assert (await a.commit(0, wait_s=5, state=state)).committed
+            assert (await b.commit(0, wait_s=5)).committed
+
+    run_async(scenario())
+
+
+def test_nobody_is_told_what_the_disk_does_not_take(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            fill_disk(cluster.state.storage)
+            name = "a" * 200
+            for index in range(40):
+                try:
+                    await cluster.try_join(f"{name[:-2]}{index:02}", run=f"{name[:-2]}{index:02}", incarnation=name)
+                except UnavailableError:
+                    break
+            else:
+                pytest.fail("the disk took it all")
+            mend_disk(cluster.state.storage)
+            again = await cluster.try_join(f"{name[:-2]}{index:02}", run=f"{name[:-2]}{index:02}", incarnation=name)
+            assert again.epoch == 1
+            await cluster.restart()
+            assert len(cluster.state.runs) == index + 1
+
+    run_async(scenario())
+
+
+def test_the_optimizer_is_stored_as_it_came(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            await asyncio.gather(a.finish(0), b.finish(0))
+            await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.1 + 0.2))
+            await cluster.restart()
+            described = await cluster.call("DescribeRun", run="r")
+            assert described.optimizer == optimizer(lr=0.1 + 0.2)
+
+    run_async(scenario())

@@ -1,0 +1,406 @@
+"""Units are declared, placed once, and published; servers register, are lost and restarted."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwell_wire.errors import (
+    CapacityError,
+    ConflictError,
+    DuplicateError,
+    InvalidRequestError,
+    NotFoundError,
+    ShardwellError,
+    StaleEpochError,
+    StepStateError,
+    UnavailableError,
+    UnitMismatchError,
+)
+from shardwell_wire.v1 import common_pb2
+from tests.support.coordinator import finished_item, harness, run_async, unit
+from tests.support.fake_shards import fail_times
+
+
+def test_the_first_declaration_is_placed_and_all_get_the_same_answer(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            declared = await asyncio.gather(*(trainer.declare(unit("u", (64, 64))) for trainer in (b, a, a)))
+            assert declared[0].shards == declared[1].shards == declared[2].shards
+            assert [(at.start_bytes, at.stop_bytes) for at in declared[0].shards] == [(0, 8192), (8192, 16384)]
+            assert {at.address for at in declared[0].shards} == {"s0:1", "s1:1"}
+            assert [at.initialize for at in declared] == [False, True, True], "the lowest rank sends the values"
+            assert not declared[0].HasField("version")
+            assert all(shard.calls["ReserveUnit"] == 1 for shard in cluster.shards.values())
+            second = await a.declare(unit("v", (1,)))
+            assert second.unit_index == 1
+            assert len(second.shards) == 1
+            published = await a.publish("u", declared[1].epoch)
+            assert published.version == 0
+            assert (await b.declare(unit("u", (64, 64)))).version == 0
+            listed = (await cluster.call("ListUnits", run="r")).units
+            assert [(at.unit, at.published, at.element_count, at.size_bytes) for at in listed] == [
+                ("u", True, 4096, 16384),
+                ("v", False, 1, 64),
+            ]
+
+    run_async(scenario())
+
+
+def test_small_units_spread_over_the_servers(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await cluster.team("a", "b")
+            declared = await asyncio.gather(*(a.declare(unit(f"u{index}", (32, 32))) for index in range(6)))
+            owners = [at.shards[0].server_id for at in declared]
+            assert sorted(owners) == ["s0"] * 3 + ["s1"] * 3
+            reserved = [server.reserved_bytes for server in (await cluster.call("ListServers")).servers]
+            assert reserved == [3 * 4096] * 2
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (unit("u", (64, 65)), r"parameter 'u.0' was declared with shape \(64, 64\), now with \(64, 65\)"),
+        (unit("u", (64, 64), dtype=common_pb2.DTYPE_FLOAT16), "with dtype 'float32', now with 'float16'"),
+        (unit("u", (64, 64), (3,)), "with 1 parameters, now with 2; 'u.1' is in one of them only"),
+        (unit("u"), "with 1 parameters, now with 0; 'u.0' is in one of them only"),
+    ],
+)
+def test_another_layout_is_refused_by_its_first_difference(
+    tmp_path: Path, other: common_pb2.UnitSpec, message: str
+) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await a.declare(unit("u", (64, 64)))
+            with pytest.raises(UnitMismatchError, match=message):
+                await b.declare(other)
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        (unit(""), InvalidRequestError, "a unit needs a name"),
+        (unit("v", (4,), dtype=common_pb2.DTYPE_INT64), InvalidRequestError, "has dtype int64"),
+        (unit("v", (1 << 50,)), InvalidRequestError, "more than the limit"),
+        (
+            common_pb2.UnitSpec(name="v", parameters=unit("u", (64, 64)).parameters),
+            ConflictError,
+            "parameter 'u.0' of unit 'v' is in unit 'u' already",
+        ),
+    ],
+)
+def test_impossible_units_are_refused_and_leave_no_trace(
+    tmp_path: Path, spec: common_pb2.UnitSpec, error: type[ShardwellError], message: str
+) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await cluster.team("a", "b")
+            await a.declare(unit("u", (64, 64)))
+            with pytest.raises(error, match=message):
+                await a.declare(spec)
+            assert len((await cluster.call("ListUnits", run="r")).units) == 1
+
+    run_async(scenario())
+
+
+def test_no_room_is_reported_and_the_same_ranges_are_tried_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            cluster.shards["s1"].budget_bytes = 10_000
+            a, _ = await cluster.team("a", "b")
+            with pytest.raises(CapacityError, match="server 's1': ReserveUnit: .* do not fit"):
+                await a.declare(unit("u", (128, 64)))
+            cluster.shards["s1"].budget_bytes = 1 << 20
+            declared = await a.declare(unit("u", (128, 64)))
+            reserved = [shard.runs["r"].units[0] for shard in cluster.shards.values()]
+            assert sorted((at.start_bytes, at.stop_bytes) for at in reserved) == [
+                (at.start_bytes, at.stop_bytes) for at in declared.shards
+            ]
+
+    run_async(scenario())
+
+
+def test_units_wait_for_servers(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, min_servers=3) as cluster:
+            a, _ = await cluster.team("a", "b")
+            waiting = asyncio.create_task(a.declare(unit("u", (64,))))
+            await asyncio.sleep(0.01)
+            await cluster.call("RegisterServer", server_id="s2", address="s0:1", incarnation="x", budget_bytes=1 << 30)
+            assert (await waiting).shards
+            await cluster.call("DeleteRun", run="r", force=True)
+            cluster.clock.now += 11
+            cluster.coordinator.expire()
+            a, _ = await cluster.team("a", "b")
+            cluster.limit_s = 0.05
+            with pytest.raises(UnavailableError, match="0 of 3 are there; start more"):
+                await a.declare(unit("u", (64,)))
+
+    run_async(scenario())
+
+
+def test_a_new_unit_in_a_run_that_has_begun_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            await asyncio.gather(a.finish(0), b.finish(0))
+            assert (await a.commit(0, wait_s=5)).committed
+            assert (await a.declare(unit("u", (64, 64)))).version == 1
+            with pytest.raises(StepStateError, match="unit 'late' is new, but run 'r' has committed 1 steps"):
+                await a.declare(unit("late", (1,)))
+
+    run_async(scenario())
+
+
+def test_initial_values_come_from_one_trainer_until_it_is_gone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            first = await a.declare(unit("u", (64, 64)))
+            with pytest.raises(StaleEpochError, match="they are to come from 'a'"):
+                await b.publish("u", first.epoch)
+            with pytest.raises(StaleEpochError):
+                await a.publish("u", first.epoch - 1)
+            with pytest.raises(NotFoundError, match="has no unit 'w'"):
+                await a.publish("w", first.epoch)
+            await a.leave()
+            stand_in = await b.declare(unit("u", (64, 64)))
+            assert stand_in.initialize
+            assert stand_in.epoch > first.epoch
+            reborn = await cluster.join("a", wait_s=1)
+            assert not (await reborn.declare(unit("u", (64, 64)))).initialize
+            with pytest.raises(StaleEpochError):
+                await reborn.publish("u", first.epoch)
+            await cluster.restart()
+            await b.publish("u", stand_in.epoch)
+            assert (await reborn.publish("u", first.epoch)).version == 0, "what is published is published"
+
+    run_async(scenario())
+
+
+def test_publishing_is_tried_again_after_a_failure(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await cluster.team("a", "b")
+            declared = await a.declare(unit("u", (64, 64)))
+            cluster.shards["s1"].fail = fail_times("PublishUnit", 1, StepStateError("values are not complete"))
+            with pytest.raises(StepStateError, match="server 's1': PublishUnit: values are not complete"):
+                await a.publish("u", declared.epoch)
+            assert (await a.publish("u", declared.epoch)).version == 0
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"server_id": ""}, "server_id is ''"),
+        ({"incarnation": ""}, "incarnation is ''"),
+        ({"address": "nowhere"}, "address is 'nowhere': expected host:port"),
+        ({"address": "h:99999"}, "expected host:port"),
+        ({"budget_bytes": 0}, "budget_bytes is 0"),
+    ],
+)
+def test_an_impossible_server_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=0) as cluster:
+            good = {"server_id": "s", "incarnation": "1", "address": "h:1", "budget_bytes": 1}
+            with pytest.raises(InvalidRequestError, match=message):
+                await cluster.call("RegisterServer", **(good | fields))
+            assert not (await cluster.call("ListServers")).servers
+
+    run_async(scenario())
+
+
+def test_a_server_keeps_its_lease_and_a_retry_its_epoch(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            epoch = await cluster.register("s0")
+            assert epoch == await cluster.register("s0")
+
+            async def heartbeat(epoch: int) -> None:
+                fields = {"server_id": "s0", "reserved_bytes": 7, "used_bytes": 5}
+                await cluster.call("HeartbeatServer", epoch=epoch, **fields)
+
+            for _ in range(3):
+                cluster.clock.now += 9
+                await heartbeat(epoch)
+                cluster.coordinator.expire()
+            (server,) = (await cluster.call("ListServers")).servers
+            assert (server.live, server.reserved_bytes, server.used_bytes) == (True, 7, 5)
+            cluster.clock.now += 11
+            cluster.coordinator.expire()
+            assert not (await cluster.call("ListServers")).servers[0].live
+            await heartbeat(epoch)
+            assert [kind for kind, _ in cluster.events()[-2:]] == ["server_lost", "server_returned"]
+            assert await cluster.register("s0", incarnation="2") > epoch
+            with pytest.raises(StaleEpochError, match="register again"):
+                await heartbeat(epoch)
+            with pytest.raises(DuplicateError, match="another process has registered under this id"):
+                await cluster.register("s0", incarnation="1")
+            with pytest.raises(StaleEpochError, match="not known here: register again"):
+                await cluster.call("HeartbeatServer", server_id="s9", epoch=1)
+
+    run_async(scenario())
+
+
+def test_a_silent_server_fails_what_needs_it_until_it_is_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            waiting = asyncio.create_task(a.finish(0, wait_s=5))
+            await asyncio.sleep(0)
+            cluster.state.cluster.servers["s1"].heard_s -= 11
+            cluster.coordinator.expire()
+            for call in (waiting, b.finish(0), a.declare(unit("u", (64, 64)))):
+                with pytest.raises(UnavailableError, match="server 's1' at s1:1 has not been heard of for 11.0 s"):
+                    await call
+            assert "server 's1'" in (await cluster.call("ExplainStall", run="r")).waiting_for[0]
+            await cluster.call("HeartbeatServer", server_id="s1", epoch=2)
+            assert (await b.finish(0, wait_s=1)).all_finished
+            assert (await a.commit(0, wait_s=5)).committed
+
+    run_async(scenario())
+
+
+def test_a_restarted_server_has_lost_its_shards(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            cluster.shards["s1"].forget()
+            await cluster.register("s1", incarnation="2")
+            for call in (a.finish(0), a.declare(unit("u", (64, 64)))):
+                with pytest.raises(ConflictError, match="server 's1' was restarted and has lost its shards of this run"):
+                    await call
+            assert cluster.events()[-1][0] == "server_restarted"
+            assert "runs r have lost shards" in cluster.events()[-1][1]
+            await cluster.call("DeleteRun", run="r", force=True)
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+
+    run_async(scenario())
+
+
+def test_a_server_restarted_before_the_unit_is_published_gets_it_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await cluster.team("a", "b")
+            await a.declare(unit("u", (64, 64)))
+            cluster.shards["s1"].forget()
+            await cluster.register("s1", incarnation="2")
+            declared = await a.declare(unit("u", (64, 64)))
+            assert cluster.shards["s1"].runs["r"].units
+            await a.publish("u", declared.epoch)
+
+    run_async(scenario())
+
+
+def test_a_restart_during_the_update_is_not_waited_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            cluster.shards["s1"].fail = fail_times("Update", 10**6, UnavailableError("dead"))
+            await asyncio.gather(a.finish(0), b.finish(0))
+            await a.commit(0, wait_s=5)
+            await cluster.register("s1", incarnation="2")
+            await asyncio.wait_for(cluster.settle(), 5)
+            for _ in range(1000):
+                if not cluster.state.runs["r"].updates:
+                    break
+                await asyncio.sleep(0.005)
+            stall = await cluster.call("ExplainStall", run="r")
+            assert "was restarted and has lost its shards" in stall.waiting_for[0]
+            assert stall.phase == "working"
+
+    run_async(scenario())
+
+
+def test_deleting_a_run_frees_its_memory_and_fences_its_trainers(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            with pytest.raises(ConflictError, match=r"run 'r' has live trainers \('a', 'b'\)"):
+                await cluster.call("DeleteRun", run="r")
+            waiting = asyncio.create_task(a.finish(0, wait_s=5))
+            await asyncio.sleep(0)
+            deleted = await cluster.call("DeleteRun", run="r", force=True, request_id="x")
+            assert deleted.freed_bytes == 16384
+            with pytest.raises(NotFoundError, match="run 'r' was deleted"):
+                await waiting
+            with pytest.raises(NotFoundError):
+                await b.heartbeat()
+            assert all(not shard.runs for shard in cluster.shards.values())
+            assert (await cluster.call("DeleteRun", run="r", force=True, request_id="x")).freed_bytes == 0
+            with pytest.raises(NotFoundError):
+                await cluster.call("DeleteRun", run="r", force=True, request_id="y")
+            await cluster.restart()
+            assert not (await cluster.call("ListRuns")).runs
+
+    run_async(scenario())
+
+
+def test_what_a_deleted_run_left_on_a_server_is_not_taken_for_the_next_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            await asyncio.gather(a.finish(0), b.finish(0))
+            await a.commit(0, wait_s=5)
+            await cluster.settle()
+            cluster.shards["s1"].fail = fail_times("DropRun", 1, StepStateError("not now"))
+            await cluster.call("DeleteRun", run="r", force=True)
+            assert cluster.shards["s1"].runs["r"].units[0].version == 1
+            a, b = await cluster.team("a", "b")
+            await asyncio.gather(*(a.declare(unit(name, (64, 64))) for name in ("u", "v", "w")))
+            units = cluster.shards["s1"].runs["r"].units
+            assert {index: at.version for index, at in units.items()} == {0: None, 1: None, 2: None}
+
+    run_async(scenario())
+
+
+def test_servers_of_a_later_coordinator_refuse_this_one_by_name(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await cluster.team("a", "b")
+            cluster.shards["s0"].term = 7
+            with pytest.raises(ConflictError, match="it obeys a later coordinator than this one of term 1"):
+                await a.declare(unit("u", (64, 64)))
+
+    run_async(scenario())
+
+
+def test_runs_are_apart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            teams = []
+            for run in ("one", "two"):
+                await cluster.try_join("a", run=run, incarnation="a")
+                b = await cluster.join("b", run=run)
+                teams.append((await cluster.join("a", run=run, incarnation="a"), b))
+            for a, b in teams:
+                await cluster.publish_unit([a, b])
+            (a, b), _ = teams
+            await asyncio.gather(a.finish(0), b.finish(0))
+            assert (await a.commit(0, wait_s=5)).committed
+            steps = {run.run: run.committed_step for run in (await cluster.call("ListRuns")).runs}
+            assert steps == {"one": 1, "two": 0}
+            with pytest.raises(StaleEpochError):
+                await cluster.call("FinishWork", context=common_pb2.RequestContext(run="two", epoch=9), trainer="a")
+            assert finished_item(teams[1][0].items[0])
+
+    run_async(scenario())

@@ -1,0 +1,136 @@
+"""Errors for what plain PyTorch code would do silently wrong with sharded parameters."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwell.unit import UnitState
+from shardwell_wire.errors import UsageError
+from tests.support.module_parity import Sharded, gpt, gpt_loss, inputs, wrap_blocks, wrap_children
+
+
+@pytest.fixture
+def sharded() -> Sharded:
+    return Sharded(nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), wrap_children)
+
+
+@pytest.mark.parametrize("unshard", [False, True])
+def test_step_of_a_local_optimizer_raises(sharded: Sharded, unshard: bool) -> None:
+    optimizer = torch.optim.AdamW(sharded.model.parameters(), lr=0.1)
+    layer: Any = sharded.model[0]
+    if unshard:
+        layer.unshard()
+    with pytest.raises(UsageError, match=r"AdamW.step\(\).*'Linear-0.weight'.*shardwell.optim.AdamW"):
+        optimizer.step()
+
+
+def test_step_of_a_local_optimizer_on_local_parameters_works() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    Sharded(nn.Sequential(nn.Linear(7, 5)), wrap_children)
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert parameter.tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+def test_torch_clipping_raises(sharded: Sharded, clip: str, sync: bool) -> None:
+    model: Any = sharded.model
+    model.set_requires_gradient_sync(sync)
+    model(inputs(0, 4, 7)).sum().backward()
+    with pytest.raises(UsageError, match=r"optimizer.clip_grad_norm_\(max_norm\)"):
+        getattr(nn.utils, clip)(model.parameters(), 1.0)
+
+
+def test_gradients_kept_here_can_be_read_and_changed(sharded: Sharded) -> None:
+    model: Any = sharded.model
+    model.set_requires_gradient_sync(False)
+    model(inputs(0, 4, 7)).sum().backward()
+    gradient = model[0].weight.grad
+    assert gradient is not None and gradient.shape == (5, 7)
+    model[0].weight.grad = gradient * 2
+    sharded.units.finish_item()
+    (part,) = sharded.store.units[0].parts
+    assert torch.equal(dict(part)[0], gradient * 2)
+
+
+@pytest.mark.parametrize("unshard", [False, True])
+def test_state_dict_raises(sharded: Sharded, unshard: bool) -> None:
+    model: Any = sharded.model
+    if unshard:
+        model[0].unshard()
+    holder = nn.Module()
+    holder.inner = model
+    for module in (model, model[0], holder):
+        with pytest.raises(UsageError, match=r"shardwell.full_state_dict\(model\)"):
+            module.state_dict()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict_raises(sharded: Sharded, assign: bool) -> None:
+    values = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).state_dict()
+    before = sharded.state()
+    with pytest.raises(UsageError, match="load before fully_shard"):
+        sharded.model.load_state_dict(values, assign=assign)
+    assert all(torch.equal(value, before[name]) for name, value in sharded.state().items())
+
+
+@pytest.mark.parametrize("copying", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_copies_raise(sharded: Sharded, copying: Any) -> None:
+    for module in (sharded.model, sharded.model[0]):
+        with pytest.raises(UsageError, match="can not be copied or pickled"):
+            copying(module)
+
+
+@pytest.mark.parametrize(
+    "convert", [lambda m: m.half(), lambda m: m.double(), lambda m: m.to("meta"), lambda m: m.bfloat16()]
+)
+def test_conversion_raises_and_changes_nothing(sharded: Sharded, convert: Any) -> None:
+    for module in (sharded.model, sharded.model[0]):
+        with pytest.raises(UsageError, match=r"can not become.*convert or move the module before"):
+            convert(module)
+    assert {parameter.dtype for parameter in sharded.model.parameters()} == {torch.float32}
+    sharded.model(inputs(0, 4, 7)).sum().backward()
+    sharded.step()
+
+
+def test_conversion_that_changes_nothing_works() -> None:
+    model = nn.Sequential(nn.LSTM(7, 5), nn.BatchNorm1d(5))
+    sharded = Sharded(model, wrap_children)
+    before = dict(model.named_parameters())
+    assert model.to("cpu").float() is model
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    model[1].running_mean.fill_(3)
+    model[0](inputs(0, 4, 7))[0].sum().backward()
+    sharded.step()
+
+
+def test_ordinary_parts_of_a_model_still_convert() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.local, self.sharded = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def wrap(model: Any, session: Any) -> None:
+        wrap_children(nn.Sequential(model.sharded), session)
+
+    sharded = Sharded(Model(), wrap)
+    with pytest.raises(UsageError):
+        sharded.model.double()
+    sharded.model.float()
+    assert sharded.model.local.weight.sum() is not None
+
+
+def test_exception_leaves_no_unit_gathered() -> None:
+    sharded = Sharded(gpt(), wrap_blocks, prefetch_bytes=0)
+    sharded.model.blocks[1].up.register_forward_pre_hook(lambda module, args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        gpt_loss(sharded.model, 0)
+    assert {unit.name for unit in sharded.units if unit.state is not UnitState.FREED} <= {"Gpt-0"}

@@ -1,0 +1,77 @@
+"""Predictions of which unit comes next."""
+
+from __future__ import annotations
+
+from shardwell.prefetch import Order, Phase
+
+F, B = Phase.FORWARD, Phase.BACKWARD
+
+
+class Named:
+    """Stands for a unit."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def observe(order: Order, events: list[tuple[Named, Phase]]) -> list[list[int]]:
+    """What was predicted after each event."""
+    predicted = []
+    for unit, phase in events:
+        order.observe(unit, phase)  # type: ignore[arg-type]
+        predicted.append([following.index for following in order.upcoming()])
+    return predicted
+
+
+def test_nothing_is_predicted_at_first_and_everything_in_the_second_step() -> None:
+    a, b, c = Named(0), Named(1), Named(2)
+    step = [(a, F), (b, F), (c, F), (c, B), (b, B), (a, B)]
+    order = Order()
+    assert observe(order, step) == [[], [], [], [], [], []]
+    observe(order, step)
+    assert observe(order, step) == [[1, 2], [2], [], [1, 0], [0], []]
+
+
+def test_unit_used_twice_is_told_apart_by_what_came_before() -> None:
+    tied, a, b = Named(0), Named(1), Named(2)
+    forward = [(tied, F), (a, F), (b, F), (tied, F)]
+    order = Order()
+    for _ in range(2):
+        observe(order, [*forward, (tied, B), (b, B), (a, B), (tied, B)])
+    assert observe(order, forward) == [[1, 2, 0], [2, 0], [0], []]
+
+
+def test_forward_only_loop_predicts_the_next_round() -> None:
+    a, b = Named(0), Named(1)
+    order = Order()
+    for _ in range(2):
+        observe(order, [(a, F), (b, F)])
+    assert observe(order, [(a, F)]) == [[1, 0, 1, 0, 1, 0, 1, 0]]
+
+
+def test_repeated_event_is_one_event() -> None:
+    a, b = Named(0), Named(1)
+    order = Order()
+    observe(order, [(a, F), (b, F), (b, B), (a, B), (a, F), (b, F), (b, B), (b, B), (b, B), (a, B)])
+    assert observe(order, [(a, F), (a, F)]) == [[1], [1]]
+
+
+def test_look_ahead_is_bounded() -> None:
+    many = [Named(index) for index in range(30)]
+    order = Order()
+    for _ in range(2):
+        observe(order, [(unit, F) for unit in many])
+    assert len(observe(order, [(many[0], F)])[0]) == 8
+
+
+def test_forward_order_begins_anew_after_a_backward_or_the_end_of_a_step() -> None:
+    a, b = Named(3), Named(5)
+    order = Order()
+    observe(order, [(a, F), (b, F), (a, F)])
+    assert order.forward == [3, 5]
+    observe(order, [(b, B), (b, F)])
+    assert order.forward == [5]
+    order.end_forward()
+    assert order.forward == [5]
+    observe(order, [(a, F)])
+    assert order.forward == [3]

@@ -1,0 +1,89 @@
+"""Finding and replacing tensors inside what modules take and return."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from shardwell.tensors import attribute_tensors, find_tensors, map_tensors, share_storage
+
+ONE, TWO = torch.ones(1), torch.ones(2)
+
+
+class Named(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass
+class Record:
+    left: Any
+    right: Any = 3
+
+
+class Slotted:
+    __slots__ = ("left", "right")
+
+    def __init__(self, left: Any) -> None:
+        self.left = left
+
+
+class Plain:
+    def __init__(self, left: Any) -> None:
+        self.left = left
+
+
+class Output(collections.OrderedDict[str, Any]):
+    """As models of Hugging Face return."""
+
+
+VALUES = {
+    "tensor": ONE,
+    "tuple": (ONE, 3),
+    "nested": [{"a": (ONE, None)}, "text"],
+    "named tuple": Named(ONE, 3),
+    "dict": {"a": ONE},
+    "ordered dict": Output(a=ONE),
+    "dataclass": Record(ONE),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_find_and_replace(kind: str) -> None:
+    value = VALUES[kind]
+    assert [found is ONE for found in find_tensors(value)] == [True]
+    changed = map_tensors(value, lambda tensor: TWO)
+    assert type(changed) is type(value)
+    assert [found is TWO for found in find_tensors(changed)] == [True]
+    assert [found is ONE for found in find_tensors(value)] == [True]
+    assert map_tensors(value, lambda tensor: tensor) is value
+
+
+@pytest.mark.parametrize("value", [Plain(ONE), Slotted(ONE), {ONE}, Plain([Slotted({"a": ONE})])])
+def test_found_in_objects(value: Any) -> None:
+    assert [found is ONE for found in find_tensors(value)] == [True]
+
+
+def test_modules_and_cycles_are_not_followed() -> None:
+    loop: list[Any] = [ONE]
+    loop.append(loop)
+    assert len(find_tensors(loop)) == 1
+    assert find_tensors([nn.Linear(3, 3), torch.Tensor, torch.float32, None, "text"]) == []
+
+
+def test_attributes_of_modules() -> None:
+    layer = nn.Linear(3, 3)
+    layer.loss = ONE
+    assert [found is ONE for found in attribute_tensors([layer])] == [True]
+
+
+def test_share_storage() -> None:
+    flat = torch.zeros(8)
+    assert share_storage(flat[2:4], flat.untyped_storage())
+    assert not share_storage(flat.clone(), flat.untyped_storage())
+    assert not share_storage(torch.eye(2).to_sparse(), flat.untyped_storage())
