@@ -248,7 +248,7 @@ def unit(name: str, *shapes: tuple[int, ...], dtype: int = common_pb2.DTYPE_FLOA
     return common_pb2.UnitSpec(
         name=name,
         parameters=[
-            common_pb2.ParameterSpec(name=f"{name}.{index}", shape=shape, dtype=dtype)  # type: ignore[arg-type]
+            common_pb2.ParameterSpec(name=f"{name}.{index}", shape=shape, dtype=dtype)
             for index, shape in enumerate(shapes)
         ],
     )

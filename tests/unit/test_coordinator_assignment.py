@@ -77,7 +77,7 @@ def test_more_trainers_than_ranks_leave_spares() -> None:
 
 
 def claimed(seats: dict[int, str], live: set[str], applicant: Applicant, **options: object) -> list[int]:
-    changed = claim(seats, live, applicant, **({"pinned": ()} | options))  # type: ignore[arg-type]
+    changed = claim(seats, live, applicant, **({"pinned": ()} | options))
     assert set(changed.values()) <= {applicant.name}
     return sorted(changed)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shardwell_server.coordinator.membership import REMEMBERED
 from shardwell_wire.errors import (
     ConflictError,
     DuplicateError,
@@ -20,7 +21,7 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
-from tests.support.coordinator import Harness, config, harness, run_async
+from tests.support.coordinator import config, harness, run_async
 
 
 def test_a_run_starts_when_the_whole_world_is_there(tmp_path: Path) -> None:
@@ -80,12 +81,16 @@ def test_few_trainers_play_several_ranks_and_late_ones_take_their_share(tmp_path
             late = await cluster.join("c", config=config(World(dp=5), min_trainers=2))
             assert late.ranks == [2]
             assert not late.items, "the step in flight stays with those who compute it"
+            former_epoch = a.items[2].epoch
             for trainer in (a, b, late):
                 await trainer.finish(0, parts={})
             for trainer in (a, late):
-                assert (await trainer.commit(0, wait_s=5, optimizer=common_pb2.OptimizerStep(algorithm="sgd"))).committed
+                assert (
+                    await trainer.commit(0, wait_s=5, optimizer=common_pb2.OptimizerStep(algorithm="sgd"))
+                ).committed
             assert sorted(a.items) == [0, 1]
             assert sorted(late.items) == [2]
+            assert late.items[2].epoch > former_epoch, "a lease that moves is fenced against the former holder"
 
     run_async(scenario())
 
@@ -131,6 +136,7 @@ def test_larger_worlds_can_be_joined_and_looked_at_but_do_not_train(tmp_path: Pa
         ({"config": config(World(dp=2), min_trainers=3)}, WorldError, "min_trainers=3: expected 1 to 2"),
         ({"config": config(World(dp=2, tp=2), min_trainers=2)}, WorldError, "needs a trainer for each of its 4 ranks"),
         ({"config": config(World(dp=1 << 20), min_trainers=1)}, WorldError, "raise min_trainers"),
+        ({"config": config(World(dp=2), num_layers=(1 << 32) - 1)}, WorldError, "expected at most 65536"),
         ({"world_size": 3}, WorldError, "the launcher started 3 processes"),
         ({"config": config(World(pp=3), num_layers=4)}, WorldError, "4 layers cannot be split"),
         ({"global_rank": 2}, WorldError, "rank 2 is not in"),
@@ -262,7 +268,10 @@ def test_a_lease_runs_out_only_in_silence(tmp_path: Path) -> None:
             response = await waiting
             assert response.work.items[0].global_rank == 0
             await cluster.pass_time(11)
-            assert ("lease_expired", "trainer 'b' on host h was not heard of for 11.0 s; vacant ranks: 1") in cluster.events()
+            assert (
+                "lease_expired",
+                "trainer 'b' on host h was not heard of for 11.0 s; vacant ranks: 1",
+            ) in cluster.events()
 
     run_async(scenario())
 
@@ -305,6 +314,44 @@ def test_trainers_that_leave_before_the_start_are_forgotten(tmp_path: Path) -> N
             await joined.leave()
             assert (await cluster.try_join("b", global_rank=1)).trainer == "b"
             assert len((await cluster.call("DescribeRun", run="r")).trainers) == 1
+
+    run_async(scenario())
+
+
+def test_a_run_that_never_started_may_be_made_anew_once_everybody_left(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            mistaken = await cluster.join("a", config=config(World(dp=4)))
+            await mistaken.leave()
+            await cluster.team("a", "b")
+            await cluster.restart()
+            assert cluster.state.runs["r"].settings.world == World(dp=2)
+
+    run_async(scenario())
+
+
+def test_after_everybody_died_new_trainers_get_one_rank_each(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            await cluster.team("a", "b", "c")
+            await cluster.pass_time(11)
+            await cluster.settle()
+            reborn = [await cluster.join("", wait_s=1, config=config(World(dp=3))) for _ in range(4)]
+            assert [trainer.ranks for trainer in reborn] == [[0], [1], [2], []]
+            assert [sorted(trainer.items) for trainer in reborn] == [[0], [1], [2], []]
+
+    run_async(scenario())
+
+
+def test_only_so_many_trainers_without_a_claim_are_remembered(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            await cluster.team("a", "b")
+            for _ in range(REMEMBERED + 10):
+                await (await cluster.join("")).leave()
+            names = [trainer.trainer for trainer in (await cluster.call("DescribeRun", run="r")).trainers]
+            assert len(names) <= REMEMBERED + 3
+            assert {"a", "b"} <= set(names)
 
     run_async(scenario())
 
@@ -361,10 +408,6 @@ def test_a_request_id_means_one_request(tmp_path: Path) -> None:
             with pytest.raises(DuplicateError, match="request id 'id' was used for another request"):
                 await ask("y", 0.0)
             with pytest.raises(InvalidRequestError, match="at most 128"):
-                await cluster.call(
-                    "ExchangeAddress", context=a.context(0, request_id="i" * 129), trainer="a", name="x"
-                )
+                await cluster.call("ExchangeAddress", context=a.context(0, request_id="i" * 129), trainer="a", name="x")
 
     run_async(scenario())
-
-

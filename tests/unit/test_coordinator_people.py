@@ -26,12 +26,12 @@ def test_the_last_events_come_first_and_then_those_that_happen() -> None:
         assert [event.message for event in past[:2]] == ["12", "13"]
         assert past[-1].kind == "server_lost"
         assert past[0].time.ToNanoseconds() == 7_250_000_000
-        pending = asyncio.create_task(anext(watch))  # type: ignore[arg-type]
+        pending = asyncio.create_task(anext(watch))
         await asyncio.sleep(0)
         log.add(EventKind.TRAINER_JOINED, "not this", run="other")
         log.add(EventKind.TRAINER_JOINED, "this", run="r")
         assert (await pending).message == "this"
-        await watch.aclose()  # type: ignore[attr-defined]
+        await watch.aclose()
         assert not log._watchers
 
     run_async(scenario())
@@ -62,7 +62,8 @@ def test_events_tell_the_story_of_a_run(tmp_path: Path) -> None:
             await a.commit(0, wait_s=5)
             await cluster.call("DeleteRun", run="r", force=True)
             watch = cluster.servicer.WatchEvents(
-                coordinator_pb2.WatchEventsRequest(run="r", duration_s=0.01), None  # type: ignore[arg-type]
+                coordinator_pb2.WatchEventsRequest(run="r", duration_s=0.01),
+                None,
             )
             kinds = [event.kind async for event in watch if event.run == "r"]
             assert kinds == [
@@ -79,7 +80,8 @@ def test_events_tell_the_story_of_a_run(tmp_path: Path) -> None:
             ]
             with pytest.raises(InvalidRequestError, match="duration_s is -1"):
                 async for _ in cluster.servicer.WatchEvents(
-                    coordinator_pb2.WatchEventsRequest(duration_s=-1), None  # type: ignore[arg-type]
+                    coordinator_pb2.WatchEventsRequest(duration_s=-1),
+                    None,
                 ):
                     pass
 
@@ -97,7 +99,7 @@ def test_a_stall_names_the_phase_and_who_is_waited_for(tmp_path: Path) -> None:
         async with harness(tmp_path) as cluster:
 
             async def stall() -> coordinator_pb2.ExplainStallResponse:
-                return await cluster.call("ExplainStall", run="r")  # type: ignore[no-any-return]
+                return await cluster.call("ExplainStall", run="r")
 
             await cluster.try_join("a", incarnation="a")
             cluster.clock.now += 3
@@ -120,7 +122,9 @@ def test_a_stall_names_the_phase_and_who_is_waited_for(tmp_path: Path) -> None:
             await b.leave()
             await cluster.settle()
             (vacant,) = (await stall()).waiting_for
-            assert vacant.startswith("rank 1: vacant for 0.0 s: trainer 'b' is gone; its work goes to the first trainer")
+            assert vacant.startswith(
+                "rank 1: vacant for 0.0 s: trainer 'b' is gone; its work goes to the first trainer"
+            )
             await a.finish(0, wait_s=5)
             await a.finish(0, wait_s=5)
             handing_in = await stall()

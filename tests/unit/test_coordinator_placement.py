@@ -16,7 +16,10 @@ def servers(**free_bytes: int) -> list[Candidate]:
 
 def test_ranges_cover_the_unit_in_proportion_to_free_memory() -> None:
     ranges = place(8 * MIB, servers(a=100, b=300), 4096)
-    assert [(at.server_id, at.start_bytes, at.stop_bytes) for at in ranges] == [("b", 0, 6 * MIB), ("a", 6 * MIB, 8 * MIB)]
+    assert [(at.server_id, at.start_bytes, at.stop_bytes) for at in ranges] == [
+        ("b", 0, 6 * MIB),
+        ("a", 6 * MIB, 8 * MIB),
+    ]
     assert all(at.start_bytes % BLOCK_BYTES == 0 for at in ranges)
 
 

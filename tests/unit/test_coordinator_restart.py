@@ -137,6 +137,40 @@ def test_attempts_survive(tmp_path: Path) -> None:
     run_async(scenario())
 
 
+def test_work_that_was_finished_again_is_recorded_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await started(cluster)
+            await asyncio.gather(a.finish(0), b.finish(0, wait_s=1))
+            await b.reset(0, 1)
+            assert (await b.finish(0, wait_s=1, parts={0: 3})).all_finished
+            await cluster.restart()
+            assert (await a.commit(0, wait_s=5)).committed
+
+    run_async(scenario())
+
+
+def test_a_step_begun_before_the_restart_is_given_out_as_it_was(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await started(cluster)
+            await b.leave()
+            await a.finish(0, wait_s=5)
+            assert (await a.finish(0, wait_s=5)).all_finished
+            reborn = await cluster.join("b")
+            assert not reborn.items
+            save, cluster.state.storage.save_run = cluster.state.storage.save_run, None
+            with pytest.raises(TypeError):
+                await a.commit(0, wait_s=5)
+            cluster.state.storage.save_run = save
+            await cluster.restart()
+            await a.commit(0)
+            await reborn.commit(0, wait_s=5)
+            assert (sorted(a.items), sorted(reborn.items)) == ([0], [1])
+
+    run_async(scenario())
+
+
 def test_trainers_that_wait_for_the_start_go_on_waiting(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:

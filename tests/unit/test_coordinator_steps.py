@@ -108,7 +108,7 @@ def test_the_norm_is_asked_for_once_and_does_not_commit(tmp_path: Path) -> None:
             await a.commit(0, wait_s=5, clip_coefficient=0.25)
             late = await b.prepare(0, with_max_abs=True)
             assert (late.grad_norm, late.max_abs) == (math.sqrt(8.0), 2.0), "a slow trainer still gets the norm"
-            with pytest.raises(HyperparameterMismatchError, match="clip coefficient: 0.25 at rank 0"):
+            with pytest.raises(HyperparameterMismatchError, match=r"clip coefficient: 0\.25 at rank 0"):
                 await b.commit(0)
 
     run_async(scenario())
@@ -233,9 +233,7 @@ def test_a_slow_trainer_simply_goes_on(tmp_path: Path) -> None:
             assert answer.committed
             assert (answer.version, answer.next_work.step) == (1, 2)
             with pytest.raises(VersionGoneError, match="step 0 is committed"):
-                await cluster.call(
-                    "ResetWork", context=a.context(0, a.items[0].epoch), trainer="a", global_rank=0
-                )
+                await cluster.call("ResetWork", context=a.context(0, a.items[0].epoch), trainer="a", global_rank=0)
 
     run_async(scenario())
 
@@ -259,7 +257,7 @@ def test_reports_that_cannot_be_are_refused_as_a_whole(
             a, _ = await team_with_unit(cluster, "a", "b", dp=4)
             good, bad = a.finished()
             for name, value in change.items():
-                bad.ClearField(name)  # type: ignore[arg-type]
+                bad.ClearField(name)
                 bad.MergeFrom(coordinator_pb2.FinishedItem(**{name: value}))
             with pytest.raises(error, match=message):
                 await a.finish(0, [good, bad])
@@ -451,14 +449,34 @@ def test_a_gradient_that_is_not_finite_fails_the_step_until_work_begins_anew(tmp
             cluster.shards["s1"].fail = fail_times("PrepareStep", 1, error)
             await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
             for attempt in (a.prepare(0), b.prepare(0), a.commit(0, wait_s=5), b.commit(0, wait_s=5)):
-                with pytest.raises(NonFiniteError, match="server 's1': PrepareStep: gradient of 'u.0' of rank 1"):
+                with pytest.raises(
+                    NonFiniteError, match=r"server .s1.: PrepareStep: gradient of .* of rank 1 is not finite"
+                ):
                     await attempt
             assert cluster.shards["s1"].calls["PrepareStep"] == 1
             assert cluster.events()[-1][0] == "step_failed"
             assert "cannot be committed" in (await cluster.call("ExplainStall", run="r")).waiting_for[0]
             await b.reset(0, 1)
             await b.finish(0)
+            waiting = await b.commit(0, wait_s=0.05)
+            assert not waiting.committed, "what was handed in for the failed attempt is void"
             assert (await a.commit(0, wait_s=5)).committed
+
+    run_async(scenario())
+
+
+def test_hyperparameters_that_were_refused_do_not_count_later(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b")
+            await b.finish(0)
+            await a.finish(0, wait_s=1)
+            cluster.shards["s0"].fail = fail_times("PrepareStep", 1, NonFiniteError("bad"))
+            with pytest.raises(NonFiniteError):
+                await a.commit(0, wait_s=5)
+            with pytest.raises(HyperparameterMismatchError):
+                await b.commit(0, optimizer=optimizer(lr=7.0))
+            assert set(cluster.state.runs["r"].step.hand_ins) == {"a"}
 
     run_async(scenario())
 
@@ -472,6 +490,8 @@ def test_a_dead_trainers_bad_gradient_can_be_begun_anew(tmp_path: Path) -> None:
             with pytest.raises(NonFiniteError):
                 await a.commit(0, wait_s=5)
             await b.leave()
+            await cluster.settle()
+            await cluster.join("b")
             await a.reset(0, 0)
             await cluster.settle()
             response = await a.finish(0)

@@ -35,7 +35,7 @@ RUN = RunRecord(
         MemberRecord("a", "h", "i", 1, None, True, None),
         MemberRecord("b", "h", "j", 2, 0, False, True),
     ),
-    ranks=(RankRecord(0, "a", "a", 3, 7, 2), RankRecord(1, "b", None, 5, 7, 0)),
+    ranks=(RankRecord(0, "a", "a", 3, 7, 2), RankRecord(1, "b", "a", 5, 7, 0)),
     addresses=(("name", "h:1"),),
 )
 UNIT = UnitRecord(0, b"spec", True, (ShardRecord(0, 4096, "s9", "i"), ShardRecord(4096, 8192, "s1", "j")))
@@ -138,7 +138,7 @@ def test_a_commit_that_the_disk_does_not_take_changes_nothing_and_can_be_repeate
             assert large
             state = {"tracked_json": {"counter": "x" * 100_000}}
             for _ in range(2):
-                with pytest.raises(UnavailableError, match="cannot keep its state in .*: database or disk is full"):
+                with pytest.raises(UnavailableError, match=r"cannot keep its state in .*: database or disk is full"):
                     await a.commit(0, wait_s=5, state=state)
             await cluster.settle()
             assert all(not shard.calls["Update"] for shard in cluster.shards.values())

@@ -118,7 +118,7 @@ def test_no_room_is_reported_and_the_same_ranges_are_tried_again(tmp_path: Path)
         async with harness(tmp_path) as cluster:
             cluster.shards["s1"].budget_bytes = 10_000
             a, _ = await cluster.team("a", "b")
-            with pytest.raises(CapacityError, match="server 's1': ReserveUnit: .* do not fit"):
+            with pytest.raises(CapacityError, match=r"server 's1': ReserveUnit: .* do not fit"):
                 await a.declare(unit("u", (128, 64)))
             cluster.shards["s1"].budget_bytes = 1 << 20
             declared = await a.declare(unit("u", (128, 64)))
@@ -265,7 +265,7 @@ def test_a_silent_server_fails_what_needs_it_until_it_is_back(tmp_path: Path) ->
             cluster.state.cluster.servers["s1"].heard_s -= 11
             cluster.coordinator.expire()
             for call in (waiting, b.finish(0), a.declare(unit("u", (64, 64)))):
-                with pytest.raises(UnavailableError, match="server 's1' at s1:1 has not been heard of for 11.0 s"):
+                with pytest.raises(UnavailableError, match=r"server 's1' at s1:1 has not been heard of for 11\.0 s"):
                     await call
             assert "server 's1'" in (await cluster.call("ExplainStall", run="r")).waiting_for[0]
             await cluster.call("HeartbeatServer", server_id="s1", epoch=2)
@@ -283,7 +283,9 @@ def test_a_restarted_server_has_lost_its_shards(tmp_path: Path) -> None:
             cluster.shards["s1"].forget()
             await cluster.register("s1", incarnation="2")
             for call in (a.finish(0), a.declare(unit("u", (64, 64)))):
-                with pytest.raises(ConflictError, match="server 's1' was restarted and has lost its shards of this run"):
+                with pytest.raises(
+                    ConflictError, match="server 's1' was restarted and has lost its shards of this run"
+                ):
                     await call
             assert cluster.events()[-1][0] == "server_restarted"
             assert "runs r have lost shards" in cluster.events()[-1][1]

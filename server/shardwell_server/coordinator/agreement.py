@@ -43,13 +43,6 @@ def validate(hand_in: HandIn, layouts: Sequence[UnitLayout]) -> None:
                 f"{len(unit.group_indices)}",
                 unit=layout.unit,
             )
-        for parameter, group in zip(layout.parameters, unit.group_indices, strict=True):
-            if not -1 <= group < len(hand_in.optimizer.groups):
-                raise InvalidRequestError(
-                    f"parameter {parameter.name!r} is in group {group}: expected -1 (not optimised) or an index below "
-                    f"{len(hand_in.optimizer.groups)}",
-                    parameter=parameter.name,
-                )
 
 
 def _check_indices(what: str, indices: Sequence[int], count: int) -> None:

@@ -116,7 +116,15 @@ def _even_blocks(size: int, count: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
-def claim(seats: Mapping[int, str], live: Collection[str], applicant: Applicant, *, pinned: Collection[int]) -> Seats:
+def claim(
+    seats: Mapping[int, str],
+    live: Collection[str],
+    applicant: Applicant,
+    *,
+    pinned: Collection[int],
+    expected: int = 1,
+    shared: bool = True,
+) -> Seats:
     """The seats that a trainer gets when it comes to a run that has started.
 
     Its former seats if it had some; else those of trainers that are gone, at most its fair share;
@@ -127,6 +135,8 @@ def claim(seats: Mapping[int, str], live: Collection[str], applicant: Applicant,
         live: Names of the live trainers, with or without the applicant.
         applicant: The trainer that comes.
         pinned: Ranks that live trainers have asked for themselves.
+        expected: Trainers that the run counts on; while fewer are there, shares are as if all were.
+        shared: Whether one trainer may play several ranks.
 
     Returns:
         The changed entries of ``seats`` and those that are the applicant's already.
@@ -153,18 +163,18 @@ def claim(seats: Mapping[int, str], live: Collection[str], applicant: Applicant,
         take(wish)
     elif mine:
         return mine
-    fair = -(-len(seats) // len(players))
+    fair = -(-len(seats) // max(len(players), expected)) if shared else 1
     for rank in sorted(rank for rank, owner in seats.items() if owner not in players and rank not in mine):
         if held[name] < fair:
             take(rank)
     if held[name] > (wish is not None):
         return mine
-    while (rank := _spare_rank(seats, mine, held, pinned)) is not None and held[seats[rank]] > held[name] + 1:
-        take(rank)
+    while (surplus := _surplus_rank(seats, mine, held, pinned)) is not None and held[seats[surplus]] > held[name] + 1:
+        take(surplus)
     return mine
 
 
-def _spare_rank(seats: Mapping[int, str], mine: Seats, held: Counter[str], pinned: Collection[int]) -> int | None:
+def _surplus_rank(seats: Mapping[int, str], mine: Seats, held: Counter[str], pinned: Collection[int]) -> int | None:
     """A rank of the trainer that plays the most; its highest one that it did not ask for."""
     ranks = [rank for rank in seats if rank not in mine and rank not in pinned]
     return max(ranks, key=lambda rank: (held[seats[rank]], rank), default=None)

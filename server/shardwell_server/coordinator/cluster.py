@@ -10,6 +10,7 @@ from shardwell_server.coordinator.records import ServerRecord
 from shardwell_server.coordinator.waiting import Signal
 from shardwell_wire.errors import (
     ConflictError,
+    DuplicateError,
     InvalidRequestError,
     NotFoundError,
     ShardwellError,
@@ -54,6 +55,7 @@ class Cluster:
     def __init__(self, clock: Callable[[], float], lease_s: float, stored: Iterable[ServerRecord] = ()) -> None:
         self._clock, self._lease_s = clock, lease_s
         self.changed = Signal()
+        self._superseded: set[tuple[str, str]] = set()
         self.servers: dict[str, Server] = {
             at.server_id: Server(at.server_id, at.address, at.incarnation, at.epoch, at.budget_bytes, clock())
             for at in stored
@@ -70,7 +72,8 @@ class Cluster:
             The former process under this id, if this is another one.
 
         Raises:
-            InvalidRequestError: A field is missing.
+            InvalidRequestError: A field is missing or impossible.
+            DuplicateError: A later process has the id.
         """
         for name, value in (("server_id", server_id), ("incarnation", incarnation)):
             if not value or len(value) > 200 or not value.isprintable():
@@ -80,11 +83,19 @@ class Cluster:
             raise InvalidRequestError(f"address is {address!r}: expected host:port", server=server_id)
         if not 0 < budget_bytes < 1 << 63:
             raise InvalidRequestError(f"budget_bytes is {budget_bytes}: expected 1 to 2**63 - 1", server=server_id)
+        if (server_id, incarnation) in self._superseded:
+            raise DuplicateError(
+                f"server {server_id!r}: another process has registered under this id since: "
+                "give every server its own id",
+                server=server_id,
+            )
         former = self.servers.get(server_id)
         if former is not None and former.incarnation == incarnation:
             former.address, former.budget_bytes = address, budget_bytes
             former.heard_s, former.live = self._clock(), True
             return None
+        if former is not None:
+            self._superseded.add((server_id, former.incarnation))
         epoch = 1 + max((server.epoch for server in self.servers.values()), default=0)
         self.servers[server_id] = Server(server_id, address, incarnation, epoch, budget_bytes, self._clock())
         return former
@@ -93,10 +104,11 @@ class Cluster:
         """Renews a lease; returns whether the server had been lost.
 
         Raises:
-            NotFoundError: It never registered here.
-            StaleEpochError: Another process has its id now.
+            StaleEpochError: It is not registered, or another process has its id now.
         """
-        server = self.require(server_id)
+        server = self.servers.get(server_id)
+        if server is None:
+            raise StaleEpochError(f"server {server_id!r} is not known here: register again", server=server_id)
         if epoch != server.epoch:
             raise StaleEpochError(
                 f"server {server_id!r} came with epoch {epoch}, but the process of that id has {server.epoch}: "

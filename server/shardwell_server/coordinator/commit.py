@@ -17,8 +17,9 @@ from shardwell_server.coordinator.records import CommitRecord
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.trainers import Trainers
 from shardwell_server.coordinator.work import Prepared, Step
-from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError
+from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError, StepStateError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -33,10 +34,11 @@ class Committer:
     Args:
         state: The runs.
         servers: The shard servers.
+        trainers: Fences those whose work is vacant in the next step.
     """
 
-    def __init__(self, state: CoordinatorState, servers: ShardServers) -> None:
-        self._state, self._servers = state, servers
+    def __init__(self, state: CoordinatorState, servers: ShardServers, trainers: Trainers) -> None:
+        self._state, self._servers, self._trainers = state, servers, trainers
 
     async def prepare(self, run: Run, *, with_max_abs: bool = False) -> Prepared | None:
         """Has the gradients of the finished step reduced; who asks meanwhile shares the outcome.
@@ -47,6 +49,7 @@ class Committer:
         Raises:
             NonFiniteError: A gradient is not finite. So it stays until its work is begun anew.
             IncompleteStepError: A server lacks contributions. Likewise.
+            StepStateError: A unit was declared but not published.
             ShardwellError: What else a server raised; the next call tries again.
         """
         step = run.step
@@ -62,8 +65,13 @@ class Committer:
         step = run.step
         assert step is not None
         generation = step.generation
-        while run.updates:
-            await run.changed.wait(1.0)
+        if missing := [unit.layout.unit for unit in run.units if not unit.published]:
+            raise StepStateError(
+                f"step {step.number}: the initial values of unit {missing[0]!r} were never sent: every trainer "
+                "must build the same model",
+                unit=missing[0],
+            )
+        await run.updated()
 
         def request(server_id: str) -> shard_pb2.PrepareStepRequest:
             return shard_pb2.PrepareStepRequest(
@@ -76,10 +84,11 @@ class Committer:
         try:
             responses = await self._servers.call_all(run.servers, "PrepareStep", request)
         except (NonFiniteError, IncompleteStepError) as error:
-            if generation == step.generation:
-                step.failure = error
-                self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
-                run.changed.notify()
+            if generation != step.generation:
+                return
+            step.failure = error
+            self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
+            run.changed.notify()
             raise
         if generation == step.generation:
             step.prepared = combine_norms(
@@ -124,6 +133,7 @@ class Committer:
             EventKind.STEP_COMMITTED, f"step {step.number}: gradient norm {prepared.grad_norm:.6g}", run=run.name
         )
         self.start_updates(run)
+        self._trainers.start_fencing(run)
 
     def start_updates(self, run: Run) -> None:
         """Begins to tell every server of the last commit, in the background."""
@@ -174,13 +184,15 @@ def _manifest(run: Run, step: Step, server_id: str) -> list[shard_pb2.RankManife
 def combine_norms(norms: Iterable[shard_pb2.UnitNorm], *, with_max_abs: bool) -> Prepared:
     """The norm over all units and servers: partial sums of squares are added without rounding."""
     found = list(norms)
+    partials = [partial for norm in found for partial in norm.square_partials]
+    if any(map(math.isnan, partials)):
+        raise NonFiniteError("a server reports a gradient norm that is not a number")
     try:
-        squares = math.fsum(partial for norm in found for partial in norm.square_partials)
+        squares = math.inf if math.inf in partials else math.fsum(partials)
     except OverflowError:
         squares = math.inf
     max_abs = max((norm.max_abs for norm in found), default=0.0) if with_max_abs else None
-    # Partials may be negative; their sum is a rounding error below zero at worst when it is zero.
-    return Prepared(math.sqrt(max(0.0, squares)), max_abs)
+    return Prepared(math.sqrt(squares), max_abs)
 
 
 def merge_state(

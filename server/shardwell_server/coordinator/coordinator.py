@@ -40,7 +40,7 @@ class Coordinator:
         self.servers = ShardServers(state, calls)
         self.trainers = Trainers(state, self.servers)
         self.units = Units(state, self.servers)
-        self.committer = Committer(state, self.servers)
+        self.committer = Committer(state, self.servers, self.trainers)
         self.steps = Steps(state, self.servers, self.trainers, self.committer)
 
     @classmethod

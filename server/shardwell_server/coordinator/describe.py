@@ -9,28 +9,41 @@ from shardwell_server.coordinator.events import timestamp
 from shardwell_server.coordinator.run import Run, Unit
 from shardwell_server.coordinator.work import Item, WorkState
 from shardwell_wire.errors import InvalidRequestError
-from shardwell_wire.topology import AXES, AXIS_NUMBERS, World
+from shardwell_wire.topology import AXES, AXIS_NUMBERS, Coordinates, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 MAX_LISTED_ENTRIES = 1 << 20
 """Group members in one answer; a larger world is refused rather than cut short."""
 
 
-def seat(world: World, global_rank: int) -> coordinator_pb2.Seat:
-    """A logical rank with its coordinates, groups and neighbours."""
-    at = world.coordinates(global_rank)
-    previous_stage, next_stage = world.stage_neighbours(global_rank)
-    return coordinator_pb2.Seat(
-        coordinates=common_pb2.Coordinates(
-            global_rank=at.global_rank, dp_rank=at.dp_rank, tp_rank=at.tp_rank, pp_rank=at.pp_rank
-        ),
-        groups=[
-            coordinator_pb2.RankGroup(axis=AXIS_NUMBERS[axis], global_ranks=world.group(global_rank, axis))
-            for axis in AXES
-        ],
-        previous_stage=previous_stage,
-        next_stage=next_stage,
-    )
+class SeatView:
+    """Describes logical ranks of one world; a group that many ranks share is worked out once."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._groups: dict[tuple[str, int], tuple[int, ...]] = {}
+
+    def seat(self, global_rank: int) -> coordinator_pb2.Seat:
+        """A logical rank with its coordinates, groups and neighbours."""
+        at = self._world.coordinates(global_rank)
+        previous_stage, next_stage = self._world.stage_neighbours(global_rank)
+        return coordinator_pb2.Seat(
+            coordinates=common_pb2.Coordinates(
+                global_rank=at.global_rank, dp_rank=at.dp_rank, tp_rank=at.tp_rank, pp_rank=at.pp_rank
+            ),
+            groups=[
+                coordinator_pb2.RankGroup(axis=AXIS_NUMBERS[axis], global_ranks=self._group(at, axis)) for axis in AXES
+            ],
+            previous_stage=previous_stage,
+            next_stage=next_stage,
+        )
+
+    def _group(self, at: Coordinates, axis: str) -> tuple[int, ...]:
+        place = {f"{name}_rank": 0 if name == axis else at.along(name) for name in AXES}
+        key = (axis, self._world.global_rank(**place))
+        if key not in self._groups:
+            self._groups[key] = self._world.group(at.global_rank, axis)
+        return self._groups[key]
 
 
 def world(of: World, run: Run | None) -> coordinator_pb2.DescribeWorldResponse:
@@ -41,13 +54,13 @@ def world(of: World, run: Run | None) -> coordinator_pb2.DescribeWorldResponse:
     """
     if of.size * (of.dp + of.tp + of.pp) > MAX_LISTED_ENTRIES:
         raise InvalidRequestError(f"{of} is too large to be listed: {of.size} ranks with their groups")
-    seats = []
+    view, seats = SeatView(of), []
     for rank in range(of.size):
         member = run.members.members.get(run.seats.get(rank, "")) if run is not None else None
         live = member if member is not None and member.live else None
         seats.append(
             coordinator_pb2.SeatSummary(
-                seat=seat(of, rank), trainer=live.name if live else "", host=live.host if live else ""
+                seat=view.seat(rank), trainer=live.name if live else "", host=live.host if live else ""
             )
         )
     return coordinator_pb2.DescribeWorldResponse(world=of.to_proto(), world_size=of.size, seats=seats)
@@ -95,7 +108,7 @@ def _work(items: Iterable[Item]) -> list[coordinator_pb2.WorkSummary]:
         coordinator_pb2.WorkSummary(
             item=item.to_proto(),
             state=item.state.value,
-            trainer="" if item.state is WorkState.VACANT else item.holder or "",
+            trainer="" if item.state is WorkState.VACANT else item.holder,
         )
         for item in items
     ]

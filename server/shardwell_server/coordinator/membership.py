@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from shardwell_wire.errors import DuplicateError, NotFoundError, StaleEpochError
+
+REMEMBERED = 256
+"""Trainers that are gone without a claim are shown to people, but only so many."""
 
 
 @dataclass(slots=True)
@@ -25,6 +28,8 @@ class Member:
     live: bool = True
     accepts_work: bool | None = None
     """Whether it computes other trainers' items; None: it has not said."""
+    joined_step: int = 0
+    """Committed steps when it joined; of one that joined in an earlier term, when the term began."""
     rpcs_in_progress: int = 0
     """While one is in progress, the trainer is alive."""
 
@@ -100,6 +105,12 @@ class Membership:
         while f"trainer-{number}" in self.members:
             number += 1
         return f"trainer-{number}"
+
+    def forget(self, keep: Collection[str]) -> None:
+        """Forgets the longest gone of the trainers that nothing is kept for, beyond ``REMEMBERED``."""
+        gone = [name for name, member in self.members.items() if not member.live and name not in keep]
+        for name in gone[: max(0, len(gone) - REMEMBERED)]:
+            del self.members[name]
 
     def expired(self, now: float, lease_s: float) -> list[Member]:
         """The live members whose lease has run out."""

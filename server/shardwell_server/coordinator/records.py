@@ -35,7 +35,7 @@ class RankRecord:
 
     global_rank: int
     owner: str
-    holder: str | None
+    holder: str
     epoch: int
     step: int
     """``attempt`` belongs to this step."""

@@ -1,7 +1,7 @@
 """One run: its trainers, seats, units and the step in flight. The state machine, without any I/O.
 
-Methods change state at once and never wait; who waits for a change waits on ``changed``. What must
-be durable before anybody is told is marked by ``touch`` and written by ``CoordinatorState.save``.
+Methods change state at once; who waits for a change waits on ``changed``. What must be durable
+before anybody is told is marked by ``touch`` and written by ``CoordinatorState.save``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.storage import KEPT_COMMITS
 from shardwell_server.coordinator.waiting import SharedCall, Signal
 from shardwell_server.coordinator.work import Item, Step, WorkState
-from shardwell_wire.errors import DuplicateError, NotFoundError
+from shardwell_wire.errors import ConflictError, DuplicateError, HyperparameterMismatchError, NotFoundError
 from shardwell_wire.layout import UnitLayout
-from shardwell_wire.v1 import coordinator_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 
 @dataclass(slots=True)
@@ -70,6 +70,7 @@ class Run:
         self.units: list[Unit] = []
         """By index."""
         self._units_by_name: dict[str, Unit] = {}
+        self._processes: list[tuple[str, str]] | None = None
         self.unit_of_parameter: dict[str, str] = {}
         self.clean_servers: set[str] = set()
         """Servers that are known to have nothing of a former run of this name."""
@@ -87,6 +88,7 @@ class Run:
         """Trainers that wait for any work item, in order of arrival."""
         self.updates: dict[str, PendingUpdate] = {}
         """By server, while the last commit's update is not done everywhere."""
+        self.saving: SharedCall[None] = SharedCall()
         self.recording: SharedCall[None] = SharedCall()
         self.preparing: SharedCall[None] = SharedCall()
         self.committing: SharedCall[None] = SharedCall()
@@ -107,8 +109,16 @@ class Run:
 
     @property
     def servers(self) -> dict[str, str]:
-        """Servers that hold shards, with the incarnation of the process that was given the first."""
-        return dict(reversed([(shard.server_id, shard.incarnation) for unit in self.units for shard in unit.shards]))
+        """Servers that hold shards, each with the incarnation of a process that was given some."""
+        return dict(self.processes)
+
+    @property
+    def processes(self) -> list[tuple[str, str]]:
+        """The server processes that were given shards: id and incarnation."""
+        if self._processes is None:
+            given = {(shard.server_id, shard.incarnation) for unit in self.units for shard in unit.shards}
+            self._processes = sorted(given)
+        return self._processes
 
     def touch(self) -> None:
         """Something changed that must be durable before anybody is told."""
@@ -129,7 +139,7 @@ class Run:
         """
         self.members.check_name(applicant.name)
         if self.step is not None:
-            self.seats.update(claim(self.seats, self.members.live, applicant, pinned=self._pinned()))
+            self.seats.update(self._claim(applicant))
         elif applicant.requested_rank is not None and applicant.requested_rank in self._pinned():
             raise DuplicateError(
                 f"rank {applicant.requested_rank} of run {self.name!r} is asked for by another trainer already: "
@@ -143,12 +153,30 @@ class Run:
             self.next_epoch(),
             self.clock(),
             applicant.requested_rank,
+            joined_step=self.committed_step,
         )
+        self.members.members.pop(applicant.name, None)
         self.members.members[applicant.name] = member
+        self.members.forget(keep=self._involved())
         if self.step is None and len(self.members.live) >= self.settings.min_trainers:
             self._start()
         self.changed.notify()
         return member
+
+    def _involved(self) -> set[str]:
+        """Trainers that own a rank or were the last to hold one."""
+        items = self.step.items.values() if self.step is not None else ()
+        return {*self.seats.values(), *(item.holder for item in items)}
+
+    def _claim(self, applicant: Applicant) -> Seats:
+        return claim(
+            self.seats,
+            self.members.live,
+            applicant,
+            pinned=self._pinned(),
+            expected=self.settings.min_trainers,
+            shared=self.settings.trains,
+        )
 
     def _pinned(self) -> set[int]:
         return {at.requested_rank for at in self.members if at.live and at.requested_rank is not None}
@@ -157,7 +185,7 @@ class Run:
         live = self.members.live.values()
         applicants = [Applicant(at.name, at.host, at.requested_rank) for at in live]
         self.seats = assign(self.settings.world, applicants)
-        self._begin_step(0, {})
+        self.begin_step(0, {})
 
     def drop(self, member: Member) -> None:
         """A trainer is gone: its seats become vacant, though its name keeps its claim to them.
@@ -197,9 +225,8 @@ class Run:
 
     def who(self, name: str) -> str:
         """A trainer and the ranks it plays, for messages."""
-        ranks = {rank for rank, item in self.step.items.items() if item.holder == name} if self.step else ()
-        played = ", ".join(map(str, sorted(ranks))) or "none"
-        return f"rank {played} (trainer {name!r})"
+        ranks = [item.global_rank for item in self.step.played_by(name)] if self.step is not None else []
+        return f"rank {', '.join(map(str, sorted(ranks))) or 'none'} (trainer {name!r})"
 
     def choose_initializer(self) -> tuple[str, int] | None:
         """The trainer that sends initial values, with its epoch; another one only if it is gone.
@@ -223,7 +250,8 @@ class Run:
         assert self.step is not None, "the run has not started"
         return self.step
 
-    def _begin_step(self, number: int, former: dict[int, Item]) -> None:
+    def begin_step(self, number: int, former: dict[int, Item]) -> Step:
+        """Leases the items of a step; ``former`` are those of the step before."""
         now = self.clock()
         live = self.members.live
         holders = distribute(self.seats, live, lambda name: live[name].accepts_work is not False)
@@ -231,13 +259,14 @@ class Run:
         for rank, holder in holders.items():
             before, dp_rank = former.get(rank), self.settings.world.coordinates(rank).dp_rank
             # A lease that goes on keeps its epoch: nobody else knows of it.
-            kept = before is not None and before.holder == holder
-            epoch = before.epoch if before is not None and kept else self.next_epoch()
-            item = Item(rank, dp_rank, holder, epoch, since_s=now, fenced=before is None or before.fenced)
+            epoch = before.epoch if before is not None and before.holder == holder else self.next_epoch()
+            item = Item(rank, dp_rank, holder or self.seats[rank], epoch, since_s=now)
+            item.fenced = before is None or before.fenced
             if holder is None:
-                item.holder, item.state, item.fenced = self.seats[rank], WorkState.VACANT, False
+                item.state, item.fenced = WorkState.VACANT, False
             items[rank] = item
         self.step = Step(number, items, now)
+        return self.step
 
     def unfenced(self) -> Iterator[Item]:
         """Items whose former holder may still reach servers."""
@@ -245,14 +274,16 @@ class Run:
 
     def offer(self) -> list[Item]:
         """Leases vacant items to trainers that wait for any: one each, spares first. Returns them."""
-        step, leased = self._require_step(), []
-        waiting = sorted(self.ready_to_work, key=lambda name: bool(self.ranks_of(name)))
-        for name, item in zip(waiting, step.offered, strict=False):
+        offered = self._require_step().offered
+        if not offered or not self.ready_to_work:
+            return []
+        owners = set(self.seats.values())
+        waiting = sorted(self.ready_to_work, key=lambda name: name in owners)
+        pairs = list(zip(waiting, offered, strict=False))
+        for name, item in pairs:
             self.take(item, name)
-            leased.append(item)
-        if leased:
-            self.changed.notify()
-        return leased
+        self.changed.notify()
+        return [item for _, item in pairs]
 
     def take(self, item: Item, name: str) -> None:
         """Leases one vacant item."""
@@ -278,6 +309,29 @@ class Run:
         step = self._require_step()
         return coordinator_pb2.StepWork(step=step.number, items=[item.to_proto() for item in step.held_by(name)])
 
+    def reset(self, item: Item, request_id: str) -> None:
+        """Begins an item anew; and those whose holders are gone, for nobody else could ever begin those anew."""
+        step, now = self._require_step(), self.clock()
+        step.reset(item, request_id, now)
+        for other in step.items.values():
+            if other.orphaned:
+                step.reset(other, "", now)
+                step.vacate(other, self.next_epoch(), now)
+        self.touch()
+        self.changed.notify()
+
+    def check_algorithm(self, algorithm: str) -> None:
+        """Raises ConflictError if the run's optimizer state is another algorithm's."""
+        if self.commits:
+            former = common_pb2.OptimizerStep.FromString(self.commits[-1].optimizer).algorithm
+            if algorithm != former:
+                raise ConflictError(
+                    f"run {self.name!r} is optimised by {former!r} and its state is that optimizer's: "
+                    f"{algorithm!r} needs a new run",
+                    expected=former,
+                    actual=algorithm,
+                )
+
     def decision(self) -> HandIn | None:
         """The hyper-parameters that count: those of whoever plays the lowest logical rank."""
         decider = self.decider()
@@ -285,9 +339,10 @@ class Run:
 
     def decider(self) -> str | None:
         """Name of the trainer whose hyper-parameters count in the step in flight."""
-        step, live = self._require_step(), self.members.live
+        step = self._require_step()
         holder = step.items[0].holder
-        if holder in live or holder in step.hand_ins:
+        member = self.members.members.get(holder)
+        if (member is not None and member.live) or holder in step.hand_ins:
             return holder
         return self._first_player()
 
@@ -297,9 +352,15 @@ class Run:
         Raises:
             HyperparameterMismatchError: They differ from those that count.
         """
-        self._require_step().hand_ins[hand_in.trainer] = hand_in
+        hand_ins = self._require_step().hand_ins
+        hand_ins[hand_in.trainer] = hand_in
         if (decision := self.decision()) is not None:
-            require_same(decision, hand_in, self.layouts)
+            try:
+                require_same(decision, hand_in, self.layouts)
+            except HyperparameterMismatchError:
+                # It must not count later, should its trainer come to decide.
+                del hand_ins[hand_in.trainer]
+                raise
 
     def advance(self, record: CommitRecord, state: coordinator_pb2.RunState | None) -> None:
         """The commit record of the step in flight is durable: the next one begins."""
@@ -307,8 +368,13 @@ class Run:
         self.commits.append(record)
         self.state = state
         self.updates = {server: PendingUpdate(record.step, self.clock()) for server in self.servers}
-        self._begin_step(record.step + 1, former)
+        self.begin_step(record.step + 1, former)
         self.changed.notify()
+
+    async def updated(self) -> None:
+        """Returns once the last commit's update is done on every server."""
+        while self.updates:
+            await self.changed.wait()
 
     def commit_of(self, step: int) -> CommitRecord | None:
         """The record of a committed step; None if it is too long ago."""
@@ -319,8 +385,14 @@ class Run:
     def add_unit(self, unit: Unit) -> None:
         assert unit.index == len(self.units)
         self.units.append(unit)
+        self._processes = None
         self._units_by_name[unit.layout.unit] = unit
         self.unit_of_parameter.update(dict.fromkeys(unit.layout.index_by_name, unit.layout.unit))
+
+    def move_unit(self, unit: Unit, shards: tuple[ShardRecord, ...]) -> None:
+        """Other server processes have the unit's shards now."""
+        unit.shards = shards
+        self._processes = None
 
     def find_unit(self, name: str) -> Unit | None:
         return self._units_by_name.get(name)

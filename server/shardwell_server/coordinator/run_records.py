@@ -78,7 +78,20 @@ def from_stored(stored: StoredRun, clock: Callable[[], float]) -> Run:
     config = coordinator_pb2.RunConfig.FromString(record.config)
     run = Run(record.run, RunSettings.from_proto(config, world_size=0), clock, record.created)
     run.last_epoch = record.last_epoch
-    run.members.members = {member.trainer: _restore_member(member, clock()) for member in record.members}
+    run.members.members = {
+        at.trainer: Member(
+            at.trainer,
+            at.host,
+            at.incarnation,
+            at.epoch,
+            clock(),
+            at.requested_rank,
+            live=at.live,
+            accepts_work=at.accepts_work,
+            joined_step=stored.commits[-1].step + 1 if stored.commits else 0,
+        )
+        for at in record.members
+    }
     run.addresses = dict(record.addresses)
     if record.initializer is not None:
         run.initializer = (record.initializer, record.initializer_epoch)
@@ -96,19 +109,6 @@ def from_stored(stored: StoredRun, clock: Callable[[], float]) -> Run:
     return run
 
 
-def _restore_member(record: MemberRecord, now: float) -> Member:
-    return Member(
-        record.trainer,
-        record.host,
-        record.incarnation,
-        record.epoch,
-        now,
-        record.requested_rank,
-        live=record.live,
-        accepts_work=record.accepts_work,
-    )
-
-
 def _restore_step(run: Run, stored: StoredRun) -> None:
     record, now, number = stored.record, run.clock(), run.committed_step
     run.seats = {rank.global_rank: rank.owner for rank in record.ranks}
@@ -116,17 +116,22 @@ def _restore_step(run: Run, stored: StoredRun) -> None:
     items = {}
     for rank in record.ranks:
         dp_rank = run.settings.world.coordinates(rank.global_rank).dp_rank
-        item = Item(rank.global_rank, dp_rank, rank.holder, rank.epoch, since_s=now)
-        item.attempt = rank.attempt if rank.step == number else 0
+        item = Item(rank.global_rank, dp_rank, rank.holder, rank.epoch, rank.attempt, since_s=now)
         if rank.holder not in live:
             item.state, item.fenced = WorkState.VACANT, False
         items[rank.global_rank] = item
-    run.step = Step(number, items, now)
+    if all(rank.step == number for rank in record.ranks):
+        step = run.step = Step(number, items, now)
+    else:
+        # Nothing has changed since the commit before: the work is given out as it was.
+        step = run.begin_step(number, items)
     reports = {at.global_rank: at for at in stored.finished}
-    if all(rank in reports and reports[rank].attempt == item.attempt for rank, item in items.items()):
+    if all(rank in reports and reports[rank].attempt == item.attempt for rank, item in step.items.items()):
         parts = {
             rank: {unit.unit_index: unit.part_count for unit in coordinator_pb2.FinishedItem.FromString(at.parts).units}
             for rank, at in reports.items()
         }
-        run.step.finish([(items[rank], parts[rank]) for rank in items], now)
-        run.step.recorded = True
+        step.finish([(step.items[rank], parts[rank]) for rank in parts], now)
+        for item in step.items.values():
+            item.orphaned = item.holder not in live
+        step.recorded = True

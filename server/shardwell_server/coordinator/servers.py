@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.shard_client import ShardCalls
 from shardwell_server.coordinator.state import CoordinatorState
-from shardwell_wire.errors import ShardwellError, UnavailableError
+from shardwell_wire.errors import ConflictError, ShardwellError, StaleEpochError, UnavailableError
 from shardwell_wire.v1 import common_pb2
 
 
@@ -32,10 +32,9 @@ class ShardServers:
 
     def check(self, run: Run) -> None:
         """Raises ConflictError or UnavailableError if a server has lost shards of the run, or is silent."""
-        processes = {(shard.server_id, shard.incarnation) for unit in run.units for shard in unit.shards}
         problems = [
             problem
-            for server_id, incarnation in sorted(processes)
+            for server_id, incarnation in run.processes
             if (problem := self._state.cluster.problem(server_id, incarnation)) is not None
         ]
         # What does not heal comes first.
@@ -49,6 +48,12 @@ class ShardServers:
         address = self._state.cluster.require(server_id).address
         try:
             return await self._calls.call(address, rpc_name, request, retry_for_s=retry)
+        except StaleEpochError as error:
+            raise ConflictError(
+                f"server {server_id!r}: {rpc_name}: {error}: it obeys a later coordinator than this one of term "
+                f"{self._state.term}; end that one, or restart the server if this coordinator has lost its state",
+                server=server_id,
+            ) from error
         except ShardwellError as error:
             raise type(error)(
                 f"server {server_id!r}: {rpc_name}: {error}", **{**error.data, "server": server_id}

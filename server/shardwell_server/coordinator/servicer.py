@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from hashlib import blake2b
+from time import monotonic
 from typing import Any
 
 from google.protobuf.message import Message
@@ -15,7 +16,7 @@ from shardwell_server.coordinator.assignment import Applicant
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.membership import Member, heard
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.settings import RunSettings
+from shardwell_server.coordinator.settings import RunSettings, check_layers
 from shardwell_server.coordinator.stall import explain
 from shardwell_server.coordinator.waiting import poll
 from shardwell_server.request_log import RequestLog
@@ -64,13 +65,13 @@ class CoordinatorServicer:
         settings = RunSettings.from_proto(request.config, world_size=request.world_size)
         applicant = _applicant(request, settings.world)
         run = self._coordinator.trainers.run_for(request.run, settings)
-        give_up = self._state.clock() + wait_s
+        give_up = monotonic() + wait_s
         member = await self._coordinator.trainers.join(run, applicant, request.incarnation, wait_s)
         if member is None:
             former = f"the former process of trainer {applicant.name!r} may still live: its lease is about to run out"
             return coordinator_pb2.JoinResponse(waiting_for=[former])
         with heard(member, self._state.clock):
-            remaining = max(0.0, give_up - self._state.clock())
+            remaining = max(0.0, give_up - monotonic())
             started = await self._coordinator.trainers.wait_for_seats(run, member, remaining)
             await self._state.save(run)
             response = coordinator_pb2.JoinResponse(
@@ -84,7 +85,8 @@ class CoordinatorServicer:
             if not started:
                 response.waiting_for.extend(explain(run, self._state.cluster, self._state.clock()).lines)
                 return response
-            response.seats.extend(describe.seat(run.settings.world, rank) for rank in run.ranks_of(member.name))
+            view = describe.SeatView(run.settings.world)
+            response.seats.extend(view.seat(rank) for rank in run.ranks_of(member.name))
             response.work.CopyFrom(run.work_of(member.name))
             if run.state is not None:
                 response.state.CopyFrom(run.state)
@@ -241,7 +243,7 @@ class CoordinatorServicer:
             run = self._state.require_run(request.run)
             return describe.world(run.settings.world, run)
         world = World.from_proto(request.world)
-        world.check_fits(num_layers=request.num_layers)
+        check_layers(world, request.num_layers)
         return describe.world(world, None)
 
     async def ListUnits(

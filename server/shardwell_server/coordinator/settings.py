@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwell_wire.errors import RunMismatchError, WorldError
+from shardwell_wire.errors import ConflictError, RunMismatchError, WorldError
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
-MAX_SEAT_ENTRIES = 1 << 21
+MAX_LAYERS = 1 << 16
+
+MAX_SEAT_ENTRIES = 1 << 20
 """A trainer's seats name the members of their groups; more than this many do not fit a message."""
 
 
@@ -48,6 +50,14 @@ class RunSettings:
         """Whether steps can be taken; other worlds can be joined and looked at."""
         return self.world.tp == self.world.pp == 1
 
+    def require_trains(self, run: str) -> None:
+        """Raises ConflictError if steps cannot be taken."""
+        if not self.trains:
+            raise ConflictError(
+                f"run {run!r} has {self.world}, which can be joined and looked at: only worlds with tp=1 and pp=1 take "
+                "units and train"
+            )
+
     @classmethod
     def from_proto(cls, config: coordinator_pb2.RunConfig, *, world_size: int) -> RunSettings:
         """Reads and checks what a trainer asks for.
@@ -60,7 +70,8 @@ class RunSettings:
             WorldError: The world is impossible, or does not fit the trainers or the layers.
         """
         world = World.from_proto(config.world)
-        world.check_fits(world_size=world_size, num_layers=config.num_layers)
+        world.check_fits(world_size=world_size)
+        check_layers(world, config.num_layers)
         min_trainers = config.min_trainers or world.size
         if min_trainers > world.size:
             raise WorldError(f"min_trainers={min_trainers}: expected 1 to {world.size}, the size of {world}")
@@ -95,3 +106,10 @@ class RunSettings:
                     expected=ours,
                     actual=theirs,
                 )
+
+
+def check_layers(world: World, num_layers: int) -> None:
+    """Raises WorldError if that many layers cannot be split over the world's stages. 0: not known."""
+    if num_layers > MAX_LAYERS:
+        raise WorldError(f"num_layers={num_layers}: expected at most {MAX_LAYERS}")
+    world.check_fits(num_layers=num_layers)

@@ -49,10 +49,11 @@ class GrpcShardCalls:
     def __init__(self) -> None:
         self._service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stubs: dict[tuple[str, str], Any] = {}
 
     async def call(self, address: str, rpc_name: str, request: Message, *, retry_for_s: float) -> Any:
         """See ``ShardCalls.call``."""
-        stub = self._stub(address, rpc_name)
+        stub = self._stubs.get((address, rpc_name)) or self._new_stub(address, rpc_name)
         give_up, delay = time.monotonic() + retry_for_s, _FIRST_DELAY_S
         while True:
             try:
@@ -68,12 +69,14 @@ class GrpcShardCalls:
         """Closes the connections."""
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
-    def _stub(self, address: str, rpc_name: str) -> Any:
+    def _new_stub(self, address: str, rpc_name: str) -> Any:
         if address not in self._channels:
             self._channels[address] = open_aio_channel(address)
         method = self._service.methods_by_name[rpc_name]
-        return self._channels[address].unary_unary(
+        stub = self._channels[address].unary_unary(
             f"/{self._service.full_name}/{rpc_name}",
             request_serializer=GetMessageClass(method.input_type).SerializeToString,
             response_deserializer=GetMessageClass(method.output_type).FromString,
         )
+        self._stubs[address, rpc_name] = stub
+        return stub

@@ -32,7 +32,7 @@ def explain(run: Run, cluster: Cluster, now: float) -> Stall:
             f"step {run.step.number} cannot be committed: {run.step.failure}; it goes on once a rank begins "
             "its work anew (zero_grad and backward)"
         )
-    elif phase == "preparing" and not run.updates:
+    elif phase == "preparing" and run.servers:
         lines.append(
             f"servers {', '.join(map(repr, run.servers))}: they reduce the gradients of step {run.step.number}"
         )
@@ -60,8 +60,7 @@ def _starting(run: Run) -> list[str]:
 
 
 def _servers(run: Run, cluster: Cluster) -> list[str]:
-    processes = sorted({(shard.server_id, shard.incarnation) for unit in run.units for shard in unit.shards})
-    problems = (cluster.problem(server_id, incarnation) for server_id, incarnation in processes)
+    problems = (cluster.problem(server_id, incarnation) for server_id, incarnation in run.processes)
     return [str(problem) for problem in problems if problem is not None]
 
 
@@ -84,7 +83,7 @@ def _decision(run: Run, step: Step) -> str:
 
 def _item(run: Run, item: Item, now: float) -> str:
     where, since = f"rank {item.global_rank}", f"{now - item.since_s:.1f} s"
-    member = run.members.members.get(item.holder or "")
+    member = run.members.members.get(item.holder)
     if item.state is WorkState.LEASED and member is not None:
         return (
             f"{where}: {member} has computed step {run.committed_step} for {since} "

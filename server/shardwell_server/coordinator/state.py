@@ -72,10 +72,14 @@ class CoordinatorState:
             UnavailableError: The disk does not take it. The change stands and is written by the next
                 save; until then nobody is told of it.
         """
-        while run.saved_changes < run.changes and not run.deleted:
-            changes = run.changes
-            await self.storage.save_run(to_record(run))
-            run.saved_changes = max(run.saved_changes, changes)
+        wanted = run.changes
+        while run.saved_changes < wanted and not run.deleted:
+            await run.saving(lambda: self._save(run))
+
+    async def _save(self, run: Run) -> None:
+        changes = run.changes
+        await self.storage.save_run(to_record(run))
+        run.saved_changes = changes
 
     async def store(self, run: Run, write: Callable[..., Awaitable[None]], *arguments: object) -> None:
         """Calls a ``save`` method of the storage for a run, unless the run was deleted."""

@@ -53,11 +53,13 @@ class Steps:
         wait_s: float,
     ) -> coordinator_pb2.FinishWorkResponse:
         """Takes finished items and waits until all of the step are, or one is the caller's to compute."""
+        run.settings.require_trains(run.name)
         step = _step_in_flight(run, number)
         if step is None:
             return coordinator_pb2.FinishWorkResponse(all_finished=True)
         step.finish(step.check_finished(member.name, reports, len(run.units)), self._state.clock())
-        if member.accepts_work is not accept_work:
+        if member.accepts_work is None or accept_work > member.accepts_work:
+            # A trainer that has computed any item once can do it again, whatever this call is for.
             member.accepts_work = accept_work
             run.touch()
         if step.all_finished:
@@ -117,13 +119,12 @@ class Steps:
         assert step is not None
         item = _held_item(step, member, request)
         if not item.reset_id or item.reset_id != request.context.request_id:
-            step.reset(item, request.context.request_id, self._state.clock())
-            run.touch()
+            run.reset(item, request.context.request_id)
             message = f"rank {item.global_rank} of step {number}: trainer {member.name!r} begins attempt {item.attempt}"
             self._state.events.add(EventKind.WORK_RESET, message, run=run.name)
-            run.changed.notify()
         await self._state.save(run)
         await self._trainers.fence(run, [item])
+        self._trainers.start_fencing(run)
         return item
 
     async def prepare(self, run: Run, member: Member, number: int, *, with_max_abs: bool, wait_s: float) -> Prepared:
@@ -163,8 +164,9 @@ class Steps:
         validate(hand_in, run.layouts)
         step = _step_in_flight(run, number)
         if step is not None:
+            run.check_algorithm(hand_in.optimizer.algorithm)
             _check_ready(step, member, hand_in)
-            run.hand_in(hand_in)
+            step.hand_ins[member.name] = hand_in
 
         async def look() -> coordinator_pb2.CommitStepResponse | None:
             run.require(member.name, member.epoch)
@@ -172,15 +174,11 @@ class Steps:
                 return self._committed(run, member, number, hand_in)
             self._servers.check(run)
             _check_ready(step, member, hand_in)
-            # Work that was begun anew has cleared it.
-            step.hand_ins.setdefault(member.name, hand_in)
-            if (decision := run.decision()) is not None:
-                require_same(decision, hand_in, run.layouts)
-                if step.all_finished:
-                    await self._committer.commit(run)
-                    if step is not run.step:
-                        return self._committed(run, member, number, hand_in)
-            return None
+            # Again: the one that decides may have come, and work that was begun anew clears all.
+            run.hand_in(step.hand_ins.get(member.name, hand_in))
+            if run.decision() is not None and step.all_finished:
+                await self._committer.commit(run)
+            return self._committed(run, member, number, hand_in) if step is not run.step else None
 
         answer = await poll(run.changed, look, wait_s)
         await self._state.save(run)
@@ -190,7 +188,9 @@ class Steps:
         """The answer for a committed step; work and state are what is current."""
         record = run.commit_of(number)
         if record is not None:
-            require_same(_hand_in_of(record), hand_in, run.layouts)
+            # A trainer that joined later goes through the step without having seen its gradients.
+            clip = record.clip_coefficient if number >= member.joined_step else hand_in.clip_coefficient
+            require_same(_hand_in_of(record, clip), hand_in, run.layouts)
         response = coordinator_pb2.CommitStepResponse(
             committed=True,
             grad_norm=record.grad_norm if record is not None else 0.0,
@@ -260,6 +260,6 @@ def _prepared_for(run: Run, number: int, *, with_max_abs: bool) -> Prepared:
     return Prepared(record.grad_norm, record.max_abs)
 
 
-def _hand_in_of(record: CommitRecord) -> HandIn:
+def _hand_in_of(record: CommitRecord, clip_coefficient: float) -> HandIn:
     optimizer = common_pb2.OptimizerStep.FromString(record.optimizer)
-    return HandIn(record.decider, record.decider, optimizer, record.clip_coefficient, record.unit_order, None)
+    return HandIn(record.decider, record.decider, optimizer, clip_coefficient, record.unit_order, None)

@@ -50,7 +50,7 @@ CREATE TABLE members (
     requested_rank INTEGER, live INTEGER NOT NULL, accepts_work INTEGER, PRIMARY KEY (run, trainer)
 ) WITHOUT ROWID;
 CREATE TABLE ranks (
-    run TEXT NOT NULL, global_rank INTEGER NOT NULL, owner TEXT NOT NULL, holder TEXT, epoch INTEGER NOT NULL,
+    run TEXT NOT NULL, global_rank INTEGER NOT NULL, owner TEXT NOT NULL, holder TEXT NOT NULL, epoch INTEGER NOT NULL,
     step INTEGER NOT NULL, attempt INTEGER NOT NULL, PRIMARY KEY (run, global_rank)
 ) WITHOUT ROWID;
 CREATE TABLE addresses (
@@ -278,7 +278,7 @@ class Storage:
 
     def _load_units(self, run: str) -> list[UnitRecord]:
         shards: dict[int, list[ShardRecord]] = {}
-        for _, unit_index, *shard in self._rows("shards", run):
+        for _, unit_index, *shard in sorted(self._rows("shards", run)):
             shards.setdefault(unit_index, []).append(ShardRecord(*shard))
         return [
             UnitRecord(unit_index, spec, bool(published), tuple(shards.get(unit_index, ())))
@@ -286,8 +286,8 @@ class Storage:
         ]
 
     def _rows(self, table: str, run: str) -> list[Any]:
-        """Rows of one run, by primary key."""
-        return self._database.execute(f"SELECT * FROM {table} WHERE run = ?", (run,)).fetchall()
+        """Rows of one run by their second column: the rank, name, index or step."""
+        return self._database.execute(f"SELECT * FROM {table} WHERE run = ? ORDER BY 2", (run,)).fetchall()
 
 
 _Write = tuple[str, Sequence[tuple[object, ...]]]

@@ -15,7 +15,7 @@ from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.waiting import poll
 from shardwell_server.coordinator.work import Item
-from shardwell_wire.errors import ShardwellError
+from shardwell_wire.errors import NotFoundError, ShardwellError
 from shardwell_wire.v1 import shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,10 @@ class Trainers:
             self._state.runs[name] = run
             message = f"{settings.world}, seed {settings.seed}, starts with {settings.min_trainers} trainers"
             self._state.events.add(EventKind.RUN_CREATED, message, run=name)
+        elif run.step is None and not run.members.live and run.settings != settings:
+            # It never started and nobody is in it any more: it may as well be another one.
+            run.settings = settings
+            run.touch()
         run.settings.require_same(name, settings)
         return run
 
@@ -71,12 +75,13 @@ class Trainers:
 
     async def _was_heard(self, run: Run, former: Member, wait_s: float) -> bool:
         """Waits until a process that may have died is heard of again or its lease runs out."""
-        heard_s, give_up = former.heard_s, self._state.clock() + wait_s
-        while former.live and former.heard_s == heard_s and not former.rpcs_in_progress:
-            remaining = give_up - self._state.clock()
-            if remaining <= 0:
-                return False
-            await run.changed.wait(min(remaining, self._state.settings.lease_s / 10))
+        heard_s = former.heard_s
+        try:
+            async with asyncio.timeout(wait_s):
+                while former.live and former.heard_s == heard_s and not former.rpcs_in_progress:
+                    await run.changed.wait(self._state.settings.lease_s / 10)
+        except TimeoutError:
+            return False
         return True
 
     async def wait_for_seats(self, run: Run, member: Member, wait_s: float) -> bool:
@@ -124,7 +129,7 @@ class Trainers:
 
     def start_fencing(self, run: Run) -> None:
         """Has the servers refuse former holders of vacant items, then offers the items; in the background."""
-        if run.step is not None:
+        if run.step is not None and any(run.unfenced()):
             self._state.tasks.start(run.fencing(lambda: self._fence_all(run)))
 
     async def _fence_all(self, run: Run) -> None:
@@ -144,6 +149,8 @@ class Trainers:
     async def fence(self, run: Run, items: list[Item]) -> None:
         """Has every server refuse older epochs and attempts of some items' ranks."""
         assert run.step is not None
+        # A server that has yet to update must not take the fence of a step to come for the present one's.
+        await run.updated()
         told = [(item, item.epoch, item.attempt) for item in items]
         request = shard_pb2.FenceRequest(
             context=self._servers.context(run, run.step.number),
@@ -151,10 +158,17 @@ class Trainers:
                 shard_pb2.RankFence(dp_rank=item.dp_rank, epoch=epoch, attempt=attempt) for item, epoch, attempt in told
             ],
         )
-        await self._servers.call_all(run.servers, "Fence", lambda _: request)
+        await asyncio.gather(*(self._fence_server(server_id, request) for server_id in run.servers))
         for item, epoch, attempt in told:
             if (item.epoch, item.attempt) == (epoch, attempt):
                 item.fenced = True
+
+    async def _fence_server(self, server_id: str, request: shard_pb2.FenceRequest) -> None:
+        try:
+            await self._servers.call(server_id, "Fence", request)
+        except NotFoundError:
+            # It holds nothing of the run: there is nothing to keep anybody from.
+            return
 
     def offer(self, run: Run) -> None:
         """Leases vacant items to trainers that wait for work."""

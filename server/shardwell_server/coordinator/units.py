@@ -12,7 +12,7 @@ from shardwell_server.coordinator.run import Run, Unit
 from shardwell_server.coordinator.run_records import unit_record
 from shardwell_server.coordinator.servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
-from shardwell_server.coordinator.waiting import SharedCall
+from shardwell_server.coordinator.waiting import SharedCall, poll
 from shardwell_wire.errors import (
     ConflictError,
     StaleEpochError,
@@ -62,15 +62,16 @@ class Units:
         )
 
     async def _wait_for_servers(self, run: Run, wait_s: float) -> None:
-        give_up = self._state.clock() + wait_s
-        wanted = self._state.settings.min_servers
-        while len(live := self._state.cluster.live) < wanted:
-            if (remaining := give_up - self._state.clock()) <= 0:
-                raise UnavailableError(
-                    f"run {run.name!r} waits for shard servers: {len(live)} of {wanted} are there; start more "
-                    "(shardwell-server shard --coordinator ...), or lower --min-servers",
-                )
-            await self._state.cluster.changed.wait(remaining)
+        cluster, wanted = self._state.cluster, self._state.settings.min_servers
+
+        async def enough() -> bool | None:
+            return len(cluster.live) >= wanted or None
+
+        if not await poll(cluster.changed, enough, wait_s):
+            raise UnavailableError(
+                f"run {run.name!r} waits for shard servers: {len(cluster.live)} of {wanted} are there; start more "
+                "(shardwell-server shard --coordinator ...), or lower --min-servers",
+            )
 
     def _place(self, run: Run, layout: UnitLayout) -> Unit:
         _check_new(run, layout)
@@ -92,9 +93,8 @@ class Units:
             return
         cluster = self._state.cluster
         await asyncio.gather(*(self._clean(run, shard.server_id) for shard in unit.shards))
-        unit.shards = tuple(
-            replace(shard, incarnation=cluster.require(shard.server_id).incarnation) for shard in unit.shards
-        )
+        processes = {shard.server_id: cluster.require(shard.server_id).incarnation for shard in unit.shards}
+        run.move_unit(unit, tuple(replace(shard, incarnation=processes[shard.server_id]) for shard in unit.shards))
         await self._state.store(run, self._state.storage.save_unit, unit_record(unit))
         ranges = {shard.server_id: shard for shard in unit.shards}
 
@@ -171,11 +171,7 @@ def _owners(unit: Unit) -> set[str]:
 
 def _check_new(run: Run, layout: UnitLayout) -> None:
     """Refuses a unit that the run cannot take in any more."""
-    if not run.settings.trains:
-        raise ConflictError(
-            f"run {run.name!r} has {run.settings.world}, which can be joined and looked at: only worlds with tp=1 "
-            "and pp=1 take units and train"
-        )
+    run.settings.require_trains(run.name)
     if run.committed_step:
         raise StepStateError(
             f"unit {layout.unit!r} is new, but run {run.name!r} has committed {run.committed_step} steps: declare "

@@ -49,10 +49,6 @@ class SharedCall(Generic[Result]):
             self._task.add_done_callback(_retrieve)
         return await asyncio.shield(self._task)
 
-    def cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
     """Marks a task's exception as seen: its waiters may all be gone."""

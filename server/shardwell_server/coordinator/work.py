@@ -32,13 +32,15 @@ class Item:
 
     global_rank: int
     dp_rank: int
-    holder: str | None
+    holder: str
     """Trainer that computes or has computed it; of a vacant one, the trainer that did last."""
     epoch: int
     attempt: int = 0
     state: WorkState = WorkState.LEASED
     since_s: float = 0.0
     """Clock time of the last change of state."""
+    orphaned: bool = False
+    """Whether its holder was lost after it was finished."""
     fenced: bool = True
     """Whether every server refuses former holders."""
     parts: dict[int, int] = field(default_factory=dict)
@@ -88,6 +90,11 @@ class Step:
     norm_told: dict[str, int] = field(default_factory=dict)
     """Generation of which each trainer knows the gradient norm."""
 
+    def __post_init__(self) -> None:
+        self._given: dict[str, dict[int, Item]] = {}
+        for item in self.items.values():
+            self._given.setdefault(item.holder, {})[item.global_rank] = item
+
     @property
     def all_finished(self) -> bool:
         return self.finished_s is not None
@@ -103,7 +110,11 @@ class Step:
 
     def held_by(self, trainer: str) -> list[Item]:
         """The items that a trainer has yet to compute."""
-        return [item for item in self.items.values() if item.state is WorkState.LEASED and item.holder == trainer]
+        return [item for item in self.played_by(trainer) if item.state is WorkState.LEASED]
+
+    def played_by(self, trainer: str) -> list[Item]:
+        """The items that a trainer computes or has computed last."""
+        return [item for item in self._given.get(trainer, {}).values() if item.holder == trainer]
 
     def waiting_for(self) -> list[str]:
         """One line per unfinished item, for trainers that wait."""
@@ -151,18 +162,20 @@ class Step:
         """Marks items as finished; they come from ``check_finished``."""
         for item, parts in news:
             item.state, item.parts, item.since_s = WorkState.FINISHED, parts, now
-        if self.finished_s is None and not self.unfinished:
+        if self.finished_s is None and all(item.state is WorkState.FINISHED for item in self.items.values()):
             self.finished_s = now
 
     def lease(self, item: Item, trainer: str, epoch: int, now: float) -> None:
         """Gives a vacant item to a trainer."""
         item.holder, item.epoch, item.state, item.since_s = trainer, epoch, WorkState.LEASED, now
+        self._given.setdefault(trainer, {})[item.global_rank] = item
 
     def vacate(self, item: Item, epoch: int, now: float) -> None:
         """Takes an item from a holder that is gone. A finished one stays finished; both must be fenced."""
         item.epoch, item.fenced = epoch, False
         if item.state is WorkState.LEASED:
             item.state, item.since_s = WorkState.VACANT, now
+        item.orphaned = item.state is WorkState.FINISHED
 
     def reset(self, item: Item, request_id: str, now: float) -> None:
         """Begins an item anew under a higher attempt. What was prepared or handed in is void."""
@@ -181,14 +194,15 @@ class Step:
 
 
 def _parts(report: coordinator_pb2.FinishedItem, unit_count: int) -> dict[int, int]:
+    indices = [unit.unit_index for unit in report.units]
+    if len(set(indices)) != len(indices):
+        raise InvalidRequestError(f"rank {report.global_rank} names a unit index twice: {indices}")
     parts: dict[int, int] = {}
     for unit in report.units:
         if unit.unit_index >= unit_count:
             raise InvalidRequestError(
                 f"rank {report.global_rank} names unit index {unit.unit_index}: the run has {unit_count} units"
             )
-        if unit.unit_index in parts:
-            raise InvalidRequestError(f"rank {report.global_rank} names unit index {unit.unit_index} twice")
         if unit.part_count:
             parts[unit.unit_index] = unit.part_count
     return parts

@@ -1,0 +1,82 @@
+# Everything a developer does here. Needs Python 3.11 and make; the rest is installed into .venv.
+
+PYTHON ?= python3.11
+PIP_OPTIONS ?=
+# What each benchmark measures is a matter of seconds; BENCH_OPTIONS="--steps 50" takes longer and says more.
+BENCH_OPTIONS ?=
+DEMO_OPTIONS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PROTOS_VENV := .venv-protos
+PROTOS_INSTALLED := $(PROTOS_VENV)/.installed
+# Stubs of this generation load with protobuf 5, 6 and 7; newer generators refuse older runtimes.
+PROTOS_TOOLS := grpcio-tools==1.65.5 mypy-protobuf==3.6.0
+PROTOBUF_MAJORS := 5 6 7
+GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out --mypy_out=quiet:$$out shardwell_wire/v1/*.proto
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format protos check-protos test-protobuf bench compose-test clean
+
+help:  ## Show this help
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED)  ## Make .venv with everything in it
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV) (PyTorch is large: minutes on the first run)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --constraint constraints.txt --editable '.[demo,dev]'
+	@touch $@
+
+demo: install  ## Train a small GPT: 2 trainers, 2 shard servers, about 90 seconds
+	@$(BIN)/shardwell launch --num-trainers 2 --num-shards 2 examples/train_gpt.py $(DEMO_OPTIONS)
+
+test: install  ## Run the tests
+	@OMP_NUM_THREADS=1 $(BIN)/pytest
+
+lint: install check-protos  ## Check formatting, style, types, imports and stubs
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: install  ## Format the code and mend what can be mended
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+$(PROTOS_INSTALLED): Makefile
+	@$(PYTHON) -m venv $(PROTOS_VENV)
+	@$(PROTOS_VENV)/bin/python -m pip install --quiet $(PIP_OPTIONS) $(PROTOS_TOOLS)
+	@touch $@
+
+protos: $(PROTOS_INSTALLED)  ## Generate the stubs from the .proto files
+	@export PATH="$(CURDIR)/$(PROTOS_VENV)/bin:$$PATH" out=.; cd protos && python $(GENERATE)
+
+check-protos: $(PROTOS_INSTALLED)  ## Check that the committed stubs match the .proto files
+	@export PATH="$(CURDIR)/$(PROTOS_VENV)/bin:$$PATH" out=$$(mktemp -d); trap 'rm -rf $$out' EXIT; \
+	(cd protos && python $(GENERATE)) && \
+	diff -ru -x '*.proto' -x __init__.py -x __pycache__ protos/shardwell_wire/v1 $$out/shardwell_wire/v1 || \
+	{ echo "the committed stubs do not match the .proto files: run make protos"; exit 1; }
+
+test-protobuf:  ## Load the stubs with every supported major version of protobuf
+	@for major in $(PROTOBUF_MAJORS); do \
+	    venv=.venv-protos/protobuf-$$major; \
+	    [ -e $$venv/.installed ] || { $(PYTHON) -m venv $$venv && \
+	        $$venv/bin/python -m pip install --quiet $(PIP_OPTIONS) "protobuf==$$major.*" grpcio googleapis-common-protos && \
+	        touch $$venv/.installed; } || exit 1; \
+	    PYTHONPATH=protos $$venv/bin/python -W error tests/support/load_stubs.py || exit 1; \
+	done
+
+bench: install  ## Measure the step time against plain PyTorch
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step_time.py $(BENCH_OPTIONS)
+
+compose-test: install  ## Run the compose cluster for real and train on it (needs Docker)
+	@$(BIN)/pytest -m compose tests/compose
+
+clean:  ## Remove everything that make made
+	rm -rf $(VENV) $(PROTOS_VENV) build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

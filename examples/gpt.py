@@ -1,0 +1,79 @@
+"""A small GPT: pre-norm blocks, learned positions, tied embeddings. Plain PyTorch; nothing here knows of Shardwell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Sizes of the model."""
+
+    vocab_size: int
+    context: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    width: int = 128
+
+
+class Block(nn.Module):
+    """Causal self-attention and an MLP, each behind a norm and beside a residual path."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.projection = nn.Linear(config.width, config.width)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp = nn.Sequential(
+            nn.Linear(config.width, 4 * config.width), nn.GELU(), nn.Linear(4 * config.width, config.width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+    def attention(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.qkv(x).view(batch, length, 3, self.num_heads, width // self.num_heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, num_heads, length, head_size]
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class GPT(nn.Module):
+    """Tokens in, logits for the next token out."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.width)
+        self.position_embedding = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.head.weight = self.token_embedding.weight
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] -> [batch, length, vocab_size]
+        x = self.token_embedding(tokens) + self.position_embedding.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@torch.no_grad()
+def generate(model: GPT, tokens: Tensor, num_tokens: int, *, temperature: float = 0.8) -> Tensor:
+    """Appends sampled tokens to a prompt. [length] -> [length + num_tokens]"""
+    for _ in range(num_tokens):
+        logits = model(tokens[None, -model.config.context :])[0, -1]
+        probabilities = (logits / temperature).softmax(-1)
+        tokens = torch.cat([tokens, torch.multinomial(probabilities, 1)])
+    return tokens

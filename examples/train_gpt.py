@@ -1,0 +1,127 @@
+"""Trains a small GPT on English text; its parameters live on shard servers.
+
+Two trainers on a private cluster:   shardwell launch examples/train_gpt.py
+One trainer, one shard server:       python examples/train_gpt.py
+On a cluster that is there:          SHARDWELL_ADDRESS=host:50051 SHARDWELL_DP=2 python examples/train_gpt.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from corpus import Corpus
+from gpt import GPT, GPTConfig, generate
+from report import History, Progress, describe_costs, draw_curve, save_curve
+from torch.nn import functional
+from torch.optim.lr_scheduler import OneCycleLR
+
+import shardwell
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    corpus = Corpus.read(arguments.text, vocab_size=arguments.vocab_size)
+    # Little is fetched ahead, to show that a trainer needs memory for the layers in flight only.
+    with shardwell.join(seed=arguments.seed, prefetch_bytes=1 << 20) as session:
+        model = make_model(session, len(corpus.vocabulary), arguments)
+        speaks = session.global_rank == 0
+        if speaks:
+            introduce(session, model, corpus)
+        started = time.perf_counter()
+        history = train(session, model, corpus, arguments, speaks=speaks)
+        if speaks:
+            conclude(session, model, corpus, history, Path(arguments.output), time.perf_counter() - started)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Trains a small GPT whose parameters live on shard servers.")
+    parser.add_argument("--text", metavar="FILE", help="English text (default: Python's language reference)")
+    parser.add_argument("--num-steps", type=int, default=400)
+    parser.add_argument("--batch-size", type=int, default=16, help="windows per logical rank and step")
+    parser.add_argument("--context", type=int, default=64, help="tokens per window")
+    parser.add_argument("--vocab-size", type=int, default=1024)
+    parser.add_argument("--lr", type=float, default=6e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", metavar="DIR", default="demo-output", help="where the picture goes")
+    return parser.parse_args()
+
+
+def make_model(session: shardwell.Session, vocab_size: int, arguments: argparse.Namespace) -> GPT:
+    """A GPT whose parameters live on the shard servers: one unit per block, one for the rest."""
+    torch.manual_seed(arguments.seed)
+    model = GPT(GPTConfig(vocab_size=vocab_size, context=arguments.context))
+    for index, block in enumerate(model.blocks):
+        shardwell.fully_shard(block, session, name=f"blocks.{index}")
+    shardwell.fully_shard(model, session)
+    return model
+
+
+def train(
+    session: shardwell.Session, model: GPT, corpus: Corpus, arguments: argparse.Namespace, *, speaks: bool
+) -> History:
+    """The training loop. Any trainer may die at any line of it; the run goes on."""
+    optimizer = shardwell.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    scheduler = OneCycleLR(optimizer, arguments.lr, arguments.num_steps, pct_start=0.1, cycle_momentum=False)
+    history = History()
+    session.track(scheduler=scheduler, history=history)
+    windows = corpus.windows(arguments.context)
+    step_tokens = session.world.dp * arguments.batch_size * arguments.context
+    progress = Progress(session, num_steps=arguments.num_steps, step_tokens=step_tokens)
+
+    for step in session.steps(arguments.num_steps):
+        for batch in step.batches(windows, batch_size=arguments.batch_size):  # [batch_size, context + 1]
+            logits = model(batch[:, :-1])  # [batch_size, context, vocab_size]
+            loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            loss.backward()
+            history.add(step.number, loss.item())
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        if speaks:
+            progress.show(step.number, history.recent_loss())
+    return history
+
+
+def introduce(session: shardwell.Session, model: GPT, corpus: Corpus) -> None:
+    """Says what will be trained."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(
+        f"A GPT with {num_parameters / 1e6:.2f} M parameters in {len(model.blocks) + 1} units, {session.world}.\n"
+        f"{len(corpus.text):,} characters of text are {len(corpus.tokens):,} tokens of a vocabulary of "
+        f"{len(corpus.vocabulary):,}; knowing their frequencies alone gives a loss of {corpus.unigram_entropy:.2f}.",
+        flush=True,
+    )
+
+
+def conclude(
+    session: shardwell.Session, model: GPT, corpus: Corpus, history: History, output: Path, seconds: float
+) -> None:
+    """Shows what was learned and what it took."""
+    picture = output / "loss.png"
+    save_curve(history, corpus.unigram_entropy, picture)
+    print(f"\n{draw_curve(history, corpus.unigram_entropy)}")
+    plain = GPT(model.config)
+    plain.load_state_dict(shardwell.full_state_dict(model))
+    sample = generate(plain, corpus.tokens[:16], 200)
+    print(f"\nThe trained model writes:\n\n{corpus.vocabulary.decode(sample)}\n")
+    parameter_bytes = sum(parameter.nbytes for parameter in plain.parameters())
+    print(describe_costs(session, seconds=seconds, num_steps=len(history.steps), parameter_bytes=parameter_bytes))
+    print(
+        f"\nThe loss fell from {history.losses[0]:.2f} to {history.recent_loss():.2f}, "
+        f"against {corpus.unigram_entropy:.2f} for frequencies alone: {picture}"
+    )
+
+
+if __name__ == "__main__":
+    # `docker stop` shall end a trainer as Ctrl-C does: it leaves the run and others take over at once.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped")

@@ -1,0 +1,361 @@
+"""A shard server in this process, with what tests say to it: one run, pushed, prepared, updated."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+import torch
+
+from shardwell.shard_client import ShardClient
+from shardwell_server.rpc import add_service
+from shardwell_server.shard.servicer import ShardServicer
+from shardwell_server.shard.store import ShardStore
+from shardwell_server.shard.unit_shard import UnitShard
+from shardwell_wire import codec
+from shardwell_wire.channel import SERVER_OPTIONS
+from shardwell_wire.errors import ShardwellError, from_rpc_error
+from shardwell_wire.layout import DTYPE_NUMBERS, UnitLayout
+from shardwell_wire.v1 import common_pb2, shard_pb2
+
+Result = TypeVar("Result")
+SERVICE = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
+SGD = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": 0.0, "maximize": 0.0}
+ADAM = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "amsgrad": 0.0, "maximize": 0.0}
+
+
+class ShardServer:
+    """A real gRPC server on an event loop in a thread; ``client`` calls it."""
+
+    def __init__(self, budget_bytes: int = 1 << 30) -> None:
+        self._budget_bytes = budget_bytes
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self.problems: list[dict[str, Any]] = []
+        """What the event loop complained of, such as exceptions that nobody looked at."""
+
+    def __enter__(self) -> ShardServer:
+        self._thread.start()
+        port = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        self.client = ShardClient(f"127.0.0.1:{port}", chunk_bytes=64 << 10)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.client.close()
+        asyncio.run_coroutine_threadsafe(self._server.stop(0), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._threads.shutdown()
+        self._loop.close()
+        if kind is None:
+            assert not self.problems, self.problems
+
+    async def _start(self) -> int:
+        self._loop.set_exception_handler(lambda _, problem: self.problems.append(problem))
+        self._threads = ThreadPoolExecutor(2)
+        self.store = ShardStore(self._budget_bytes, self._threads)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        add_service(self._server, SERVICE, ShardServicer("here", self.store))
+        port: int = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return port
+
+    def look(self, at: Callable[[], Result]) -> Result:
+        """Evaluates something on the server's event loop."""
+
+        async def evaluate() -> Result:
+            return at()
+
+        return asyncio.run_coroutine_threadsafe(evaluate(), self._loop).result(20)
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Polls until something holds on the server's event loop."""
+        deadline = time.monotonic() + 20.0
+        while not self.look(condition):
+            assert time.monotonic() < deadline, f"did not come: {what}"
+            time.sleep(0.002)
+
+    def taken_bytes(self) -> int:
+        return self.look(lambda: self.store.memory.pool.taken_bytes)
+
+    def staged_bytes(self) -> int:
+        return self.look(lambda: self.store.memory.staging.used_bytes)
+
+    def call(self, rpc_name: str, request: Any, *, timeout_s: float = 20.0) -> Any:
+        return self.client.call(rpc_name, request, timeout_s=timeout_s)
+
+
+def layout_of(unit: str = "u", **parameters: tuple[tuple[int, ...], str]) -> UnitLayout:
+    """A unit; each parameter is ``name=(shape, dtype)``."""
+    return UnitLayout.from_proto(
+        common_pb2.UnitSpec(
+            name=unit,
+            parameters=[
+                common_pb2.ParameterSpec(name=f"{unit}.{name}", shape=shape, dtype=DTYPE_NUMBERS[dtype])
+                for name, (shape, dtype) in parameters.items()
+            ],
+        )
+    )
+
+
+class HalfStream:
+    """A client stream whose messages are sent one by one."""
+
+    def __init__(self, stub: Any, timeout_s: float = 20.0) -> None:
+        self._messages: queue.Queue[bytes | None] = queue.Queue()
+        self.future = stub.future(iter(self._messages.get, None), timeout=timeout_s)
+
+    def send(self, *messages: bytes) -> HalfStream:
+        for message in messages:
+            self._messages.put(message)
+        return self
+
+    def finish(self) -> HalfStream:
+        self._messages.put(None)
+        return self
+
+    def cancel(self) -> None:
+        self.future.cancel()
+        self.finish()
+
+    def result(self) -> Any:
+        """The response; raises as ``ServiceClient`` does."""
+        try:
+            return self.future.result(20)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, "server") from error
+        finally:
+            self.finish()
+
+    def error(self) -> ShardwellError:
+        try:
+            response = self.result()
+        except ShardwellError as error:
+            return error
+        raise AssertionError(f"no error but {response}")
+
+
+class OneUnit:
+    """One unit of a run on one server, from the coordinator's and the trainers' point of view."""
+
+    def __init__(
+        self,
+        server: ShardServer,
+        layout: UnitLayout,
+        *,
+        dp: int = 1,
+        index: int = 0,
+        run: str = "r",
+        part: tuple[int, int] | None = None,
+    ) -> None:
+        self.server, self.layout, self.dp, self.index, self.run = server, layout, dp, index, run
+        self.start, self.stop = part or (0, layout.size_bytes)
+        self.size = self.stop - self.start
+        self.segments = layout.segments(self.start, self.stop)
+
+    def context(self, step: int = 0, epoch: int = 1, request_id: str = "") -> common_pb2.RequestContext:
+        return common_pb2.RequestContext(run=self.run, epoch=epoch, step=step, request_id=request_id)
+
+    @property
+    def shard(self) -> UnitShard:
+        return self.server.store.runs[self.run].shards[self.layout.unit]
+
+    # ---- the coordinator's ----
+
+    def reserve(self, **changes: Any) -> Any:
+        fields = {
+            "context": self.context(),
+            "unit": self.layout.to_proto(),
+            "unit_index": self.index,
+            "start_bytes": self.start,
+            "stop_bytes": self.stop,
+            "dp": self.dp,
+        }
+        return self.server.call("ReserveUnit", shard_pb2.ReserveUnitRequest(**{**fields, **changes}))
+
+    def publish(self, epoch: int = 1, term: int = 1) -> Any:
+        request = shard_pb2.PublishUnitRequest(
+            context=self.context(epoch=epoch), unit=self.layout.unit, coordinator_epoch=term
+        )
+        return self.server.call("PublishUnit", request)
+
+    def begin(self, values: Sequence[torch.Tensor] | None = None) -> OneUnit:
+        """Reserved, with values, published."""
+        self.reserve()
+        self.initialize(self.zeros() if values is None else values)
+        self.publish()
+        return self
+
+    def fence(self, step: int, *ranks: tuple[int, int, int], term: int = 1) -> None:
+        fences = [shard_pb2.RankFence(dp_rank=rank, epoch=epoch, attempt=attempt) for rank, epoch, attempt in ranks]
+        self.server.call("Fence", shard_pb2.FenceRequest(context=self.context(step, term), ranks=fences))
+
+    def prepare_request(
+        self, step: int, *ranks: tuple[int, int, int], dp: int | None = None, term: int = 1, **fields: Any
+    ) -> shard_pb2.PrepareStepRequest:
+        """Ranks are ``(dp_rank, attempt, part_count)``; by default one part of attempt 0 of each."""
+        manifests = [
+            shard_pb2.RankManifest(
+                dp_rank=rank,
+                attempt=attempt,
+                units=[common_pb2.UnitParts(unit_index=self.index, part_count=count)],
+            )
+            for rank, attempt, count in ranks or [(rank, 0, 1) for rank in range(self.dp)]
+        ]
+        return shard_pb2.PrepareStepRequest(
+            context=self.context(step, term), ranks=manifests, dp=self.dp if dp is None else dp, **fields
+        )
+
+    def prepare(self, step: int, *ranks: tuple[int, int, int], **fields: Any) -> Any:
+        return self.server.call("PrepareStep", self.prepare_request(step, *ranks, **fields))
+
+    def update_request(
+        self, step: int, *, algorithm: str = "sgd", clip: float = 1.0, term: int = 1, **changes: float
+    ) -> shard_pb2.UpdateRequest:
+        base = {**(SGD if algorithm == "sgd" else ADAM), **changes}
+        optimizer = common_pb2.OptimizerStep(
+            algorithm=algorithm,
+            groups=[common_pb2.ParameterGroup(hyperparameters=base)],
+            units=[common_pb2.UnitGroups(unit_index=self.index, group_indices=[0] * len(self.layout.parameters))],
+        )
+        return shard_pb2.UpdateRequest(context=self.context(step, term), optimizer=optimizer, clip_coefficient=clip)
+
+    def update(self, step: int, **options: Any) -> Any:
+        return self.server.call("Update", self.update_request(step, **options))
+
+    def drop(self) -> Any:
+        return self.server.call("DropRun", shard_pb2.DropRunRequest(context=self.context()))
+
+    # ---- the trainers' ----
+
+    def zeros(self) -> list[torch.Tensor]:
+        return self.filled(0.0)
+
+    def filled(self, value: float) -> list[torch.Tensor]:
+        """One tensor per segment."""
+        dtypes = [getattr(torch, self.layout.parameters[s.parameter_index].dtype) for s in self.segments]
+        return [
+            torch.full((s.stop_element - s.start_element,), value, dtype=dtype)
+            for s, dtype in zip(self.segments, dtypes, strict=True)
+        ]
+
+    def flat(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The shard's bytes."""
+        flat = torch.zeros(self.size, dtype=torch.uint8)
+        for segment, value in zip(self.segments, values, strict=True):
+            flat[segment.start_bytes - self.start : segment.stop_bytes - self.start] = value.view(torch.uint8)
+        return flat
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            flat[s.start_bytes - self.start : s.stop_bytes - self.start].view(
+                getattr(torch, self.layout.parameters[s.parameter_index].dtype)
+            )
+            for s in self.segments
+        ]
+
+    def initialize_messages(
+        self, values: Sequence[torch.Tensor], *, epoch: int = 1, chunk_bytes: int = 64 << 10, **changes: Any
+    ) -> list[bytes]:
+        fields = {
+            "context": self.context(epoch=epoch),
+            "unit": self.layout.unit,
+            "start_bytes": self.start,
+            "stop_bytes": self.stop,
+        }
+        header = shard_pb2.InitializeUnitHeader(**{**fields, **changes})
+        data = self.flat(values).numpy().tobytes()
+        first = shard_pb2.InitializeUnitRequest(header=header)
+        return list(codec.encode_stream(first, [data], chunk_bytes=chunk_bytes))
+
+    def initialize(self, values: Sequence[torch.Tensor], **options: Any) -> Any:
+        return self.open_initialize().send(*self.initialize_messages(values, **options)).finish().result()
+
+    def open_initialize(self, **options: Any) -> HalfStream:
+        return HalfStream(self.server.client.byte_request_stub("InitializeUnit"), **options)
+
+    def push_messages(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        step: int = 0,
+        rank: int = 0,
+        epoch: int = 1,
+        attempt: int = 0,
+        part: int = 0,
+        request_id: str = "",
+        chunk_bytes: int = 64 << 10,
+        **changes: Any,
+    ) -> list[bytes]:
+        """A gradient per segment; None: the parameter has none in this part."""
+        chosen = [(s.parameter_index, g) for s, g in zip(self.segments, gradients, strict=True) if g is not None]
+        fields = {
+            "context": self.context(step, epoch, request_id),
+            "unit": self.layout.unit,
+            "dp_rank": rank,
+            "attempt": attempt,
+            "part": part,
+            "parameter_indices": [index for index, _ in chosen],
+            "start_bytes": self.start,
+            "stop_bytes": self.stop,
+        }
+        first = shard_pb2.ReduceScatterRequest(header=shard_pb2.ReduceScatterHeader(**{**fields, **changes}))
+        data = b"".join(gradient.contiguous().view(torch.uint8).numpy().tobytes() for _, gradient in chosen)
+        return list(codec.encode_stream(first, [data], chunk_bytes=chunk_bytes))
+
+    def push(self, gradients: Sequence[torch.Tensor | None], **options: Any) -> Any:
+        return self.open_push().send(*self.push_messages(gradients, **options)).finish().result()
+
+    def open_push(self, **options: Any) -> HalfStream:
+        return HalfStream(self.server.client.byte_request_stub("ReduceScatter"), **options)
+
+    def gather(self, version: int | None = None, *, timeout_s: float = 20.0) -> tuple[int, list[torch.Tensor]]:
+        flat = torch.empty(self.size, dtype=torch.uint8)
+        got = self.server.client.gather(
+            self.gather_request(version),
+            codec.memory_at(flat.data_ptr(), self.size),
+            timeout_s=timeout_s,
+            retry_for_s=0.0,
+        )
+        return got, self.split(flat)
+
+    def gather_request(self, version: int | None = None, **fields: Any) -> shard_pb2.GatherRequest:
+        return shard_pb2.GatherRequest(run=self.run, unit=self.layout.unit, version=version, **fields)
+
+    def open_gather(self, version: int | None = None, *, timeout_s: float = 20.0) -> Any:
+        """The rpc; iterate to read it, message by message."""
+        stub = self.server.client.byte_response_stub("Gather")
+        return stub(self.gather_request(version, chunk_bytes=1 << 20), timeout=timeout_s)
+
+
+def error_of(action: Callable[[], object]) -> ShardwellError:
+    """What an action raises."""
+    try:
+        action()
+    except ShardwellError as error:
+        return error
+    except grpc.RpcError as error:
+        return from_rpc_error(error, "server")
+    raise AssertionError("nothing was raised")
+
+
+def in_background(action: Callable[[], Result]) -> Iterator[Result]:
+    """Starts an action in a thread; ``next`` waits for its result or raises its error."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(action)
+
+    def outcome() -> Iterator[Result]:
+        try:
+            yield future.result(30)
+        finally:
+            pool.shutdown()
+
+    return outcome()
