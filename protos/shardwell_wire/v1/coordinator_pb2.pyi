@@ -356,7 +356,7 @@ class RunState(google.protobuf.message.Message):
     """The committed step it was stored with."""
     @property
     def tracked_json(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Tracked objects at the beginning of that step: name to JSON text of the state_dict."""
+        """Tracked objects when optimizer.step() of that step was called: name to JSON text."""
 
     @property
     def buffers(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, shardwell_wire.v1.common_pb2.TensorValue]:
