@@ -22,6 +22,10 @@ class Signal:
         self._event.set()
         self._event = asyncio.Event()
 
+    def next_change(self) -> asyncio.Event:
+        """Set at the next ``notify`` from now on; taken before looking, it misses no change made meanwhile."""
+        return self._event
+
     async def wait(self, timeout_s: float | None = None) -> None:
         """Returns at the next ``notify``, or after ``timeout_s``."""
         try:
@@ -96,9 +100,11 @@ async def poll(changed: Signal, look: Callable[[], Awaitable[Result | None]], wa
     """
     try:
         async with asyncio.timeout(wait_s) as limit:
-            while (result := await look()) is None:
-                await changed.wait()
-            return result
+            while True:
+                change = changed.next_change()
+                if (result := await look()) is not None:
+                    return result
+                await change.wait()
     except TimeoutError:
         if not limit.expired():
             raise
