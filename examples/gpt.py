@@ -61,6 +61,8 @@ class GPT(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
+        # Larger than usual: a short training then gets past mere frequencies much sooner.
+        nn.init.normal_(self.token_embedding.weight, std=0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] -> [batch, length, vocab_size]
         x = self.token_embedding(tokens) + self.position_embedding.weight[: tokens.shape[1]]
@@ -70,7 +72,7 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def generate(model: GPT, tokens: Tensor, num_tokens: int, *, temperature: float = 0.8) -> Tensor:
+def generate(model: GPT, tokens: Tensor, num_tokens: int, *, temperature: float = 0.7) -> Tensor:
     """Appends sampled tokens to a prompt. [length] -> [length + num_tokens]"""
     for _ in range(num_tokens):
         logits = model(tokens[None, -model.config.context :])[0, -1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,7 +106,7 @@ def describe_costs(session: shardwell.Session, *, seconds: float, num_steps: int
     stats = session.stats()
     waits = {name: stats[f"{name}_wait_s"] / seconds for name in ("gather", "push", "finish", "commit")}
     compute = max(0.0, 1 - sum(waits.values()))
-    return (
+    text = (
         f"Where time and memory went: {num_steps} steps in {seconds:.0f} s. "
         f"This trainer spent {compute:.0%} of it computing, {waits['gather']:.0%} waiting for weights, "
         f"{waits['push']:.0%} for its gradients to be taken, {waits['finish']:.0%} for the other trainers' work and "
@@ -115,6 +116,7 @@ def describe_costs(session: shardwell.Session, *, seconds: float, num_steps: int
         f"were here at a time, and no optimizer state. "
         f"{_describe_processes()}"
     )
+    return textwrap.fill(text, width=100)
 
 
 def _describe_processes() -> str:

@@ -45,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16, help="windows per logical rank and step")
     parser.add_argument("--context", type=int, default=64, help="tokens per window")
     parser.add_argument("--vocab-size", type=int, default=1024)
-    parser.add_argument("--lr", type=float, default=6e-3)
+    parser.add_argument("--lr", type=float, default=8e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", metavar="DIR", default="demo-output", help="where the picture goes")
     return parser.parse_args()
@@ -66,7 +66,7 @@ def train(
 ) -> History:
     """The training loop. Any trainer may die at any line of it; the run goes on."""
     optimizer = shardwell.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    scheduler = OneCycleLR(optimizer, arguments.lr, arguments.num_steps, pct_start=0.1, cycle_momentum=False)
+    scheduler = OneCycleLR(optimizer, arguments.lr, arguments.num_steps, pct_start=0.2, cycle_momentum=False)
     history = History()
     session.track(scheduler=scheduler, history=history)
     windows = corpus.windows(arguments.context)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from torch import nn
 
 from shardwell import guards
+from shardwell.collect import collect_parameters
 from shardwell.hooks import hooked_method
-from shardwell.parameter import owner_of
-from shardwell.unit import Site, Unit
-from shardwell_wire.errors import TiedParameterError, UsageError
-from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell.unit import Unit
+from shardwell_wire.errors import UsageError
+from shardwell_wire.layout import UnitLayout
 
 if TYPE_CHECKING:
     from shardwell.units import Units
+
+Shardable = TypeVar("Shardable", bound=nn.Module | Sequence[nn.Module])
 
 _STATE = "_shardwell_sharding"
 
@@ -130,24 +132,32 @@ class ShardedModule(nn.Module):
 
 
 def fully_shard(
-    module: nn.Module | Sequence[nn.Module],
+    module: Shardable,
     session: HasUnits,
     *,
     reshard_after_forward: bool | None = None,
     ignored_params: Collection[nn.Parameter] = (),
     name: str | None = None,
-) -> Any:
+) -> Shardable:
     """Moves a module's parameters to the shard servers; they are gathered when the module runs.
 
     Call it bottom-up, as FSDP2's: all parameters in the module that no earlier call took become one
     unit, gathered and freed together. Buffers stay. Every trainer calls it for the same modules in the
     same order, whatever values they hold: all get those of the first rank.
 
+    The parameter objects stay. While freed they have shape, dtype, gradient and hooks, and raise
+    ``FreedParameterError`` when their values are used. A gradient that was pushed is on the servers:
+    ``parameter.grad`` is None then. Values change by ``optimizer.step()`` only; a write in between
+    raises. A forward may hand out results as return values, by changing arguments and as attributes of
+    its modules; a tensor handed out in another way must not be differentiated. Under
+    ``torch.autocast`` autograd keeps a cast copy of every weight until the backward, which no freeing
+    of parameters can avoid.
+
     Args:
         module: A module, or several that share one unit, such as an embedding and the head tied to it.
         session: Where the parameters go.
-        reshard_after_forward: Whether to free the parameters after the forward. The default is to do so
-            except for the model's root, whose backward comes at once.
+        reshard_after_forward: Whether to free the parameters after the forward. The default is to do so,
+            except for the unit around all others when gradients are needed: its backward comes at once.
         ignored_params: Parameters to leave alone.
         name: The unit's name in the run, under which parameters are inspected; by default the class
             and a count, such as ``Block-0``. ``auto_wrap`` gives the names in the model.
@@ -182,14 +192,18 @@ def shard_modules(
     ignored_params: Collection[nn.Parameter] = (),
     reshard_after_forward: bool | None = None,
 ) -> None:
-    """``fully_shard`` with the names decided: each module's parameters are named ``prefix + name in the module``."""
+    """``fully_shard`` with the names decided, but for ``units.name_prefix``, which all begin with.
+
+    A module's parameters are named by its prefix and their names in the module.
+    """
     guards.install()
     guards.check_modules(modules)
-    found = _collect(modules, prefixes, {id(parameter) for parameter in ignored_params})
+    found = collect_parameters(modules, [f"{units.name_prefix}{prefix}" for prefix in prefixes], ignored_params)
+    guards.check_parameters([(entry.names[0], entry.parameter) for entry in found])
     unit = None
     if found:
-        layout = UnitLayout(name, tuple(_describe(parameter, names) for parameter, names, _ in found))
-        unit = units.add(layout, [item[0] for item in found], [item[2] for item in found], modules)
+        layout = UnitLayout(f"{units.name_prefix}{name}", tuple(entry.describe() for entry in found))
+        unit = units.add(layout, found, modules)
         unit.settings.reshard_after_forward = reshard_after_forward
     units.contain(modules, unit)
     for module in modules:
@@ -208,56 +222,6 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     unit = _sharding(module).unit
     if unit is not None:
         setattr(module, method_name, hooked_method(unit, _sharding(module).units, module, method_name))
-
-
-_Found = tuple[nn.Parameter, list[str], list[Site]]
-
-
-def _collect(modules: Sequence[nn.Module], prefixes: Sequence[str], ignored: set[int]) -> list[_Found]:
-    """The parameters in the modules that belong to no unit, with all their names and places."""
-    inside = {id(part) for module in modules for part in module.modules()}
-    found: dict[int, _Found] = {}
-    for module, prefix in zip(modules, prefixes, strict=True):
-        for part_name, part in module.named_modules():
-            for own_name, parameter in part._parameters.items():
-                if parameter is None or id(parameter) in ignored:
-                    continue
-                name = f"{prefix}{part_name}.{own_name}" if part_name else f"{prefix}{own_name}"
-                site = Site(part, own_name)
-                if owner_of(parameter) is not None:
-                    _check_nested(parameter, site, name, inside)
-                    continue
-                _, names, sites = found.setdefault(id(parameter), (parameter, [], []))
-                if site not in sites:
-                    names.append(name)
-                    sites.append(site)
-    guards.check_parameters([(names[0], parameter) for parameter, names, _ in found.values()])
-    return list(found.values())
-
-
-def _check_nested(parameter: nn.Parameter, site: Site, name: str, inside: set[int]) -> None:
-    """Raises unless a parameter that a unit holds is found where that unit holds it, below the modules at hand."""
-    owner = owner_of(parameter)
-    assert owner is not None
-    if site not in owner.unit.sites[owner.index]:
-        raise TiedParameterError(
-            f"parameter {name!r} is tied to {owner.name!r} of unit {owner.unit.name!r}: "
-            "put both modules into one unit, fully_shard([a, b], session)",
-            parameter=name,
-            unit=owner.unit.name,
-        )
-    if not all(id(module) in inside for module in owner.unit.modules):
-        raise UsageError(
-            f"parameter {name!r} is in unit {owner.unit.name!r} already: call fully_shard bottom-up, for inner modules "
-            "before the modules that contain them",
-            parameter=name,
-            unit=owner.unit.name,
-        )
-
-
-def _describe(parameter: nn.Parameter, names: Sequence[str]) -> Parameter:
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return Parameter(names[0], tuple(parameter.shape), dtype, tuple(names[1:]))
 
 
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}

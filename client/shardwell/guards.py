@@ -40,13 +40,18 @@ def _refuse_local_step(optimizer: Optimizer, args: object, kwargs: object) -> No
                 )
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called; containers such as ``nn.ModuleList`` can not."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
 def check_modules(modules: Sequence[nn.Module]) -> None:
     """Raises UsageError for modules that can not be sharded."""
     for module in modules:
         kind = type(module).__name__
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(f"{kind} can not be sharded: its forward is compiled; shard the module it was made from")
-        if type(module).forward is nn.Module.forward:
+        if not has_forward(module):
             raise UsageError(f"{kind} has no forward, so nothing says when it is used: shard the modules in it")
         if hasattr(module, "_shardwell_sharding"):
             raise UsageError(f"{kind} is sharded already")

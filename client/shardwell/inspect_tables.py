@@ -84,7 +84,7 @@ def run(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
 def _trainers(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> RenderableType:
     table = _table("TRAINER", "HOST", "RANKS", "EPOCH", "STATE", "LAST HEARD OF")
     for trainer in trainers:
-        state = "live" if trainer.live else Text("lost", "red")
+        state = "live" if trainer.live else Text("gone", "red")
         ranks = _ranks(trainer.global_ranks) or "spare"
         table.add_row(trainer.trainer, trainer.host, ranks, str(trainer.epoch), state, _silent(trainer.silent_s))
     return table
@@ -137,7 +137,7 @@ def units(response: coordinator_pb2.ListUnitsResponse) -> RenderableType:
     """``shardwell units``."""
     table = _table("UNIT", "NAME", "PARAMETERS", "ELEMENTS", "SIZE", "SERVER", "BYTES OF THE FLAT VECTOR")
     for unit in response.units:
-        cells = (
+        cells: tuple[str, ...] = (
             str(unit.unit_index),
             unit.unit,
             str(unit.parameter_count),

@@ -49,9 +49,9 @@ class ServerProcess:
         return self._address
 
     @property
-    def running(self) -> bool:
-        """Whether the process is there."""
-        return self._process.poll() is None
+    def exit_code(self) -> int | None:
+        """0 after a clean stop, -n if signal n ended it, None while it runs."""
+        return self._process.poll()
 
     def wait_ready(self, deadline: float) -> None:
         """Waits until the server answers rpcs.
@@ -64,7 +64,7 @@ class ServerProcess:
         """
         line = self._first_line(deadline)
         if line is None:
-            how = f"ended with exit code {self._process.poll()}" if not self._is_alive() else "was not ready in time"
+            how = f"ended with exit code {self.exit_code}" if not self._is_alive() else "was not ready in time"
             raise UnavailableError(f"{self.name} {how}. {self._log_tail()}", server=self.name)
         self._address = json.loads(line)["address"]
 
@@ -92,7 +92,7 @@ class ServerProcess:
 
     def ask_to_stop(self) -> None:
         """Sends SIGTERM and returns; ``stop`` waits for it."""
-        if self.running:
+        if self.exit_code is None:
             self._process.terminate()
 
     def _start(self) -> subprocess.Popen[bytes]:

@@ -20,7 +20,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         Copies of all parameters, under tied names too, and of persistent buffers. Loads with
-        ``load_state_dict`` into the model as it was before ``fully_shard``.
+        ``load_state_dict`` into the model as it was before ``fully_shard``. Parameters split by tensor
+        parallelism are put together, so all ranks that hold parts must call.
     """
     return dict(iter_full_state_dict(model))
 
@@ -44,8 +45,26 @@ def iter_full_state_dict(model: nn.Module) -> Iterator[tuple[str, Any]]:
             if owner.unit is not gathered:
                 gathered, flat = None, torch.empty(0)
                 gathered, flat = owner.unit, owner.unit.gather_copy()
-            yield name, owner.unit.read(flat, owner.index).clone()
+            yield name, _whole(owner.unit.read(flat, owner.index), value)
         elif isinstance(value, torch.Tensor):
             yield name, value.detach().cpu().clone()
         else:
             yield name, value
+
+
+def _whole(values: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """A copy of a parameter's values; of all ranks' if it is a DTensor, of which ``values`` is this rank's part."""
+    if not hasattr(parameter, "placements"):
+        return values.clone()
+    from torch.distributed.tensor import DTensor
+
+    part = DTensor.from_local(
+        values.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    whole: torch.Tensor = part.full_tensor()
+    return whole.cpu().clone()

@@ -67,6 +67,12 @@ def _copy_with(mapping: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, An
     return copied
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor: its shard of a ``DTensor``, else the tensor itself."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
 def share_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether a tensor's memory is that storage."""
     if tensor.layout is not torch.strided or not torch._C._has_storage(tensor):

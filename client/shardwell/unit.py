@@ -1,8 +1,8 @@
 """One unit: parameters that are gathered and freed together.
 
-A unit owns one flat storage. Its parameters are set to lie in that storage once, when the unit is
-made; afterwards gathering resizes the storage and has the store write into it, and freeing resizes it
-to nothing, which also frees what autograd saved of the parameters, because that lies in it too.
+A unit's parameters are set to lie in its flat vector once, when the unit is made. Gathering gives the
+vector memory and has the store write into it; freeing takes the memory, and with it what autograd
+saved of the parameters, because that lies in the vector too.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import enum
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
+from shardwell.collect import FoundParameter
+from shardwell.flat_vector import FlatVector, Memory
 from shardwell.parameter import adopt, freed_class
 from shardwell.store import ParameterStore
+from shardwell.tensors import local_part
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
@@ -41,21 +44,6 @@ class UnitState(enum.Enum):
 
 
 @dataclass(slots=True)
-class Memory:
-    """Bytes that the flat vectors of all units take here."""
-
-    live_bytes: int = 0
-    peak_bytes: int = 0
-    fetching_bytes: int = 0
-    """Of units in the state FETCHING."""
-
-    def take(self, size_bytes: int) -> None:
-        """Counts memory taken, or given back if negative."""
-        self.live_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-
-@dataclass(slots=True)
 class UnitSettings:
     """What FSDP2's setters set. None leaves the choice to ``Units``."""
 
@@ -64,14 +52,6 @@ class UnitSettings:
     requires_gradient_sync: bool = True
     forward_prefetch: tuple[Unit, ...] | None = None
     backward_prefetch: tuple[Unit, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """A place where a module holds a parameter."""
-
-    module: nn.Module
-    name: str
 
 
 @dataclass(slots=True)
@@ -100,9 +80,8 @@ class Unit:
 
     Args:
         layout: Names, shapes and places of the parameters.
-        parameters: They, in layout order, on one device; their values are uploaded and freed.
-        sites: For each parameter all places that hold it.
-        modules: The modules whose forward uses it.
+        found: They, in layout order, on one device; their values are uploaded and freed.
+        modules: The modules whose forward uses them.
         store: Holds the values.
         memory: Counts this unit's memory among others.
     """
@@ -110,15 +89,14 @@ class Unit:
     def __init__(
         self,
         layout: UnitLayout,
-        parameters: Sequence[nn.Parameter],
-        sites: Sequence[Sequence[Site]],
+        found: Sequence[FoundParameter],
         modules: Sequence[nn.Module],
         store: ParameterStore,
         memory: Memory,
     ) -> None:
         self.layout = layout
-        self.parameters = tuple(parameters)
-        self.sites = tuple(tuple(places) for places in sites)
+        self.parameters = tuple(entry.parameter for entry in found)
+        self.sites = tuple(tuple(entry.sites) for entry in found)
         self.modules = tuple(modules)
         self.settings = UnitSettings()
         self.usage = Usage()
@@ -127,16 +105,14 @@ class Unit:
         self.state = UnitState.FREED
         self._store = store
         self._memory = memory
-        self._device = self.parameters[0].device
-        self._storage = torch.empty(0, dtype=torch.uint8, device=self._device).untyped_storage()
+        self._flat = FlatVector(layout, self.parameters[0].device, memory)
         self._fetched: Future[int] | None = None
-        self._staging: torch.Tensor | None = None
         self._loaded: list[tuple[int, int]] = []
+        # Of a DTensor the part of this process: sharding and tensor parallelism need not know of each other.
+        self._locals = [local_part(parameter) for parameter in self.parameters]
         self._classes = [(parameter, type(parameter), freed_class(type(parameter))) for parameter in self.parameters]
         self._places = [
-            (site.module._parameters, site.name, parameter)
-            for parameter, places in zip(self.parameters, self.sites, strict=True)
-            for site in places
+            (site.module._parameters, site.name, entry.parameter) for entry in found for site in entry.sites
         ]
         self.index = self._upload()
 
@@ -147,35 +123,26 @@ class Unit:
     @property
     def storage(self) -> torch.UntypedStorage:
         """The flat vector's memory; empty while freed."""
-        return self._storage
+        return self._flat.storage
 
     def _upload(self) -> int:
         """Moves the parameters into the flat vector, hands it to the store and frees it."""
-        self._allocate()
-        self._flat_bytes().zero_()
-        placed = [self._place(index) for index in range(len(self.parameters))]
+        self._flat.allocate()
+        self._flat.clear()
+        placed = [self._flat.place(index) for index in range(len(self.parameters))]
         with torch.no_grad():
-            for view, parameter in zip(placed, self.parameters, strict=True):
-                view.copy_(parameter)
+            for view, local in zip(placed, self._locals, strict=True):
+                view.copy_(local)
         try:
-            index = self._store.declare(self.layout, self._host_memory(copy_values=True))
+            index = self._store.declare(self.layout, self._flat.send_buffer())
         except BaseException:
-            self._release_memory()
+            self._flat.release()
             raise
-        for number, (view, parameter) in enumerate(zip(placed, self.parameters, strict=True)):
-            parameter.data = view
+        for number, parameter in enumerate(self.parameters):
+            self._locals[number].data = placed[number]
             adopt(parameter, self, number)
         self._release()
         return index
-
-    def _place(self, index: int) -> torch.Tensor:
-        """A tensor of its own, not a view for autograd, on a parameter's part of the flat vector."""
-        parameter, spec = self.parameters[index], self.layout.parameters[index]
-        tensor = torch.empty(spec.shape, dtype=parameter.dtype, device="meta")
-        strides, start = tensor.stride(), self.layout.starts[index] // spec.item_size
-        return torch.empty(0, dtype=parameter.dtype, device=self._device).set_(
-            self._storage, start, spec.shape, strides
-        )
 
     # Gathering and freeing.
 
@@ -183,10 +150,10 @@ class Unit:
         """Starts to gather, in the background, unless that has been done."""
         if self.state is not UnitState.FREED:
             return
-        self._allocate()
+        self._flat.allocate()
         self._set_state(UnitState.FETCHING)
         try:
-            self._fetched = self._store.gather(self.index, self._host_memory())
+            self._fetched = self._store.gather(self.index, self._flat.receive_buffer())
         except BaseException:
             self.free()
             raise
@@ -205,12 +172,11 @@ class Unit:
         assert self._fetched is not None
         try:
             self._fetched.result()
-            if self._staging is not None:
-                self._flat_bytes().copy_(self._staging)
+            self._flat.receive()
         except Exception:
             self.free()
             raise
-        self._fetched = self._staging = None
+        self._fetched = None
         for parameter, original, _ in self._classes:
             parameter.__class__ = original
         self._loaded = self._fingerprints()
@@ -222,7 +188,21 @@ class Unit:
             return
         if self._fetched is not None:
             wait([self._fetched])
+            self._fetched = None
         self._release()
+
+    def _release(self) -> None:
+        for parameter, _, freed in self._classes:
+            parameter.__class__ = freed
+        self._flat.release()
+        self._set_state(UnitState.FREED)
+
+    def _set_state(self, state: UnitState) -> None:
+        was_fetching, is_fetching = self.state is UnitState.FETCHING, state is UnitState.FETCHING
+        self._memory.fetching_bytes += (is_fetching - was_fetching) * self.layout.size_bytes
+        self.state = state
+
+    # Checks.
 
     def written_parameter(self) -> str | None:
         """The name of a parameter that was written in place, or given other data, since it was gathered, if any."""
@@ -230,12 +210,12 @@ class Unit:
             return None
         changed = [index for index, pair in enumerate(now) if pair != self._loaded[index]]
         for index in changed:
-            self.parameters[index].data = self._place(index)
+            self._locals[index].data = self._flat.place(index)
         return self.layout.parameters[changed[0]].name
 
     def _fingerprints(self) -> list[tuple[int, int]]:
         """Where each parameter lies and how often it was written; gathering counts as no write."""
-        return [(parameter.data_ptr(), parameter._version) for parameter in self.parameters]
+        return [(local.data_ptr(), local._version) for local in self._locals]
 
     def _check_sites(self) -> None:
         for held, name, parameter in self._places:
@@ -248,39 +228,6 @@ class Unit:
                     unit=self.name,
                     parameter=full_name,
                 )
-
-    def _allocate(self) -> None:
-        self._storage.resize_(self.layout.size_bytes)
-        self._memory.take(self.layout.size_bytes)
-
-    def _release(self) -> None:
-        for parameter, _, freed in self._classes:
-            parameter.__class__ = freed
-        self._release_memory()
-        self._set_state(UnitState.FREED)
-
-    def _release_memory(self) -> None:
-        self._storage.resize_(0)
-        self._memory.take(-self.layout.size_bytes)
-        self._fetched = self._staging = None
-
-    def _set_state(self, state: UnitState) -> None:
-        was_fetching, is_fetching = self.state is UnitState.FETCHING, state is UnitState.FETCHING
-        self._memory.fetching_bytes += (is_fetching - was_fetching) * self.layout.size_bytes
-        self.state = state
-
-    def _host_memory(self, *, copy_values: bool = False) -> memoryview:
-        """The flat vector as host memory: itself, or a staging buffer if it is on another device."""
-        size = self.layout.size_bytes
-        if self._device.type == "cpu":
-            return memory_at(self._storage.data_ptr(), size)
-        self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        if copy_values:
-            self._staging.copy_(self._flat_bytes())
-        return memory_at(self._staging.data_ptr(), size)
-
-    def _flat_bytes(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(self._storage)
 
     # Reading beside the training.
 
@@ -304,7 +251,7 @@ class Unit:
             for index, parameter in enumerate(self.parameters):
                 if (gradient := parameter.grad) is not None:
                     parameter.grad = None
-                    taken.append((index, _plain(gradient)))
+                    taken.append((index, _plain(gradient, parameter)))
         return taken
 
     def drop_gradients(self) -> None:
@@ -314,9 +261,12 @@ class Unit:
                 parameter.grad = None
 
 
-def _plain(gradient: torch.Tensor) -> torch.Tensor:
+def _plain(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if gradient.requires_grad:
         gradient = gradient.detach()
+    if (placements := getattr(parameter, "placements", None)) is not None:
+        # A DTensor's gradient may be a partial sum, such as that of a norm under sequence parallelism.
+        gradient = cast(Any, gradient).redistribute(placements=placements).to_local()
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()
     return gradient.contiguous()

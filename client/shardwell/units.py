@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from shardwell.collect import FoundParameter
+from shardwell.flat_vector import Memory
 from shardwell.hooks import NO_TASK, ForwardCall, attach, backward_task
 from shardwell.parameter import owner_of
 from shardwell.prefetch import Order, Phase
 from shardwell.store import ParameterStore
-from shardwell.unit import Memory, Site, Unit, UnitState
+from shardwell.unit import Unit, UnitState
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
 
@@ -37,9 +39,12 @@ class Units:
     Args:
         store: Holds the parameters.
         prefetch_bytes: How much may be gathered ahead of its use, beyond the units in use.
+        name_prefix: Begins the names of all units and parameters; tells those of one pipeline stage or
+            tensor-parallel rank from another's, which are made by the same code.
     """
 
-    def __init__(self, store: ParameterStore, *, prefetch_bytes: int = 256 << 20) -> None:
+    def __init__(self, store: ParameterStore, *, prefetch_bytes: int = 256 << 20, name_prefix: str = "") -> None:
+        self.name_prefix = name_prefix
         self._store = store
         self._prefetch_bytes = prefetch_bytes
         self._by_name: dict[str, Unit] = {}
@@ -58,8 +63,7 @@ class Units:
     def add(
         self,
         layout: UnitLayout,
-        parameters: Sequence[nn.Parameter],
-        sites: Sequence[Sequence[Site]],
+        found: Sequence[FoundParameter],
         modules: Sequence[nn.Module],
     ) -> Unit:
         """Uploads a unit's parameters and hooks its modules.
@@ -71,7 +75,7 @@ class Units:
             raise UsageError(
                 f"this session has a unit named {layout.unit!r} already: choose another name", unit=layout.unit
             )
-        unit = Unit(layout, parameters, sites, modules, self._store, self._memory)
+        unit = Unit(layout, found, modules, self._store, self._memory)
         self._by_name[unit.name] = unit
         attach(unit, self)
         self._outermost.append(unit)
@@ -92,11 +96,11 @@ class Units:
     def next_name(self, class_name: str) -> str:
         """A name for a unit that was given none: the class and how many came before, the same on every trainer."""
         names = (f"{class_name}-{number}" for number in itertools.count())
-        return next(name for name in names if name not in self._by_name)
+        return next(name for name in names if f"{self.name_prefix}{name}" not in self._by_name)
 
     def unused_name(self, name: str) -> str:
         """The name, or with a count if a unit has it."""
-        return self.next_name(name) if name in self._by_name else name
+        return self.next_name(name) if f"{self.name_prefix}{name}" in self._by_name else name
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self._by_name.values())

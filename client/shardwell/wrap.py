@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
 
-from shardwell.fully_shard import HasUnits, shard_modules
+from shardwell.fully_shard import HasUnits, ShardedModule, shard_modules
+from shardwell.guards import has_forward
+from shardwell.parameter import owner_of
 from shardwell_wire.errors import UsageError
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _READS_CHILDREN = (nn.MultiheadAttention,)
 """Their forward reads the parameters of their children without calling them."""
 
@@ -19,8 +21,12 @@ _READS_CHILDREN = (nn.MultiheadAttention,)
 class WrapPolicy(Protocol):
     """Chooses the modules that become units."""
 
-    def choose(self, model: nn.Module) -> Collection[nn.Module]:
-        """Modules inside ``model``, without ``model`` itself, which is the last unit always."""
+    def choose(self, candidates: Sequence[nn.Module]) -> Collection[nn.Module]:
+        """Some of the candidates.
+
+        Args:
+            candidates: The modules inside the model that can be units, each after all modules inside it.
+        """
         ...
 
 
@@ -28,7 +34,7 @@ class WrapPolicy(Protocol):
 class NoWrapPolicy:
     """One unit for the whole model."""
 
-    def choose(self, model: nn.Module) -> Collection[nn.Module]:
+    def choose(self, candidates: Sequence[nn.Module]) -> Collection[nn.Module]:
         return []
 
 
@@ -42,11 +48,12 @@ class ModuleTypePolicy:
 
     module_types: Collection[type[nn.Module]]
 
-    def choose(self, model: nn.Module) -> Collection[nn.Module]:
-        types = tuple(self.module_types)
-        if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in types):
+    def __post_init__(self) -> None:
+        if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in self.module_types):
             raise UsageError(f"ModuleTypePolicy({self.module_types!r}): expected classes of modules")
-        return [module for _, module in _candidates(model) if isinstance(module, types)]
+
+    def choose(self, candidates: Sequence[nn.Module]) -> Collection[nn.Module]:
+        return [module for module in candidates if isinstance(module, tuple(self.module_types))]
 
 
 @dataclass(frozen=True)
@@ -54,18 +61,18 @@ class CustomPolicy:
     """A unit for every module for which a function says so.
 
     Args:
-        function: Called with each module.
+        function: Called with each candidate.
     """
 
     function: Callable[[nn.Module], bool]
 
-    def choose(self, model: nn.Module) -> Collection[nn.Module]:
-        return [module for _, module in _candidates(model) if self.function(module)]
+    def choose(self, candidates: Sequence[nn.Module]) -> Collection[nn.Module]:
+        return [module for module in candidates if self.function(module)]
 
 
 @dataclass(frozen=True)
 class SizePolicy:
-    """A unit for every module with that many parameters which are in no inner unit; inner modules first.
+    """A unit for every module with enough parameters that are in no inner unit.
 
     Args:
         min_num_params: Number of elements.
@@ -77,14 +84,15 @@ class SizePolicy:
         if self.min_num_params < 1:
             raise UsageError(f"SizePolicy(min_num_params={self.min_num_params}): expected at least 1")
 
-    def choose(self, model: nn.Module) -> Collection[nn.Module]:
+    def choose(self, candidates: Sequence[nn.Module]) -> Collection[nn.Module]:
         chosen: list[nn.Module] = []
         taken: set[int] = set()
-        for _, module in _candidates(model):
-            own = {id(parameter): parameter.numel() for parameter in module.parameters() if id(parameter) not in taken}
-            if sum(own.values()) >= self.min_num_params:
+        for module in candidates:
+            own = [parameter for parameter in module.parameters() if owner_of(parameter) is None]
+            left = {id(parameter): parameter.numel() for parameter in own if id(parameter) not in taken}
+            if sum(left.values()) >= self.min_num_params:
                 chosen.append(module)
-                taken.update(own)
+                taken.update(left)
         return chosen
 
 
@@ -104,10 +112,10 @@ def auto_wrap(model: nn.Module, session: HasUnits, policy: WrapPolicy, **options
     Returns:
         The model.
     """
-    chosen = {id(module) for module in policy.choose(model)}
-    tied = _tied_across(model)
-    for name, module in _candidates(model):
-        if id(module) in chosen and id(module) not in tied:
+    candidates = dict(_candidates(model))
+    chosen = {id(module) for module in policy.choose(list(candidates.values()))}
+    for name, module in candidates.items():
+        if id(module) in chosen:
             shard_modules([module], session.units, name=name, prefixes=[f"{name}."], **options)
     root = session.units.unused_name(type(model).__name__)
     shard_modules([model], session.units, name=root, prefixes=[""], **options)
@@ -115,45 +123,27 @@ def auto_wrap(model: nn.Module, session: HasUnits, policy: WrapPolicy, **options
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that can be units of their own, each after all modules inside it, with their names."""
-    yield from _inner_first(model, "", set())
+    """Modules inside a model that can be units, each after all modules inside it, with their names."""
+    holders = _count_holders(model)
+    for name, module in _inner_first(model, "", {id(model)}):
+        own = _count_holders(module)
+        is_tied_to_outside = any(holders[parameter] > count for parameter, count in own.items())
+        if has_forward(module) and not isinstance(module, ShardedModule) and not is_tied_to_outside:
+            yield name, module
 
 
 def _inner_first(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
-        if id(child) in seen:
-            continue
-        seen.add(id(child))
-        full_name = f"{name}.{child_name}" if name else child_name
-        if not isinstance(child, _READS_CHILDREN):
-            yield from _inner_first(child, full_name, seen)
-        if not isinstance(child, _CONTAINERS) and type(child).forward is not nn.Module.forward:
+        if id(child) not in seen:
+            seen.add(id(child))
+            full_name = f"{name}.{child_name}" if name else child_name
+            if not isinstance(child, _READS_CHILDREN):
+                yield from _inner_first(child, full_name, seen)
             yield full_name, child
 
 
-def _tied_across(model: nn.Module) -> set[int]:
-    """Modules that hold a parameter which a module outside them holds too."""
-    holders: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    shared = {parameter for parameter, count in holders.items() if count > 1}
-    return {
-        id(module)
-        for module in model.modules()
-        if any(_count_holders(module, parameter) < holders[parameter] for parameter in _held(module) & shared)
-    }
-
-
-def _held(module: nn.Module) -> set[int]:
-    return {id(parameter) for parameter in module.parameters()}
-
-
-def _count_holders(module: nn.Module, parameter_id: int) -> int:
-    return sum(
-        id(parameter) == parameter_id
-        for part in module.modules()
-        for parameter in part._parameters.values()
-        if parameter is not None
+def _count_holders(module: nn.Module) -> Counter[int]:
+    """How many places in a module hold each parameter, by the parameter's id."""
+    return Counter(
+        id(parameter) for part in module.modules() for parameter in part._parameters.values() if parameter is not None
     )

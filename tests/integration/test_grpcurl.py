@@ -29,8 +29,11 @@ def coordinator(cluster: shardwell.LocalCluster) -> grpcurl.Grpcurl:
 
 
 @pytest.fixture
-def shard(cluster: shardwell.LocalCluster) -> grpcurl.Grpcurl:
-    return grpcurl.at(cluster.shards[0].address)
+def shard(coordinator: grpcurl.Grpcurl) -> grpcurl.Grpcurl:
+    """The server that has the unit ``first``, found as a person would find it."""
+    (response,) = coordinator.call(f"{COORDINATOR}/ListUnits", {"run": RUN})
+    owners = {unit["unit"]: unit["shards"][0]["address"] for unit in response["units"]}
+    return grpcurl.at(owners["first"])
 
 
 def test_list(coordinator: grpcurl.Grpcurl, shard: grpcurl.Grpcurl) -> None:

@@ -47,16 +47,21 @@ def test_signals_of_the_terminal_do_not_reach_the_servers(cluster: shardwell.Loc
 
 def test_leaving_ends_every_process_and_removes_what_was_written() -> None:
     with shardwell.LocalCluster(num_shards=1) as cluster:
-        processes = [psutil.Process(server.pid) for server in (cluster.coordinator, *cluster.shards)]
+        servers = (cluster.coordinator, *cluster.shards)
+        processes = [psutil.Process(server.pid) for server in servers]
         directory = cluster.coordinator.log_path.parents[1]
         assert directory.is_dir()
     wait_gone(processes, timeout_s=0)
+    assert [server.exit_code for server in servers] == [0, 0]
     assert not directory.exists()
     cluster.stop()
 
 
-def test_nothing_outlives_a_killed_owner() -> None:
-    with subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+def test_nothing_outlives_a_killed_owner(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # which the owner cannot tidy up
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as owner:
         assert owner.stdout is not None
         processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
         assert len(processes) == 3
@@ -86,7 +91,7 @@ def test_a_shard_server_can_be_killed() -> None:
     with shardwell.LocalCluster(num_shards=1) as cluster:
         process = psutil.Process(cluster.shards[0].pid)
         cluster.shards[0].kill()
-        assert not cluster.shards[0].running
+        assert cluster.shards[0].exit_code == -signal.SIGKILL
         wait_gone([process], timeout_s=0)
 
 

@@ -65,6 +65,8 @@ def test_failure_then_zero_grad(fail: Callable[[Gpt], None], recompute: bool | N
             fail(model)
         pair.optimizer.zero_grad()
         pair.sharded.units.zero_grad()
+        if fail is fail_in_backward:
+            assert pair.sharded.units.live_bytes == 0
         assert all(parameter.grad is None for parameter in pair.sharded.model.parameters())
         assert not any(unit.parts for unit in pair.sharded.store.units)
         pair.backward(gpt_loss, number)
@@ -79,6 +81,7 @@ def test_failed_backward_without_zero_grad_keeps_what_torch_keeps() -> None:
             torch.manual_seed(number)
             fail_in_backward(model)
         pair.backward(gpt_loss, number)
+        assert pair.sharded.units.live_bytes == 0
         pair.step()
     pair.compare()
 
@@ -153,6 +156,26 @@ def test_failed_gather_raises_in_the_forward_and_the_next_one_works() -> None:
     pair = Pair(gpt(), wrap_blocks)
     pair.sharded = sharded
     pair.train(gpt_loss)
+
+
+def test_failed_unshard_leaves_nothing_behind() -> None:
+    broken = [True]
+
+    def before_gather(unit_index: int) -> None:
+        if broken:
+            raise UnavailableError("server gone")
+
+    sharded = Sharded(gpt(), wrap_blocks, store=InMemoryStore(before_gather=before_gather))
+    block: Any = sharded.model.blocks[0]
+    with pytest.raises(UnavailableError):
+        block.unshard()
+    handle = block.unshard(async_op=True)
+    with pytest.raises(UnavailableError):
+        handle.wait()
+    assert sharded.units.live_bytes == 0
+    broken.clear()
+    handle.wait()
+    assert block.up.weight.isfinite().all()
 
 
 def test_unused_prefetch_is_freed_at_the_end_of_the_backward() -> None:
@@ -282,3 +305,15 @@ def test_setting_a_pushed_gradient_raises() -> None:
     weight.grad = torch.zeros(weight.shape)
     sharded.model.zero_grad()
     assert weight.grad is None
+
+
+def test_gradients_are_free_to_set_after_the_commit() -> None:
+    sharded = Sharded(gpt(), wrap_blocks)
+    gpt_loss(sharded.model, 0).backward()
+    sharded.units.finish_item()
+    with pytest.raises(UsageError):
+        sharded.model.head.weight.grad = None
+    sharded.store.step()
+    sharded.units.invalidate()
+    sharded.model.head.weight.grad = None
+    sharded.model.zero_grad()

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from shardwell.fully_shard import ShardedModule, fully_shard
+from shardwell.state_dict import full_state_dict
 from shardwell.unit import UnitState
 from shardwell.units import Units
-from shardwell_wire.errors import TiedParameterError, UsageError
+from shardwell_wire.errors import CapacityError, TiedParameterError, UsageError
+from shardwell_wire.layout import UnitLayout
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import (
     LAYERS,
@@ -248,6 +250,20 @@ def test_forward_order_is_that_of_first_use() -> None:
     assert sharded.units.forward_order() == [by_name[name] for name in ("Gpt-0", *BLOCKS)]
     sharded.model.blocks[1](inputs(0, 1, 2, 20))
     assert sharded.units.forward_order() == [by_name["Block-1"]]
+    sharded.units.invalidate()
+    sharded.model.blocks[2](inputs(0, 1, 2, 20))
+    assert sharded.units.forward_order() == [by_name["Block-2"]]
+
+
+def test_what_was_gathered_ahead_stays_until_the_last_backward() -> None:
+    sharded = Sharded(gpt(), wrap_blocks, prefetch_bytes=0)
+    model: Any = sharded.model
+    other = fully_shard(nn.Linear(3, 3), sharded.session)
+    for is_last in (False, True):
+        model.set_is_last_backward(is_last)
+        other.unshard(async_op=True)
+        backward(sharded)
+        assert (sharded.units.live_bytes > 0) is not is_last
 
 
 # Races.
@@ -379,6 +395,44 @@ def test_names_of_units_and_parameters() -> None:
     assert tied.aliases == ("Embedding+Linear-0.1.weight",)
     with pytest.raises(UsageError, match="has a unit named 'first' already"):
         fully_shard(nn.Linear(3, 3), session, name="first")
+
+
+def test_module_held_twice_has_both_names() -> None:
+    shared = nn.Linear(3, 3, bias=False)
+    units = Units(InMemoryStore())
+    fully_shard(nn.Sequential(shared, nn.ReLU(), shared), SimpleNamespace(units=units))
+    (unit,) = units
+    (parameter,) = unit.layout.parameters
+    assert (parameter.name, parameter.aliases) == ("Sequential-0.0.weight", ("Sequential-0.2.weight",))
+
+
+def test_prefix_of_all_names() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    units = Units(InMemoryStore(), name_prefix="stage1/")
+    for layer in model:
+        fully_shard(layer, SimpleNamespace(units=units))
+    assert {unit.name: unit.layout.parameters[0].name for unit in units} == {
+        "stage1/Linear-0": "stage1/Linear-0.weight",
+        "stage1/Linear-1": "stage1/Linear-1.weight",
+    }
+    assert list(full_state_dict(model)) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_failed_declaration_changes_nothing() -> None:
+    class Full(InMemoryStore):
+        def declare(self, layout: UnitLayout, initial_values: memoryview) -> int:
+            if layout.parameters[0].shape == (5, 7):
+                raise CapacityError("no room")
+            return super().declare(layout, initial_values)
+
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    units = Units(Full())
+    with pytest.raises(CapacityError):
+        fully_shard(model[0], SimpleNamespace(units=units))
+    assert units.live_bytes == 0 and len(units) == 0 and type(model[0]) is nn.Linear
+    assert model[0](inputs(0, 2, 7)).isfinite().all()
+    fully_shard(model[1], SimpleNamespace(units=units))
+    assert [unit.name for unit in units] == ["Linear-0"]
 
 
 def test_tied_parameters_in_two_units_raise() -> None:

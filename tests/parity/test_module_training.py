@@ -237,6 +237,22 @@ def test_compiled_forward() -> None:
 
 
 @ignore_compiler_warning
+def test_compiled_block_sharded_afterwards() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 15), nn.Linear(15, 3))
+
+    def wrap(sharded: Any, session: Any) -> None:
+        for number, layer in enumerate(sharded):
+            sharded[number] = fully_shard(torch.compile(layer, backend="aot_eager"), session)
+
+    pair = Pair(model, wrap)
+    for number in range(3):
+        pair.backward(lambda each, at: each(inputs(at, 4, 7)).square().mean(), number)
+        pair.step()
+    assert all(map(torch.equal, pair.plain.state_dict().values(), pair.sharded.state().values()))
+
+
+@ignore_compiler_warning
 def test_compiled_model() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 15), nn.Linear(15, 3))

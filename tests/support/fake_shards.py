@@ -25,6 +25,9 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.v1 import shard_pb2
 
+COST = 3
+"""Bytes set aside per byte of parameters: optimizer state and contributions need room too."""
+
 
 @dataclass
 class FakeUnit:
@@ -51,6 +54,7 @@ class FakeShard:
         fail: Called with the rpc's name and request before it does anything; raises to fail it.
         calls: How often each rpc was called.
         square_partials: What every unit reports.
+        manifests: Every PrepareStep.
         available: While False every rpc is UNAVAILABLE.
     """
 
@@ -63,6 +67,7 @@ class FakeShard:
         self.fail: Callable[[str, Any], None] = lambda rpc_name, request: None
         self.available = True
         self.square_partials = [4.0]
+        self.manifests: list[shard_pb2.PrepareStepRequest] = []
         self.missing: set[int] = set()
         """dp ranks whose contributions got lost."""
 
@@ -84,7 +89,7 @@ class FakeShard:
 
     def ReserveUnit(self, request: shard_pb2.ReserveUnitRequest) -> shard_pb2.ReserveUnitResponse:
         run = self.runs.setdefault(request.context.run, FakeRun())
-        size = request.stop_bytes - request.start_bytes
+        size = COST * (request.stop_bytes - request.start_bytes)
         if request.unit_index not in run.units:
             if self.reserved_bytes + size > self.budget_bytes:
                 raise CapacityError(f"{size} bytes do not fit")
@@ -111,6 +116,7 @@ class FakeShard:
 
     def PrepareStep(self, request: shard_pb2.PrepareStepRequest) -> shard_pb2.PrepareStepResponse:
         run, step = self._run(request), request.context.step
+        self.manifests.append(request)
         if any(unit.version != step for unit in run.units.values()):
             raise StepStateError(f"step {step} is not the next: {run.units}")
         if lost := sorted(self.missing & {rank.dp_rank for rank in request.ranks}):
@@ -136,7 +142,7 @@ class FakeShard:
 
     def DropRun(self, request: shard_pb2.DropRunRequest) -> shard_pb2.DropRunResponse:
         run = self.runs.pop(request.context.run, None)
-        freed = sum(unit.stop_bytes - unit.start_bytes for unit in run.units.values()) if run else 0
+        freed = COST * sum(unit.stop_bytes - unit.start_bytes for unit in run.units.values()) if run else 0
         self.reserved_bytes -= freed
         return shard_pb2.DropRunResponse(freed_bytes=freed)
 

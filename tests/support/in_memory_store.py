@@ -82,6 +82,9 @@ class InMemoryStore:
                 for start, stop in cut(layout.size_bytes, [1.0] * self._num_shards, BLOCK_BYTES)
             ],
         )
+        ends = [start + spec.size_bytes for start, spec in zip(layout.starts, layout.parameters, strict=True)]
+        for end, following in zip(ends, [*layout.starts[1:], layout.size_bytes], strict=True):
+            assert not values[end:following].any(), "the gaps are not zero"
         for start, stop, shard in unit.shards:
             for segment in layout.segments(start, stop):
                 dtype = getattr(torch, layout.parameters[segment.parameter_index].dtype)
@@ -112,7 +115,7 @@ class InMemoryStore:
         for index, gradient in gradients:
             spec = unit.layout.parameters[index]
             assert tuple(gradient.shape) == spec.shape and str(gradient.dtype) == f"torch.{spec.dtype}"
-            assert gradient.layout is torch.strided and not gradient.requires_grad
+            assert gradient.is_contiguous() and not gradient.requires_grad
             self.pushed_bytes += spec.size_bytes
         # The tensors are the store's now: they are read at the step only, so a caller's later change would show.
         unit.parts.append(gradients)

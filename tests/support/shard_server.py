@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -32,18 +33,24 @@ SGD = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "neste
 ADAM = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "amsgrad": 0.0, "maximize": 0.0}
 
 
+@cache
+def shared_loop() -> asyncio.AbstractEventLoop:
+    """One event loop for all tests: grpc.aio complains when servers of one process use several."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
 class ShardServer:
     """A real gRPC server on an event loop in a thread; ``client`` calls it."""
 
     def __init__(self, budget_bytes: int = 1 << 30) -> None:
         self._budget_bytes = budget_bytes
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._loop = shared_loop()
         self.problems: list[dict[str, Any]] = []
         """What the event loop complained of, such as exceptions that nobody looked at."""
 
     def __enter__(self) -> ShardServer:
-        self._thread.start()
         port = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
         self.client = ShardClient(f"127.0.0.1:{port}", chunk_bytes=64 << 10)
         return self
@@ -51,10 +58,7 @@ class ShardServer:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self.client.close()
         asyncio.run_coroutine_threadsafe(self._server.stop(0), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
         self._threads.shutdown()
-        self._loop.close()
         if kind is None:
             assert not self.problems, self.problems
 
@@ -359,3 +363,27 @@ def in_background(action: Callable[[], Result]) -> Iterator[Result]:
             pool.shutdown()
 
     return outcome()
+
+
+def train(one: OneUnit, step: int, gradient: float = 1.0, **options: Any) -> None:
+    """One whole step with the same gradient from every rank."""
+    for rank in range(one.dp):
+        one.push(one.filled(gradient), step=step, rank=rank)
+    one.prepare(step)
+    one.update(step, **options)
+
+
+def assert_all(values: Sequence[torch.Tensor], expected: float) -> None:
+    assert [set(value.tolist()) for value in values] == [{expected}] * len(values)
+
+
+MIXED = layout_of(
+    a=((1031,), "float32"),
+    b=((3, 7), "bfloat16"),
+    c=((), "float64"),
+    d=((0, 4), "float32"),
+    e=((997,), "float16"),
+)
+PLAIN = layout_of(a=((40_000,), "float32"), b=((20_000,), "float32"))
+BIG = layout_of(a=((8 << 20,), "float32"))
+"""More than the connection's buffers hold, so a client that does not read stops the server."""

@@ -139,7 +139,7 @@ def test_a_run_with_a_lost_trainer_and_a_spare() -> None:
         ],
     )
     output = text(tables.run(response))
-    for expected in ("2 x 1 x 1 (pp,tp,dp)", "0 1", "lost", "5 min ago", "spare", "vacant", "no step committed yet"):
+    for expected in ("2 x 1 x 1 (pp,tp,dp)", "0 1", "gone", "5 min ago", "spare", "vacant", "no step committed yet"):
         assert expected in output
 
 

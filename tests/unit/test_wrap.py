@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwell.fully_shard import fully_shard
 from shardwell.units import Units
 from shardwell.wrap import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, WrapPolicy, auto_wrap
 from shardwell_wire.errors import UsageError
@@ -93,7 +94,7 @@ def test_containers_and_children_of_attention_are_no_units() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    assert list(wrapped(Model(), SizePolicy(min_num_params=1))) == ["layers.0", "by_name.a", "Model"][:2]
+    assert list(wrapped(Model(), SizePolicy(min_num_params=1))) == ["layers.0", "by_name.a"]
 
 
 def test_tied_modules_stay_with_what_contains_both() -> None:
@@ -106,6 +107,20 @@ def test_tied_modules_stay_with_what_contains_both() -> None:
 def test_module_whose_ties_are_all_inside_is_a_unit() -> None:
     found = wrapped(nn.Sequential(gpt(), nn.Linear(3, 3)), ModuleTypePolicy({Gpt}))
     assert list(found) == ["0", "Sequential"]
+
+
+def test_tied_parameters_still_count_for_the_module_around_them() -> None:
+    """The embedding is large enough alone, but it is tied: the model that holds both has its size."""
+    found = wrapped(nn.Sequential(gpt(layers=0), nn.Linear(3, 3)), SizePolicy(min_num_params=131 * 20))
+    assert list(found) == ["0", "Sequential"]
+
+
+def test_rest_of_a_model_that_is_sharded_in_part() -> None:
+    model = gpt()
+    session = SimpleNamespace(units=Units(InMemoryStore()))
+    fully_shard(model.blocks[1], session)
+    auto_wrap(model, session, ModuleTypePolicy({Block}))
+    assert [unit.name for unit in session.units] == ["Block-0", "blocks.0", "blocks.2", "Gpt"]
 
 
 def test_module_used_twice_is_one_unit() -> None:
@@ -127,7 +142,7 @@ def test_options_reach_every_unit() -> None:
     assert {unit.settings.reshard_after_forward for unit in session.units} == {False}
 
 
-@pytest.mark.parametrize("make", [lambda: SizePolicy(0), lambda: ModuleTypePolicy({"Block"}).choose(gpt())])
+@pytest.mark.parametrize("make", [lambda: SizePolicy(0), lambda: ModuleTypePolicy({"Block"})])
 def test_impossible_policies(make: Any) -> None:
     with pytest.raises(UsageError, match="expected"):
         make()

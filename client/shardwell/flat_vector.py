@@ -1,0 +1,92 @@
+"""The memory of one unit's flat vector in this process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardwell_wire.codec import memory_at
+from shardwell_wire.layout import UnitLayout
+
+
+@dataclass(slots=True)
+class Memory:
+    """Bytes that the flat vectors of all units take here."""
+
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    fetching_bytes: int = 0
+    """Of units in the state FETCHING."""
+
+    def take(self, size_bytes: int) -> None:
+        """Counts memory taken, or given back if negative."""
+        self.live_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+class FlatVector:
+    """One storage that is resized to the unit's size and to nothing.
+
+    Tensors placed in it stay placed: when the storage is resized they, and whatever views of them
+    autograd saved, lie in the new memory or in none. Bytes are written from outside torch, so no
+    version counter moves. (``Tensor.numpy`` would make the storage unresizable for ever.)
+
+    Args:
+        layout: What lies where.
+        device: Where the memory is.
+        memory: Counts it.
+    """
+
+    def __init__(self, layout: UnitLayout, device: torch.device, memory: Memory) -> None:
+        self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        self._layout = layout
+        self._device = device
+        self._memory = memory
+        self._staging: torch.Tensor | None = None
+
+    def allocate(self) -> None:
+        """Takes the memory, with whatever is in it."""
+        self.storage.resize_(self._layout.size_bytes)
+        self._memory.take(self._layout.size_bytes)
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        self.storage.resize_(0)
+        self._memory.take(-self._layout.size_bytes)
+        self._staging = None
+
+    def clear(self) -> None:
+        """Fills the vector with zeros; so are the gaps between parameters."""
+        self._bytes().zero_()
+
+    def place(self, index: int) -> torch.Tensor:
+        """A contiguous tensor on a parameter's part; for autograd it is no view of anything."""
+        spec, start = self._layout.parameters[index], self._layout.starts[index]
+        dtype = getattr(torch, spec.dtype)
+        strides = torch.empty(spec.shape, dtype=dtype, device="meta").stride()
+        tensor = torch.empty(0, dtype=dtype, device=self._device)
+        return tensor.set_(self.storage, start // spec.item_size, spec.shape, strides)
+
+    def receive_buffer(self) -> memoryview:
+        """Host memory to write the vector's bytes to; ``receive`` makes them the vector's. [size_bytes]"""
+        if self._device.type == "cpu":
+            return memory_at(self.storage.data_ptr(), self._layout.size_bytes)
+        self._staging = torch.empty(self._layout.size_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        return memory_at(self._staging.data_ptr(), self._layout.size_bytes)
+
+    def receive(self) -> None:
+        """Takes over what was written to the receive buffer."""
+        if self._staging is not None:
+            self._bytes().copy_(self._staging)
+            self._staging = None
+
+    def send_buffer(self) -> memoryview:
+        """Host memory with the vector's bytes, until it is released. [size_bytes]"""
+        buffer = self.receive_buffer()
+        if self._staging is not None:
+            self._staging.copy_(self._bytes())
+        return buffer
+
+    def _bytes(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(self.storage)
