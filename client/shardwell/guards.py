@@ -85,15 +85,14 @@ def guard_state_dict(module: nn.Module) -> None:
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if not keep_vars:  # else only the parameter objects are asked for, as full_state_dict does
         raise UsageError(
-            "state_dict() of a sharded module has no values to return: use shardwell.full_state_dict(model), or "
-            "session.save_checkpoint()"
+            "state_dict() of a sharded module has no values to return: use shardwell.full_state_dict(model)"
         )
 
 
 def _refuse_load(module: nn.Module, *args: object) -> None:
     raise UsageError(
-        "load_state_dict() of a sharded module would change nothing on the shard servers: load before fully_shard, or "
-        "restore a checkpoint of the run"
+        "load_state_dict() of a sharded module would change nothing on the shard servers: load before fully_shard, in a "
+        "run that has no values yet"
     )
 
 

@@ -114,7 +114,7 @@ class Session:
         self.world, self.seed = self._membership.world, self._membership.seed
         self.progress = StepProgress(joined.committed_step, joined.work.items)
         self.store = RunStore(self._membership, config, self.progress)
-        self.units = Units(self.store, prefetch_bytes=config.prefetch_bytes)
+        self.units = Units(self.store, prefetch_bytes=config.prefetch_bytes, name_prefix=self._name_prefix())
         self._tracked = TrackedObjects(joined.state.tracked_json)
         self._buffers = RunBuffers(lambda: ((unit.name, module) for unit in self.units for module in unit.modules))
         self._buffers.committed(joined.state.buffers)
@@ -170,6 +170,12 @@ class Session:
     @property
     def _seats(self) -> list[common_pb2.Coordinates]:
         return [seat.coordinates for seat in self._membership.seats]
+
+    def _name_prefix(self) -> str:
+        """Ranks that differ in tp or pp hold different units of the same modules."""
+        if self.world.tp == self.world.pp == 1 or not self._seats:
+            return ""
+        return f"pp{self.pp_rank}.tp{self.tp_rank}."
 
     # ---- the loop ----
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 
 import grpc.aio
@@ -78,7 +79,9 @@ async def serve(service: ServiceDescriptor, servicer: object, endpoint: Endpoint
     await server.start()
     address = endpoint.address(port)
     try:
-        async with background(address):
+        async with AsyncExitStack() as stack:
+            if not await _done_before(stop, stack.enter_async_context(background(address))):
+                return
             for name in ("", service.full_name):
                 await health.set(name, health_pb2.HealthCheckResponse.SERVING)
             print(json.dumps({"ready": service.full_name, "address": address}), flush=True)
@@ -91,6 +94,20 @@ async def serve(service: ServiceDescriptor, servicer: object, endpoint: Endpoint
         await server.stop(0)
 
 
+async def _done_before(stop: asyncio.Event, starting: Coroutine[object, object, object]) -> bool:
+    """Awaits ``starting``, which may take for ever, unless ``stop`` is set first; returns whether it was done."""
+    start, told = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({start, told}, return_when=asyncio.FIRST_COMPLETED)
+        if start.done():
+            start.result()
+        return start.done()
+    finally:
+        start.cancel()
+        told.cancel()
+        await asyncio.gather(start, told, return_exceptions=True)
+
+
 def _stop_event(endpoint: Endpoint) -> asyncio.Event:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -101,7 +118,8 @@ def _stop_event(endpoint: Endpoint) -> asyncio.Event:
 
 
 def _stop_at_end_of_input(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
-    while sys.stdin.buffer.read(1):
+    # Not sys.stdin: a thread that waits in it holds its lock, which makes the interpreter abort at exit.
+    while os.read(0, 4096):
         pass
     loop.call_soon_threadsafe(stop)
 

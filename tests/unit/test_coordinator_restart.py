@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_wire.errors import StaleEpochError, UnavailableError
+from shardwell_wire.errors import StaleEpochError, StepStateError, UnavailableError
 from tests.support.coordinator import Harness, Trainer, harness, run_async, unit
 from tests.support.fake_shards import fail_times
 
@@ -197,6 +197,21 @@ def test_epochs_are_never_given_twice(tmp_path: Path) -> None:
                 assert min(epochs) > max(seen, default=0)
                 seen |= epochs
                 await cluster.restart()
+
+    run_async(scenario())
+
+
+def test_units_that_were_declared_at_once_keep_their_indices(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await cluster.team("a", "b")
+            cluster.shards["s0"].fail = fail_times("DropRun", 1, StepStateError("not now"))
+            small = [unit(f"u{index}", (8, 8)) for index in range(4)]
+            declared = await asyncio.gather(*(a.declare(each) for each in small), return_exceptions=True)
+            assert isinstance(declared[0], StepStateError)
+            assert declared[1].unit_index == 1
+            await cluster.restart()
+            assert [(await a.declare(each)).unit_index for each in small] == [0, 1, 2, 3]
 
     run_async(scenario())
 

@@ -91,6 +91,23 @@ def test_servers_are_told_what_every_rank_pushed(tmp_path: Path) -> None:
     run_async(scenario())
 
 
+def test_servers_are_told_of_their_own_units_only(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            for name in ("u", "v"):
+                await cluster.publish_unit([a, b], name, (8, 8))
+            await asyncio.gather(*(trainer.finish(0, parts={0: 1, 1: 2}) for trainer in (a, b)))
+            await a.commit(0, wait_s=5, optimizer=common_pb2.OptimizerStep(algorithm="sgd"))
+            manifests = [shard.manifests[0].ranks[0].units for shard in cluster.shards.values()]
+            assert [[(unit.unit_index, unit.part_count) for unit in units] for units in manifests] == [
+                [(0, 1)],
+                [(1, 2)],
+            ]
+
+    run_async(scenario())
+
+
 def test_the_norm_is_asked_for_once_and_does_not_commit(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
@@ -242,6 +259,7 @@ def test_a_slow_trainer_simply_goes_on(tmp_path: Path) -> None:
     ("change", "error", "message"),
     [
         ({"global_rank": 9}, InvalidRequestError, "there is no rank 9"),
+        ({"global_rank": 0}, InvalidRequestError, "a rank is reported twice"),
         ({"epoch": 0}, StaleEpochError, "is now held by trainer 'a'"),
         ({"epoch": 99}, StepStateError, "which it does not hold"),
         ({"attempt": 5}, StepStateError, "attempt 5, which it does not hold"),
@@ -427,6 +445,22 @@ def test_a_commit_that_waits_is_not_lost_when_another_rank_begins_anew(tmp_path:
     run_async(scenario())
 
 
+def test_work_begun_anew_does_not_disturb_the_update_of_the_step_before(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = trainers = await team_with_unit(cluster, "a", "b")
+            cluster.shards["s1"].fail = fail_times("Update", 3, UnavailableError("busy"))
+            await take_step(trainers, 0)
+            assert (await a.reset(1, 0)).attempt == 1
+            await asyncio.gather(a.finish(1), b.finish(1))
+            assert (await a.commit(1, wait_s=5)).committed
+            await cluster.settle()
+            for shard in cluster.shards.values():
+                assert [update.context.step for update in shard.runs["r"].updates] == [0, 1]
+
+    run_async(scenario())
+
+
 def test_a_rank_that_is_not_held_cannot_begin_anew(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
@@ -511,6 +545,28 @@ def test_lost_contributions_fail_the_commit_by_name(tmp_path: Path) -> None:
             with pytest.raises(IncompleteStepError, match=r"server 's0': PrepareStep: unit 'u': rank \[1\] missing"):
                 await trainers[0].commit(0, wait_s=5)
             assert not cluster.shards["s1"].runs["r"].updates
+
+    run_async(scenario())
+
+
+def test_a_failure_of_work_that_was_begun_anew_meanwhile_does_not_count(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = trainers = await team_with_unit(cluster, "a", "b")
+            begun_anew = False
+
+            def fail(rpc_name: str, request: Any) -> None:
+                if rpc_name == "PrepareStep" and request.ranks[1].attempt == 0:
+                    raise IncompleteStepError("rank 1 is missing") if begun_anew else UnavailableError("busy")
+
+            cluster.shards["s1"].fail = fail
+            await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
+            committing = asyncio.create_task(a.commit(0, wait_s=5))
+            await asyncio.sleep(0.02)
+            await b.reset(0, 1)
+            begun_anew = True
+            await b.finish(0)
+            assert (await committing).committed
 
     run_async(scenario())
 

@@ -37,6 +37,7 @@ RUN = RunRecord(
     ),
     ranks=(RankRecord(0, "a", "a", 3, 7, 2), RankRecord(1, "b", "a", 5, 7, 0)),
     addresses=(("name", "h:1"),),
+    clean_servers=("s1", "s9"),
 )
 UNIT = UnitRecord(0, b"spec", True, (ShardRecord(0, 4096, "s9", "i"), ShardRecord(4096, 8192, "s1", "j")))
 
@@ -54,8 +55,8 @@ def test_everything_comes_back_as_it_was_stored(tmp_path: Path) -> None:
         await storage.save_server(server)
         await storage.save_run(replace(RUN, members=(*RUN.members, MemberRecord("c", "", "", 1, None, True, None))))
         await storage.save_run(RUN)
-        await storage.save_unit("r", replace(UNIT, published=False))
-        await storage.save_unit("r", UNIT)
+        await storage.save_units("r", [replace(UNIT, published=False), replace(UNIT, unit_index=1)])
+        await storage.save_units("r", [UNIT])
         await storage.save_commit("r", commit_record(0), b"state")
         await storage.save_commit("r", commit_record(1), None)
         await storage.save_finished("r", 2, finished)
@@ -72,7 +73,7 @@ def test_everything_comes_back_as_it_was_stored(tmp_path: Path) -> None:
     storage.close()
     assert servers == [server]
     assert run.record == RUN
-    assert run.units == (UNIT,)
+    assert run.units == (UNIT, replace(UNIT, unit_index=1))
     assert run.commits == (commit_record(0), commit_record(1))
     assert run.state == b"state"
     assert run.finished == tuple(finished)

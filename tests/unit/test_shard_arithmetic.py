@@ -30,7 +30,8 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ranks_are_added_in_order_and_divided(dtype: torch.dtype) -> None:
-    terms = [torch.randn(1001).to(dtype) * 10**n for n in (0, 3, -3)]
+    generator = torch.Generator().manual_seed(0)
+    terms = [torch.randn(1001, dtype=dtype, generator=generator) for _ in range(3)]
     out = torch.empty(1001, dtype=dtype)
     assert bits(mean_in_rank_order(terms, 3, out)) == bits((terms[0] + terms[1] + terms[2]) / 3)
     assert bits(mean_in_rank_order(terms[::-1], 3, out)) != bits((terms[0] + terms[1] + terms[2]) / 3)
@@ -63,10 +64,7 @@ def test_block_squares_are_the_same_for_every_cut(dtype: torch.dtype) -> None:
     for _ in range(30):
         cuts = sorted(rng.sample(blocks, rng.randrange(1, 6)))
         bounds = [0, *((cut - first_byte) // size for cut in cuts), values.numel()]
-        parts = [
-            block_squares(values[low:high], first_byte + low * size)
-            for low, high in itertools.pairwise(bounds)
-        ]
+        parts = [block_squares(values[low:high], first_byte + low * size) for low, high in itertools.pairwise(bounds)]
         assert [square for part in parts for square in part] == whole
 
 
@@ -189,3 +187,44 @@ def test_impossible_hyperparameters_are_named(change: dict[str, Any], message: s
     )
     with pytest.raises(InvalidRequestError, match=message):
         hyperparameters.validate(optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("algorithm", "settings"), [("adam", ADAM), ("adamw", ADAM), ("sgd", SGD)])
+def test_every_element_of_every_dtype_moves(algorithm: str, settings: dict[str, float], dtype: torch.dtype) -> None:
+    # torch's fused SGD leaves most elements of 16-bit parameters as they are.
+    for numel in (1, 15, 16, 64, 997):
+        served, wide = torch.ones(numel, dtype=dtype), torch.ones(numel, dtype=torch.float64)
+        for values in (served, wide):
+            optimizer = ShardOptimizer(algorithm, [values])
+            for _ in range(3):
+                optimizer.step([torch.full_like(values, 0.5)], groups(settings), [0], 1.0)
+        assert torch.allclose(served.double(), wide, atol=0.01), numel
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("algorithm", "settings"), [("adamw", ADAM), ("sgd", SGD)])
+def test_cuts_on_blocks_change_no_bit_of_16_bit_updates(
+    algorithm: str, settings: dict[str, float], dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(9_000, generator=generator).to(dtype) for _ in range(4))
+    # A parameter may begin at any multiple of 64 bytes; shards then hold these numbers of elements.
+    results = []
+    for cuts in ([9_000], [32, 2048, 6_920], [2048 - 96, 2048, 2048, 9_000 - 3 * 2048 + 96]):
+        values = [piece.clone() for piece in start.split(cuts)]
+        optimizer = ShardOptimizer(algorithm, values)
+        for gradient in gradients:
+            optimizer.step([g.clone() for g in gradient.split(cuts)], groups(settings), [0] * len(cuts), 0.5)
+        results.append(bits(torch.cat(values)))
+    assert results[1:] == results[:1] * 2
+
+
+def test_amsgrad_that_begins_in_one_of_two_groups_is_applied_to_both_once() -> None:
+    values = [torch.ones(4), torch.ones(4)]
+    served, both = ShardOptimizer("adam", values), [*groups(ADAM), *groups({**ADAM, "amsgrad": 1.0})]
+    served.step([torch.ones(4), torch.ones(4)], [both[0], both[0]], [0, 1], 1.0)
+    served.step([torch.ones(4), torch.ones(4)], both, [0, 1], 1.0)
+    assert (served.steps_of(0), served.steps_of(1)) == (2, 2)
+    assert served.state_names == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+    assert torch.allclose(values[0], values[1])

@@ -124,8 +124,8 @@ class ShardServiceServicer(object):
 
     def ReserveUnit(self, request, context):
         """Coordinator: makes room for a shard of a unit. Repeating it is harmless.
-        RESOURCE_EXHAUSTED: it does not fit the memory budget; ALREADY_EXISTS: the unit is there with
-        another layout or range; ABORTED: older coordinator term.
+        RESOURCE_EXHAUSTED: it does not fit the memory budget; FAILED_PRECONDITION: the unit is there
+        with another layout or range, or a step is prepared; ABORTED: older coordinator term.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,7 +150,7 @@ class ShardServiceServicer(object):
 
     def Gather(self, request, context):
         """Anyone: one version of a shard, as a stream of chunks. Waits until the version exists.
-        OUT_OF_RANGE: the version has been overwritten.
+        OUT_OF_RANGE: the version has been overwritten, perhaps while a slow reader was receiving it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

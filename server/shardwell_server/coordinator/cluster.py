@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwell_server.coordinator.placement import Candidate
 from shardwell_server.coordinator.records import ServerRecord
@@ -60,16 +60,17 @@ class Cluster:
             at.server_id: Server(at.server_id, at.address, at.incarnation, at.epoch, at.budget_bytes, clock())
             for at in stored
         }
+        self._last_epoch = max((server.epoch for server in self.servers.values()), default=0)
 
     @property
     def live(self) -> list[Server]:
         return [server for server in self.servers.values() if server.live]
 
-    def register(self, server_id: str, address: str, incarnation: str, budget_bytes: int) -> Server | None:
-        """Takes in a server process.
+    def check(self, server_id: str, address: str, incarnation: str, budget_bytes: int) -> Server:
+        """What a server process is to be registered as; changes nothing yet.
 
         Returns:
-            The former process under this id, if this is another one.
+            Under the epoch it has, if this process is registered already.
 
         Raises:
             InvalidRequestError: A field is missing or impossible.
@@ -91,13 +92,17 @@ class Cluster:
             )
         former = self.servers.get(server_id)
         if former is not None and former.incarnation == incarnation:
-            former.address, former.budget_bytes = address, budget_bytes
-            former.heard_s, former.live = self._clock(), True
+            return replace(former, address=address, budget_bytes=budget_bytes, heard_s=self._clock(), live=True)
+        self._last_epoch += 1
+        return Server(server_id, address, incarnation, self._last_epoch, budget_bytes, self._clock())
+
+    def register(self, server: Server) -> Server | None:
+        """Takes in a server that was checked; returns the former process under its id, if it is another one."""
+        former = self.servers.get(server.server_id)
+        self.servers[server.server_id] = server
+        if former is None or former.incarnation == server.incarnation:
             return None
-        if former is not None:
-            self._superseded.add((server_id, former.incarnation))
-        epoch = 1 + max((server.epoch for server in self.servers.values()), default=0)
-        self.servers[server_id] = Server(server_id, address, incarnation, epoch, budget_bytes, self._clock())
+        self._superseded.add((former.server_id, former.incarnation))
         return former
 
     def heartbeat(self, server_id: str, epoch: int, reserved_bytes: int, used_bytes: int) -> bool:

@@ -100,10 +100,10 @@ class Coordinator:
     async def register_server(self, server_id: str, address: str, incarnation: str, budget_bytes: int) -> int:
         """Takes in a shard server process; returns its epoch."""
         cluster = self.state.cluster
-        known = server_id in cluster.servers
-        former = cluster.register(server_id, address, incarnation, budget_bytes)
-        server = cluster.servers[server_id]
+        server = cluster.check(server_id, address, incarnation, budget_bytes)
         await self.state.storage.save_server(server.to_record())
+        known = server_id in cluster.servers
+        former = cluster.register(server)
         message = f"server {server_id!r} at {address} with {budget_bytes} bytes, epoch {server.epoch}"
         if former is not None:
             lost = sorted(run.name for run in self.state.runs.values() if server_id in run.servers)

@@ -56,6 +56,7 @@ class RunRecord:
     members: tuple[MemberRecord, ...]
     ranks: tuple[RankRecord, ...]
     addresses: tuple[tuple[str, str], ...]
+    clean_servers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

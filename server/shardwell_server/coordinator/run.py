@@ -31,6 +31,8 @@ class Unit:
     layout: UnitLayout
     shards: tuple[ShardRecord, ...]
     published: bool = False
+    stored: bool = False
+    """Whether it is durable that the unit exists."""
     reserved: bool = False
     """Whether every owner has made room, as far as this process knows."""
     in_flight: SharedCall[None] = field(default_factory=SharedCall)

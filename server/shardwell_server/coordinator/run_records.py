@@ -37,6 +37,7 @@ def to_record(run: Run) -> RunRecord:
         ),
         ranks=_rank_records(run),
         addresses=tuple(run.addresses.items()),
+        clean_servers=tuple(sorted(run.clean_servers)),
     )
 
 
@@ -92,13 +93,12 @@ def from_stored(stored: StoredRun, clock: Callable[[], float]) -> Run:
         )
         for at in record.members
     }
-    run.addresses = dict(record.addresses)
+    run.addresses, run.clean_servers = dict(record.addresses), set(record.clean_servers)
     if record.initializer is not None:
         run.initializer = (record.initializer, record.initializer_epoch)
     for at in stored.units:
         layout = UnitLayout.from_proto(common_pb2.UnitSpec.FromString(at.spec))
-        run.add_unit(Unit(at.unit_index, layout, at.shards, at.published))
-        run.clean_servers.update(shard.server_id for shard in at.shards)
+        run.add_unit(Unit(at.unit_index, layout, at.shards, at.published, stored=True))
     run.commits.extend(stored.commits)
     if stored.state is not None:
         run.state = coordinator_pb2.RunState.FromString(stored.state)

@@ -57,13 +57,12 @@ class Steps:
         step = _step_in_flight(run, number)
         if step is None:
             return coordinator_pb2.FinishWorkResponse(all_finished=True)
-        step.finish(step.check_finished(member.name, reports, len(run.units)), self._state.clock())
+        if step.finish(step.check_finished(member.name, reports, len(run.units)), self._state.clock()):
+            run.changed.notify()
         if member.accepts_work is None or accept_work > member.accepts_work:
             # A trainer that has computed any item once can do it again, whatever this call is for.
             member.accepts_work = accept_work
             run.touch()
-        if step.all_finished:
-            run.changed.notify()
 
         async def look() -> coordinator_pb2.FinishWorkResponse | None:
             return await self._look_for_work(run, member, step, accept_work=accept_work)

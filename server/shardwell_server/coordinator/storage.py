@@ -56,6 +56,9 @@ CREATE TABLE ranks (
 CREATE TABLE addresses (
     run TEXT NOT NULL, name TEXT NOT NULL, address TEXT NOT NULL, PRIMARY KEY (run, name)
 ) WITHOUT ROWID;
+CREATE TABLE clean_servers (
+    run TEXT NOT NULL, server_id TEXT NOT NULL, PRIMARY KEY (run, server_id)
+) WITHOUT ROWID;
 CREATE TABLE units (
     run TEXT NOT NULL, unit_index INTEGER NOT NULL, spec BLOB NOT NULL, published INTEGER NOT NULL,
     PRIMARY KEY (run, unit_index)
@@ -76,7 +79,8 @@ CREATE TABLE commits (
 CREATE TABLE states (run TEXT PRIMARY KEY, step INTEGER NOT NULL, state BLOB NOT NULL) WITHOUT ROWID;
 """
 
-_RUN_TABLES = ("runs", "members", "ranks", "addresses", "units", "shards", "finished", "commits", "states")
+_CHANGING = ("members", "ranks", "addresses", "clean_servers")
+_RUN_TABLES = (*_CHANGING, "runs", "units", "shards", "finished", "commits", "states")
 
 Result = TypeVar("Result")
 
@@ -128,20 +132,22 @@ class Storage:
             self._write,
             [
                 (_upsert("runs", 7), [row]),
-                *(_clear(table, run) for table in ("members", "ranks", "addresses")),
+                *(_clear(table, run) for table in _CHANGING),
                 (_upsert("members", 8), [(run, *_values(member)) for member in record.members]),
                 (_upsert("ranks", 7), [(run, *_values(rank)) for rank in record.ranks]),
                 (_upsert("addresses", 3), [(run, *address) for address in record.addresses]),
+                (_upsert("clean_servers", 2), [(run, server_id) for server_id in record.clean_servers]),
             ],
         )
 
-    async def save_unit(self, run: str, record: UnitRecord) -> None:
-        row = (run, record.unit_index, record.spec, record.published)
+    async def save_units(self, run: str, records: Sequence[UnitRecord]) -> None:
+        units = [(run, record.unit_index, record.spec, record.published) for record in records]
         shards = [
             (run, record.unit_index, at.start_bytes, at.stop_bytes, at.server_id, at.incarnation)
+            for record in records
             for at in record.shards
         ]
-        await self._call(self._write, [(_upsert("units", 4), [row]), (_upsert("shards", 6), shards)])
+        await self._call(self._write, [(_upsert("units", 4), units), (_upsert("shards", 6), shards)])
 
     async def save_finished(self, run: str, step: int, records: Sequence[FinishedRecord]) -> None:
         """Survives the death of this process at once, of the machine only from the next commit on."""
@@ -269,6 +275,7 @@ class Storage:
                 members=tuple(members),
                 ranks=tuple(RankRecord(*row[1:]) for row in self._rows("ranks", run)),
                 addresses=tuple((name, address) for _, name, address in self._rows("addresses", run)),
+                clean_servers=tuple(server_id for _, server_id in self._rows("clean_servers", run)),
             ),
             units=tuple(self._load_units(run)),
             commits=tuple(commits),

@@ -148,12 +148,14 @@ class Trainers:
 
     async def fence(self, run: Run, items: list[Item]) -> None:
         """Has every server refuse older epochs and attempts of some items' ranks."""
-        assert run.step is not None
+        step = run.step
         # A server that has yet to update must not take the fence of a step to come for the present one's.
         await run.updated()
+        if step is None or step is not run.step:
+            return
         told = [(item, item.epoch, item.attempt) for item in items]
         request = shard_pb2.FenceRequest(
-            context=self._servers.context(run, run.step.number),
+            context=self._servers.context(run, step.number),
             ranks=[
                 shard_pb2.RankFence(dp_rank=item.dp_rank, epoch=epoch, attempt=attempt) for item, epoch, attempt in told
             ],

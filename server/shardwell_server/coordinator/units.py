@@ -95,7 +95,7 @@ class Units:
         await asyncio.gather(*(self._clean(run, shard.server_id) for shard in unit.shards))
         processes = {shard.server_id: cluster.require(shard.server_id).incarnation for shard in unit.shards}
         run.move_unit(unit, tuple(replace(shard, incarnation=processes[shard.server_id]) for shard in unit.shards))
-        await self._state.store(run, self._state.storage.save_unit, unit_record(unit))
+        await self._store(run, unit)
         ranges = {shard.server_id: shard for shard in unit.shards}
 
         def request(server_id: str) -> shard_pb2.ReserveUnitRequest:
@@ -126,8 +126,17 @@ class Units:
             request = shard_pb2.DropRunRequest(context=self._servers.context(run, 0))
             await self._servers.call(server_id, "DropRun", request)
             run.clean_servers.add(server_id)
+            run.touch()
 
         await run.cleaning.setdefault(server_id, SharedCall())(drop)
+
+    async def _store(self, run: Run, unit: Unit) -> None:
+        """Makes durable that the owners are clean and where the unit lives; indices on disk have no gaps."""
+        await self._state.save(run)
+        units = [other for other in run.units[: unit.index] if not other.stored] + [unit]
+        await self._state.store(run, self._state.storage.save_units, [unit_record(each) for each in units])
+        for each in units:
+            each.stored = True
 
     async def publish(self, run: Run, unit: Unit, trainer: str, epoch: int) -> None:
         """Makes the initial values that a trainer sent version 0.
@@ -159,8 +168,7 @@ class Units:
             coordinator_epoch=self._state.term,
         )
         await self._servers.call_all(_owners(unit), "PublishUnit", lambda _: request)
-        published = unit_record(unit, published=True)
-        await self._state.store(run, self._state.storage.save_unit, published)
+        await self._state.store(run, self._state.storage.save_units, [unit_record(unit, published=True)])
         unit.published = True
         self._state.events.add(EventKind.UNIT_PUBLISHED, f"unit {unit.layout.unit!r} is version 0", run=run.name)
 

@@ -135,6 +135,8 @@ class Step:
             StepStateError: An item was never the trainer's, or was finished with other parts.
         """
         news = []
+        if len({report.global_rank for report in reports}) != len(reports):
+            raise InvalidRequestError(f"a rank is reported twice: {[report.global_rank for report in reports]}")
         for report in reports:
             item, parts = self._item_of(report.global_rank), _parts(report, unit_count)
             where = f"rank {item.global_rank} of step {self.number}"
@@ -158,12 +160,14 @@ class Step:
                 news.append((item, parts))
         return news
 
-    def finish(self, news: Sequence[tuple[Item, dict[int, int]]], now: float) -> None:
-        """Marks items as finished; they come from ``check_finished``."""
+    def finish(self, news: Sequence[tuple[Item, dict[int, int]]], now: float) -> bool:
+        """Marks items as finished; they come from ``check_finished``. Returns whether those were the last."""
         for item, parts in news:
             item.state, item.parts, item.since_s = WorkState.FINISHED, parts, now
-        if self.finished_s is None and all(item.state is WorkState.FINISHED for item in self.items.values()):
-            self.finished_s = now
+        if self.finished_s is not None or any(item.state is not WorkState.FINISHED for item in self.items.values()):
+            return False
+        self.finished_s = now
+        return True
 
     def lease(self, item: Item, trainer: str, epoch: int, now: float) -> None:
         """Gives a vacant item to a trainer."""

@@ -11,6 +11,7 @@ import torch
 
 from shardwell_server import process
 from shardwell_server.shard.memory import default_budget_bytes
+from shardwell_server.shard.optimizer import ShardOptimizer
 from shardwell_server.shard.registration import Registration
 from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.store import ShardStore
@@ -69,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--threads",
         type=int,
-        default=int(env("SHARDWELL_THREADS", "1")),
+        default=env("SHARDWELL_THREADS", "1"),
         help="torch threads per tensor operation (SHARDWELL_THREADS, default %(default)s)",
     )
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
@@ -91,6 +92,8 @@ def _run(arguments: argparse.Namespace) -> int:
 async def _serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> None:
     server_id = arguments.id or f"{socket.gethostname()}-{os.getpid()}"
     with ThreadPoolExecutor(2, thread_name_prefix="tensor-work") as threads:
+        # The first optimizer has torch import its compiler, which takes a second: not in the first step.
+        threads.submit(ShardOptimizer, "sgd", [])
         store = ShardStore(arguments.memory_budget or default_budget_bytes(), threads)
         registration = Registration(arguments.coordinator, server_id, store)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]

@@ -6,7 +6,8 @@ from importlib.metadata import version as installed_version
 
 import torch
 
-from shardwell_server.shard.store import Run, ShardStore
+from shardwell_server.shard.runs import Run
+from shardwell_server.shard.store import ShardStore
 from shardwell_server.shard.unit_shard import UnitShard
 from shardwell_wire.errors import InvalidRequestError, NotFoundError, StepStateError
 from shardwell_wire.layout import DTYPE_NUMBERS
@@ -20,16 +21,16 @@ def describe_server(store: ShardStore, server_id: str, uptime_s: float) -> shard
     return shard_pb2.DescribeServerResponse(
         server_id=server_id,
         shardwell_version=installed_version("shardwell"),
-        budget_bytes=store.budget.budget_bytes,
-        reserved_bytes=store.budget.reserved_bytes,
-        used_bytes=store.used_bytes,
+        budget_bytes=store.memory.budget_bytes,
+        reserved_bytes=store.memory.reserved_bytes,
+        used_bytes=store.memory.used_bytes,
         uptime_s=uptime_s,
         runs=[
             shard_pb2.RunOnServer(
                 run=run.name,
                 shard_count=len(run.shards),
                 parameter_bytes=sum(shard.size_bytes for shard in run.shards.values()),
-                version=_step_in_flight(run),
+                version=run.step,
             )
             for run in store.runs.values()
         ],
@@ -47,7 +48,7 @@ def summarize(shard: UnitShard) -> shard_pb2.ShardSummary:
         dtypes=sorted({DTYPE_NUMBERS[parameter.dtype] for parameter in shard.layout.parameters}),
         version=shard.version,
         parameter_bytes=shard.size_bytes,
-        optimizer_bytes=0 if shard.optimizer is None else shard.optimizer.size_bytes,
+        optimizer_bytes=shard.optimizer_bytes,
         contribution_bytes=shard.contributions.size_bytes,
     )
 
@@ -74,7 +75,7 @@ def describe_shard(shard: UnitShard) -> shard_pb2.DescribeShardResponse:
 def describe_step(run: Run) -> shard_pb2.DescribeStepResponse:
     """Which contributions the step in flight has and lacks."""
     return shard_pb2.DescribeStepResponse(
-        step=_step_in_flight(run),
+        step=run.step,
         prepared=run.prepared is not None,
         duplicate_count=run.duplicate_count,
         differing_duplicate_count=run.differing_duplicate_count,
@@ -90,43 +91,47 @@ def describe_step(run: Run) -> shard_pb2.DescribeStepResponse:
     )
 
 
-async def peek(store: ShardStore, request: shard_pb2.PeekRequest, wait_s: float) -> shard_pb2.PeekResponse:
+async def peek(store: ShardStore, request: shard_pb2.PeekRequest) -> shard_pb2.PeekResponse:
     """A few values of a parameter, with statistics over the part of it that is here.
 
     Raises:
         NotFoundError: The parameter, or the state asked for, is not here.
         InvalidRequestError: ``start`` or ``count`` is out of range.
-        StepStateError: There is no reduced gradient now.
+        StepStateError: The unit has no values yet, or there is no reduced gradient now.
     """
-    shard, number = _find_parameter(store.run(request.run), request.parameter)
-    segment = shard.segments[number]
-    version, parameters = await shard.read(None, wait_s)
-    try:
-        values = _peeked(shard, number, request, shard.views(parameters.buffer)[number])
-        count = request.count or DEFAULT_PEEK_COUNT
-        if count > MAX_PEEK_COUNT:
-            raise InvalidRequestError(f"count is {count}: at most {MAX_PEEK_COUNT}")
+    count = request.count or DEFAULT_PEEK_COUNT
+    if count > MAX_PEEK_COUNT:
+        raise InvalidRequestError(f"count is {count}: at most {MAX_PEEK_COUNT}")
+    run = store.run(request.run)
+    shard, number = _find_parameter(run, request.parameter)
+
+    async def look() -> shard_pb2.PeekResponse:
+        values, segment = _peeked(shard, number, request), shard.segments[number]
         if request.start >= values.numel():
             raise InvalidRequestError(f"start is {request.start}: this server has {values.numel()} elements of it")
         response = await store.in_thread(lambda: _statistics(values))
         response.values.extend(values[request.start : request.start + count].double().tolist())
-    finally:
-        shard.release(parameters)
-    response.version = version
-    response.start_element, response.stop_element = segment.start_element, segment.stop_element
-    return response
+        response.version = shard.version or 0
+        response.start_element, response.stop_element = segment.start_element, segment.stop_element
+        return response
+
+    return await run.alone(look)  # no update changes the values meanwhile
 
 
-def _peeked(shard: UnitShard, number: int, request: shard_pb2.PeekRequest, parameter: torch.Tensor) -> torch.Tensor:
+def _peeked(shard: UnitShard, number: int, request: shard_pb2.PeekRequest) -> torch.Tensor:
+    shard.check_whole()
+    if shard.version is None or shard.parameters is None:
+        raise StepStateError(f"{shard.what} has no published values yet")
     if request.source in (shard_pb2.PEEK_SOURCE_UNSPECIFIED, shard_pb2.PEEK_SOURCE_PARAMETER):
-        return parameter
+        return shard.views(shard.parameters.buffer)[number]
     if request.source == shard_pb2.PEEK_SOURCE_GRADIENT:
-        if shard.reduced is None or number not in shard.reduced.gradients:
+        gradient = None if shard.reduced is None else shard.reduced.gradients[number]
+        if gradient is None:
             raise StepStateError(
                 f"parameter {request.parameter!r} has no reduced gradient now: it exists between "
                 "prepare and update only"
             )
-        return shard.reduced.gradients[number]
+        return gradient
     if request.source == shard_pb2.PEEK_SOURCE_OPTIMIZER_STATE:
         names = [] if shard.optimizer is None else shard.optimizer.state_names
         state = {} if shard.optimizer is None else shard.optimizer.state(number)
@@ -165,7 +170,3 @@ def _find_parameter(run: Run, name: str) -> tuple[UnitShard, int]:
     raise NotFoundError(
         f"run {run.name!r} has no parameter {name!r} on this server; it has {some or 'none'}", parameter=name
     )
-
-
-def _step_in_flight(run: Run) -> int:
-    return min((shard.version for shard in run.shards.values() if shard.version is not None), default=0)

@@ -1,20 +1,24 @@
-"""How much memory a server may use, and buffers that are used again."""
+"""How much memory a server may use, what is set aside for whom, and buffers that are used again."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
+from shardwell_server.shard.buffer_pool import BufferPool
+from shardwell_server.shard.staging import Staging
 from shardwell_wire.errors import CapacityError
 
 DEFAULT_SHARE = 0.8
 """Part of the machine's or container's memory that a server takes as its budget by default."""
 
 _OPTIMIZER_STATES = 2
-"""Adam's two moments: the most that any optimizer served here keeps besides Adam's amsgrad."""
+"""Adam's two moments. What takes more (amsgrad's third) is added once it is there."""
 
 
 def default_budget_bytes() -> int:
@@ -35,26 +39,63 @@ def shard_need_bytes(shard_bytes: int, dp: int) -> int:
     return shard_bytes * (1 + _OPTIMIZER_STATES + dp + (1 if dp > 1 else 0))
 
 
-class MemoryBudget:
-    """Reservations against a budget.
+@dataclass(slots=True)
+class _Reservation:
+    shard_bytes: int
+    need_bytes: int
+    optimizer_bytes: int = 0
+    """What the optimizer's state takes now."""
 
-    Besides the shards' own needs one staging buffer of the largest shard is set aside: for initial
-    values and for parts that are added to a contribution.
+    @property
+    def total_bytes(self) -> int:
+        return self.need_bytes + max(0, self.optimizer_bytes - _OPTIMIZER_STATES * self.shard_bytes)
+
+
+@dataclass(slots=True)
+class IncomingBuffer:
+    """Where a stream is received; given back when its block ends, unless it is kept."""
+
+    buffer: torch.Tensor
+    """uint8. [size_bytes]"""
+    kept: bool = False
+
+    def keep(self) -> torch.Tensor:
+        """Makes the buffer part of what a reservation covers."""
+        self.kept = True
+        return self.buffer
+
+
+class Memory:
+    """Reservations against a budget, and the buffers that live in them.
+
+    Besides the shards' own needs room for one buffer of the largest shard is set aside: for streams
+    and old versions that no reservation covers (see ``Staging``).
+
+    Args:
+        budget_bytes: What all of it together may take.
     """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self._needs: dict[tuple[str, str], int] = {}
-        self._sizes: dict[tuple[str, str], int] = {}
+        self.pool = BufferPool(budget_bytes)
+        self.staging = Staging()
+        self._reservations: dict[tuple[str, str], _Reservation] = {}
+        self._needs_bytes = 0
+        self._update_limits()
 
     @property
     def reserved_bytes(self) -> int:
-        """What is set aside."""
-        return sum(self._needs.values()) + max(self._sizes.values(), default=0)
+        """What is set aside, or lent beyond that."""
+        return self._needs_bytes + max(self._largest_bytes(), self.staging.used_bytes)
 
     @property
     def free_bytes(self) -> int:
         return max(0, self.budget_bytes - self.reserved_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """Parameters, contributions, streams being received, and optimizer state now."""
+        return self.pool.taken_bytes + self.pool.elsewhere_bytes
 
     def reserve(self, run: str, unit: str, shard_bytes: int, dp: int) -> None:
         """Sets memory aside for a shard.
@@ -62,45 +103,63 @@ class MemoryBudget:
         Raises:
             CapacityError: It does not fit; nothing is set aside.
         """
-        key, need = (run, unit), shard_need_bytes(shard_bytes, dp)
-        staging = max(0, shard_bytes - max(self._sizes.values(), default=0))
-        if need + staging > self.free_bytes:
+        need, lent = shard_need_bytes(shard_bytes, dp), max(self._largest_bytes(), self.staging.used_bytes)
+        total = need + max(0, shard_bytes - lent)
+        if total > self.free_bytes:
             raise CapacityError(
-                f"unit {unit!r} of run {run!r} needs {need + staging} bytes here ({shard_bytes} of parameters, with "
+                f"unit {unit!r} of run {run!r} needs {total} bytes here ({shard_bytes} of parameters, with "
                 f"optimizer state and the gradients of {dp} ranks), but {self.free_bytes} of the budget of "
                 f"{self.budget_bytes} are free: add shard servers, raise --memory-budget, or use fewer data ranks",
                 unit=unit,
-                needed_bytes=need + staging,
+                needed_bytes=total,
                 free_bytes=self.free_bytes,
             )
-        self._needs[key], self._sizes[key] = need, shard_bytes
+        self._reservations[run, unit] = _Reservation(shard_bytes, need)
+        self._update_limits()
+
+    def note_optimizer(self, run: str, unit: str, optimizer_bytes: int) -> None:
+        """Says how much a shard's optimizer state takes; its reservation grows if that is more than was set aside."""
+        self._reservations[run, unit].optimizer_bytes = optimizer_bytes
+        self._update_limits()
 
     def release(self, run: str) -> int:
         """Gives back what a run had; returns how much."""
         before = self.reserved_bytes
-        for key in [key for key in self._needs if key[0] == run]:
-            del self._needs[key], self._sizes[key]
+        self._reservations = {key: value for key, value in self._reservations.items() if key[0] != run}
+        self._update_limits()
         return before - self.reserved_bytes
 
+    @asynccontextmanager
+    async def incoming(
+        self, size_bytes: int, *, reserved: bool, wait_s: float, what: str
+    ) -> AsyncIterator[IncomingBuffer]:
+        """A buffer for one stream.
 
-class BufferPool:
-    """Byte tensors that are used again: a fresh allocation page-faults at a tenth of memcpy's speed."""
+        Args:
+            size_bytes: Its size.
+            reserved: Whether a reservation covers it; otherwise it waits for room.
+            wait_s: How long.
+            what: Names the stream in errors.
 
-    def __init__(self) -> None:
-        self._idle: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        self.taken_bytes = 0
+        Raises:
+            CapacityError: Other streams did not leave room in time.
+        """
+        if not reserved:
+            await self.staging.take(size_bytes, wait_s, what)
+        incoming = IncomingBuffer(self.pool.take(size_bytes))
+        try:
+            yield incoming
+        finally:
+            if not incoming.kept:
+                self.pool.give(incoming.buffer)
+            if not reserved:
+                self.staging.give(size_bytes)
 
-    def take(self, size_bytes: int) -> torch.Tensor:
-        """A buffer with any content. [size_bytes]"""
-        self.taken_bytes += size_bytes
-        idle = self._idle[size_bytes]
-        return idle.pop() if idle else torch.empty(size_bytes, dtype=torch.uint8)
+    def _largest_bytes(self) -> int:
+        return max((reservation.shard_bytes for reservation in self._reservations.values()), default=0)
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """Takes a buffer back; nobody may use it any more."""
-        self.taken_bytes -= buffer.numel()
-        self._idle[buffer.numel()].append(buffer)
-
-    def trim(self) -> None:
-        """Frees what is idle."""
-        self._idle.clear()
+    def _update_limits(self) -> None:
+        reservations = self._reservations.values()
+        self._needs_bytes = sum(reservation.total_bytes for reservation in reservations)
+        self.pool.elsewhere_bytes = sum(reservation.optimizer_bytes for reservation in reservations)
+        self.staging.set_limit(max(self._largest_bytes(), self.budget_bytes - self._needs_bytes))

@@ -16,6 +16,9 @@ import torch
 
 from shardwell_wire.layout import BLOCK_BYTES
 
+_ROWS_AT_ONCE = 128
+"""16-bit rows are widened so many at a time: 1 MiB of fp32."""
+
 
 def block_squares(values: torch.Tensor, first_byte: int) -> list[float]:
     """Sums of squares of part of a parameter, per block of the flat vector.
@@ -36,9 +39,12 @@ def block_squares(values: torch.Tensor, first_byte: int) -> list[float]:
 
 def _row_squares(rows: torch.Tensor) -> list[float]:
     """[num_rows, row] -> [num_rows]"""
-    array = (rows if rows.element_size() >= 4 else rows.float()).numpy()
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares: list[float] = np.einsum("ij,ij->i", array, array, dtype=np.float64).tolist()
+    squares: list[float] = []
+    wide = rows.element_size() >= 4
+    for start in range(0, len(rows), len(rows) if wide else _ROWS_AT_ONCE):
+        array = (rows if wide else rows[start : start + _ROWS_AT_ONCE].float()).numpy()
+        with np.errstate(over="ignore", invalid="ignore"):
+            squares += np.einsum("ij,ij->i", array, array, dtype=np.float64).tolist()
     return squares
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,11 @@ class ShardOptimizer:
         self.algorithm = algorithm
         self._parameters = [nn.Parameter(value) for value in values]
         self._torch = _CLASSES[algorithm](self._parameters or [nn.Parameter(torch.zeros(0))], fused=True)
+        self._step_counts = [0] * len(self._parameters)
+        self.state_names: list[str] = []
+        """Names of the state's tensors, such as ``exp_avg``, after the last step."""
+        self.size_bytes = 0
+        """What the state takes, after the last step."""
         self._template = {key: value for key, value in self._torch.param_groups[0].items() if key != "params"}
 
     def check_algorithm(self, algorithm: str) -> None:
@@ -70,34 +75,61 @@ class ShardOptimizer:
             parameter.grad = gradient.mul_(clip_coefficient) if clip_coefficient != 1.0 else gradient
             members[group].append(parameter)
         settings = [_torch_settings(group.hyperparameters) for group in groups]
-        for part in self._split(members):
+        self._add_missing_state(settings, members)
+        # Taken together before the first call: it gives parameters their buffers.
+        for fused, together in list(self._split(members)):
+            way = self._template if fused else {**self._template, "fused": False, "foreach": False}
             self._torch.param_groups = [
-                {**self._template, **own, "params": chosen} for own, chosen in zip(settings, part, strict=True)
+                {**way, **own, "params": chosen} for own, chosen in zip(settings, together, strict=True)
             ]
             self._torch.step()
-        for parameter in self._parameters:
+        for number, parameter in enumerate(self._parameters):
+            self._step_counts[number] += parameter.grad is not None
             parameter.grad = None
+        self._take_stock()
 
-    def _split(self, members: list[list[nn.Parameter]]) -> list[list[list[nn.Parameter]]]:
-        """Fused SGD refuses groups in which only some parameters have a momentum buffer yet."""
+    def _add_missing_state(
+        self, settings: Sequence[Mapping[str, Any]], members: Sequence[Sequence[nn.Parameter]]
+    ) -> None:
+        """Where amsgrad is switched on later torch misses its maxima, in the middle of a step."""
+        for own, chosen in zip(settings, members, strict=True):
+            for parameter in chosen if own.get("amsgrad") else ():
+                state = self._torch.state.get(parameter)
+                if state and "max_exp_avg_sq" not in state:
+                    state["max_exp_avg_sq"] = torch.zeros_like(parameter)
+
+    def _split(self, members: list[list[nn.Parameter]]) -> Iterator[tuple[bool, list[list[nn.Parameter]]]]:
+        """Which parameters may share one call of torch's optimizer, and whether by its fused kernels.
+
+        Fused SGD refuses groups in which only some parameters have a momentum buffer yet. For 16-bit
+        parameters it leaves all but the last few elements as they are (torch 2.13, CPU), so those go
+        through the plain loop.
+        """
         if self.algorithm != "sgd":
-            return [members]
+            yield True, members
+            return
+        for fused in (True, False):
+            for with_buffer in (True, False):
+                yield (
+                    fused,
+                    [
+                        [p for p in group if (p.element_size() > 2, self._has_buffer(p)) == (fused, with_buffer)]
+                        for group in members
+                    ],
+                )
 
-        def has_buffer(parameter: nn.Parameter) -> bool:
-            return self._torch.state.get(parameter, {}).get("momentum_buffer") is not None
+    def _has_buffer(self, parameter: nn.Parameter) -> bool:
+        return self._torch.state.get(parameter, {}).get("momentum_buffer") is not None
 
-        return [[[p for p in group if has_buffer(p) is wanted] for group in members] for wanted in (True, False)]
-
-    @property
-    def state_names(self) -> list[str]:
-        """Names of the state's tensors, such as ``exp_avg``."""
-        names = {
-            name
+    def _take_stock(self) -> None:
+        tensors = [
+            (name, value)
             for state in self._torch.state.values()
             for name, value in state.items()
-            if isinstance(value, torch.Tensor) and name != "step"
-        }
-        return sorted(names)
+            if isinstance(value, torch.Tensor)
+        ]
+        self.state_names = sorted({name for name, _ in tensors if name != "step"})
+        self.size_bytes = sum(value.nbytes for _, value in tensors)
 
     def state(self, part: int) -> Mapping[str, Any]:
         """The state of one part's parameter; empty before its first update."""
@@ -105,17 +137,8 @@ class ShardOptimizer:
         return state
 
     def steps_of(self, part: int) -> int:
-        """Updates that a part's state has seen."""
-        return int(self.state(part).get("step", 0))
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(
-            value.nbytes
-            for state in self._torch.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        )
+        """Updates that a part has seen."""
+        return self._step_counts[part]
 
 
 def _torch_settings(hyperparameters: Mapping[str, float]) -> dict[str, Any]:

@@ -16,7 +16,14 @@ from google.protobuf.message_factory import GetMessageClass
 
 from shardwell_server.shard.store import ShardStore
 from shardwell_wire.channel import open_aio_channel
-from shardwell_wire.errors import ShardwellError, StaleEpochError, UnavailableError, from_rpc_error
+from shardwell_wire.errors import (
+    DeadlineError,
+    NotFoundError,
+    ShardwellError,
+    StaleEpochError,
+    UnavailableError,
+    from_rpc_error,
+)
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
@@ -47,21 +54,23 @@ class Registration:
         Args:
             address: host:port at which others reach this server.
         """
-        lease_s, epoch = await self._register(address)
-        task = asyncio.ensure_future(self._keep(address, lease_s, epoch))
         try:
-            yield
+            lease_s, epoch = await self._register(address)
+            task = asyncio.ensure_future(self._keep(address, lease_s, epoch))
+            try:
+                yield
+            finally:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
         finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
             await self._channel.close()
 
     async def _register(self, address: str) -> tuple[float, int]:
         request = coordinator_pb2.RegisterServerRequest(
             server_id=self._server_id,
             address=address,
-            budget_bytes=self._store.budget.budget_bytes,
+            budget_bytes=self._store.memory.budget_bytes,
             shardwell_version=installed_version("shardwell"),
             incarnation=self._incarnation,
         )
@@ -71,7 +80,7 @@ class Registration:
                 response = await self._call("RegisterServer", request)
                 logger.info("registered with the coordinator at %s as %r", self._coordinator, self._server_id)
                 return response.lease_s, response.epoch
-            except UnavailableError as error:
+            except (UnavailableError, DeadlineError) as error:
                 self._note(error)
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(2 * delay, _LONGEST_DELAY_S)
@@ -79,19 +88,25 @@ class Registration:
     async def _keep(self, address: str, lease_s: float, epoch: int) -> None:
         while True:
             await asyncio.sleep(lease_s / 3)
-            request = coordinator_pb2.HeartbeatServerRequest(
-                server_id=self._server_id,
-                epoch=epoch,
-                reserved_bytes=self._store.budget.reserved_bytes,
-                used_bytes=self._store.used_bytes,
-            )
             try:
-                await self._call("HeartbeatServer", request)
-            except StaleEpochError as error:
-                logger.warning("the coordinator took this server for lost: %s", error)
-                lease_s, epoch = await self._register(address)
+                lease_s, epoch = await self._beat(address, lease_s, epoch)
             except ShardwellError as error:
                 self._note(error)
+
+    async def _beat(self, address: str, lease_s: float, epoch: int) -> tuple[float, int]:
+        """One heartbeat; registers again if the coordinator has given this server up."""
+        request = coordinator_pb2.HeartbeatServerRequest(
+            server_id=self._server_id,
+            epoch=epoch,
+            reserved_bytes=self._store.memory.reserved_bytes,
+            used_bytes=self._store.memory.used_bytes,
+        )
+        try:
+            await self._call("HeartbeatServer", request)
+        except (StaleEpochError, NotFoundError) as error:
+            logger.warning("the coordinator took this server for lost: %s", error)
+            return await self._register(address)
+        return lease_s, epoch
 
     async def _call(self, rpc_name: str, request: Any) -> Any:
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import xxhash
+from google.protobuf.message import Message
+
 from shardwell_server.request_log import RequestLog
 from shardwell_server.rpc import Call
-from shardwell_server.shard import inspection
-from shardwell_server.shard.contributions import PushKey
-from shardwell_server.shard.store import Run, ShardStore
+from shardwell_server.shard import initial_values, inspection, steps
+from shardwell_server.shard.concurrency import uninterrupted
+from shardwell_server.shard.pushes import Push
+from shardwell_server.shard.runs import Run
+from shardwell_server.shard.store import ShardStore
 from shardwell_server.shard.streams import IncomingStream
-from shardwell_server.shard.unit_shard import Receiving, UnitShard
 from shardwell_wire import codec
-from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError
+from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
@@ -34,53 +38,42 @@ class ShardServicer:
     # ---- the coordinator's ----
 
     async def ReserveUnit(self, request: shard_pb2.ReserveUnitRequest, call: Call) -> shard_pb2.ReserveUnitResponse:
-        context, layout = request.context, UnitLayout.from_proto(request.unit)
-        self._store.check_term(context.epoch)
-        self._check_request(call, context, layout.unit)
-        if not context.run:
-            raise InvalidRequestError("a run needs a name")
+        layout = UnitLayout.from_proto(request.unit)
+        self._store.check_term(request.context.epoch)
+        self._note(call, request.context, request)
         shard = self._store.reserve(
-            context.run, layout, request.unit_index, request.start_bytes, request.stop_bytes, request.dp
+            request.context.run, layout, request.unit_index, request.start_bytes, request.stop_bytes, request.dp
         )
-        return shard_pb2.ReserveUnitResponse(free_bytes=self._store.budget.free_bytes, version=shard.version)
+        return shard_pb2.ReserveUnitResponse(free_bytes=self._store.memory.free_bytes, version=shard.version)
 
     async def PublishUnit(self, request: shard_pb2.PublishUnitRequest, call: Call) -> shard_pb2.PublishUnitResponse:
         self._store.check_term(request.coordinator_epoch)
-        self._check_request(call, request.context, request.unit)
-        run = self._store.run(request.context.run)
-        shard = run.shard(request.unit)
-        if shard.version is None:
-            if shard.parameters is None or shard.initial_epoch != request.context.epoch:
-                raise StepStateError(
-                    f"{shard.what}: the initial values of epoch {request.context.epoch} are not complete here",
-                    unit=shard.unit,
-                )
-            await shard.publish()
-        return shard_pb2.PublishUnitResponse(version=shard.version or 0)
+        self._note(call, request.context, request)
+        shard = self._store.run(request.context.run).shard(request.unit)
+        return shard_pb2.PublishUnitResponse(version=shard.publish(request.context.epoch))
 
     async def Fence(self, request: shard_pb2.FenceRequest, call: Call) -> shard_pb2.FenceResponse:
         run = self._coordinated(request, call)
-        async with run.lock:
-            self._store.fence(run, request.context.step, request.ranks)
+
+        async def work() -> None:
+            steps.fence(run, request)
+
+        await run.alone(work)
         return shard_pb2.FenceResponse()
 
     async def PrepareStep(self, request: shard_pb2.PrepareStepRequest, call: Call) -> shard_pb2.PrepareStepResponse:
         run = self._coordinated(request, call)
-        async with run.lock:
-            return await self._store.prepare(run, request)
+        return await run.alone(lambda: steps.prepare(run, self._store.in_thread, request))
 
     async def Update(self, request: shard_pb2.UpdateRequest, call: Call) -> shard_pb2.UpdateResponse:
         run = self._coordinated(request, call)
         # Once begun an update is finished, also when the coordinator is gone.
-        return await asyncio.shield(asyncio.ensure_future(self._update(run, request)))
-
-    async def _update(self, run: Run, request: shard_pb2.UpdateRequest) -> shard_pb2.UpdateResponse:
-        async with run.lock:
-            return shard_pb2.UpdateResponse(version=await self._store.update(run, request))
+        version = await uninterrupted(run.alone(lambda: steps.update(run, self._store.in_thread, request)))
+        return shard_pb2.UpdateResponse(version=version)
 
     async def DropRun(self, request: shard_pb2.DropRunRequest, call: Call) -> shard_pb2.DropRunResponse:
         self._store.check_term(request.context.epoch)
-        self._check_request(call, request.context, "")
+        self._note(call, request.context, request)
         return shard_pb2.DropRunResponse(freed_bytes=await self._store.drop(request.context.run))
 
     # ---- the trainers' ----
@@ -89,26 +82,9 @@ class ShardServicer:
         incoming = IncomingStream(stream, shard_pb2.InitializeUnitRequest)
         header = await incoming.header()
         assert isinstance(header, shard_pb2.InitializeUnitHeader)
-        self._check_request(call, header.context, header.unit)
+        self._note(call, header.context, header)
         shard = self._store.run(header.context.run).shard(header.unit)
-        if (header.start_bytes, header.stop_bytes) != (shard.start_bytes, shard.stop_bytes):
-            raise InvalidRequestError(
-                f"{shard.what}: this server owns [{shard.start_bytes}, {shard.stop_bytes}), "
-                f"got [{header.start_bytes}, {header.stop_bytes})"
-            )
-        if shard.version is not None:
-            return shard_pb2.InitializeUnitResponse(version=shard.version)
-        if header.context.epoch < shard.initial_epoch:
-            raise StaleEpochError(f"{shard.what}: epoch {header.context.epoch} is over")
-        buffer = self._store.pool.take(shard.size_bytes)
-        try:
-            target = codec.memory_at(buffer.data_ptr(), shard.size_bytes)
-            await incoming.into([target], f"initial values of {shard.what}")
-            if shard.version is None:
-                self._store.accept_initial(shard, header.context.epoch, buffer)
-        except BaseException:
-            self._store.pool.give(buffer)
-            raise
+        await initial_values.receive(self._store, shard, header, incoming, call.remaining_s())
         return shard_pb2.InitializeUnitResponse(version=shard.version)
 
     async def Gather(self, request: shard_pb2.GatherRequest, call: Call) -> AsyncIterator[bytes]:
@@ -134,6 +110,7 @@ class ShardServicer:
                 chunk_bytes=request.chunk_bytes or codec.DEFAULT_CHUNK_BYTES,
             ):
                 yield message
+                parameters.check()
         finally:
             shard.release(parameters)
 
@@ -141,52 +118,11 @@ class ShardServicer:
         incoming = IncomingStream(stream, shard_pb2.ReduceScatterRequest)
         header = await incoming.header()
         assert isinstance(header, shard_pb2.ReduceScatterHeader)
-        context = header.context
-        key = PushKey(header.dp_rank, header.attempt, header.part)
-        self._requests.check(context.request_id, (call.method, context.run, context.step, header.unit, key))
-        run = self._store.run(context.run)
-        shard = run.shard(header.unit)
-        self._store.check_push(run, shard, header)
-        if self._store.begin_push(run, shard, key, context.step):
-            checksum = await incoming.checksum()
-            here = shard.contributions.by_rank.get(key.dp_rank)
-            if here is not None and key.part < here.part_count and here.checksums[key.part] != checksum:
-                run.differing_duplicate_count += 1
-            return shard_pb2.ReduceScatterResponse(duplicate=True, version=context.step)
-        duplicate = await self._receive(run, shard, header, incoming)
-        return shard_pb2.ReduceScatterResponse(duplicate=duplicate, version=context.step)
-
-    async def _receive(
-        self, run: Run, shard: UnitShard, header: shard_pb2.ReduceScatterHeader, incoming: IncomingStream
-    ) -> bool:
-        """Receives a push; a newer one of the same rank ends it."""
-        what = f"gradient of {shard.what}, rank {header.dp_rank}, part {header.part}"
-        if (older := shard.receiving.get(header.dp_rank)) is not None:
-            older.cancel()
-        buffer = self._store.pool.take(shard.size_bytes)
-        packed = shard.layout.packed_segments(header.parameter_indices, shard.start_bytes, shard.stop_bytes)
-        memory = codec.memory_at(buffer.data_ptr(), shard.size_bytes)
-        targets = [
-            memory[segment.start_bytes - shard.start_bytes : segment.stop_bytes - shard.start_bytes]
-            for segment in packed
-        ]
-        task = asyncio.ensure_future(incoming.into(targets, what))
-        receiving = shard.receiving[header.dp_rank] = Receiving(task.cancel)
-        try:
-            checksum = await task
-            return self._store.finish_push(run, shard, header, buffer, checksum)
-        except asyncio.CancelledError:
-            self._store.pool.give(buffer)
-            if shard.receiving.get(header.dp_rank) is receiving:
-                raise
-            raise StaleEpochError(f"{what}: a newer push took its place") from None
-        except BaseException:
-            self._store.pool.give(buffer)
-            raise
-        finally:
-            task.cancel()
-            if shard.receiving.get(header.dp_rank) is receiving:
-                del shard.receiving[header.dp_rank]
+        self._note(call, header.context, header)
+        run = self._store.run(header.context.run)
+        push = Push(self._store, run, run.shard(header.unit), header)
+        duplicate = await push.receive(incoming, call.remaining_s())
+        return shard_pb2.ReduceScatterResponse(duplicate=duplicate, version=header.context.step)
 
     # ---- people's ----
 
@@ -209,7 +145,7 @@ class ShardServicer:
         return inspection.describe_step(self._store.run(request.run))
 
     async def Peek(self, request: shard_pb2.PeekRequest, call: Call) -> shard_pb2.PeekResponse:
-        return await inspection.peek(self._store, request, call.remaining_s())
+        return await inspection.peek(self._store, request)
 
     # ---- shared ----
 
@@ -217,8 +153,11 @@ class ShardServicer:
         self, request: shard_pb2.FenceRequest | shard_pb2.PrepareStepRequest | shard_pb2.UpdateRequest, call: Call
     ) -> Run:
         self._store.check_term(request.context.epoch)
-        self._check_request(call, request.context, "")
+        self._note(call, request.context, request)
         return self._store.run(request.context.run)
 
-    def _check_request(self, call: Call, context: common_pb2.RequestContext, subject: str) -> None:
-        self._requests.check(context.request_id, (call.method, context.run, context.step, subject))
+    def _note(self, call: Call, context: common_pb2.RequestContext, content: Message) -> None:
+        """Refuses a request id that was used for other content."""
+        if context.request_id:
+            digest = xxhash.xxh3_128(content.SerializeToString(deterministic=True)).digest()
+            self._requests.check(context.request_id, (call.method, digest))

@@ -21,13 +21,10 @@ class IncomingStream:
     Args:
         messages: Serialised messages, as grpc hands them out.
         message_type: Their type.
-        idle_limit_s: Longest wait for the next one.
     """
 
-    def __init__(
-        self, messages: AsyncIterator[bytes], message_type: type[AnyMessage], *, idle_limit_s: float = IDLE_LIMIT_S
-    ) -> None:
-        self._messages, self._type, self._idle_limit_s = messages, message_type, idle_limit_s
+    def __init__(self, messages: AsyncIterator[bytes], message_type: type[AnyMessage]) -> None:
+        self._messages, self._type = messages, message_type
         self._first: ChunkView | None = None
 
     async def header(self) -> Message:
@@ -65,17 +62,32 @@ class IncomingStream:
         receiver.require_complete()
         return receiver.checksum
 
-    async def checksum(self) -> int:
-        """Reads the rest without keeping it; returns the checksum of what came."""
-        hasher = xxhash.xxh3_64()
-        if self._first is not None:
-            hasher.update(self._first.payload)
-        while (data := await self._next()) is not None:
-            hasher.update(decode_message(data, self._type)[1].payload)
+    async def checksum(self, total_bytes: int, what: str) -> int:
+        """Receives the whole stream without keeping it; returns its checksum.
+
+        Raises:
+            ChunkError: It has a gap, an overlap, or another length than ``total_bytes``.
+            DeadlineError: Nothing came for too long.
+        """
+        hasher, received, chunk = xxhash.xxh3_64(), 0, self._first
+        while chunk is not None:
+            size = len(chunk.payload)
+            if chunk.offset_bytes != received or received + size > total_bytes:
+                raise ChunkError(
+                    f"{what}: {size} bytes at byte {chunk.offset_bytes}; expected {total_bytes} in all, "
+                    f"the next at byte {received}"
+                )
+            hasher.update(chunk.payload)
+            received += size
+            data = await self._next()
+            chunk = None if data is None else decode_message(data, self._type)[1]
+        if received != total_bytes:
+            raise ChunkError(f"{what}: ended after {received} of {total_bytes} bytes")
         return hasher.intdigest()
 
     async def _next(self) -> bytes | None:
         try:
-            return await asyncio.wait_for(anext(self._messages, None), self._idle_limit_s)
+            async with asyncio.timeout(IDLE_LIMIT_S):
+                return await anext(self._messages, None)
         except TimeoutError:
-            raise DeadlineError(f"the stream brought nothing for {self._idle_limit_s:.0f} s") from None
+            raise DeadlineError(f"the stream brought nothing for {IDLE_LIMIT_S:g} s") from None

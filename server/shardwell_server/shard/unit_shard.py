@@ -1,54 +1,54 @@
-"""One shard of one unit: its parameters and their version, and the step in flight."""
+"""One shard of one unit: its parameters and their version, who reads them, and how the next version comes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from shardwell_server.shard import segments
+from shardwell_server.shard.concurrency import OpenStreams
 from shardwell_server.shard.contributions import Contributions
-from shardwell_server.shard.memory import BufferPool
-from shardwell_server.shard.norms import block_squares, exact_partials
+from shardwell_server.shard.memory import Memory
 from shardwell_server.shard.optimizer import ShardOptimizer
-from shardwell_server.shard.reduction import mean_in_rank_order
-from shardwell_wire.errors import DeadlineError, NonFiniteError, NotFoundError, StepStateError, VersionGoneError
+from shardwell_server.shard.reduction import Reduced, reduce_shard
+from shardwell_server.shard.threads import InThread
+from shardwell_wire.errors import (
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    NonFiniteError,
+    NotFoundError,
+    ShardwellError,
+    StepStateError,
+    VersionGoneError,
+)
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2
 
 
-@dataclass
+@dataclass(eq=False)
 class Parameters:
-    """The bytes of one version, or of the next one while nobody reads them."""
+    """The bytes of one version."""
 
     buffer: torch.Tensor
     """uint8. [stop_bytes - start_bytes]"""
     readers: int = 0
-    """Gathers that are sending it; while there are any it is not written."""
+    """While there are any, the bytes stay as they are."""
+    revoked: ShardwellError | None = None
+    """Why the bytes may not be read any more, by those who still wanted to."""
 
-
-@dataclass(frozen=True)
-class Reduced:
-    """The mean gradient of the step, by segment number; absent where no rank had one."""
-
-    gradients: Mapping[int, torch.Tensor]
-    buffer: torch.Tensor | None
-    """What was taken from the pool for it."""
-    square_partials: list[float]
-    max_abs: float
-
-
-@dataclass
-class Receiving:
-    """An unfinished stream of a rank's gradient."""
-
-    cancel: Callable[[], object]
+    def check(self) -> None:
+        """Raises what took the bytes from their readers; readers ask before every look at them."""
+        if self.revoked is not None:
+            raise self.revoked
 
 
 class UnitShard:
-    """One shard. All methods run on the event loop but those named ``compute_*``, which run in a thread.
+    """One shard. Used on the event loop; methods named ``compute_*`` run in a thread.
 
     Args:
         run: Name of the run.
@@ -57,11 +57,11 @@ class UnitShard:
         start_bytes: Half-open range of the flat vector.
         stop_bytes: Its end.
         dp: Logical data ranks.
-        pool: Where buffers come from.
+        memory: Where buffers come from.
     """
 
     def __init__(
-        self, run: str, layout: UnitLayout, index: int, start_bytes: int, stop_bytes: int, dp: int, pool: BufferPool
+        self, run: str, layout: UnitLayout, index: int, start_bytes: int, stop_bytes: int, dp: int, memory: Memory
     ) -> None:
         self.run, self.layout, self.index, self.dp = run, layout, index, dp
         self.start_bytes, self.stop_bytes = start_bytes, stop_bytes
@@ -71,14 +71,19 @@ class UnitShard:
         self.parameters: Parameters | None = None
         self.initial_epoch = -1
         """Under which the values that wait for publication came."""
+        self.streams = OpenStreams()
+        """Of initial values and, by rank, of contributions."""
         self.contributions = Contributions()
-        self.receiving: dict[int, Receiving] = {}
         self.reduced: Reduced | None = None
         self.optimizer: ShardOptimizer | None = None
-        self.dropped = False
-        self._pool = pool
+        self.optimizer_bytes = 0
+        self._memory = memory
+        self._superseded: Parameters | None = None
+        """The version before, while somebody reads it."""
         self._updating = False
-        self._changed = asyncio.Condition()
+        self._failure: ShardwellError | None = None
+        """Why there are no values any more."""
+        self._changed = asyncio.Event()
 
     @property
     def unit(self) -> str:
@@ -97,10 +102,18 @@ class UnitShard:
         """The parts of parameters in a buffer of this shard's bytes, by segment number."""
         return segments.views(buffer, self.layout, self.segments, self.start_bytes)
 
+    def check_range(self, start_bytes: int, stop_bytes: int) -> None:
+        """Raises InvalidRequestError if a stream is of another range than the shard's."""
+        if (start_bytes, stop_bytes) != (self.start_bytes, self.stop_bytes):
+            raise InvalidRequestError(
+                f"{self.what}: this server owns [{self.start_bytes}, {self.stop_bytes}), "
+                f"got [{start_bytes}, {stop_bytes})"
+            )
+
     # ---- reading ----
 
     async def read(self, version: int | None, wait_s: float) -> tuple[int, Parameters]:
-        """The bytes of a version, held until ``release``.
+        """The bytes of a version, kept as they are until ``release`` or until they are revoked.
 
         Args:
             version: None: the newest there is.
@@ -110,176 +123,269 @@ class UnitShard:
             VersionGoneError: It has been overwritten.
             DeadlineError: It does not exist yet.
             NotFoundError: The run was deleted meanwhile.
+            InternalError: An update failed.
         """
-
-        def ready() -> bool:
-            return self.dropped or (
-                not self._updating and self.version is not None and (version is None or self.version >= version)
-            )
-
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait_for(ready), wait_s)
-            except TimeoutError:
-                wanted = "any version" if version is None else f"version {version}"
-                raise DeadlineError(
-                    f"waited {wait_s:.1f} s for {wanted} of {self.what}; the newest is {self.version}",
-                    unit=self.unit,
-                    version=version,
-                    newest=self.version,
-                ) from None
-        if self.dropped:
-            raise NotFoundError(f"run {self.run!r} was deleted", run=self.run)
-        assert self.version is not None and self.parameters is not None
-        if version is not None and version < self.version:
-            raise VersionGoneError(
-                f"version {version} of {self.what} has been overwritten by version {self.version}",
+        try:
+            async with asyncio.timeout(wait_s):
+                while not self._readable(version):
+                    await self._changed.wait()
+        except TimeoutError:
+            wanted = "any version" if version is None else f"version {version}"
+            newest = "there is none yet" if self.version is None else f"the newest is {self.version}"
+            raise DeadlineError(
+                f"waited {wait_s:.1f} s for {wanted} of {self.what}; {newest}",
                 unit=self.unit,
                 version=version,
                 newest=self.version,
-            )
+            ) from None
+        # From here to the return nothing is awaited: no update can begin in between.
+        self.check_whole()
+        assert self.version is not None and self.parameters is not None
+        if version is not None and version < self.version:
+            raise self._gone(version, self.version)
         self.parameters.readers += 1
         return self.version, self.parameters
 
-    async def publish(self) -> None:
-        """Makes the initial values version 0."""
-        async with self._changed:
-            self.version = 0
-            self._changed.notify_all()
+    def release(self, parameters: Parameters) -> None:
+        """A reader is done."""
+        parameters.readers -= 1
+        if parameters is self._superseded and parameters.readers == 0:
+            self._forget_superseded()
 
-    async def drop(self) -> None:
-        """Forgets everything; those who wait are told."""
-        async with self._changed:
-            self.dropped = True
-            self._changed.notify_all()
-        for receiving in list(self.receiving.values()):
-            receiving.cancel()
-        self.give_back(self.contributions.clear())
-        self.forget_reduced()
+    def revoke_superseded(self) -> None:
+        """Takes the version before from those who still read it."""
+        if self._superseded is not None:
+            assert self.version is not None
+            self._superseded.revoked = self._gone(self.version - 1, self.version)
+            self._forget_superseded()
+
+    def _readable(self, version: int | None) -> bool:
+        if self._failure is not None:
+            return True
+        return not self._updating and self.version is not None and (version is None or self.version >= version)
+
+    def check_whole(self) -> None:
+        """Raises why there are no values any more: the run was deleted, or an update failed midway."""
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure), **self._failure.data)
+
+    def _gone(self, version: int, newest: int) -> VersionGoneError:
+        return VersionGoneError(
+            f"version {version} of {self.what} has been overwritten by version {newest}",
+            unit=self.unit,
+            version=version,
+            newest=newest,
+        )
+
+    def _forget_superseded(self) -> None:
+        assert self._superseded is not None
+        self._memory.pool.give(self._superseded.buffer)
+        self._memory.staging.give(self.size_bytes)
+        self._superseded = None
+
+    def _notify(self) -> None:
+        """Wakes those who wait for a change; they look for themselves."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # ---- the first version, and the last ----
+
+    def accept_initial(self, epoch: int, buffer: torch.Tensor) -> None:
+        """Takes complete initial values, replacing those that were here."""
+        assert self.version is None
         if self.parameters is not None:
-            last, self.parameters = self.parameters, None
-            if last.readers == 0:
-                self._pool.give(last.buffer)
+            self._memory.pool.give(self.parameters.buffer)
+        self.parameters, self.initial_epoch = Parameters(buffer), epoch
+
+    def publish(self, epoch: int) -> int:
+        """Makes the initial values of an epoch version 0, once; returns the version.
+
+        Raises:
+            StepStateError: They are not complete.
+        """
+        if self.version is not None:
+            return self.version
+        if self.parameters is None or self.initial_epoch != epoch:
+            raise StepStateError(f"{self.what}: the initial values of epoch {epoch} are not complete here")
+        self.version = 0
+        self._notify()
+        return self.version
+
+    def drop(self) -> None:
+        """Forgets everything; those who wait, read or send are told that the run was deleted."""
+        self._failure = NotFoundError(f"run {self.run!r} was deleted", run=self.run)
+        self._notify()
+        self.streams.end_all(self._failure)
+        self.drop_contributions()
+        if self._superseded is not None:
+            self._superseded.revoked = self._failure
+            self._forget_superseded()
+        if self.parameters is not None:
+            self.parameters.revoked = self._failure
+            self._memory.pool.give(self.parameters.buffer)
+            self.parameters = None
 
     # ---- reducing ----
 
-    def compute_reduced(self, with_max_abs: bool) -> Reduced:
-        """Adds the ranks in order and takes the mean.
+    async def reduce(self, in_thread: InThread, *, with_max_abs: bool) -> Reduced:
+        """Adds the contributions in rank order and takes the mean.
 
         Raises:
-            NonFiniteError: The mean has NaN or infinity.
+            NonFiniteError: It has NaN or infinity; names the parameter and the ranks.
         """
-        ranks = sorted(self.contributions.by_rank)
-        buffer = self._pool.take(self.size_bytes) if self.dp > 1 and ranks else None
-        gradients: dict[int, torch.Tensor] = {}
-        terms: list[float] = []
-        max_abs = 0.0
-        outs = self.views(buffer) if buffer is not None else [None] * len(self.segments)
+        ranks = [contribution for _, contribution in sorted(self.contributions.by_rank.items())]
+        terms = [
+            [gradient for rank in ranks if (gradient := rank.gradient(number)) is not None]
+            for number in range(len(self.segments))
+        ]
+        buffer = self._memory.pool.take(self.size_bytes) if self.dp > 1 and ranks else None
         try:
-            for number, segment in enumerate(self.segments):
-                parts = [
-                    part
-                    for rank in ranks
-                    if (part := self.contributions.by_rank[rank].gradients.get(number)) is not None
-                ]
-                if not parts:
-                    continue
-                out = outs[number]
-                mean = mean_in_rank_order(parts, self.dp, parts[0] if out is None else out)
-                own = block_squares(mean, segment.start_bytes)
-                if not all(map(_is_finite, own)) and not bool(torch.isfinite(mean).all()):
-                    raise self._non_finite(number)
-                gradients[number] = mean
-                terms += own
-                if with_max_abs:
-                    max_abs = max(max_abs, float(mean.abs().max()))
+            outs = None if buffer is None else self.views(buffer)
+            starts = [segment.start_bytes for segment in self.segments]
+            self.reduced = await in_thread(
+                partial(reduce_shard, terms, self.dp, outs, starts, buffer=buffer, with_max_abs=with_max_abs)
+            )
+            if self.reduced.non_finite is not None:
+                raise await in_thread(partial(self.compute_blame, self.reduced.non_finite))
         except BaseException:
+            self.reduced = None
             if buffer is not None:
-                self._pool.give(buffer)
+                self._memory.pool.give(buffer)
             raise
-        return Reduced(gradients, buffer, exact_partials(terms), max_abs)
+        return self.reduced
 
-    def _non_finite(self, number: int) -> NonFiniteError:
+    def compute_blame(self, number: int) -> NonFiniteError:
+        """Says whose gradient of a segment is not finite."""
         name = self.layout.parameters[self.segments[number].parameter_index].name
         guilty = [
-            rank
+            str(rank)
             for rank, contribution in sorted(self.contributions.by_rank.items())
-            if number in contribution.gradients and not bool(torch.isfinite(contribution.gradients[number]).all())
+            if (gradient := contribution.gradient(number)) is not None and not bool(torch.isfinite(gradient).all())
         ]
-        whose = f"of logical dp rank {', '.join(map(str, guilty))}" if guilty else "summed over all ranks (overflow)"
+        whose = f"of logical dp rank {', '.join(guilty)}" if guilty else "summed over all ranks (overflow)"
         return NonFiniteError(
             f"the gradient of parameter {name!r} ({self.what}) {whose} has NaN or infinity; nothing was updated: "
             "optimizer.zero_grad() on every trainer and optimizer.step() skip the step",
             unit=self.unit,
             parameter=name,
-            dp_ranks=",".join(map(str, guilty)),
+            dp_ranks=",".join(guilty),
         )
 
     def forget_reduced(self) -> None:
         """The step's mean gradient is void, or used up."""
         if self.reduced is not None and self.reduced.buffer is not None:
-            self._pool.give(self.reduced.buffer)
+            self._memory.pool.give(self.reduced.buffer)
         self.reduced = None
 
-    def give_back(self, buffers: Sequence[torch.Tensor]) -> None:
-        for buffer in buffers:
-            self._pool.give(buffer)
+    def drop_contributions(self, buffers: Sequence[torch.Tensor] | None = None) -> None:
+        """Gives back contributions that are void or used up, and with them their mean.
+
+        Args:
+            buffers: What ``Contributions`` let go of. None: all of them.
+        """
+        self.forget_reduced()
+        for buffer in self.contributions.clear() if buffers is None else buffers:
+            self._memory.pool.give(buffer)
 
     # ---- updating ----
 
-    async def update(
-        self,
-        run_in_thread: Callable[[Callable[[], Parameters]], Awaitable[Parameters]],
-        step: int,
-        optimizer: common_pb2.OptimizerStep,
-        clip_coefficient: float,
-    ) -> None:
-        """Makes version ``step + 1`` of version ``step`` and the reduced gradient; once.
+    def check_update(self, step: int, optimizer: common_pb2.OptimizerStep) -> None:
+        """Raises what keeps ``update`` from making version ``step + 1``.
 
         Raises:
             StepStateError: The step was not reduced here, or is not the next.
+            InvalidRequestError: The optimizer does not fit the unit.
+            ConflictError: The optimizer's state is another algorithm's.
+            InternalError: An earlier update failed.
         """
-        if self.version == step + 1:
-            return
+        self.check_whole()
         if self.version != step or self.reduced is None:
             raise StepStateError(
-                f"{self.what} is at version {self.version} and "
-                f"{'has' if self.reduced else 'has no'} reduced gradient: cannot be updated for step {step}",
+                f"{self.what} is at version {self.version} and {'has a' if self.reduced else 'has no'} reduced "
+                f"gradient: it cannot be updated for step {step}",
                 unit=self.unit,
             )
+        if self.optimizer is not None:
+            self.optimizer.check_algorithm(optimizer.algorithm)
+        for unit in optimizer.units:
+            if unit.unit_index == self.index and len(unit.group_indices) != len(self.layout.parameters):
+                raise InvalidRequestError(
+                    f"{self.what} has {len(self.layout.parameters)} parameters, but the optimizer names groups "
+                    f"for {len(unit.group_indices)}"
+                )
+
+    async def update(
+        self, in_thread: InThread, step: int, optimizer: common_pb2.OptimizerStep, clip_coefficient: float
+    ) -> None:
+        """Makes version ``step + 1`` of version ``step`` and the reduced gradient.
+
+        An update that fails midway leaves nothing that could be read or updated: its values are neither
+        of the two versions.
+        """
+        assert self.parameters is not None and self.reduced is not None
+        before, target = self.parameters, self._writable()
         self._updating = True
         try:
-            parameters = await run_in_thread(lambda: self.compute_update(optimizer, clip_coefficient))
-            self.parameters, self.version = parameters, step + 1
+            await in_thread(lambda: self.compute_update(before.buffer, target, optimizer, clip_coefficient))
+        except BaseException as error:
+            if target is not before.buffer:
+                self._memory.pool.give(target)
+                self._memory.staging.give(self.size_bytes)
+            self._failure = InternalError(
+                f"the update of {self.what} for step {step} failed midway and its values are lost "
+                f"({type(error).__name__}); the server's log has the details",
+                unit=self.unit,
+            )
+            raise
+        else:
+            self.version = step + 1
+            self._supersede(before, target)
+            self.drop_contributions()
+            self._note_optimizer()
         finally:
             self._updating = False
-        self.forget_reduced()
-        self.give_back(self.contributions.clear())
-        async with self._changed:
-            self._changed.notify_all()
+            self._notify()
 
-    def release(self, parameters: Parameters) -> None:
-        """A reader is done."""
-        parameters.readers -= 1
-        if parameters is not self.parameters and parameters.readers == 0:
-            self._pool.give(parameters.buffer)
-
-    def compute_update(self, optimizer: common_pb2.OptimizerStep, clip_coefficient: float) -> Parameters:
-        """Applies the optimizer, in place unless somebody is reading; returns the new parameters."""
-        assert self.parameters is not None and self.reduced is not None
+    def compute_update(
+        self, before: torch.Tensor, target: torch.Tensor, optimizer: common_pb2.OptimizerStep, clip_coefficient: float
+    ) -> None:
+        """Applies the optimizer to ``target``, which is ``before`` or becomes a copy of it."""
+        assert self.reduced is not None
         if self.optimizer is None:
-            self.optimizer = ShardOptimizer(optimizer.algorithm, self.views(self.parameters.buffer))
-        parameters = self.parameters
-        if parameters.readers:
-            parameters = Parameters(self._pool.take(self.size_bytes))
-            parameters.buffer.copy_(self.parameters.buffer)
-            self.optimizer.rebind(self.views(parameters.buffer))
+            self.optimizer = ShardOptimizer(optimizer.algorithm, self.views(before))
+        if target is not before:
+            target.copy_(before)
+            self.optimizer.rebind(self.views(target))
         groups = {unit.unit_index: unit.group_indices for unit in optimizer.units}.get(self.index)
         chosen = [-1 if groups is None else groups[segment.parameter_index] for segment in self.segments]
-        gradients = [self.reduced.gradients.get(number) for number in range(len(self.segments))]
-        self.optimizer.step(gradients, optimizer.groups, chosen, clip_coefficient)
-        return parameters
+        self.optimizer.step(self.reduced.gradients, optimizer.groups, chosen, clip_coefficient)
+
+    def _writable(self) -> torch.Tensor:
+        """Where the next version is made: in place, unless somebody reads and there is room for a copy."""
+        assert self.parameters is not None and self.version is not None
+        current = self.parameters
+        if current.readers == 0:
+            return current.buffer
+        self.revoke_superseded()
+        if self._memory.staging.try_take(self.size_bytes):
+            return self._memory.pool.take(self.size_bytes)
+        current.revoked = self._gone(self.version, self.version + 1)
+        return current.buffer
+
+    def _supersede(self, before: Parameters, target: torch.Tensor) -> None:
+        self.parameters = Parameters(target)
+        if target is not before.buffer:
+            self._superseded = before
+            if before.readers == 0:
+                self._forget_superseded()
+
+    def _note_optimizer(self) -> None:
+        assert self.optimizer is not None
+        if (size_bytes := self.optimizer.size_bytes) != self.optimizer_bytes:
+            self.optimizer_bytes = size_bytes
+            self._memory.note_optimizer(self.run, self.unit, size_bytes)
 
 
-def _is_finite(value: float) -> bool:
-    return value - value == 0.0
+def first_non_finite(views: Sequence[torch.Tensor]) -> int | None:
+    """The number of the first tensor that has NaN or infinity."""
+    return next((number for number, view in enumerate(views) if not bool(torch.isfinite(view).all())), None)

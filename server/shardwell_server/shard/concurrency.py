@@ -1,0 +1,100 @@
+"""Two rules of who may interrupt whom: work that is finished once begun, and streams that replace each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
+from typing import Any, TypeVar
+
+from shardwell_wire.errors import ShardwellError, StaleEpochError
+
+Result = TypeVar("Result")
+
+
+async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
+    """Awaits ``work`` to its end even when cancelled meanwhile; then it is cancelled.
+
+    Buffers that a thread reads or writes so stay its own until it is done.
+    """
+    task, cancelled = asyncio.ensure_future(work), False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        if not task.cancelled():
+            task.exception()  # seen: nobody is left to raise it to
+        raise asyncio.CancelledError
+    return task.result()
+
+
+class _Stream:
+    def __init__(self, order: tuple[int, ...]) -> None:
+        self.order = order
+        self.task: asyncio.Future[Any] | None = None
+        self.reason: ShardwellError | None = None
+        self.ended = asyncio.Event()
+
+    def end(self, reason: ShardwellError) -> None:
+        self.reason = self.reason or reason
+        if self.task is not None:
+            self.task.cancel()
+
+
+class OpenStreams:
+    """The unfinished streams to one shard: one per key, and the newest wins."""
+
+    def __init__(self) -> None:
+        self._open: dict[Hashable, _Stream] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def replace(
+        self, key: Hashable, order: tuple[int, ...], what: str, receive: Callable[[], Awaitable[Result]]
+    ) -> Result:
+        """Receives a stream after ending the one that is open under ``key``.
+
+        Args:
+            key: What the stream is of.
+            order: Its fencing numbers; one with higher numbers is not replaced.
+            what: Names the stream in errors.
+            receive: Receives it; begun once nothing is left of the older one.
+
+        Raises:
+            StaleEpochError: A newer stream took its place, or is there already.
+        """
+        older = self._open.get(key)
+        if older is not None and older.order > order:
+            raise StaleEpochError(f"{what}: a stream of a later lease or attempt is being received")
+        own = self._open[key] = _Stream(order)
+        own.task = task = asyncio.ensure_future(_after(older, what, receive))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if own.reason is None:
+                raise
+            raise own.reason from None
+        finally:
+            own.ended.set()
+            if self._open.get(key) is own:
+                del self._open[key]
+
+    def end(self, key: Hashable, before: tuple[int, ...], reason: ShardwellError) -> None:
+        """Ends the stream under ``key`` if its fencing numbers are not at least ``before``, each."""
+        stream = self._open.get(key)
+        if stream is not None and any(own < oldest for own, oldest in zip(stream.order, before, strict=True)):
+            stream.end(reason)
+
+    def end_all(self, reason: ShardwellError) -> None:
+        """Ends every stream."""
+        for stream in self._open.values():
+            stream.end(reason)
+
+
+async def _after(older: _Stream | None, what: str, receive: Callable[[], Awaitable[Result]]) -> Result:
+    if older is not None:
+        older.end(StaleEpochError(f"{what}: a newer stream took its place"))
+        await uninterrupted(older.ended.wait())
+    return await receive()

@@ -1,0 +1,139 @@
+"""Which contribution is accepted, which is dropped, and how one is received."""
+
+from __future__ import annotations
+
+from shardwell_server.shard.concurrency import uninterrupted
+from shardwell_server.shard.contributions import Contribution
+from shardwell_server.shard.memory import IncomingBuffer
+from shardwell_server.shard.runs import Run
+from shardwell_server.shard.store import ShardStore
+from shardwell_server.shard.streams import IncomingStream
+from shardwell_server.shard.unit_shard import UnitShard
+from shardwell_wire import codec
+from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError, VersionGoneError
+from shardwell_wire.layout import Segment
+from shardwell_wire.v1 import shard_pb2
+
+
+class Push:
+    """One push to one shard.
+
+    Args:
+        store: Of the server.
+        run: The run.
+        shard: The shard.
+        header: What the push says of itself.
+    """
+
+    def __init__(self, store: ShardStore, run: Run, shard: UnitShard, header: shard_pb2.ReduceScatterHeader) -> None:
+        self._store, self._run, self._shard, self._header = store, run, shard, header
+        self._step, self._epoch = header.context.step, header.context.epoch
+        self._dp_rank, self._attempt, self._part = header.dp_rank, header.attempt, header.part
+        self._what = f"gradient of {shard.what}, rank {self._dp_rank}, attempt {self._attempt}, part {self._part}"
+
+    async def receive(self, incoming: IncomingStream, wait_s: float) -> bool:
+        """Receives the gradient; returns whether it was here already.
+
+        Nothing is kept of a stream that is broken, unwanted, or replaced by a newer one.
+
+        Args:
+            incoming: The stream.
+            wait_s: How long to wait for room to receive it into.
+
+        Raises:
+            InvalidRequestError: The push does not fit the shard, or the stream is broken.
+            StaleEpochError: Its lease or attempt is over, or a newer stream took its place.
+            VersionGoneError: The step is committed.
+            StepStateError: The step is prepared or has not begun, or an earlier part is missing.
+            CapacityError: There was no room to receive it.
+        """
+        self._check_form()
+        self._check_wanted()
+        if self._is_here():
+            return await self._acknowledge(incoming)
+
+        async def take() -> bool:
+            # What is held of the rank stays until this stream is complete; then one of the two goes.
+            reserved = self._dp_rank not in self._shard.contributions.by_rank
+            async with self._store.memory.incoming(
+                self._shard.size_bytes, reserved=reserved, wait_s=wait_s, what=self._what
+            ) as received:
+                checksum = await incoming.into(self._targets(received), self._what)
+                return await uninterrupted(self._run.alone(lambda: self._accept(received, checksum)))
+
+        return await self._shard.streams.replace(self._dp_rank, (self._epoch, self._attempt), self._what, take)
+
+    def _check_form(self) -> None:
+        shard, indices = self._shard, list(self._header.parameter_indices)
+        if not 0 <= self._dp_rank < shard.dp:
+            raise InvalidRequestError(f"dp_rank {self._dp_rank}: {shard.what} has {shard.dp} data ranks")
+        shard.check_range(self._header.start_bytes, self._header.stop_bytes)
+        if sorted(set(indices)) != indices or (indices and indices[-1] >= len(shard.layout.parameters)):
+            raise InvalidRequestError(
+                f"{shard.what}: parameter_indices {indices[:10]} must rise and be below {len(shard.layout.parameters)}"
+            )
+
+    def _check_wanted(self) -> None:
+        shard, step = self._shard, self._step
+        self._run.fences.check_epoch(self._dp_rank, self._epoch)
+        if shard.version is None:
+            raise StepStateError(f"{shard.what} has no published values yet")
+        if step < shard.version:
+            raise VersionGoneError(f"step {step} of {shard.what} is committed: it is at version {shard.version}")
+        if step > shard.version:
+            raise StepStateError(f"{shard.what} is at version {shard.version}: too early for a gradient of step {step}")
+        oldest = max(
+            self._run.fences.attempt(self._dp_rank, step),
+            shard.contributions.attempt(self._dp_rank),
+        )
+        if self._attempt < oldest:
+            raise StaleEpochError(f"{self._what}: the attempt is over, attempt {oldest} has begun")
+
+    def _is_here(self) -> bool:
+        have = self._shard.contributions.part_count(self._dp_rank, self._attempt)
+        if self._part < have:
+            return True
+        prepared = self._run.prepared
+        if prepared is not None and prepared.step == self._step:
+            raise StepStateError(f"{self._what}: step {self._step} is prepared, its gradients are complete")
+        if self._part > have:
+            raise StepStateError(f"{self._what}: part {have} is missing before it")
+        return False
+
+    async def _acknowledge(self, incoming: IncomingStream) -> bool:
+        # Only its checksum is wanted: two that differ betray a computation that cannot be reproduced.
+        total = sum(segment.size_bytes for segment in self._packed())
+        self._count_duplicate(await incoming.checksum(total, self._what))
+        return True
+
+    async def _accept(self, received: IncomingBuffer, checksum: int) -> bool:
+        """Takes a complete push if it is still wanted; returns whether it was here already."""
+        self._check_wanted()
+        if self._is_here():
+            self._count_duplicate(checksum)
+            return True
+        contributions, views = self._shard.contributions, self._shard.views(received.buffer)
+        chosen = [self._shard.segment_of[segment.parameter_index] for segment in self._packed()]
+        if self._part == 0:
+            self._shard.drop_contributions(contributions.drop_older(self._dp_rank, self._attempt))
+            contributions.by_rank[self._dp_rank] = Contribution(self._attempt, received.keep(), views, set(chosen))
+        else:
+            held = contributions.by_rank[self._dp_rank]
+            await self._store.in_thread(lambda: held.compute_add(views, chosen))
+        contributions.by_rank[self._dp_rank].checksums.append(checksum)
+        self._run.fences.raise_epoch(self._dp_rank, self._epoch)
+        return False
+
+    def _count_duplicate(self, checksum: int) -> None:
+        self._run.duplicate_count += 1
+        held = self._shard.contributions.by_rank.get(self._dp_rank)
+        if held is not None and self._part < held.part_count and held.checksums[self._part] != checksum:
+            self._run.differing_duplicate_count += 1
+
+    def _packed(self) -> list[Segment]:
+        shard = self._shard
+        return shard.layout.packed_segments(self._header.parameter_indices, shard.start_bytes, shard.stop_bytes)
+
+    def _targets(self, received: IncomingBuffer) -> list[memoryview]:
+        start, memory = self._shard.start_bytes, codec.memory_at(received.buffer.data_ptr(), self._shard.size_bytes)
+        return [memory[segment.start_bytes - start : segment.stop_bytes - start] for segment in self._packed()]

@@ -1,0 +1,130 @@
+"""The step on one server: fenced, prepared, updated. Each of these goes ``Run.alone``."""
+
+from __future__ import annotations
+
+import math
+
+from shardwell_server import hyperparameters
+from shardwell_server.shard.runs import PreparedStep, Run
+from shardwell_server.shard.threads import InThread
+from shardwell_wire.errors import IncompleteStepError, InvalidRequestError, StaleEpochError, StepStateError
+from shardwell_wire.v1 import shard_pb2
+
+
+def fence(run: Run, request: shard_pb2.FenceRequest) -> None:
+    """Refuses older epochs and attempts from now on; drops older attempts' contributions."""
+    step = request.context.step
+    risen = run.fences.raise_all(step, request.ranks)
+    for shard in run.shards.values():
+        for rank, attempt in risen:
+            if shard.version == step:
+                shard.drop_contributions(shard.contributions.drop_older(rank, attempt))
+        for told in request.ranks:
+            oldest = (run.fences.epoch(told.dp_rank), run.fences.attempt(told.dp_rank, step))
+            shard.streams.end(
+                told.dp_rank,
+                oldest,
+                StaleEpochError(f"{shard.what}, rank {told.dp_rank}: the lease or attempt is over"),
+            )
+    if risen and run.prepared is not None and run.prepared.step == step:
+        run.unprepare()
+
+
+async def prepare(
+    run: Run, in_thread: InThread, request: shard_pb2.PrepareStepRequest
+) -> shard_pb2.PrepareStepResponse:
+    """Confirms the contributions of a step and reduces them; the same again gets the same answer.
+
+    Raises:
+        IncompleteStepError: Contributions are missing, or there are more than named.
+        NonFiniteError: A gradient is not finite.
+        StepStateError: The step is not the next.
+        InvalidRequestError: The manifest does not fit the run.
+    """
+    step, asked = request.context.step, _without_context(request)
+    if run.prepared is not None and (run.prepared.step, run.prepared.asked) == (step, asked):
+        assert run.prepared.answer is not None
+        return run.prepared.answer
+    run.unprepare()
+    _check_complete(run, request)
+    answer = shard_pb2.PrepareStepResponse(version=step)
+    run.prepared = PreparedStep(step, asked, None)  # from here on pushes are refused
+    try:
+        for shard in list(run.shards.values()):
+            reduced = await shard.reduce(in_thread, with_max_abs=request.with_max_abs)
+            norm = shard_pb2.UnitNorm(
+                unit_index=shard.index, square_partials=reduced.square_partials, max_abs=reduced.max_abs
+            )
+            answer.units.append(norm)
+    except BaseException:
+        run.unprepare()
+        raise
+    run.prepared = PreparedStep(step, asked, answer)
+    return answer
+
+
+async def update(run: Run, in_thread: InThread, request: shard_pb2.UpdateRequest) -> int:
+    """Applies a committed step to every shard, in the order given; returns the new version.
+
+    Shards that have done it already are passed over, so it may be repeated.
+
+    Raises:
+        StepStateError: A shard is not ready for it; nothing was changed.
+        InvalidRequestError: The optimizer cannot be applied; nothing was changed.
+        InternalError: It failed midway, now or earlier.
+    """
+    hyperparameters.validate(request.optimizer)
+    step, clip = request.context.step, request.clip_coefficient
+    if not math.isfinite(clip) or clip < 0.0:
+        raise InvalidRequestError(f"clip_coefficient is {clip}: expected a finite number of at least 0")
+    place = {index: number for number, index in enumerate(request.unit_order)}
+    shards = sorted(run.shards.values(), key=lambda shard: (place.get(shard.index, len(place)), shard.index))
+    waiting = [shard for shard in shards if shard.version != step + 1]
+    for shard in waiting:
+        shard.check_update(step, request.optimizer)
+    for shard in waiting:
+        await shard.update(in_thread, step, request.optimizer, clip)
+    run.prepared = None
+    return step + 1
+
+
+def _check_complete(run: Run, request: shard_pb2.PrepareStepRequest) -> None:
+    step, expected = request.context.step, _expected(run, request)
+    lines = []
+    for shard in run.shards.values():
+        if shard.version != step:
+            raise StepStateError(f"{shard.what} is at version {shard.version}: step {step} cannot be prepared")
+        if shard.dp != request.dp:
+            raise InvalidRequestError(f"dp is {request.dp}: {shard.what} was reserved with {shard.dp} data ranks")
+        differences = shard.contributions.differences(expected.pop(shard.index, {}))
+        lines += [f"unit {shard.unit!r}: {line}" for line in differences]
+    lines += [f"unit number {index}: this server has no shard of it" for index in expected]
+    if lines:
+        more = f" and {len(lines) - 5} more" if len(lines) > 5 else ""
+        raise IncompleteStepError(f"step {step} of run {run.name!r}: {'; '.join(lines[:5])}{more}", step=step)
+
+
+def _expected(run: Run, request: shard_pb2.PrepareStepRequest) -> dict[int, dict[int, tuple[int, int]]]:
+    """``(attempt, part_count)`` by unit index and rank; units and ranks without a part are left out."""
+    named = {manifest.dp_rank for manifest in request.ranks}
+    if len(named) != request.dp or max(named, default=0) >= request.dp:
+        raise InvalidRequestError(
+            f"step {request.context.step} of run {run.name!r}: expected a manifest of each of {request.dp} data ranks, "
+            f"got those of {sorted(named)[:10]}"
+        )
+    expected: dict[int, dict[int, tuple[int, int]]] = {}
+    for manifest in request.ranks:
+        for unit in manifest.units:
+            ranks = expected.setdefault(unit.unit_index, {})
+            if manifest.dp_rank in ranks:
+                raise InvalidRequestError(f"unit number {unit.unit_index}, rank {manifest.dp_rank} is named twice")
+            if unit.part_count:
+                ranks[manifest.dp_rank] = (manifest.attempt, unit.part_count)
+    return {index: ranks for index, ranks in expected.items() if ranks}
+
+
+def _without_context(request: shard_pb2.PrepareStepRequest) -> bytes:
+    copy = shard_pb2.PrepareStepRequest()
+    copy.CopyFrom(request)
+    copy.ClearField("context")
+    return copy.SerializeToString(deterministic=True)

@@ -1,0 +1,329 @@
+"""The shard server over real gRPC: one version for every reader, deleted runs, odd units, what people see."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from shardwell_server.shard.optimizer import ShardOptimizer
+from shardwell_wire import codec
+from shardwell_wire.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    StepStateError,
+    VersionGoneError,
+)
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.v1 import shard_pb2
+from tests.support.shard_server import (
+    BIG,
+    MIXED,
+    PLAIN,
+    OneUnit,
+    ShardServer,
+    assert_all,
+    error_of,
+    in_background,
+    layout_of,
+    train,
+)
+
+
+@pytest.fixture
+def server() -> Iterator[ShardServer]:
+    with ShardServer() as running:
+        yield running
+
+
+def unit(server: ShardServer, layout: UnitLayout = PLAIN, **options: Any) -> OneUnit:
+    return OneUnit(server, layout, **options).begin()
+
+
+# Reading.
+
+
+def test_a_version_that_is_not_there_is_waited_for_by_name(server: ShardServer) -> None:
+    one = OneUnit(server, PLAIN)
+    one.reserve()
+    error = error_of(lambda: one.gather(timeout_s=0.3))
+    assert isinstance(error, DeadlineError)
+    assert "any version of unit 'u' of run 'r'; there is none yet" in str(error)
+    one.initialize(one.zeros())
+    one.publish()
+    error = error_of(lambda: one.gather(3, timeout_s=0.3))
+    assert isinstance(error, DeadlineError)
+    assert "version 3 of unit 'u' of run 'r'; the newest is 0" in str(error)
+    gone = one.open_gather(1)
+    server.until(lambda: len(one.shard._changed._waiters) == 1, "somebody waits")
+    gone.cancel()
+    server.until(lambda: len(one.shard._changed._waiters) == 0, "nobody waits")
+    train(one, 0)
+    assert isinstance(error_of(lambda: one.gather(0)), VersionGoneError)
+
+
+def test_a_slow_reader_gets_one_version_while_updates_run(server: ShardServer) -> None:
+    one = unit(server, BIG)
+    reading = iter(one.open_gather())
+    first = next(reading)
+    train(one, 0)
+    assert server.taken_bytes() == 2 * one.size
+    assert server.staged_bytes() == one.size
+    receiver, flat = StreamOf(one), torch.empty(one.size, dtype=torch.uint8)
+    assert receiver.take([first, *reading], flat) == 0
+    assert_all(one.split(flat), 0.0)
+    server.until(lambda: server.store.memory.pool.taken_bytes == one.size, "the old version is given back")
+    assert (server.staged_bytes(), one.gather()[0]) == (0, 1)
+
+
+class StreamOf:
+    def __init__(self, one: OneUnit) -> None:
+        self.size = one.size
+
+    def take(self, messages: list[bytes], flat: torch.Tensor) -> int:
+        """Receives a whole Gather; returns the version its header names."""
+        receiver = codec.StreamReceiver([codec.memory_at(flat.data_ptr(), self.size)], "a gather")
+        version = -1
+        for data in messages:
+            message, chunk = codec.decode_message(data, shard_pb2.GatherResponse)
+            version = message.header.version if message.HasField("header") else version
+            receiver.feed(chunk)
+        receiver.require_complete()
+        return version
+
+
+def test_a_reader_that_stands_still_holds_one_old_version_at_most(server: ShardServer) -> None:
+    one = unit(server, BIG)
+    readers = []
+    for step in range(3):
+        reader = iter(one.open_gather())
+        next(reader)
+        readers.append(reader)
+        train(one, step)
+        assert server.taken_bytes() <= 2 * one.size
+    for reader in readers[:2]:
+        assert isinstance(error_of(partial(list, reader)), VersionGoneError)
+    list(readers[2])
+    server.until(lambda: server.store.memory.pool.taken_bytes == one.size, "the old versions are given back")
+
+
+def test_without_room_readers_give_way_to_the_update_and_to_pushes() -> None:
+    with ShardServer(budget_bytes=BIG.size_bytes * 5) as server:
+        one = unit(server, BIG)
+        one.push(one.filled(1.0))
+        reader = iter(one.open_gather())
+        next(reader)
+        half = one.open_push().send(*one.push_messages(one.filled(1.0), part=1)[:-1])
+        server.until(lambda: server.store.memory.staging.used_bytes == one.size, "the push has the room")
+        one.prepare(0)
+        one.update(0)
+        assert isinstance(error_of(lambda: list(reader)), VersionGoneError)
+        half.cancel()
+        server.until(lambda: server.store.memory.staging.used_bytes == 0, "room")
+        reader = iter(one.open_gather())
+        next(reader)
+        train(one, 1)
+        assert server.staged_bytes() == one.size
+        one.push(one.filled(1.0), step=2)
+        one.push(one.filled(1.0), step=2, part=1)
+        assert isinstance(error_of(lambda: list(reader)), VersionGoneError)
+        assert (server.staged_bytes(), server.taken_bytes()) == (0, 2 * one.size)
+
+
+def test_readers_never_see_a_mixture(server: ShardServer) -> None:
+    one = unit(server, layout_of(a=((1 << 18,), "float32")))
+    stop = threading.Event()
+
+    def read() -> int:
+        count = 0
+        while not stop.is_set():
+            version, values = one.gather()
+            assert_all(values, -float(version))
+            count += 1
+        return count
+
+    readers = [in_background(read) for _ in range(2)]
+    for step in range(25):
+        train(one, step)
+    stop.set()
+    assert all(next(reader) > 0 for reader in readers)
+    server.until(lambda: server.store.memory.pool.taken_bytes == one.size, "every copy is given back")
+    assert server.staged_bytes() == 0
+
+
+def test_a_reader_that_vanishes_releases_what_it_read(server: ShardServer) -> None:
+    one = unit(server, BIG)
+    reading = one.open_gather()
+    next(iter(reading))
+    reading.cancel()
+    server.until(lambda: one.shard.parameters is not None and one.shard.parameters.readers == 0, "it is released")
+    train(one, 0)
+    assert server.taken_bytes() == one.size
+
+
+# The end of a run.
+
+
+def test_deleting_a_run_ends_everything_that_waits_reads_or_sends(server: ShardServer) -> None:
+    one = unit(server, BIG)
+    two = OneUnit(server, layout_of("v", a=((60_000,), "float32")), index=1)
+    two.reserve()
+    waiting = in_background(lambda: one.gather(1))
+    server.until(lambda: len(one.shard._changed._waiters) == 1, "somebody waits")
+    reading = iter(one.open_gather())
+    next(reading)
+    pushing = one.open_push().send(*one.push_messages(one.filled(1.0))[:-1])
+    uploading = two.open_initialize().send(*two.initialize_messages(two.filled(1.0))[:-1])
+    server.until(lambda: len(one.shard.streams) == len(two.shard.streams) == 1, "both streams have begun")
+    one.drop()
+    for outcome in (lambda: next(waiting), lambda: list(reading), pushing.result, uploading.result):
+        error = error_of(outcome)
+        assert isinstance(error, NotFoundError)
+        assert "run 'r' was deleted" in str(error)
+    server.until(lambda: server.store.memory.used_bytes == 0, "all memory is given back")
+    assert server.staged_bytes() == 0
+    assert (server.look(lambda: server.store.memory.reserved_bytes), list(server.store.runs)) == (0, [])
+    unit(server, PLAIN)
+
+
+def test_what_waits_for_its_turn_when_the_run_is_deleted_is_told(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = unit(server)
+    one.push(one.filled(1.0))
+    one.prepare(0)
+    begun, go_on, step = threading.Event(), threading.Event(), ShardOptimizer.step
+
+    def slowly(self: ShardOptimizer, *arguments: Any) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        step(self, *arguments)
+
+    monkeypatch.setattr(ShardOptimizer, "step", slowly)
+    updating = in_background(lambda: one.update(0))
+    assert begun.wait(20)
+    dropping = in_background(one.drop)
+    server.until(lambda: len(server.store.runs["r"]._lock._waiters or ()) == 1, "the deletion waits")
+    preparing = in_background(lambda: one.prepare(1, (0, 0, 0)))
+    server.until(lambda: len(server.store.runs["r"]._lock._waiters or ()) == 2, "so does the next step")
+    go_on.set()
+    assert (next(updating).version, next(dropping).freed_bytes > 0) == (1, True)
+    assert isinstance(error_of(lambda: next(preparing)), NotFoundError)
+    assert server.look(lambda: server.store.memory.used_bytes) == 0
+
+
+# Shapes and dtypes.
+
+
+@pytest.mark.parametrize("algorithm", ["sgd", "adamw"])
+@pytest.mark.parametrize("dp", [1, 3])
+def test_mixed_odd_and_empty_parameters_train(server: ShardServer, algorithm: str, dp: int) -> None:
+    one = unit(server, MIXED, dp=dp)
+    for step in range(3):
+        train(one, step, algorithm=algorithm)
+    version, values = one.gather(3)
+    assert version == 3
+    for value in values:
+        expected = -3.0 if algorithm == "sgd" else -0.3
+        assert torch.allclose(value.double(), torch.full_like(value, expected).double(), atol=0.02)
+    assert server.taken_bytes() == one.size
+
+
+@pytest.mark.parametrize("layout", [layout_of("none"), layout_of("empty", a=((0, 3), "float32"))])
+def test_units_without_elements_go_through_every_phase(server: ShardServer, layout: UnitLayout) -> None:
+    one = unit(server, layout, dp=2)
+    train(one, 0)
+    train(one, 1, algorithm="sgd")
+    assert one.gather(2) == (2, [])
+
+
+@pytest.mark.parametrize("part", [(0, 0), (4096, 4096), (8192, 16384)])
+def test_empty_and_inner_shards_go_through_every_phase(server: ShardServer, part: tuple[int, int]) -> None:
+    one = unit(server, PLAIN, part=part, dp=2)
+    train(one, 0, algorithm="adamw")
+    train(one, 1, algorithm="adamw")
+    version, values = one.gather(2)
+    assert (version, sum(len(value) for value in values)) == (2, (part[1] - part[0]) // 4)
+    assert all(len(set(value.tolist())) == 1 for value in values)
+
+
+def test_a_parameter_without_a_gradient_keeps_its_value_and_state(server: ShardServer) -> None:
+    one = unit(server, dp=2)
+    one.push([one.filled(1.0)[0], None])
+    one.push([None, None], rank=1)
+    one.prepare(0)
+    one.update(0)
+    after_a, after_b = one.gather(1)[1]
+    assert (set(after_a.tolist()), set(after_b.tolist())) == ({-0.5}, {0.0})
+    shard = server.call("DescribeShard", shard_pb2.DescribeShardRequest(run="r", unit="u"))
+    assert [piece.optimizer_step for piece in shard.parameters] == [1, 0]
+
+
+# What people see.
+
+
+def test_descriptions_say_what_is_there(server: ShardServer) -> None:
+    one = unit(server, MIXED, dp=2)
+    one.push(one.filled(1.0), rank=1)
+    described = server.call("DescribeServer", shard_pb2.DescribeServerRequest())
+    assert (described.server_id, described.budget_bytes) == ("here", 1 << 30)
+    assert (described.used_bytes, described.reserved_bytes) == (2 * one.size, 7 * one.size)
+    [run] = described.runs
+    assert (run.run, run.shard_count, run.parameter_bytes, run.version) == ("r", 1, one.size, 0)
+    [summary] = server.call("ListShards", shard_pb2.ListShardsRequest(run="r")).shards
+    assert (summary.unit, summary.version, summary.stop_bytes, summary.unit_bytes) == ("u", 0, one.size, one.size)
+    assert (summary.contribution_bytes, len(summary.dtypes)) == (one.size, 4)
+    shard = server.call("DescribeShard", shard_pb2.DescribeShardRequest(run="r", unit="u"))
+    assert [(piece.name, piece.stop_element) for piece in shard.parameters] == [
+        ("u.a", 1031),
+        ("u.b", 21),
+        ("u.c", 1),
+        ("u.e", 997),
+    ]
+    step = server.call("DescribeStep", shard_pb2.DescribeStepRequest(run="r"))
+    [contributions] = step.shards
+    assert (step.step, step.prepared) == (0, False)
+    assert (contributions.present_dp_ranks, contributions.missing_dp_ranks) == ([1], [0])
+    one.push(one.filled(1.0))
+    one.prepare(0)
+    one.update(0, algorithm="adamw")
+    [summary] = server.call("ListShards", shard_pb2.ListShardsRequest(run="r")).shards
+    assert (summary.version, summary.contribution_bytes) == (1, 0)
+    assert summary.optimizer_bytes == server.look(lambda: server.store.memory.used_bytes) - one.size > 0
+
+
+def test_peek_shows_values_gradients_and_state(server: ShardServer) -> None:
+    one = OneUnit(server, PLAIN)
+    one.reserve()
+
+    def peek(**fields: Any) -> Any:
+        return server.call("Peek", shard_pb2.PeekRequest(run="r", parameter="u.b", **fields))
+
+    assert isinstance(error_of(peek), StepStateError)
+    values = one.zeros()
+    values[1][:4] = torch.tensor([1.0, -2.0, 3.0, -4.0])
+    one.initialize(values)
+    one.publish()
+    seen = peek(start=1, count=2)
+    assert (list(seen.values), seen.version, seen.start_element, seen.stop_element) == ([-2.0, 3.0], 0, 0, 20_000)
+    assert (seen.min, seen.max, seen.norm, seen.non_finite_count) == (-4.0, 3.0, 30.0**0.5, 0)
+    assert len(peek().values) == 8
+    assert len(peek(start=19_998).values) == 2
+    gradient, state = shard_pb2.PEEK_SOURCE_GRADIENT, shard_pb2.PEEK_SOURCE_OPTIMIZER_STATE
+    for wrong in ({"start": 20_000}, {"count": 1025}, {"source": 9}):
+        assert isinstance(error_of(partial(peek, **wrong)), InvalidRequestError)
+    assert isinstance(error_of(lambda: peek(source=gradient)), StepStateError)
+    one.push(one.filled(2.0))
+    one.prepare(0)
+    assert list(peek(source=gradient, count=1).values) == [2.0]
+    assert isinstance(error_of(lambda: peek(source=state, state_name="exp_avg")), NotFoundError)
+    one.update(0, algorithm="adamw")
+    assert peek(source=state, state_name="exp_avg", count=1).values[0] == pytest.approx(0.2)
+    assert "there is exp_avg, exp_avg_sq" in str(error_of(lambda: peek(source=state, state_name="momentum")))
+    assert isinstance(error_of(lambda: peek(source=gradient)), StepStateError)
+    assert (peek().version, server.taken_bytes()) == (1, one.size)

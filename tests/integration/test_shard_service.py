@@ -1,0 +1,360 @@
+"""The shard server over real gRPC: what it refuses, and what a refused request leaves behind: nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+
+from shardwell_wire import codec
+from shardwell_wire.errors import (
+    CapacityError,
+    ChunkError,
+    CorruptDataError,
+    DuplicateError,
+    InvalidRequestError,
+    NonFiniteError,
+    NotFoundError,
+    ShardwellError,
+    StaleEpochError,
+    StepStateError,
+    UnitMismatchError,
+)
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.v1 import common_pb2, shard_pb2
+from tests.support.shard_server import (
+    BIG,
+    MIXED,
+    PLAIN,
+    SERVICE,
+    HalfStream,
+    OneUnit,
+    ShardServer,
+    assert_all,
+    error_of,
+    layout_of,
+)
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def server() -> Iterator[ShardServer]:
+    with ShardServer() as running:
+        yield running
+
+
+def unit(server: ShardServer, layout: UnitLayout = PLAIN, **options: Any) -> OneUnit:
+    return OneUnit(server, layout, **options).begin()
+
+
+# Bytes that are wrong.
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"", b"\x0a\x05abc", b"\x7a\x02\x7a"])
+def test_malformed_bytes_are_invalid_on_every_rpc(server: ShardServer, data: bytes) -> None:
+    one = unit(server)
+    before = server.taken_bytes()
+    for method in SERVICE.methods:
+        if method.client_streaming:
+            error = HalfStream(server.client.byte_request_stub(method.name)).send(data).finish().error()
+            assert isinstance(error, InvalidRequestError), method.name
+        elif data:
+            channel = grpc.insecure_channel(server.client.address)
+            call: Any = channel.unary_stream if method.server_streaming else channel.unary_unary
+            outcome = call(f"/{SERVICE.full_name}/{method.name}")
+            with pytest.raises(grpc.RpcError) as caught:
+                list(outcome(data)) if method.server_streaming else outcome(data)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, method.name
+            channel.close()
+    assert (one.gather()[0], server.taken_bytes()) == (0, before)
+
+
+def broken_streams(messages: list[bytes], longer: list[bytes]) -> dict[str, tuple[list[bytes], type[ShardwellError]]]:
+    return {
+        "nothing": ([], InvalidRequestError),
+        "no header": (messages[1:], InvalidRequestError),
+        "gap": ([messages[0], *messages[2:]], ChunkError),
+        "overlap": ([messages[0], messages[1], *messages[1:]], ChunkError),
+        "short": (messages[:-1], ChunkError),
+        "excess": ([*messages, messages[-1]], ChunkError),
+        "second header": ([messages[0], *messages], ChunkError),
+        "wrong checksum": ([*messages[:-1], flip_last_byte(messages[-1])], CorruptDataError),
+        "garbage in the middle": ([*messages[:2], b"\xff\xff"], InvalidRequestError),
+        "oversized chunk": (longer, ChunkError),
+    }
+
+
+def flip_last_byte(message: bytes) -> bytes:
+    return message[:-1] + bytes([message[-1] ^ 1])
+
+
+BROKEN = list(broken_streams([b"."] * 3, []))
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_push_leaves_no_trace(server: ShardServer, how: str) -> None:
+    one = unit(server, BIG if how == "oversized chunk" else PLAIN)
+    before = server.taken_bytes()
+    longer = one.push_messages(one.zeros(), chunk_bytes=codec.MAX_CHUNK_BYTES + 1) if one.size > 5 << 20 else []
+    messages, expected = broken_streams(one.push_messages(one.filled(1.0)), longer)[how]
+    assert type(one.open_push().send(*messages).finish().error()) is expected
+    server.until(lambda: one.shard.contributions.by_rank == {}, "no contribution")
+    assert (server.taken_bytes(), server.staged_bytes()) == (before, 0)
+    assert one.push(one.filled(1.0)).duplicate is False
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_broken_initial_values_leave_no_trace(server: ShardServer, how: str) -> None:
+    one = OneUnit(server, BIG if how == "oversized chunk" else PLAIN)
+    one.reserve()
+    longer = one.initialize_messages(one.zeros(), chunk_bytes=codec.MAX_CHUNK_BYTES + 1) if one.size > 5 << 20 else []
+    messages, expected = broken_streams(one.initialize_messages(one.filled(1.0)), longer)[how]
+    assert type(one.open_initialize().send(*messages).finish().error()) is expected
+    assert server.taken_bytes() == 0
+    assert isinstance(error_of(one.publish), StepStateError)
+    one.initialize(one.filled(2.0))
+    one.publish()
+    assert_all(one.gather(0)[1], 2.0)
+
+
+@pytest.mark.parametrize("how", ["gap", "overlap", "short", "excess", "garbage in the middle"])
+def test_a_broken_duplicate_is_refused_too(server: ShardServer, how: str) -> None:
+    one = unit(server)
+    one.push(one.filled(1.0))
+    messages, _ = broken_streams(one.push_messages(one.filled(1.0)), [])[how]
+    assert isinstance(one.open_push().send(*messages).finish().error(), InvalidRequestError)
+    assert server.look(lambda: server.store.run("r").duplicate_count) == 0
+
+
+# Names, ranges and numbers that are wrong.
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"start_bytes": 4096},
+        {"stop_bytes": 4096},
+        {"dp_rank": 1},
+        {"parameter_indices": [1, 0]},
+        {"parameter_indices": [0, 0]},
+        {"parameter_indices": [0, 2]},
+    ],
+)
+def test_a_push_that_does_not_fit_is_refused(server: ShardServer, changes: dict[str, Any]) -> None:
+    one = unit(server)
+    messages = one.push_messages(one.filled(1.0), epoch=9, **changes)
+    assert isinstance(one.open_push().send(*messages).finish().error(), InvalidRequestError)
+    assert one.push(one.filled(1.0), epoch=1).duplicate is False, "the refused push left its epoch behind"
+
+
+def test_unknown_names_are_not_found(server: ShardServer) -> None:
+    one = unit(server)
+    context = common_pb2.RequestContext(run="nobody", epoch=1)
+    stranger = OneUnit(server, layout_of("other", a=((4,), "float32")))
+    elsewhere = OneUnit(server, PLAIN, run="nobody")
+    asked: list[Callable[[], object]] = [
+        stranger.gather,
+        stranger.publish,
+        lambda: stranger.push(stranger.zeros()),
+        lambda: stranger.initialize(stranger.zeros()),
+        elsewhere.gather,
+        elsewhere.publish,
+        lambda: elsewhere.push(elsewhere.zeros()),
+        lambda: elsewhere.initialize(elsewhere.zeros()),
+        lambda: elsewhere.fence(0, (0, 1, 1)),
+        lambda: elsewhere.prepare(0),
+        lambda: elsewhere.update(0),
+        lambda: server.call("ListShards", shard_pb2.ListShardsRequest(run="nobody")),
+        lambda: server.call("DescribeShard", shard_pb2.DescribeShardRequest(run="r", unit="other")),
+        lambda: server.call("DescribeStep", shard_pb2.DescribeStepRequest(run="nobody")),
+        lambda: server.call("Peek", shard_pb2.PeekRequest(run="r", parameter="u.z")),
+    ]
+    for ask in asked:
+        assert isinstance(error_of(ask), NotFoundError)
+    assert "it has u" in str(error_of(stranger.gather))
+    assert server.call("DropRun", shard_pb2.DropRunRequest(context=context)).freed_bytes == 0
+    assert one.gather()[0] == 0
+
+
+@pytest.mark.parametrize(("start", "stop"), [(1, 0), (0, PLAIN.size_bytes + 1), (8, 4)])
+def test_a_range_outside_the_shard_cannot_be_gathered(server: ShardServer, start: int, stop: int) -> None:
+    one = unit(server)
+    stub = server.client.byte_response_stub("Gather")
+    request = one.gather_request(start_bytes=start, stop_bytes=stop)
+    assert isinstance(error_of(lambda: list(stub(request, timeout=5))), InvalidRequestError)
+    too_large = one.gather_request(chunk_bytes=codec.MAX_CHUNK_BYTES + 1)
+    assert isinstance(error_of(lambda: list(stub(too_large, timeout=5))), InvalidRequestError)
+    assert server.look(lambda: one.shard.parameters is not None and one.shard.parameters.readers) == 0
+
+
+def test_reservations_are_checked_and_may_be_repeated(server: ShardServer) -> None:
+    one = OneUnit(server, PLAIN, dp=2)
+    free = one.reserve().free_bytes
+    assert one.reserve().free_bytes == free
+    one.initialize(one.zeros())
+    one.publish()
+    assert one.reserve().version == 0
+    for changes in ({"dp": 1}, {"unit_index": 5}, {"stop_bytes": 4096}, {"unit": MIXED.to_proto(), "stop_bytes": 0}):
+        assert isinstance(error_of(partial(one.reserve, **changes)), UnitMismatchError)
+    other = OneUnit(server, layout_of("v", a=((4,), "float32")), dp=2)
+    assert isinstance(error_of(other.reserve), UnitMismatchError), "its index is another unit's"
+    for changes in ({"start_bytes": 5}, {"stop_bytes": 5}, {"start_bytes": 4096, "stop_bytes": 0}, {"dp": 0}):
+        invalid = OneUnit(server, layout_of("w", a=((4096,), "float32")), index=7)
+        assert isinstance(error_of(partial(invalid.reserve, **changes)), InvalidRequestError)
+    assert server.look(lambda: server.store.memory.free_bytes) == free
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_stored() -> None:
+    size = PLAIN.size_bytes
+    with ShardServer(budget_bytes=size * 12) as server:
+        first = OneUnit(server, PLAIN, dp=2)
+        assert first.reserve().free_bytes == 12 * size - 7 * size
+        second = OneUnit(server, layout_of("v", a=((60_000,), "float32")), dp=2, index=1)
+        error = error_of(second.reserve)
+        assert isinstance(error, CapacityError)
+        assert "add shard servers, raise --memory-budget, or use fewer data ranks" in str(error)
+        assert [shard.unit for shard in server.call("ListShards", shard_pb2.ListShardsRequest(run="r")).shards] == ["u"]
+        assert first.drop().freed_bytes == 7 * size
+        assert first.drop().freed_bytes == 0
+        second.reserve()
+
+
+def test_a_used_request_id_is_refused_for_other_content(server: ShardServer) -> None:
+    one = unit(server)
+    assert one.push(one.filled(1.0), request_id="id").duplicate is False
+    assert one.push(one.filled(1.0), request_id="id").duplicate is True
+    assert isinstance(error_of(lambda: one.push(one.filled(1.0), request_id="id", part=1)), DuplicateError)
+    one.prepare(0)
+    request = one.update_request(0)
+    request.context.request_id = "update"
+    other = one.update_request(0, lr=0.5)
+    other.context.request_id = "update"
+    server.call("Update", request)
+    assert isinstance(error_of(lambda: server.call("Update", other)), DuplicateError)
+    assert server.call("Update", request).version == 1
+
+
+# Numbers that fence.
+
+
+def test_an_older_coordinator_is_refused_on_every_rpc(server: ShardServer) -> None:
+    one = unit(server)
+    one.push(one.filled(1.0))
+    one.fence(0, term=5)
+    old = one.context(epoch=4)
+    for ask in (
+        lambda: one.reserve(context=old),
+        lambda: one.publish(term=4),
+        lambda: one.fence(0, (0, 9, 9), term=4),
+        lambda: one.prepare(0, term=4),
+        lambda: one.update(0, term=4),
+        lambda: server.call("DropRun", shard_pb2.DropRunRequest(context=old)),
+    ):
+        assert isinstance(error_of(ask), StaleEpochError)
+    server.call("PrepareStep", one.prepare_request(0, term=5))
+    assert one.gather()[0] == 0
+
+
+def test_fenced_epochs_and_attempts_are_refused(server: ShardServer) -> None:
+    one = unit(server, dp=2)
+    one.push(one.filled(1.0))
+    one.push(one.filled(1.0), rank=1)
+    one.fence(0, (0, 7, 0))
+    assert isinstance(error_of(lambda: one.push(one.filled(1.0), epoch=6)), StaleEpochError)
+    assert one.push(one.filled(1.0), epoch=7).duplicate is True, "what the lost trainer pushed stays"
+    one.fence(0, (0, 7, 2))
+    assert server.look(lambda: list(one.shard.contributions.by_rank)) == [1]
+    assert isinstance(error_of(lambda: one.push(one.filled(1.0), epoch=8, attempt=1)), StaleEpochError)
+    one.push(one.filled(1.0), epoch=8, attempt=2)
+    assert isinstance(error_of(lambda: one.push(one.filled(1.0), epoch=7, attempt=2)), StaleEpochError)
+    one.prepare(0, (0, 2, 1), (1, 0, 1))
+
+
+def test_a_fence_for_the_next_step_leaves_a_committed_one_alone(server: ShardServer) -> None:
+    one = unit(server)
+    one.push(one.filled(1.0))
+    one.prepare(0)
+    one.fence(1, (0, 3, 1))
+    assert one.update(0).version == 1
+    one.fence(0, (0, 2, 9))
+    assert isinstance(error_of(lambda: one.push(one.filled(1.0), step=1, epoch=3)), StaleEpochError)
+    assert one.push(one.filled(1.0), step=1, epoch=3, attempt=1).duplicate is False
+
+
+def test_a_newer_attempt_replaces_the_older_once_it_is_complete(server: ShardServer) -> None:
+    one = unit(server)
+    one.push(one.filled(1.0))
+    before = server.taken_bytes()
+    half = one.open_push().send(*one.push_messages(one.filled(5.0), attempt=1)[:-1])
+    server.until(lambda: len(one.shard.streams) == 1, "the stream has begun")
+    half.cancel()
+    server.until(lambda: len(one.shard.streams) == 0, "the stream has ended")
+    assert server.look(lambda: one.shard.contributions.attempt(0)) == 0
+    one.push(one.filled(5.0), attempt=1)
+    assert (server.taken_bytes(), server.staged_bytes()) == (before, 0)
+    assert isinstance(error_of(lambda: one.push(one.filled(1.0))), StaleEpochError)
+    one.prepare(0, (0, 1, 1))
+    one.update(0)
+    assert_all(one.gather(1)[1], -5.0)
+
+
+# Initial values.
+
+
+def test_initial_values_that_are_not_finite_name_the_parameter(server: ShardServer) -> None:
+    one = OneUnit(server, PLAIN)
+    one.reserve()
+    bad = one.zeros()
+    bad[1][17] = NAN
+    error = error_of(lambda: one.initialize(bad))
+    assert isinstance(error, NonFiniteError)
+    assert error.data["parameter"] == "u.b"
+    assert server.taken_bytes() == 0
+    assert isinstance(error_of(one.publish), StepStateError)
+
+
+def test_initial_values_of_a_higher_epoch_win_until_publication(server: ShardServer) -> None:
+    one = OneUnit(server, PLAIN)
+    one.reserve()
+    one.initialize(one.filled(1.0), epoch=3)
+    one.initialize(one.filled(2.0), epoch=4)
+    assert isinstance(error_of(lambda: one.initialize(one.filled(3.0), epoch=3)), StaleEpochError)
+    assert isinstance(error_of(lambda: one.publish(epoch=3)), StepStateError)
+    one.publish(epoch=4)
+    answer = one.initialize(one.filled(9.0), epoch=5)
+    assert (answer.HasField("version"), answer.version) == (True, 0)
+    assert_all(one.gather(0)[1], 2.0)
+    assert (server.taken_bytes(), server.staged_bytes()) == (one.size, 0)
+
+
+def test_of_many_unfinished_uploads_one_holds_memory(server: ShardServer) -> None:
+    one = OneUnit(server, PLAIN)
+    one.reserve()
+    messages = one.initialize_messages(one.filled(1.0))
+    open_streams = [one.open_initialize().send(*messages[:-1]) for _ in range(20)]
+    server.until(lambda: sum(stream.future.done() for stream in open_streams) == 19, "all but one are ended")
+    assert server.taken_bytes() == one.size
+    for stream in open_streams:
+        stream.send(messages[-1]).finish()
+    ended = [stream.error() for stream in open_streams if stream.future.exception() is not None]
+    assert len(ended) == 19
+    assert all(isinstance(error, StaleEpochError) and "a newer stream took" in str(error) for error in ended)
+    server.until(lambda: server.store.memory.used_bytes == one.size, "the rest is given back")
+    one.publish()
+
+
+def test_an_upload_that_ends_after_publication_is_dropped(server: ShardServer) -> None:
+    one = OneUnit(server, PLAIN)
+    one.reserve()
+    one.initialize(one.filled(1.0))
+    messages = one.initialize_messages(one.filled(2.0))
+    half = one.open_initialize().send(*messages[:-1])
+    server.until(lambda: len(one.shard.streams) == 1, "the upload has begun")
+    one.publish()
+    assert half.send(messages[-1]).finish().result().version == 0
+    assert_all(one.gather(0)[1], 1.0)
+    assert (server.taken_bytes(), server.staged_bytes()) == (one.size, 0)

@@ -1,0 +1,425 @@
+"""The shard server over real gRPC: gradients that come in any way, steps that are applied once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from shardwell_server.shard import streams
+from shardwell_server.shard.optimizer import ShardOptimizer
+from shardwell_wire.errors import (
+    CapacityError,
+    ConflictError,
+    DeadlineError,
+    IncompleteStepError,
+    InternalError,
+    InvalidRequestError,
+    NonFiniteError,
+    StaleEpochError,
+    StepStateError,
+    VersionGoneError,
+)
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.v1 import shard_pb2
+from tests.support.shard_server import (
+    PLAIN,
+    SERVICE,
+    OneUnit,
+    ShardServer,
+    assert_all,
+    error_of,
+    in_background,
+    layout_of,
+    train,
+)
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def server() -> Iterator[ShardServer]:
+    with ShardServer() as running:
+        yield running
+
+
+def unit(server: ShardServer, layout: UnitLayout = PLAIN, **options: Any) -> OneUnit:
+    return OneUnit(server, layout, **options).begin()
+
+
+# Gradients.
+
+
+def test_duplicates_are_acknowledged_and_differing_ones_counted(server: ShardServer) -> None:
+    one = unit(server)
+    assert one.push(one.filled(1.0)).duplicate is False
+    assert one.push(one.filled(1.0)).duplicate is True
+    assert one.push(one.filled(2.0)).duplicate is True
+    one.prepare(0)
+    assert one.push(one.filled(1.0)).duplicate is True
+    step = server.call("DescribeStep", shard_pb2.DescribeStepRequest(run="r"))
+    assert (step.duplicate_count, step.differing_duplicate_count, step.prepared) == (3, 1, True)
+    one.update(0)
+    assert_all(one.gather(1)[1], -1.0)
+
+
+def test_parts_are_added_in_order_in_one_buffer(server: ShardServer) -> None:
+    one = unit(server)
+    before = server.taken_bytes()
+    assert isinstance(error_of(lambda: one.push(one.filled(1.0), part=1)), StepStateError)
+    one.push([one.filled(1.0)[0], None])
+    assert isinstance(error_of(lambda: one.push(one.filled(1.0), part=2)), StepStateError)
+    one.push([None, one.filled(2.0)[1]], part=1)
+    one.push(one.filled(4.0), part=2)
+    one.push([None, None], part=3)
+    assert (server.taken_bytes() - before, server.staged_bytes()) == (one.size, 0)
+    one.prepare(0, (0, 0, 4))
+    one.update(0)
+    a, b = one.gather(1)[1]
+    assert (set(a.tolist()), set(b.tolist())) == ({-5.0}, {-6.0})
+    assert server.taken_bytes() == before
+
+
+def test_pushes_for_other_steps_and_after_prepare_are_refused(server: ShardServer) -> None:
+    one = OneUnit(server, PLAIN)
+    one.reserve()
+    assert isinstance(error_of(lambda: one.push(one.filled(1.0))), StepStateError)
+    one.initialize(one.zeros())
+    one.publish()
+    assert isinstance(error_of(lambda: one.push(one.filled(1.0), step=1)), StepStateError)
+    half = one.open_push().send(*(messages := one.push_messages(one.filled(1.0)))[:-1])
+    server.until(lambda: len(one.shard.streams) == 1, "the push has begun")
+    one.prepare(0, (0, 0, 0))
+    assert isinstance(error_of(lambda: one.push(one.filled(1.0))), StepStateError)
+    assert isinstance(half.send(messages[-1]).finish().error(), StepStateError), "a push that ends too late"
+    one.update(0)
+    assert isinstance(error_of(lambda: one.push(one.filled(1.0))), VersionGoneError)
+    assert_all(one.gather(1)[1], 0.0)
+    assert server.taken_bytes() == one.size
+
+
+def test_prepare_names_what_is_missing_and_what_is_too_much(server: ShardServer) -> None:
+    one = unit(server, dp=3)
+    one.push(one.filled(1.0))
+    one.push(one.filled(1.0), rank=2)
+    error = error_of(lambda: one.prepare(0, (0, 0, 1), (1, 0, 1), (2, 0, 0)))
+    assert isinstance(error, IncompleteStepError)
+    assert "unit 'u': rank 1: expected 1 parts of attempt 0, have none" in str(error)
+    assert "unit 'u': rank 2: expected 0 parts of attempt 0, have 1 of attempt 0" in str(error)
+    wrong_attempt = error_of(lambda: one.prepare(0, (0, 3, 1), (1, 0, 0), (2, 0, 1)))
+    assert isinstance(wrong_attempt, IncompleteStepError)
+    for ranks in (((0, 0, 1),), ((0, 0, 1), (1, 0, 0), (3, 0, 1))):
+        assert isinstance(error_of(partial(one.prepare, 0, *ranks)), InvalidRequestError)
+    assert isinstance(error_of(lambda: one.prepare(0, (0, 0, 1), (1, 0, 0), dp=2)), InvalidRequestError)
+    request = one.prepare_request(0, (0, 0, 1), (1, 0, 0), (2, 0, 1))
+    request.ranks[1].units.add(unit_index=7, part_count=1)
+    error = error_of(lambda: server.call("PrepareStep", request))
+    assert isinstance(error, IncompleteStepError)
+    assert "unit number 7" in str(error)
+    assert isinstance(error_of(lambda: one.prepare(1, (0, 0, 1), (1, 0, 0), (2, 0, 1))), StepStateError)
+    one.prepare(0, (0, 0, 1), (1, 0, 0), (2, 0, 1))
+
+
+def test_prepare_may_be_repeated_and_asked_for_more(server: ShardServer) -> None:
+    one = unit(server, dp=2)
+    one.push(one.filled(1.0))
+    one.push(one.filled(-4.0), rank=1)
+    before = server.taken_bytes()
+    first = one.prepare(0)
+    assert one.prepare(0) == first
+    assert (first.version, sum(first.units[0].square_partials), first.units[0].max_abs) == (0, 60_000 * 2.25, 0.0)
+    assert one.prepare(0, with_max_abs=True).units[0].max_abs == 1.5
+    assert server.taken_bytes() == before + one.size
+    one.update(0)
+    assert_all(one.gather(1)[1], 1.5)
+
+
+def test_nan_names_parameter_and_ranks_and_the_step_can_be_mended(server: ShardServer) -> None:
+    one = unit(server, dp=3)
+    bad = one.filled(1.0)
+    bad[1][5] = float("inf")
+    one.push(one.filled(3.0))
+    one.push(bad, rank=1)
+    one.push(one.filled(2.0), rank=2)
+    before = server.taken_bytes()
+    for _ in range(2):
+        error = error_of(lambda: one.prepare(0))
+        assert isinstance(error, NonFiniteError)
+        assert (error.data["parameter"], error.data["dp_ranks"]) == ("u.b", "1")
+    assert isinstance(error_of(lambda: one.update(0)), StepStateError)
+    assert server.taken_bytes() == before
+    one.fence(0, (1, 1, 1))
+    one.push(one.filled(1.0), rank=1, attempt=1)
+    one.prepare(0, (0, 0, 1), (1, 1, 1), (2, 0, 1))
+    one.update(0)
+    assert_all(one.gather(1)[1], -2.0)
+
+
+def test_an_overflow_of_the_sum_blames_no_single_rank(server: ShardServer) -> None:
+    one = unit(server, dp=2)
+    for rank in range(2):
+        one.push(one.filled(3e38), rank=rank)
+    error = error_of(lambda: one.prepare(0))
+    assert isinstance(error, NonFiniteError)
+    assert "overflow" in str(error)
+
+
+def test_of_two_streams_of_a_rank_the_newer_wins(server: ShardServer) -> None:
+    one = unit(server, dp=2)
+    before = server.taken_bytes()
+    messages = one.push_messages(one.filled(1.0))
+    older = one.open_push().send(*messages[:-1])
+    server.until(lambda: len(one.shard.streams) == 1, "the older has begun")
+    newer = one.open_push().send(*messages[:-1])
+    assert isinstance(older.error(), StaleEpochError)
+    stale = one.open_push().send(*one.push_messages(one.filled(1.0), epoch=0)[:-1])
+    assert isinstance(stale.error(), StaleEpochError), "an older lease ends the stream of a newer one"
+    one.push(one.filled(5.0), rank=1)
+    assert newer.send(messages[-1]).finish().result().duplicate is False
+    assert server.taken_bytes() == before + 2 * one.size
+
+
+def test_a_fence_ends_streams_of_what_is_over(server: ShardServer) -> None:
+    one = unit(server)
+    half = one.open_push().send(*one.push_messages(one.filled(1.0))[:-1])
+    server.until(lambda: len(one.shard.streams) == 1, "the push has begun")
+    one.fence(0, (0, 2, 0))
+    assert isinstance(half.error(), StaleEpochError)
+    assert server.taken_bytes() == one.size
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_client_that_vanishes_leaves_nothing(server: ShardServer, part: int) -> None:
+    one = unit(server)
+    for number in range(part):
+        one.push(one.filled(1.0), part=number)
+    before = server.taken_bytes()
+    half = one.open_push().send(*one.push_messages(one.filled(1.0), part=part)[:-1])
+    server.until(lambda: server.store.memory.pool.taken_bytes > before, "the stream is being received")
+    assert server.staged_bytes() == part * one.size
+    half.cancel()
+    server.until(lambda: server.store.memory.pool.taken_bytes == before, "its memory is given back")
+    assert server.staged_bytes() == 0
+    assert one.push(one.filled(1.0), part=part).duplicate is False
+
+
+def test_a_silent_stream_is_given_up(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = unit(server)
+    monkeypatch.setattr(streams, "IDLE_LIMIT_S", 0.05)
+    half = one.open_push().send(*one.push_messages(one.filled(1.0))[:-1])
+    error = half.error()
+    assert isinstance(error, DeadlineError)
+    assert "brought nothing" in str(error)
+    assert (server.taken_bytes(), one.push(one.filled(1.0)).duplicate) == (one.size, False)
+
+
+def test_streams_wait_for_room_in_line_and_give_up_in_time() -> None:
+    layouts = [layout_of(name, a=((60_000,), "float32")) for name in "abc"]
+    size = layouts[0].size_bytes
+    with ShardServer(budget_bytes=size * 13) as server:
+        ones = [OneUnit(server, layout, index=index) for index, layout in enumerate(layouts)]
+        for one in ones:
+            one.begin()
+            one.push(one.filled(1.0))
+        messages = [one.push_messages(one.filled(1.0), part=1) for one in ones]
+        first = ones[0].open_push().send(*messages[0][:-1])
+        server.until(lambda: server.store.memory.staging.used_bytes == size, "the first has the room")
+        error = error_of(lambda: ones[1].open_push(timeout_s=0.5).send(*messages[1]).finish().result())
+        assert isinstance(error, CapacityError | DeadlineError)
+        second = ones[1].open_push().send(*messages[1]).finish()
+        server.until(lambda: len(ones[1].shard.streams) == 1, "the second waits")
+        vanishing = ones[2].open_push().send(*messages[2])
+        server.until(lambda: len(ones[2].shard.streams) == 1, "the third waits")
+        vanishing.cancel()
+        assert server.taken_bytes() == 7 * size
+        first.send(messages[0][-1]).finish()
+        assert [stream.result().duplicate for stream in (first, second)] == [False, False]
+        server.until(lambda: server.store.memory.staging.used_bytes == 0, "all room is given back")
+        assert server.taken_bytes() == 6 * size
+        assert server.look(lambda: server.store.memory.used_bytes + server.store.memory.pool.idle_bytes) <= size * 13
+
+
+# Updates.
+
+
+def test_an_update_is_applied_once_and_only_after_prepare(server: ShardServer) -> None:
+    one = unit(server)
+    assert isinstance(error_of(lambda: one.update(0)), StepStateError)
+    train(one, 0)
+    assert one.update(0).version == 1
+    assert isinstance(error_of(lambda: one.update(1)), StepStateError)
+    assert isinstance(error_of(lambda: one.update(5)), StepStateError)
+    assert_all(one.gather(1)[1], -1.0)
+    train(one, 1)
+    assert isinstance(error_of(lambda: one.update(0)), StepStateError)
+    assert_all(one.gather(2)[1], -2.0)
+    assert server.taken_bytes() == one.size
+
+
+def test_an_update_that_cannot_be_applied_changes_nothing(server: ShardServer) -> None:
+    one = unit(server)
+    other = OneUnit(server, layout_of("v", a=((8,), "float32")), index=1).begin()
+    train_both = one.prepare_request(0)
+    train_both.ranks[0].units.add(unit_index=1, part_count=1)
+    for each in (one, other):
+        each.push(each.filled(1.0))
+    server.call("PrepareStep", train_both)
+    good = one.update_request(0)
+    good.optimizer.units.add(unit_index=1, group_indices=[0])
+
+    def changed(change: Callable[[shard_pb2.UpdateRequest], object]) -> shard_pb2.UpdateRequest:
+        request = shard_pb2.UpdateRequest()
+        request.CopyFrom(good)
+        change(request)
+        return request
+
+    for wrong in (
+        changed(lambda request: setattr(request, "clip_coefficient", NAN)),
+        changed(lambda request: setattr(request, "clip_coefficient", -1.0)),
+        changed(lambda request: setattr(request.optimizer, "algorithm", "lion")),
+        changed(lambda request: request.optimizer.units[1].group_indices.append(0)),
+        changed(lambda request: request.optimizer.units[1].group_indices.pop()),
+        changed(lambda request: request.optimizer.groups[0].hyperparameters.pop("lr")),
+    ):
+        assert isinstance(error_of(partial(server.call, "Update", wrong)), InvalidRequestError)
+    assert (one.gather()[0], other.gather()[0]) == (0, 0)
+    assert server.call("Update", good).version == 1
+    assert_all(one.gather(1)[1] + other.gather(1)[1], -1.0)
+    late = OneUnit(server, layout_of("w", a=((8,), "float32")), index=2)
+    late.reserve()
+    assert isinstance(error_of(lambda: one.prepare(1, (0, 0, 0))), StepStateError), "a unit has no values yet"
+
+
+def test_a_unit_is_too_late_for_a_step_that_is_prepared(server: ShardServer) -> None:
+    one = unit(server)
+    one.prepare(0, (0, 0, 0))
+    late = OneUnit(server, layout_of("w", a=((8,), "float32")), index=2)
+    assert isinstance(error_of(late.reserve), StepStateError)
+    one.update(0)
+    late.reserve()
+
+
+def test_another_algorithm_is_refused(server: ShardServer) -> None:
+    one = unit(server)
+    train(one, 0, algorithm="adam")
+    one.push(one.filled(1.0), step=1)
+    one.prepare(1)
+    assert isinstance(error_of(lambda: one.update(1, algorithm="sgd")), ConflictError)
+    assert one.update(1, algorithm="adam").version == 2
+
+
+def test_units_become_new_in_the_order_asked_and_wake_who_waits(server: ShardServer) -> None:
+    ones = [OneUnit(server, layout_of(f"u{index}", a=((5_000,), "float32")), index=index).begin() for index in range(4)]
+    waiting = [in_background(partial(one.gather, 1)) for one in ones]
+    order: list[int] = []
+    request = ones[0].prepare_request(0, (0, 0, 0))
+    server.call("PrepareStep", request)
+    for one in ones:
+        one.shard.update = noting(order, one.index, one.shard.update)
+    update = ones[0].update_request(0)
+    update.unit_order.extend([2, 0])
+    server.call("Update", update)
+    assert order == [2, 0, 1, 3]
+    assert [next(each)[0] for each in waiting] == [1] * 4
+
+
+def noting(order: list[int], index: int, update: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*arguments: Any) -> Any:
+        order.append(index)
+        return update(*arguments)
+
+    return noted
+
+
+def test_a_failed_update_is_never_read(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = unit(server)
+    waiting = in_background(lambda: one.gather(1))
+    one.push(one.filled(1.0))
+    one.prepare(0)
+
+    def halfway(self: ShardOptimizer, *arguments: object) -> None:
+        with torch.no_grad():
+            self._parameters[0].add_(1.0)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardOptimizer, "step", halfway)
+        assert isinstance(error_of(lambda: one.update(0)), InternalError)
+    assert "failed midway" in str(error_of(lambda: next(waiting)))
+    for ask in (one.gather, lambda: one.gather(0), lambda: one.update(0)):
+        error = error_of(ask)
+        assert isinstance(error, InternalError)
+        assert "the update of unit 'u' of run 'r' for step 0 failed midway" in str(error)
+    one.drop()
+    assert (server.taken_bytes(), server.staged_bytes()) == (0, 0)
+
+
+def test_an_update_goes_on_when_its_caller_is_gone(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = unit(server)
+    one.push(one.filled(1.0))
+    one.prepare(0)
+    begun, go_on, step = threading.Event(), threading.Event(), ShardOptimizer.step
+
+    def slowly(self: ShardOptimizer, *arguments: Any) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        step(self, *arguments)
+
+    monkeypatch.setattr(ShardOptimizer, "step", slowly)
+    channel = grpc.insecure_channel(server.client.address)
+    call: Any = channel.unary_unary(f"/{SERVICE.full_name}/Update")
+    future = call.future(one.update_request(0).SerializeToString())
+    assert begun.wait(20)
+    future.cancel()
+    channel.close()
+    waiting = in_background(lambda: one.update(0))
+    go_on.set()
+    assert next(waiting).version == 1
+    assert_all(one.gather(1)[1], -1.0)
+
+
+def test_a_prepare_that_is_cancelled_leaves_nothing(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwell_server.shard import unit_shard
+
+    one = unit(server, dp=2)
+    one.push(one.filled(1.0))
+    one.push(one.filled(3.0), rank=1)
+    before = server.taken_bytes()
+    begun, go_on, reduce_shard = threading.Event(), threading.Event(), unit_shard.reduce_shard
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        begun.set()
+        assert go_on.wait(20)
+        return reduce_shard(*arguments, **options)
+
+    monkeypatch.setattr(unit_shard, "reduce_shard", slowly)
+    call: Any = server.client._channel.unary_unary(f"/{SERVICE.full_name}/PrepareStep")
+    future = call.future(one.prepare_request(0).SerializeToString())
+    assert begun.wait(20)
+    future.cancel()
+    fencing = in_background(lambda: one.fence(0, (0, 1, 1)))
+    server.until(lambda: len(server.store.runs["r"]._lock._waiters or ()) == 1, "the fence waits for the thread")
+    go_on.set()
+    assert next(fencing) is None
+    server.until(lambda: server.store.memory.pool.taken_bytes == before - one.size, "only rank 1's gradient is left")
+    one.push(one.filled(1.0), attempt=1)
+    one.prepare(0, (0, 1, 1), (1, 0, 1))
+    one.update(0)
+    assert_all(one.gather(1)[1], -2.0)
+
+
+def test_amsgrad_may_begin_late_and_is_accounted_for(server: ShardServer) -> None:
+    one = unit(server)
+    train(one, 0, algorithm="adamw")
+    reserved = server.look(lambda: server.store.memory.reserved_bytes)
+    train(one, 1, algorithm="adamw", amsgrad=1.0)
+    assert server.look(lambda: server.store.memory.reserved_bytes) >= reserved + one.size - 1024
+    shard = server.call("DescribeShard", shard_pb2.DescribeShardRequest(run="r", unit="u"))
+    assert list(shard.optimizer_state) == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+    one.drop()
+    assert server.look(lambda: (server.store.memory.used_bytes, server.store.memory.reserved_bytes)) == (0, 0)

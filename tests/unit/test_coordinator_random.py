@@ -1,0 +1,166 @@
+"""Trainers die, come back and begin anew, servers flake and the coordinator restarts, all at random: steps go on."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwell_wire.errors import (
+    DuplicateError,
+    StaleEpochError,
+    StepStateError,
+    UnavailableError,
+    VersionGoneError,
+)
+from tests.support.coordinator import Harness, Trainer, harness, run_async
+
+NAMES = ("a", "b", "c", "d")
+RANKS = 3
+
+
+class Player:
+    """A trainer process that goes through its steps one rpc at a time, and may die between any two."""
+
+    def __init__(self, cluster: Harness, trainer: Trainer) -> None:
+        self.cluster, self.trainer = cluster, trainer
+        self.step = trainer.joined.committed_step
+        self.all_finished = False
+
+    async def act(self, chance: random.Random) -> None:
+        if not self.all_finished:
+            response = await self.trainer.finish(self.step, wait_s=0.02)
+            self.all_finished = response.all_finished
+        elif chance.random() < 0.1 and self.trainer.items:
+            await self.begin_anew(chance.choice(sorted(self.trainer.items)))
+        else:
+            response = await self.trainer.commit(self.step, wait_s=0.02)
+            if response.committed:
+                self.step, self.all_finished = response.next_work.step, False
+            elif any("vacant" in line for line in response.waiting_for):
+                # Work was begun anew and lost after the others had finished: one of them must take it.
+                self.all_finished = False
+
+    async def begin_anew(self, rank: int) -> None:
+        self.all_finished = False
+        await self.trainer.reset(self.step, rank, request_id=str(random.random()))
+
+
+class Story:
+    """One random history."""
+
+    def __init__(self, cluster: Harness, seed: int) -> None:
+        self.cluster, self.chance = cluster, random.Random(seed)
+        self.players: dict[str, Player] = {}
+        self.epochs: dict[tuple[str, int], set[int]] = {}
+
+    async def begin(self) -> None:
+        trainers = await self.cluster.team(*NAMES[:RANKS])
+        await self.cluster.publish_unit(trainers)
+        self.players = {trainer.name: Player(self.cluster, trainer) for trainer in trainers}
+
+    async def happen(self) -> None:
+        """Something happens: mostly that a trainer goes on."""
+        what = self.chance.random()
+        if what < 0.03:
+            await self.cluster.restart()
+        elif what < 0.07 and len(self.players) > 1:
+            del self.players[self.chance.choice(sorted(self.players))]
+        elif what < 0.12:
+            await self.cluster.pass_time(11, *(player.trainer for player in self.players.values()))
+        elif what < 0.17:
+            await self.come_back(self.chance.choice(NAMES))
+        elif what < 0.22:
+            self.flake(self.chance.choice(sorted(self.cluster.shards)))
+        elif self.players:
+            await self.go_on(self.chance.choice(sorted(self.players)))
+
+    async def go_on(self, name: str) -> None:
+        player = self.players[name]
+        try:
+            await player.act(self.chance)
+        except UnavailableError:
+            return
+        except VersionGoneError:
+            # Begun anew too late: the step is committed with what was there.
+            player.all_finished = True
+        except StepStateError as error:
+            assert "has not finished" in str(error)
+            player.all_finished = False
+
+    async def come_back(self, name: str) -> None:
+        if name in self.players:
+            return
+        try:
+            joined = await self.cluster.try_join(name, wait_s=0.02, config=self.config)
+        except DuplicateError:
+            return
+        if joined.started:
+            self.players[name] = Player(self.cluster, Trainer(self.cluster, joined, "r"))
+
+    @property
+    def config(self) -> Any:
+        return self.cluster.state.runs["r"].settings.to_proto()
+
+    def flake(self, name: str) -> None:
+        left = self.chance.randint(1, 3)
+
+        def fail(rpc_name: str, request: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                raise UnavailableError("fake: flaked")
+
+        self.cluster.shards[name].fail = fail
+
+    def check(self) -> None:
+        """Every step so far was updated once and in order, everywhere."""
+        for shard in self.cluster.shards.values():
+            steps = [update.context.step for update in shard.runs["r"].updates]
+            assert steps == list(range(len(steps)))
+        run = self.cluster.state.runs["r"]
+        assert {*run.step.items} == set(range(RANKS))
+        for item in run.step.items.values():
+            assert item.epoch <= run.last_epoch
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_random_history_ends_well(tmp_path: Path, seed: int) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            story = Story(cluster, seed)
+            await story.begin()
+            for _ in range(120):
+                await story.happen()
+                story.check()
+            # From now on nothing bad happens: the run must go on.
+            await cluster.pass_time(11, *(player.trainer for player in story.players.values()))
+            target = cluster.state.runs["r"].committed_step + 3
+            for _ in range(400):
+                if cluster.state.runs["r"].committed_step >= target:
+                    break
+                for name in list(story.players):
+                    await story.go_on(name)
+            stall = await cluster.call("ExplainStall", run="r")
+            assert cluster.state.runs["r"].committed_step >= target, stall
+            await cluster.settle()
+            story.check()
+
+    run_async(scenario())
+
+
+def test_stale_players_are_refused_for_good(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            story = Story(cluster, 0)
+            await story.begin()
+            ghost = story.players.pop("a")
+            await cluster.pass_time(11, *(player.trainer for player in story.players.values()))
+            for _ in range(60):
+                await story.happen()
+                with pytest.raises(StaleEpochError):
+                    await ghost.act(story.chance)
+
+    run_async(scenario())

@@ -1,0 +1,113 @@
+"""Who may interrupt whom in a shard server: threads never, streams by newer ones."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from shardwell_server.shard.concurrency import OpenStreams, uninterrupted
+from shardwell_server.shard.threads import in_threads_of
+from shardwell_wire.errors import StaleEpochError
+
+
+def test_work_that_must_not_be_interrupted_is_finished_first() -> None:
+    async def scenario() -> None:
+        begun, go_on, finished = asyncio.Event(), asyncio.Event(), []
+
+        async def work() -> None:
+            begun.set()
+            await go_on.wait()
+            finished.append(True)
+            raise ValueError("nobody is left to hear this")
+
+        task = asyncio.ensure_future(uninterrupted(work()))
+        await begun.wait()
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0)
+        assert not task.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert finished == [True]
+
+    asyncio.run(scenario())
+
+
+def test_a_caller_that_is_cancelled_waits_for_its_thread() -> None:
+    async def scenario() -> None:
+        begun, go_on = threading.Event(), threading.Event()
+
+        def work() -> None:
+            begun.set()
+            assert go_on.wait(20)
+
+        with ThreadPoolExecutor(1) as pool:
+            task = asyncio.ensure_future(in_threads_of(pool)(work))
+            while not begun.is_set():
+                await asyncio.sleep(0)
+            task.cancel()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not task.done()
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(scenario())
+
+
+def test_a_newer_stream_begins_once_nothing_is_left_of_the_older() -> None:
+    async def scenario() -> list[str]:
+        streams, notes, clean_up = OpenStreams(), [], asyncio.Event()
+
+        async def older() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await uninterrupted(clean_up.wait())
+                notes.append("older is gone")
+
+        async def newer() -> None:
+            notes.append("newer begins")
+
+        first = asyncio.ensure_future(streams.replace("key", (1,), "the first", older))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        following = [asyncio.ensure_future(streams.replace("key", (1,), f"number {n}", newer)) for n in range(2)]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        with pytest.raises(StaleEpochError, match="a stream of a later lease or attempt"):
+            await streams.replace("key", (0,), "a stale one", newer)
+        clean_up.set()
+        for ended in (first, following[0]):
+            with pytest.raises(StaleEpochError, match="a newer stream took its place"):
+                await ended
+        await following[1]
+        assert len(streams) == 0
+        return notes
+
+    assert asyncio.run(scenario()) == ["older is gone", "newer begins"]
+
+
+def test_streams_end_by_their_fencing_numbers() -> None:
+    async def scenario() -> None:
+        streams, reason = OpenStreams(), StaleEpochError("over")
+
+        async def receive() -> None:
+            await asyncio.Event().wait()
+
+        running = asyncio.ensure_future(streams.replace("key", (3, 1), "it", receive))
+        await asyncio.sleep(0)
+        streams.end("key", (3, 1), reason)
+        streams.end("other", (9, 9), reason)
+        await asyncio.sleep(0)
+        assert not running.done()
+        streams.end("key", (2, 2), reason)
+        with pytest.raises(StaleEpochError, match="over"):
+            await running
+
+    asyncio.run(scenario())

@@ -1,0 +1,80 @@
+"""What is held of a step's gradients, and which leases and attempts are over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwell_server.shard.contributions import Contribution, Contributions
+from shardwell_server.shard.fences import Fences
+from shardwell_wire.errors import StaleEpochError
+from shardwell_wire.v1 import shard_pb2
+
+
+def contribution(attempt: int = 0, parts: int = 1) -> Contribution:
+    buffer = torch.zeros(16, dtype=torch.uint8)
+    return Contribution(attempt, buffer, buffer.view(torch.float32).split(2), {0}, list(range(parts)))
+
+
+def test_parts_add_where_there_is_a_gradient_and_begin_where_there_is_none() -> None:
+    held = contribution()
+    held.views[0].fill_(1.0)
+    held.views[1].fill_(float("nan"))  # a used buffer: its bytes mean nothing
+    held.compute_add([torch.full((2,), 2.0), torch.full((2,), 5.0)], [0, 1])
+    assert [held.views[number].tolist() for number in (0, 1)] == [[3.0, 3.0], [5.0, 5.0]]
+    assert held.gradient(1) is held.views[1]
+
+
+def test_a_segment_without_a_gradient_has_none() -> None:
+    assert contribution().gradient(1) is None
+
+
+def test_only_older_attempts_are_dropped() -> None:
+    held = Contributions()
+    held.by_rank = {0: contribution(attempt=2), 1: contribution()}
+    assert held.drop_older(0, 2) == []
+    assert len(held.drop_older(0, 3)) == 1
+    assert (list(held.by_rank), held.attempt(0), held.part_count(1, 0), held.part_count(1, 1)) == ([1], 0, 1, 0)
+    assert (held.size_bytes, len(held.clear()), held.size_bytes) == (16, 1, 0)
+
+
+def test_every_difference_from_a_manifest_is_named() -> None:
+    held = Contributions()
+    held.by_rank = {0: contribution(), 1: contribution(attempt=1), 2: contribution(parts=2), 5: contribution()}
+    assert held.differences({0: (0, 1), 1: (1, 1), 2: (0, 2), 5: (0, 1)}) == []
+    assert held.differences({0: (0, 1), 1: (2, 1), 2: (0, 1), 3: (0, 1)}) == [
+        "rank 1: expected 1 parts of attempt 2, have 1 of attempt 1",
+        "rank 2: expected 1 parts of attempt 0, have 2 of attempt 0",
+        "rank 3: expected 1 parts of attempt 0, have none",
+        "rank 5: expected 0 parts of attempt 0, have 1 of attempt 0",
+    ]
+
+
+def rank(dp_rank: int, epoch: int, attempt: int) -> shard_pb2.RankFence:
+    return shard_pb2.RankFence(dp_rank=dp_rank, epoch=epoch, attempt=attempt)
+
+
+def test_epochs_only_rise() -> None:
+    fences = Fences()
+    fences.raise_all(0, [rank(0, 5, 0)])
+    fences.raise_all(0, [rank(0, 3, 0)])
+    fences.check_epoch(0, 5)
+    fences.check_epoch(1, 0)
+    with pytest.raises(StaleEpochError, match="rank 0: epoch 4 is over, its lease has epoch 5 now"):
+        fences.check_epoch(0, 4)
+
+
+def test_attempts_are_counted_anew_in_every_step() -> None:
+    fences = Fences()
+    assert fences.raise_all(3, [rank(0, 1, 2), rank(1, 1, 0)]) == [(0, 2)]
+    assert fences.raise_all(3, [rank(0, 1, 2)]) == []
+    assert (fences.attempt(0, 3), fences.attempt(0, 4), fences.attempt(1, 3)) == (2, 0, 0)
+    assert fences.raise_all(4, [rank(1, 1, 1)]) == [(1, 1)]
+    assert fences.attempt(0, 4) == 0
+
+
+def test_a_late_word_of_an_earlier_step_leaves_attempts_alone() -> None:
+    fences = Fences()
+    fences.raise_all(4, [rank(0, 1, 2)])
+    assert fences.raise_all(3, [rank(0, 9, 7)]) == []
+    assert (fences.attempt(0, 4), fences.epoch(0)) == (2, 9)
