@@ -91,8 +91,8 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 def _refuse_load(module: nn.Module, *args: object) -> None:
     raise UsageError(
-        "load_state_dict() of a sharded module would change nothing on the shard servers: load before fully_shard, in a "
-        "run that has no values yet"
+        "load_state_dict() of a sharded module would change nothing on the shard servers: load before fully_shard, "
+        "in a run that has no values yet"
     )
 
 

@@ -222,7 +222,7 @@ class _Launch:
                 running.remove(trainer)
                 worst = max(worst, code)
                 if code != 0 and running:
-                    _say(f"{trainer.name} {describe_exit(code)}; the others take over its work")
+                    _say(f"{trainer.name} {describe_exit(code)}; the others go on and take over its work")
             time.sleep(_POLL_S)
         return worst
 
