@@ -13,6 +13,7 @@ from typing import Any
 import matplotlib
 import psutil
 from matplotlib.figure import Figure
+from torch import nn
 
 import shardwell
 
@@ -101,8 +102,9 @@ def draw_curve(history: History, entropy: float, *, width: int = 72, height: int
     return "\n".join([*lines, axis, f"{'':>8}* loss, mean of 20 steps    - unigram entropy of the text"])
 
 
-def describe_costs(session: shardwell.Session, *, seconds: float, num_steps: int, parameter_bytes: int) -> str:
+def describe_costs(session: shardwell.Session, model: nn.Module, *, seconds: float, num_steps: int) -> str:
     """One paragraph on where this trainer's time and everybody's memory went."""
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     stats = session.stats()
     waits = {name: stats[f"{name}_wait_s"] / seconds for name in ("gather", "push", "finish", "commit")}
     compute = max(0.0, 1 - sum(waits.values()))

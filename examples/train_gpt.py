@@ -32,10 +32,12 @@ def main() -> None:
         speaks = session.global_rank == 0
         if speaks:
             introduce(session, model, corpus)
-        started = time.perf_counter()
+        started, first_step = time.perf_counter(), session.step
         history = train(session, model, corpus, arguments, speaks=speaks)
+        seconds = time.perf_counter() - started
         if speaks:
-            conclude(session, model, corpus, history, Path(arguments.output), time.perf_counter() - started)
+            conclude(model, corpus, history, Path(arguments.output))
+            print(describe_costs(session, model, seconds=seconds, num_steps=session.step - first_step))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -99,23 +101,19 @@ def introduce(session: shardwell.Session, model: GPT, corpus: Corpus) -> None:
     )
 
 
-def conclude(
-    session: shardwell.Session, model: GPT, corpus: Corpus, history: History, output: Path, seconds: float
-) -> None:
-    """Shows what was learned and what it took."""
+def conclude(model: GPT, corpus: Corpus, history: History, output: Path) -> None:
+    """Shows what was learned."""
     picture = output / "loss.png"
     save_curve(history, corpus.unigram_entropy, picture)
-    print(f"\n{draw_curve(history, corpus.unigram_entropy)}")
+    print(f"\n{draw_curve(history, corpus.unigram_entropy)}\n")
+    print(
+        f"The loss fell from {history.losses[0]:.2f} to {history.recent_loss():.2f}, "
+        f"against {corpus.unigram_entropy:.2f} for frequencies alone; as a picture: {picture}"
+    )
     plain = GPT(model.config)
     plain.load_state_dict(shardwell.full_state_dict(model))
     sample = generate(plain, corpus.tokens[:16], 200)
     print(f"\nThe trained model writes:\n\n{corpus.vocabulary.decode(sample)}\n")
-    parameter_bytes = sum(parameter.nbytes for parameter in plain.parameters())
-    print(describe_costs(session, seconds=seconds, num_steps=len(history.steps), parameter_bytes=parameter_bytes))
-    print(
-        f"\nThe loss fell from {history.losses[0]:.2f} to {history.recent_loss():.2f}, "
-        f"against {corpus.unigram_entropy:.2f} for frequencies alone: {picture}"
-    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@
 """
 
 from shardwell import optim
-from shardwell.fully_shard import ShardedModule, fully_shard
+from shardwell.fully_shard import ShardedModule, fully_shard, register_forward_method
 from shardwell.local_cluster import LocalCluster
 from shardwell.session import Session, join
 from shardwell.state_dict import full_state_dict, iter_full_state_dict
@@ -86,4 +86,5 @@ __all__ = [
     "iter_full_state_dict",
     "join",
     "optim",
+    "register_forward_method",
 ]

@@ -10,7 +10,7 @@ that protobuf allows is understood; the one that the encoder writes is fast.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -270,8 +270,3 @@ class StreamReceiver:
         """Raises ChunkError if the stream ended early."""
         if not self.complete:
             raise ChunkError(f"{self.what}: ended after {self.received_bytes} of {self.total_bytes} bytes")
-
-
-def decode_stream(messages: Iterable[bytes], message_type: type[AnyMessage]) -> Iterator[tuple[AnyMessage, ChunkView]]:
-    """Decodes a whole received stream, message by message."""
-    return (decode_message(data, message_type) for data in messages)

@@ -31,33 +31,53 @@ class _DType:
 class _DTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DType.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     DTYPE_UNSPECIFIED: _DType.ValueType  # 0
+    """Not set; refused."""
     DTYPE_FLOAT32: _DType.ValueType  # 1
+    """IEEE 754, 4 bytes."""
     DTYPE_FLOAT64: _DType.ValueType  # 2
+    """IEEE 754, 8 bytes."""
     DTYPE_BFLOAT16: _DType.ValueType  # 3
+    """The upper half of a FLOAT32, 2 bytes."""
     DTYPE_FLOAT16: _DType.ValueType  # 4
+    """IEEE 754, 2 bytes."""
     DTYPE_INT64: _DType.ValueType  # 5
     """The types below occur in buffers only; a parameter of such a type is refused."""
     DTYPE_INT32: _DType.ValueType  # 6
+    """Two's complement, 4 bytes."""
     DTYPE_INT16: _DType.ValueType  # 7
+    """Two's complement, 2 bytes."""
     DTYPE_INT8: _DType.ValueType  # 8
+    """Two's complement, 1 byte."""
     DTYPE_UINT8: _DType.ValueType  # 9
+    """Unsigned, 1 byte."""
     DTYPE_BOOL: _DType.ValueType  # 10
+    """0 or 1, 1 byte."""
 
 class DType(_DType, metaclass=_DTypeEnumTypeWrapper):
     """Element type of a parameter, gradient or buffer. Little-endian, C order on the wire."""
 
 DTYPE_UNSPECIFIED: DType.ValueType  # 0
+"""Not set; refused."""
 DTYPE_FLOAT32: DType.ValueType  # 1
+"""IEEE 754, 4 bytes."""
 DTYPE_FLOAT64: DType.ValueType  # 2
+"""IEEE 754, 8 bytes."""
 DTYPE_BFLOAT16: DType.ValueType  # 3
+"""The upper half of a FLOAT32, 2 bytes."""
 DTYPE_FLOAT16: DType.ValueType  # 4
+"""IEEE 754, 2 bytes."""
 DTYPE_INT64: DType.ValueType  # 5
 """The types below occur in buffers only; a parameter of such a type is refused."""
 DTYPE_INT32: DType.ValueType  # 6
+"""Two's complement, 4 bytes."""
 DTYPE_INT16: DType.ValueType  # 7
+"""Two's complement, 2 bytes."""
 DTYPE_INT8: DType.ValueType  # 8
+"""Two's complement, 1 byte."""
 DTYPE_UINT8: DType.ValueType  # 9
+"""Unsigned, 1 byte."""
 DTYPE_BOOL: DType.ValueType  # 10
+"""0 or 1, 1 byte."""
 global___DType = DType
 
 class _Axis:
@@ -67,6 +87,7 @@ class _Axis:
 class _AxisEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Axis.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     AXIS_UNSPECIFIED: _Axis.ValueType  # 0
+    """Not set; refused."""
     AXIS_DATA: _Axis.ValueType  # 1
     """Ranks that see different data and share weights."""
     AXIS_TENSOR: _Axis.ValueType  # 2
@@ -78,6 +99,7 @@ class Axis(_Axis, metaclass=_AxisEnumTypeWrapper):
     """An axis of the world."""
 
 AXIS_UNSPECIFIED: Axis.ValueType  # 0
+"""Not set; refused."""
 AXIS_DATA: Axis.ValueType  # 1
 """Ranks that see different data and share weights."""
 AXIS_TENSOR: Axis.ValueType  # 2
@@ -131,8 +153,11 @@ class Coordinates(google.protobuf.message.Message):
     global_rank: builtins.int
     """Row-major position in World.order."""
     dp_rank: builtins.int
+    """Rank along the data axis."""
     tp_rank: builtins.int
+    """Rank along the tensor axis."""
     pp_rank: builtins.int
+    """Rank along the pipeline axis."""
     def __init__(
         self,
         *,
@@ -193,6 +218,7 @@ class ParameterSpec(google.protobuf.message.Message):
     name: builtins.str
     """Fully qualified name, unique in the run."""
     dtype: global___DType.ValueType
+    """A floating-point type."""
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Empty: a scalar. A 0 anywhere: no elements."""
@@ -224,7 +250,9 @@ class UnitSpec(google.protobuf.message.Message):
     name: builtins.str
     """Unique in the run: the module's qualified name."""
     @property
-    def parameters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterSpec]: ...
+    def parameters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterSpec]:
+        """In layout order."""
+
     def __init__(
         self,
         *,
@@ -246,10 +274,13 @@ class ShardRange(google.protobuf.message.Message):
     START_BYTES_FIELD_NUMBER: builtins.int
     STOP_BYTES_FIELD_NUMBER: builtins.int
     server_id: builtins.str
+    """Who owns the range."""
     address: builtins.str
     """host:port at which trainers reach the server."""
     start_bytes: builtins.int
+    """First byte of the range in the unit's flat vector."""
     stop_bytes: builtins.int
+    """End of the range, half-open."""
     def __init__(
         self,
         *,
@@ -302,10 +333,13 @@ class TensorValue(google.protobuf.message.Message):
     SHAPE_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
     dtype: global___DType.ValueType
+    """Element type."""
     data: builtins.bytes
     """Little-endian, C order; its size must match dtype and shape."""
     @property
-    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Sizes by dim; empty: a scalar."""
+
     def __init__(
         self,
         *,
@@ -362,6 +396,7 @@ class UnitGroups(google.protobuf.message.Message):
     UNIT_INDEX_FIELD_NUMBER: builtins.int
     GROUP_INDICES_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
+    """Position of the unit in the run."""
     @property
     def group_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """One entry per parameter in layout order: index into groups, or -1: not optimised."""
@@ -388,9 +423,13 @@ class OptimizerStep(google.protobuf.message.Message):
     algorithm: builtins.str
     """"sgd", "adam" or "adamw"."""
     @property
-    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterGroup]: ...
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterGroup]:
+        """The parameter groups, referred to by index."""
+
     @property
-    def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnitGroups]: ...
+    def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnitGroups]:
+        """Which group each parameter is in; parameters of units not listed are not optimised."""
+
     def __init__(
         self,
         *,
@@ -411,6 +450,7 @@ class UnitParts(google.protobuf.message.Message):
     UNIT_INDEX_FIELD_NUMBER: builtins.int
     PART_COUNT_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
+    """Position of the unit in the run."""
     part_count: builtins.int
     """Pushes of this unit in this work item. A unit that is not listed had none."""
     def __init__(

@@ -30,19 +30,25 @@ class _WorkState:
 class _WorkStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_WorkState.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     WORK_STATE_UNSPECIFIED: _WorkState.ValueType  # 0
+    """Not set."""
     WORK_STATE_VACANT: _WorkState.ValueType  # 1
     """Nobody computes it."""
     WORK_STATE_LEASED: _WorkState.ValueType  # 2
+    """Its holder computes it."""
     WORK_STATE_FINISHED: _WorkState.ValueType  # 3
+    """Its contributions are on the servers."""
 
 class WorkState(_WorkState, metaclass=_WorkStateEnumTypeWrapper):
     """State of a work item."""
 
 WORK_STATE_UNSPECIFIED: WorkState.ValueType  # 0
+"""Not set."""
 WORK_STATE_VACANT: WorkState.ValueType  # 1
 """Nobody computes it."""
 WORK_STATE_LEASED: WorkState.ValueType  # 2
+"""Its holder computes it."""
 WORK_STATE_FINISHED: WorkState.ValueType  # 3
+"""Its contributions are on the servers."""
 global___WorkState = WorkState
 
 @typing.final
@@ -59,7 +65,9 @@ class RegisterServerRequest(google.protobuf.message.Message):
     address: builtins.str
     """host:port that trainers and the coordinator can reach."""
     budget_bytes: builtins.int
+    """Memory that it may use."""
     shardwell_version: builtins.str
+    """Version of the server's software."""
     incarnation: builtins.str
     """Random per process: tells a retry from a restart."""
     def __init__(
@@ -82,7 +90,9 @@ class RegisterServerResponse(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     LEASE_S_FIELD_NUMBER: builtins.int
     epoch: builtins.int
+    """Fences this process of the server."""
     lease_s: builtins.float
+    """Silence, in seconds, after which the lease is over."""
     def __init__(
         self,
         *,
@@ -102,9 +112,13 @@ class HeartbeatServerRequest(google.protobuf.message.Message):
     RESERVED_BYTES_FIELD_NUMBER: builtins.int
     USED_BYTES_FIELD_NUMBER: builtins.int
     server_id: builtins.str
+    """Name of the shard server."""
     epoch: builtins.int
+    """Epoch that registration gave."""
     reserved_bytes: builtins.int
+    """Memory set aside for shards."""
     used_bytes: builtins.int
+    """Memory in use now."""
     def __init__(
         self,
         *,
@@ -144,7 +158,9 @@ class RunConfig(google.protobuf.message.Message):
     num_layers: builtins.int
     """Layers to be split over pipeline stages. 0: not known."""
     @property
-    def world(self) -> shardwell_wire.v1.common_pb2.World: ...
+    def world(self) -> shardwell_wire.v1.common_pb2.World:
+        """The grid of logical ranks."""
+
     def __init__(
         self,
         *,
@@ -171,6 +187,7 @@ class JoinRequest(google.protobuf.message.Message):
     WAIT_S_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     run: builtins.str
+    """Name of the run."""
     trainer: builtins.str
     """Unique among the run's live trainers. A trainer that comes back under its name gets its
     coordinates back. Empty: the coordinator makes one up.
@@ -182,10 +199,13 @@ class JoinRequest(google.protobuf.message.Message):
     world_size: builtins.int
     """Trainers the launcher says there are, checked against the world. 0: not known."""
     wait_s: builtins.float
+    """Longest time to wait, in seconds. 0: only look."""
     incarnation: builtins.str
     """Random per process: tells a retry from a second process of the same name."""
     @property
-    def config(self) -> global___RunConfig: ...
+    def config(self) -> global___RunConfig:
+        """What the run shall be; must agree with what it is."""
+
     def __init__(
         self,
         *,
@@ -213,8 +233,11 @@ class RankGroup(google.protobuf.message.Message):
     AXIS_FIELD_NUMBER: builtins.int
     GLOBAL_RANKS_FIELD_NUMBER: builtins.int
     axis: shardwell_wire.v1.common_pb2.Axis.ValueType
+    """The axis along which the members differ."""
     @property
-    def global_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def global_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The members in order along the axis."""
+
     def __init__(
         self,
         *,
@@ -238,8 +261,11 @@ class Seat(google.protobuf.message.Message):
     previous_stage: builtins.int
     """Global rank of the previous and the next pipeline stage. Unset at the ends."""
     next_stage: builtins.int
+    """Global rank of the next pipeline stage. Unset at the last."""
     @property
-    def coordinates(self) -> shardwell_wire.v1.common_pb2.Coordinates: ...
+    def coordinates(self) -> shardwell_wire.v1.common_pb2.Coordinates:
+        """The logical rank and its place."""
+
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankGroup]:
         """One group per axis."""
@@ -272,10 +298,13 @@ class WorkItem(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
+    """The logical rank."""
     dp_rank: builtins.int
+    """Rank along the data axis."""
     epoch: builtins.int
     """Fences pushes: rises when the rank goes to another trainer."""
     attempt: builtins.int
+    """Attempt at the rank's work in this step."""
     def __init__(
         self,
         *,
@@ -297,8 +326,11 @@ class StepWork(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     ITEMS_FIELD_NUMBER: builtins.int
     step: builtins.int
+    """The step the items belong to."""
     @property
-    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkItem]: ...
+    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkItem]:
+        """The work items."""
+
     def __init__(
         self,
         *,
@@ -390,21 +422,29 @@ class JoinResponse(google.protobuf.message.Message):
     started: builtins.bool
     """False: still waiting; ask again."""
     trainer: builtins.str
+    """The trainer's name in the run."""
     epoch: builtins.int
     """Fences the membership."""
     lease_s: builtins.float
+    """Silence, in seconds, after which the lease is over."""
     committed_step: builtins.int
     """Committed steps so far: the number of the next step."""
     @property
-    def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """While waiting: what for, one line each."""
+
     @property
     def seats(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Seat]:
         """Logical ranks of this trainer. Empty: a spare."""
 
     @property
-    def config(self) -> global___RunConfig: ...
+    def config(self) -> global___RunConfig:
+        """What the run is."""
+
     @property
-    def work(self) -> global___StepWork: ...
+    def work(self) -> global___StepWork:
+        """The trainer's work items of the next step."""
+
     @property
     def state(self) -> global___RunState:
         """Unset before the first commit."""
@@ -437,8 +477,11 @@ class HeartbeatRequest(google.protobuf.message.Message):
     TRAINER_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     run: builtins.str
+    """Name of the run."""
     trainer: builtins.str
+    """Name of the trainer."""
     epoch: builtins.int
+    """Epoch of the membership."""
     def __init__(
         self,
         *,
@@ -456,6 +499,7 @@ class HeartbeatResponse(google.protobuf.message.Message):
 
     COMMITTED_STEP_FIELD_NUMBER: builtins.int
     committed_step: builtins.int
+    """Committed steps so far."""
     def __init__(
         self,
         *,
@@ -473,8 +517,11 @@ class LeaveRequest(google.protobuf.message.Message):
     TRAINER_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     run: builtins.str
+    """Name of the run."""
     trainer: builtins.str
+    """Name of the trainer."""
     epoch: builtins.int
+    """Epoch of the membership."""
     def __init__(
         self,
         *,
@@ -504,12 +551,15 @@ class DeclareUnitRequest(google.protobuf.message.Message):
     TRAINER_FIELD_NUMBER: builtins.int
     UNIT_FIELD_NUMBER: builtins.int
     trainer: builtins.str
+    """Name of the trainer."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """context.epoch: of the membership."""
 
     @property
-    def unit(self) -> shardwell_wire.v1.common_pb2.UnitSpec: ...
+    def unit(self) -> shardwell_wire.v1.common_pb2.UnitSpec:
+        """The unit as this trainer has it."""
+
     def __init__(
         self,
         *,
@@ -532,6 +582,7 @@ class DeclareUnitResponse(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
+    """Position of the unit in the run."""
     initialize: builtins.bool
     """The caller holds the lowest logical rank: it shall send the initial values."""
     epoch: builtins.int
@@ -539,7 +590,9 @@ class DeclareUnitResponse(google.protobuf.message.Message):
     version: builtins.int
     """Set once the unit is published."""
     @property
-    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.ShardRange]: ...
+    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.ShardRange]:
+        """Where the unit lives: ranges in order, without gap."""
+
     def __init__(
         self,
         *,
@@ -563,7 +616,9 @@ class PublishInitialUnitRequest(google.protobuf.message.Message):
     TRAINER_FIELD_NUMBER: builtins.int
     UNIT_FIELD_NUMBER: builtins.int
     trainer: builtins.str
+    """Name of the trainer."""
     unit: builtins.str
+    """Name of the unit."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """context.epoch: the epoch under which the values were sent."""
@@ -586,6 +641,7 @@ class PublishInitialUnitResponse(google.protobuf.message.Message):
 
     VERSION_FIELD_NUMBER: builtins.int
     version: builtins.int
+    """0, or more if the unit was published long ago."""
     def __init__(
         self,
         *,
@@ -603,7 +659,9 @@ class ResetWorkRequest(google.protobuf.message.Message):
     TRAINER_FIELD_NUMBER: builtins.int
     GLOBAL_RANK_FIELD_NUMBER: builtins.int
     trainer: builtins.str
+    """Name of the trainer."""
     global_rank: builtins.int
+    """The logical rank whose work is begun anew."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """context.epoch: of the lease on the logical rank."""
@@ -650,10 +708,15 @@ class FinishedItem(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     UNITS_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
+    """The logical rank."""
     epoch: builtins.int
+    """Epoch of the lease it was computed under."""
     attempt: builtins.int
+    """Attempt at the rank's work in this step."""
     @property
-    def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.UnitParts]: ...
+    def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.UnitParts]:
+        """How often each unit's gradient was pushed."""
+
     def __init__(
         self,
         *,
@@ -676,9 +739,11 @@ class FinishWorkRequest(google.protobuf.message.Message):
     ACCEPT_WORK_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     trainer: builtins.str
+    """Name of the trainer."""
     accept_work: builtins.bool
     """Whether the trainer can compute other ranks' items."""
     wait_s: builtins.float
+    """Longest time to wait, in seconds. 0: only look."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """context.epoch: of the membership."""
@@ -739,10 +804,13 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
     TRAINER_FIELD_NUMBER: builtins.int
     WITH_MAX_ABS_FIELD_NUMBER: builtins.int
     trainer: builtins.str
+    """Name of the trainer."""
     with_max_abs: builtins.bool
     """Whether max_abs is wanted too (for the infinity norm)."""
     @property
-    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext: ...
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, epoch, step and request id."""
+
     def __init__(
         self,
         *,
@@ -764,6 +832,7 @@ class PrepareGradientsResponse(google.protobuf.message.Message):
     grad_norm: builtins.float
     """Euclidean norm of the mean gradient over all units and servers."""
     max_abs: builtins.float
+    """Largest absolute value of the mean gradient; only when asked for."""
     def __init__(
         self,
         *,
@@ -786,15 +855,19 @@ class CommitStepRequest(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     trainer: builtins.str
+    """Name of the trainer."""
     clip_coefficient: builtins.float
     """1: no clipping."""
     wait_s: builtins.float
+    """Longest time to wait, in seconds. 0: only look."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """context.epoch: of the membership."""
 
     @property
-    def optimizer(self) -> shardwell_wire.v1.common_pb2.OptimizerStep: ...
+    def optimizer(self) -> shardwell_wire.v1.common_pb2.OptimizerStep:
+        """Algorithm and hyper-parameters of the step."""
+
     @property
     def unit_order(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Units in the order of the forward."""
@@ -833,10 +906,13 @@ class CommitStepResponse(google.protobuf.message.Message):
     committed: builtins.bool
     """False: still waiting; ask again."""
     grad_norm: builtins.float
+    """Euclidean norm of the mean gradient, before clipping."""
     version: builtins.int
     """The version that the commit makes: step + 1."""
     @property
-    def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """While waiting: what for, one line each."""
+
     @property
     def next_work(self) -> global___StepWork:
         """The caller's work items of the next step."""
@@ -871,12 +947,17 @@ class ExchangeAddressRequest(google.protobuf.message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     trainer: builtins.str
+    """Name of the trainer."""
     name: builtins.str
+    """What the address is of."""
     address: builtins.str
     """Unset: wait for somebody else's."""
     wait_s: builtins.float
+    """Longest time to wait, in seconds. 0: only look."""
     @property
-    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext: ...
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, epoch, step and request id."""
+
     def __init__(
         self,
         *,
@@ -918,7 +999,9 @@ class DeleteRunRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     FORCE_FIELD_NUMBER: builtins.int
     run: builtins.str
+    """Name of the run."""
     request_id: builtins.str
+    """Unique per request, kept over retries."""
     force: builtins.bool
     """Also while trainers are live; they are fenced."""
     def __init__(
@@ -938,6 +1021,7 @@ class DeleteRunResponse(google.protobuf.message.Message):
 
     FREED_BYTES_FIELD_NUMBER: builtins.int
     freed_bytes: builtins.int
+    """Bytes of memory budget that are free again."""
     def __init__(
         self,
         *,
@@ -970,14 +1054,23 @@ class RunSummary(google.protobuf.message.Message):
     CREATED_FIELD_NUMBER: builtins.int
     LAST_COMMIT_FIELD_NUMBER: builtins.int
     run: builtins.str
+    """Name of the run."""
     committed_step: builtins.int
+    """Committed steps so far."""
     live_trainer_count: builtins.int
+    """Trainers whose lease holds."""
     unit_count: builtins.int
+    """Units declared so far."""
     parameter_bytes: builtins.int
+    """Bytes of parameters."""
     @property
-    def config(self) -> global___RunConfig: ...
+    def config(self) -> global___RunConfig:
+        """What the run is."""
+
     @property
-    def created(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    def created(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the run was created."""
+
     @property
     def last_commit(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """Unset before the first commit."""
@@ -1005,7 +1098,9 @@ class ListRunsResponse(google.protobuf.message.Message):
 
     RUNS_FIELD_NUMBER: builtins.int
     @property
-    def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RunSummary]: ...
+    def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RunSummary]:
+        """One entry per run."""
+
     def __init__(
         self,
         *,
@@ -1021,6 +1116,7 @@ class DescribeRunRequest(google.protobuf.message.Message):
 
     RUN_FIELD_NUMBER: builtins.int
     run: builtins.str
+    """Name of the run."""
     def __init__(
         self,
         *,
@@ -1041,11 +1137,15 @@ class TrainerSummary(google.protobuf.message.Message):
     SILENT_S_FIELD_NUMBER: builtins.int
     LIVE_FIELD_NUMBER: builtins.int
     trainer: builtins.str
+    """Name of the trainer."""
     host: builtins.str
+    """Host it runs on."""
     epoch: builtins.int
+    """Fences the membership."""
     silent_s: builtins.float
     """Time since it was last heard of."""
     live: builtins.bool
+    """Whether its lease holds."""
     @property
     def global_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Logical ranks that are its own."""
@@ -1072,10 +1172,13 @@ class WorkSummary(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     TRAINER_FIELD_NUMBER: builtins.int
     state: global___WorkState.ValueType
+    """How far it is."""
     trainer: builtins.str
     """Holder of the lease. Empty while vacant."""
     @property
-    def item(self) -> global___WorkItem: ...
+    def item(self) -> global___WorkItem:
+        """The work item."""
+
     def __init__(
         self,
         *,
@@ -1100,9 +1203,13 @@ class DescribeRunResponse(google.protobuf.message.Message):
     grad_norm: builtins.float
     """Norm of the last committed step's gradient."""
     @property
-    def summary(self) -> global___RunSummary: ...
+    def summary(self) -> global___RunSummary:
+        """The same as in the list."""
+
     @property
-    def trainers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TrainerSummary]: ...
+    def trainers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TrainerSummary]:
+        """Its trainers, gone ones included."""
+
     @property
     def work(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkSummary]:
         """Items of the step in flight."""
@@ -1162,8 +1269,11 @@ class SeatSummary(google.protobuf.message.Message):
     trainer: builtins.str
     """Empty: vacant, or no run."""
     host: builtins.str
+    """Host of that trainer. Empty: none."""
     @property
-    def seat(self) -> global___Seat: ...
+    def seat(self) -> global___Seat:
+        """The rank, its groups and neighbours."""
+
     def __init__(
         self,
         *,
@@ -1184,10 +1294,15 @@ class DescribeWorldResponse(google.protobuf.message.Message):
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     SEATS_FIELD_NUMBER: builtins.int
     world_size: builtins.int
+    """Number of logical ranks."""
     @property
-    def world(self) -> shardwell_wire.v1.common_pb2.World: ...
+    def world(self) -> shardwell_wire.v1.common_pb2.World:
+        """The grid of logical ranks."""
+
     @property
-    def seats(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SeatSummary]: ...
+    def seats(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SeatSummary]:
+        """One entry per logical rank."""
+
     def __init__(
         self,
         *,
@@ -1206,6 +1321,7 @@ class ListUnitsRequest(google.protobuf.message.Message):
 
     RUN_FIELD_NUMBER: builtins.int
     run: builtins.str
+    """Name of the run."""
     def __init__(
         self,
         *,
@@ -1227,13 +1343,21 @@ class UnitSummary(google.protobuf.message.Message):
     SHARDS_FIELD_NUMBER: builtins.int
     PUBLISHED_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
+    """Position of the unit in the run."""
     unit: builtins.str
+    """Name of the unit."""
     parameter_count: builtins.int
+    """Parameters in the unit, tied ones once."""
     element_count: builtins.int
+    """Elements of all of them."""
     size_bytes: builtins.int
+    """Length of the flat vector."""
     published: builtins.bool
+    """Whether version 0 exists."""
     @property
-    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.ShardRange]: ...
+    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.ShardRange]:
+        """Where it lives."""
+
     def __init__(
         self,
         *,
@@ -1256,8 +1380,11 @@ class ListUnitsResponse(google.protobuf.message.Message):
     UNITS_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     version: builtins.int
+    """Version that all units have or are about to have."""
     @property
-    def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnitSummary]: ...
+    def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnitSummary]:
+        """One entry per unit."""
+
     def __init__(
         self,
         *,
@@ -1291,13 +1418,21 @@ class ServerSummary(google.protobuf.message.Message):
     RESERVED_BYTES_FIELD_NUMBER: builtins.int
     USED_BYTES_FIELD_NUMBER: builtins.int
     server_id: builtins.str
+    """Name of the shard server."""
     address: builtins.str
+    """host:port."""
     epoch: builtins.int
+    """Fences this process of the server."""
     live: builtins.bool
+    """Whether its lease holds."""
     silent_s: builtins.float
+    """Time since it was last heard of, in seconds."""
     budget_bytes: builtins.int
+    """Memory that the server may use."""
     reserved_bytes: builtins.int
+    """Memory set aside for shards."""
     used_bytes: builtins.int
+    """Memory in use now."""
     def __init__(
         self,
         *,
@@ -1320,7 +1455,9 @@ class ListServersResponse(google.protobuf.message.Message):
 
     SERVERS_FIELD_NUMBER: builtins.int
     @property
-    def servers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ServerSummary]: ...
+    def servers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ServerSummary]:
+        """One entry per shard server."""
+
     def __init__(
         self,
         *,
@@ -1336,6 +1473,7 @@ class ExplainStallRequest(google.protobuf.message.Message):
 
     RUN_FIELD_NUMBER: builtins.int
     run: builtins.str
+    """Name of the run."""
     def __init__(
         self,
         *,
@@ -1408,8 +1546,11 @@ class Event(google.protobuf.message.Message):
     run: builtins.str
     """Empty: about the cluster."""
     message: builtins.str
+    """What happened, for people."""
     @property
-    def time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it happened."""
+
     def __init__(
         self,
         *,

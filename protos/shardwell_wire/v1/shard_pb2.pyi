@@ -27,7 +27,9 @@ class _PeekSource:
 class _PeekSourceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PeekSource.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     PEEK_SOURCE_UNSPECIFIED: _PeekSource.ValueType  # 0
+    """The parameter's values."""
     PEEK_SOURCE_PARAMETER: _PeekSource.ValueType  # 1
+    """The parameter's values."""
     PEEK_SOURCE_GRADIENT: _PeekSource.ValueType  # 2
     """The reduced mean gradient; only between prepare and update."""
     PEEK_SOURCE_OPTIMIZER_STATE: _PeekSource.ValueType  # 3
@@ -37,7 +39,9 @@ class PeekSource(_PeekSource, metaclass=_PeekSourceEnumTypeWrapper):
     """What to look at."""
 
 PEEK_SOURCE_UNSPECIFIED: PeekSource.ValueType  # 0
+"""The parameter's values."""
 PEEK_SOURCE_PARAMETER: PeekSource.ValueType  # 1
+"""The parameter's values."""
 PEEK_SOURCE_GRADIENT: PeekSource.ValueType  # 2
 """The reduced mean gradient; only between prepare and update."""
 PEEK_SOURCE_OPTIMIZER_STATE: PeekSource.ValueType  # 3
@@ -61,12 +65,17 @@ class ReserveUnitRequest(google.protobuf.message.Message):
     4096, stop too or at the unit's end.
     """
     stop_bytes: builtins.int
+    """End of the range, half-open."""
     dp: builtins.int
     """Logical ranks whose contributions are reduced; contributions held at once are bounded by it."""
     @property
-    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext: ...
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, epoch, step and request id."""
+
     @property
-    def unit(self) -> shardwell_wire.v1.common_pb2.UnitSpec: ...
+    def unit(self) -> shardwell_wire.v1.common_pb2.UnitSpec:
+        """The whole unit; the layout follows from it."""
+
     def __init__(
         self,
         *,
@@ -113,11 +122,15 @@ class InitializeUnitHeader(google.protobuf.message.Message):
     START_BYTES_FIELD_NUMBER: builtins.int
     STOP_BYTES_FIELD_NUMBER: builtins.int
     unit: builtins.str
+    """Name of the unit."""
     start_bytes: builtins.int
     """Must be the range reserved."""
     stop_bytes: builtins.int
+    """End of the range, half-open."""
     @property
-    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext: ...
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, epoch, step and request id."""
+
     def __init__(
         self,
         *,
@@ -142,7 +155,9 @@ class InitializeUnitRequest(google.protobuf.message.Message):
         """On the first message only. The stream is the flat vector over the range, padding included."""
 
     @property
-    def chunk(self) -> shardwell_wire.v1.common_pb2.Chunk: ...
+    def chunk(self) -> shardwell_wire.v1.common_pb2.Chunk:
+        """On every message: the next piece of the stream."""
+
     def __init__(
         self,
         *,
@@ -180,6 +195,7 @@ class PublishUnitRequest(google.protobuf.message.Message):
     UNIT_FIELD_NUMBER: builtins.int
     COORDINATOR_EPOCH_FIELD_NUMBER: builtins.int
     unit: builtins.str
+    """Name of the unit."""
     coordinator_epoch: builtins.int
     """Term of the coordinator."""
     @property
@@ -204,6 +220,7 @@ class PublishUnitResponse(google.protobuf.message.Message):
 
     VERSION_FIELD_NUMBER: builtins.int
     version: builtins.int
+    """0, or more if the unit was published long ago."""
     def __init__(
         self,
         *,
@@ -224,12 +241,15 @@ class GatherRequest(google.protobuf.message.Message):
     STOP_BYTES_FIELD_NUMBER: builtins.int
     CHUNK_BYTES_FIELD_NUMBER: builtins.int
     run: builtins.str
+    """Name of the run."""
     unit: builtins.str
+    """Name of the unit."""
     version: builtins.int
     """Unset: the newest version."""
     start_bytes: builtins.int
     """Part of the flat vector; must lie in the shard. Both 0: the whole shard."""
     stop_bytes: builtins.int
+    """End of the range, half-open."""
     chunk_bytes: builtins.int
     """Payload per message. 0: the server's default (1 MiB). At most 4 MiB."""
     def __init__(
@@ -258,7 +278,9 @@ class GatherHeader(google.protobuf.message.Message):
     version: builtins.int
     """The one version that the whole stream is of."""
     start_bytes: builtins.int
+    """First byte of the range in the unit's flat vector."""
     stop_bytes: builtins.int
+    """End of the range, half-open."""
     def __init__(
         self,
         *,
@@ -281,7 +303,9 @@ class GatherResponse(google.protobuf.message.Message):
         """On the first message only. The stream is the flat vector over the range, padding included."""
 
     @property
-    def chunk(self) -> shardwell_wire.v1.common_pb2.Chunk: ...
+    def chunk(self) -> shardwell_wire.v1.common_pb2.Chunk:
+        """On every message: the next piece of the stream."""
+
     def __init__(
         self,
         *,
@@ -306,7 +330,9 @@ class ReduceScatterHeader(google.protobuf.message.Message):
     START_BYTES_FIELD_NUMBER: builtins.int
     STOP_BYTES_FIELD_NUMBER: builtins.int
     unit: builtins.str
+    """Name of the unit."""
     dp_rank: builtins.int
+    """Rank along the data axis."""
     attempt: builtins.int
     """Raised when the rank's work is begun anew after a failure; older ones are refused."""
     part: builtins.int
@@ -316,6 +342,7 @@ class ReduceScatterHeader(google.protobuf.message.Message):
     start_bytes: builtins.int
     """Must be the range reserved."""
     stop_bytes: builtins.int
+    """End of the range, half-open."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """context.epoch: of the lease on the logical rank."""
@@ -354,7 +381,9 @@ class ReduceScatterRequest(google.protobuf.message.Message):
         """
 
     @property
-    def chunk(self) -> shardwell_wire.v1.common_pb2.Chunk: ...
+    def chunk(self) -> shardwell_wire.v1.common_pb2.Chunk:
+        """On every message: the next piece of the stream."""
+
     def __init__(
         self,
         *,
@@ -396,6 +425,7 @@ class RankFence(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     dp_rank: builtins.int
+    """Whom it binds."""
     epoch: builtins.int
     """Oldest epoch still accepted."""
     attempt: builtins.int
@@ -422,7 +452,9 @@ class FenceRequest(google.protobuf.message.Message):
         """context.step: the step in flight."""
 
     @property
-    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankFence]: ...
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankFence]:
+        """The ranks that changed hands or began anew."""
+
     def __init__(
         self,
         *,
@@ -454,9 +486,13 @@ class RankManifest(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     UNITS_FIELD_NUMBER: builtins.int
     dp_rank: builtins.int
+    """Rank along the data axis."""
     attempt: builtins.int
+    """Attempt at the rank's work in this step."""
     @property
-    def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.UnitParts]: ...
+    def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.UnitParts]:
+        """How often each unit was pushed to this server."""
+
     def __init__(
         self,
         *,
@@ -481,9 +517,13 @@ class PrepareStepRequest(google.protobuf.message.Message):
     with_max_abs: builtins.bool
     """Whether max_abs is wanted too."""
     @property
-    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext: ...
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, epoch, step and request id."""
+
     @property
-    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankManifest]: ...
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankManifest]:
+        """What every logical data rank pushed."""
+
     def __init__(
         self,
         *,
@@ -507,6 +547,7 @@ class UnitNorm(google.protobuf.message.Message):
     SQUARE_PARTIALS_FIELD_NUMBER: builtins.int
     MAX_ABS_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
+    """Position of the unit in the run."""
     max_abs: builtins.float
     """Largest absolute value; only when asked for."""
     @property
@@ -533,8 +574,11 @@ class PrepareStepResponse(google.protobuf.message.Message):
     UNITS_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     version: builtins.int
+    """Version the gradients were taken of."""
     @property
-    def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnitNorm]: ...
+    def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnitNorm]:
+        """The norm's share of every unit here."""
+
     def __init__(
         self,
         *,
@@ -556,9 +600,13 @@ class UpdateRequest(google.protobuf.message.Message):
     clip_coefficient: builtins.float
     """Every gradient is multiplied by it first. 1: none was clipped."""
     @property
-    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext: ...
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, epoch, step and request id."""
+
     @property
-    def optimizer(self) -> shardwell_wire.v1.common_pb2.OptimizerStep: ...
+    def optimizer(self) -> shardwell_wire.v1.common_pb2.OptimizerStep:
+        """Algorithm and hyper-parameters of the step."""
+
     @property
     def unit_order(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Units in the order in which the next forward needs them; units not listed follow."""
@@ -582,6 +630,7 @@ class UpdateResponse(google.protobuf.message.Message):
 
     VERSION_FIELD_NUMBER: builtins.int
     version: builtins.int
+    """Version that the update made: step + 1."""
     def __init__(
         self,
         *,
@@ -597,7 +646,9 @@ class DropRunRequest(google.protobuf.message.Message):
 
     CONTEXT_FIELD_NUMBER: builtins.int
     @property
-    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext: ...
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, epoch, step and request id."""
+
     def __init__(
         self,
         *,
@@ -614,6 +665,7 @@ class DropRunResponse(google.protobuf.message.Message):
 
     FREED_BYTES_FIELD_NUMBER: builtins.int
     freed_bytes: builtins.int
+    """Bytes of memory budget that are free again."""
     def __init__(
         self,
         *,
@@ -644,8 +696,11 @@ class RunOnServer(google.protobuf.message.Message):
     PARAMETER_BYTES_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     run: builtins.str
+    """Name of the run."""
     shard_count: builtins.int
+    """Shards of the run on this server."""
     parameter_bytes: builtins.int
+    """Bytes of parameters."""
     version: builtins.int
     """Highest version that every shard of the run on this server has reached."""
     def __init__(
@@ -672,15 +727,21 @@ class DescribeServerResponse(google.protobuf.message.Message):
     RUNS_FIELD_NUMBER: builtins.int
     UPTIME_S_FIELD_NUMBER: builtins.int
     server_id: builtins.str
+    """Name of the shard server."""
     shardwell_version: builtins.str
+    """Version of the server's software."""
     budget_bytes: builtins.int
+    """Memory that the server may use."""
     reserved_bytes: builtins.int
     """Set aside by reservations."""
     used_bytes: builtins.int
     """In use now: parameters, optimizer state, contributions, staging."""
     uptime_s: builtins.float
+    """Time since the process started, in seconds."""
     @property
-    def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RunOnServer]: ...
+    def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RunOnServer]:
+        """One entry per run."""
+
     def __init__(
         self,
         *,
@@ -702,6 +763,7 @@ class ListShardsRequest(google.protobuf.message.Message):
 
     RUN_FIELD_NUMBER: builtins.int
     run: builtins.str
+    """Name of the run."""
     def __init__(
         self,
         *,
@@ -726,17 +788,27 @@ class ShardSummary(google.protobuf.message.Message):
     OPTIMIZER_BYTES_FIELD_NUMBER: builtins.int
     CONTRIBUTION_BYTES_FIELD_NUMBER: builtins.int
     unit: builtins.str
+    """Name of the unit."""
     unit_index: builtins.int
+    """Position of the unit in the run."""
     start_bytes: builtins.int
+    """First byte of the range in the unit's flat vector."""
     stop_bytes: builtins.int
+    """End of the range, half-open."""
     unit_bytes: builtins.int
+    """Length of the whole unit's flat vector."""
     version: builtins.int
     """Unset: not published yet."""
     parameter_bytes: builtins.int
+    """Bytes of parameters."""
     optimizer_bytes: builtins.int
+    """Bytes of optimizer state."""
     contribution_bytes: builtins.int
+    """Bytes of gradients held for the step in flight."""
     @property
-    def dtypes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[shardwell_wire.v1.common_pb2.DType.ValueType]: ...
+    def dtypes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[shardwell_wire.v1.common_pb2.DType.ValueType]:
+        """Element types that occur in the unit."""
+
     def __init__(
         self,
         *,
@@ -763,7 +835,9 @@ class ListShardsResponse(google.protobuf.message.Message):
 
     SHARDS_FIELD_NUMBER: builtins.int
     @property
-    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardSummary]: ...
+    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardSummary]:
+        """One entry per shard."""
+
     def __init__(
         self,
         *,
@@ -780,7 +854,9 @@ class DescribeShardRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     UNIT_FIELD_NUMBER: builtins.int
     run: builtins.str
+    """Name of the run."""
     unit: builtins.str
+    """Name of the unit."""
     def __init__(
         self,
         *,
@@ -804,16 +880,21 @@ class ParameterPiece(google.protobuf.message.Message):
     STOP_ELEMENT_FIELD_NUMBER: builtins.int
     OPTIMIZER_STEP_FIELD_NUMBER: builtins.int
     name: builtins.str
+    """Fully qualified name."""
     dtype: shardwell_wire.v1.common_pb2.DType.ValueType
+    """Element type."""
     start_element: builtins.int
     """Elements of the flattened parameter that are here. Half-open."""
     stop_element: builtins.int
+    """End of the elements that are here, half-open."""
     optimizer_step: builtins.int
     """Updates that this parameter's optimizer state has seen (parameters without a gradient in a
     step are skipped).
     """
     @property
-    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Sizes by dim; empty: a scalar."""
+
     def __init__(
         self,
         *,
@@ -836,9 +917,13 @@ class DescribeShardResponse(google.protobuf.message.Message):
     PARAMETERS_FIELD_NUMBER: builtins.int
     OPTIMIZER_STATE_FIELD_NUMBER: builtins.int
     @property
-    def summary(self) -> global___ShardSummary: ...
+    def summary(self) -> global___ShardSummary:
+        """The same as in the list."""
+
     @property
-    def parameters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterPiece]: ...
+    def parameters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterPiece]:
+        """In layout order."""
+
     @property
     def optimizer_state(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of the optimizer's state tensors, such as exp_avg."""
@@ -861,6 +946,7 @@ class DescribeStepRequest(google.protobuf.message.Message):
 
     RUN_FIELD_NUMBER: builtins.int
     run: builtins.str
+    """Name of the run."""
     def __init__(
         self,
         *,
@@ -881,7 +967,9 @@ class ShardContributions(google.protobuf.message.Message):
     MISSING_DP_RANKS_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     unit: builtins.str
+    """Name of the unit."""
     bytes: builtins.int
+    """Bytes of gradients held."""
     @property
     def present_dp_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Logical data ranks of which at least one part is here."""
@@ -914,12 +1002,15 @@ class DescribeStepResponse(google.protobuf.message.Message):
     step: builtins.int
     """The step in flight: the version that its gradients are taken of."""
     prepared: builtins.bool
+    """Whether the gradients are reduced and the commit may come."""
     duplicate_count: builtins.int
     """Contributions that came again, since the server started."""
     differing_duplicate_count: builtins.int
     """Of those, the ones whose bits differed from the first: computation is not reproducible."""
     @property
-    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardContributions]: ...
+    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardContributions]:
+        """One entry per shard."""
+
     def __init__(
         self,
         *,
@@ -944,6 +1035,7 @@ class PeekRequest(google.protobuf.message.Message):
     START_FIELD_NUMBER: builtins.int
     COUNT_FIELD_NUMBER: builtins.int
     run: builtins.str
+    """Name of the run."""
     parameter: builtins.str
     """Fully qualified name of the parameter."""
     source: global___PeekSource.ValueType
@@ -981,16 +1073,23 @@ class PeekResponse(google.protobuf.message.Message):
     MAX_FIELD_NUMBER: builtins.int
     NON_FINITE_COUNT_FIELD_NUMBER: builtins.int
     version: builtins.int
+    """Version that the answer reflects."""
     start_element: builtins.int
     """Elements of the flattened parameter that are here. Half-open."""
     stop_element: builtins.int
+    """End of the elements that are here, half-open."""
     norm: builtins.float
     """Statistics over the elements that are here; min and max over the finite ones."""
     min: builtins.float
+    """Smallest finite value."""
     max: builtins.float
+    """Largest finite value."""
     non_finite_count: builtins.int
+    """Elements that are NaN or infinite."""
     @property
-    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """The elements asked for, as doubles."""
+
     def __init__(
         self,
         *,

@@ -1,0 +1,45 @@
+"""What users import and what they read: pinned names, docstrings, and a comment on every field."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+import shardwell
+
+PROTOS = sorted((Path(__file__).parents[2] / "protos/shardwell_wire/v1").glob("*.proto"))
+
+NAMES = """
+    AccessError CapacityError ChunkError ConflictError CorruptDataError CustomPolicy DeadlineError DuplicateError
+    FreedParameterError HyperparameterMismatchError IncompleteStepError InternalError InvalidRequestError LocalCluster
+    ModuleTypePolicy NoWrapPolicy NonFiniteError NotFoundError RunMismatchError Session ShardedModule ShardwellError
+    SizePolicy StaleEpochError Step StepStateError TiedParameterError UnavailableError UnitMismatchError UsageError
+    VersionGoneError World WorldError auto_wrap full_state_dict fully_shard iter_full_state_dict join optim
+    register_forward_method
+"""
+
+
+def test_public_names_are_pinned() -> None:
+    assert sorted(shardwell.__all__) == sorted(NAMES.split())
+    assert sorted(shardwell.optim.__all__) == ["Adam", "AdamW", "SGD", "ShardedOptimizer"]
+
+
+@pytest.mark.parametrize("name", sorted(shardwell.__all__))
+def test_public_names_have_docstrings(name: str) -> None:
+    assert inspect.getdoc(getattr(shardwell, name))
+
+
+@pytest.mark.parametrize("path", PROTOS, ids=lambda path: path.name)
+def test_every_service_rpc_field_and_enum_value_has_a_comment(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    declaration = re.compile(r"\s*(service|enum) \w+|\s+rpc \w+|\s+.* = \d+;")
+    bare = [
+        line.strip()
+        for before, line in itertools.pairwise(lines)
+        if declaration.match(line) and not before.strip().startswith("//")
+    ]
+    assert bare == []
