@@ -132,14 +132,18 @@ class Membership:
 
     def _keep_lease(self) -> None:
         request = coordinator_pb2.HeartbeatRequest(run=self.run, trainer=self.trainer, epoch=self.epoch)
+        reached = True
         while not self._stop.wait(self._lease_s / 3):
             try:
                 self._coordinator.call("Heartbeat", request, timeout_s=self._lease_s / 3)
+                reached = True
             except StaleEpochError as error:
                 self._end(error)
                 return
             except ShardwellError as error:
-                logger.warning("heartbeat failed: %s", error)
+                if reached:
+                    logger.warning("the coordinator does not answer, trying on: %s", error)
+                reached = False
 
     def _end(self, error: ShardwellError) -> None:
         if self._ended is None and not self._stop.is_set():

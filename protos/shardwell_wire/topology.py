@@ -17,6 +17,8 @@ AXES = ("dp", "tp", "pp")
 """The axes by their short names, in the default order: slowest first."""
 
 MAX_WORLD_SIZE = 1 << 20
+MAX_STAGES_NAMED = 256
+"""Numbers of stages that an error proposes go up to here."""
 
 AXIS_NUMBERS: dict[str, common_pb2.Axis.ValueType] = {
     "dp": common_pb2.AXIS_DATA,
@@ -133,7 +135,7 @@ class World:
                 f"or change dp to {max(1, world_size // (self.tp * self.pp))}"
             )
         if num_layers and num_layers % self.pp:
-            fitting = [stages for stages in range(1, num_layers + 1) if num_layers % stages == 0]
+            fitting = [stages for stages in range(1, min(num_layers, MAX_STAGES_NAMED) + 1) if num_layers % stages == 0]
             raise WorldError(
                 f"{num_layers} layers cannot be split evenly over pp={self.pp} pipeline stages: "
                 f"use pp of {', '.join(map(str, fitting))}, or {align(num_layers, self.pp)} layers"

@@ -15,7 +15,9 @@ from tests.support import grpcurl
 from tests.support.cluster import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-PORT = "50951"
+PORT = "20951"
+"""Outside the range from which the system takes ports for others."""
+
 ADDRESS = f"127.0.0.1:{PORT}"
 SERVICE = "shardwell.v1.CoordinatorService"
 STEPS = 40

@@ -171,6 +171,38 @@ def test_a_step_begun_before_the_restart_is_given_out_as_it_was(tmp_path: Path) 
     run_async(scenario())
 
 
+def test_what_changes_while_the_state_is_written_is_written_next(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            await started(cluster)
+            run = cluster.state.runs["r"]
+            run.touch()
+            first = asyncio.create_task(cluster.state.save(run))
+            while not run.saving.in_flight:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            run.addresses["late"] = "h:1"
+            run.touch()
+            await cluster.state.save(run)
+            await first
+            await cluster.restart()
+            assert cluster.state.runs["r"].addresses == {"late": "h:1"}
+
+    run_async(scenario())
+
+
+def test_who_sends_the_initial_values_survives(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await cluster.team("a", "b")
+            declared = await a.declare(unit("u", (64, 64)))
+            await cluster.restart()
+            assert (await a.publish("u", declared.epoch)).version == 0
+            assert (await a.declare(unit("u", (64, 64)))).version == 0
+
+    run_async(scenario())
+
+
 def test_trainers_that_wait_for_the_start_go_on_waiting(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:

@@ -296,6 +296,20 @@ def test_a_restarted_server_has_lost_its_shards(tmp_path: Path) -> None:
     run_async(scenario())
 
 
+def test_of_several_lost_servers_the_one_that_does_not_heal_is_named(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            await cluster.register("s1", incarnation="2")
+            cluster.state.cluster.servers["s0"].heard_s -= 11
+            cluster.coordinator.expire()
+            with pytest.raises(ConflictError, match="server 's1' was restarted"):
+                await a.finish(0)
+
+    run_async(scenario())
+
+
 def test_a_server_restarted_before_the_unit_is_published_gets_it_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
