@@ -149,7 +149,8 @@ def to_markdown(report: dict[str, Any]) -> str:
     lines = [
         f"A GPT with {report['parameters'] / 1e6:.1f} M parameters in {MODEL.num_layers + 1} units, "
         f"batch {BATCH_SIZE} x {MODEL.context} tokens per rank, AdamW, one thread per process, "
-        f"{report['num_shards']} shard servers, {report['cpus']} CPUs for all of it.",
+        f"{report['num_shards']} shard servers, {report['cpus']} CPUs for all of it, "
+        f"load average before {report['load_average_before']:.1f}.",
         "",
         "| variant | step, median (quartiles) | against plain |",
         "|---|---|---|",
@@ -158,6 +159,7 @@ def to_markdown(report: dict[str, Any]) -> str:
         step = result["step_ms"]
         low, high = step["quartiles"]
         lines.append(f"| {variant} | {step['median']:.1f} ms ({low:.1f} - {high:.1f}) | {step['median'] / plain:.2f} |")
+    lines += ["", "A step at dp=2 takes two batches; its trainers and the servers share the CPUs."]
     return "\n".join(lines) + "\n"
 
 
@@ -178,6 +180,7 @@ def main() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
+        "load_average_before": os.getloadavg()[0],
         "num_shards": arguments.num_shards,
         "parameters": sum(parameter.numel() for parameter in GPT(MODEL).parameters()),
         "variants": measure(arguments.rounds, arguments.steps, arguments.num_shards),
