@@ -32,7 +32,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --constraint constraints.txt --editable '.[demo,dev]'
 	@touch $@
 
-demo: install  ## Train a small GPT: 2 trainers, 2 shard servers, about 90 seconds
+demo: install  ## Train a small GPT: 2 trainers, 2 shard servers, under 2 minutes
 	@$(BIN)/shardwell launch --num-trainers 2 --num-shards 2 examples/train_gpt.py $(DEMO_OPTIONS)
 
 test: install  ## Run the tests

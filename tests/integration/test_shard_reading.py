@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -32,18 +31,8 @@ from tests.support.shard_server import (
     in_background,
     layout_of,
     train,
+    unit,
 )
-
-
-@pytest.fixture
-def server() -> Iterator[ShardServer]:
-    with ShardServer() as running:
-        yield running
-
-
-def unit(server: ShardServer, layout: UnitLayout = PLAIN, **options: Any) -> OneUnit:
-    return OneUnit(server, layout, **options).begin()
-
 
 # Reading.
 

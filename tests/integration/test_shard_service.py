@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from shardwell_wire.errors import (
     StepStateError,
     UnitMismatchError,
 )
-from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import (
     BIG,
@@ -36,19 +35,10 @@ from tests.support.shard_server import (
     assert_all,
     error_of,
     layout_of,
+    unit,
 )
 
 NAN = float("nan")
-
-
-@pytest.fixture
-def server() -> Iterator[ShardServer]:
-    with ShardServer() as running:
-        yield running
-
-
-def unit(server: ShardServer, layout: UnitLayout = PLAIN, **options: Any) -> OneUnit:
-    return OneUnit(server, layout, **options).begin()
 
 
 # Bytes that are wrong.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ from shardwell_wire.errors import (
     StepStateError,
     VersionGoneError,
 )
-from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import (
     PLAIN,
@@ -37,19 +36,10 @@ from tests.support.shard_server import (
     in_background,
     layout_of,
     train,
+    unit,
 )
 
 NAN = float("nan")
-
-
-@pytest.fixture
-def server() -> Iterator[ShardServer]:
-    with ShardServer() as running:
-        yield running
-
-
-def unit(server: ShardServer, layout: UnitLayout = PLAIN, **options: Any) -> OneUnit:
-    return OneUnit(server, layout, **options).begin()
 
 
 # Gradients.

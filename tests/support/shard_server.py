@@ -387,3 +387,8 @@ MIXED = layout_of(
 PLAIN = layout_of(a=((40_000,), "float32"), b=((20_000,), "float32"))
 BIG = layout_of(a=((8 << 20,), "float32"))
 """More than the connection's buffers hold, so a client that does not read stops the server."""
+
+
+def unit(server: ShardServer, layout: UnitLayout = PLAIN, **options: Any) -> OneUnit:
+    """A published unit on the server, ready for a step."""
+    return OneUnit(server, layout, **options).begin()
