@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shardwell
+from tests.support import gloo
 
 
 def main() -> None:
@@ -24,8 +25,7 @@ def main() -> None:
             sums[axis] = total.item()
         place = [session.dp_rank, session.tp_rank, session.pp_rank]
         print(json.dumps({"rank": session.global_rank, "place": place, "axes": mesh.mesh_dim_names, "sums": sums}))
-        dist.barrier()
-        dist.destroy_process_group()
+    gloo.leave()
 
 
 if __name__ == "__main__":
