@@ -10,12 +10,14 @@ from shardwell_wire.v1 import shard_pb2
 
 
 class ShardClient(ServiceClient):
-    """Calls ``shardwell.v1.ShardService`` at ``host:port``; may be shared between threads.
+    """Calls ``shardwell.v1.ShardService`` at ``host:port``: the lane that is always there.
 
     Args:
         address: host:port.
         chunk_bytes: Payload per message, both ways.
     """
+
+    kind = "grpc"
 
     def __init__(self, address: str, *, chunk_bytes: int = codec.DEFAULT_CHUNK_BYTES) -> None:
         super().__init__(address, shard_pb2.DESCRIPTOR.services_by_name["ShardService"])

@@ -80,6 +80,64 @@ DTYPE_BOOL: DType.ValueType  # 10
 """0 or 1, 1 byte."""
 global___DType = DType
 
+class _WireDType:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _WireDTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_WireDType.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    WIRE_DTYPE_UNSPECIFIED: _WireDType.ValueType  # 0
+    """As they are stored: lossless."""
+    WIRE_DTYPE_BFLOAT16: _WireDType.ValueType  # 1
+    """Rounded to the nearest even BFLOAT16, 2 bytes."""
+    WIRE_DTYPE_FLOAT16: _WireDType.ValueType  # 2
+    """Rounded to the nearest even FLOAT16, 2 bytes; beyond its range: infinite."""
+    WIRE_DTYPE_INT8: _WireDType.ValueType  # 3
+    """One signed byte each, with a FLOAT32 scale per block; see docs/wire-format.md."""
+
+class WireDType(_WireDType, metaclass=_WireDTypeEnumTypeWrapper):
+    """How 32-bit floats travel between a trainer and a shard server. Other types always travel as they
+    are. The server computes in the parameter's own type.
+    """
+
+WIRE_DTYPE_UNSPECIFIED: WireDType.ValueType  # 0
+"""As they are stored: lossless."""
+WIRE_DTYPE_BFLOAT16: WireDType.ValueType  # 1
+"""Rounded to the nearest even BFLOAT16, 2 bytes."""
+WIRE_DTYPE_FLOAT16: WireDType.ValueType  # 2
+"""Rounded to the nearest even FLOAT16, 2 bytes; beyond its range: infinite."""
+WIRE_DTYPE_INT8: WireDType.ValueType  # 3
+"""One signed byte each, with a FLOAT32 scale per block; see docs/wire-format.md."""
+global___WireDType = WireDType
+
+class _LaneKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _LaneKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_LaneKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    LANE_KIND_UNSPECIFIED: _LaneKind.ValueType  # 0
+    """Not set; refused."""
+    LANE_KIND_GRPC: _LaneKind.ValueType  # 1
+    """The rpcs themselves. Always there."""
+    LANE_KIND_SOCKET: _LaneKind.ValueType  # 2
+    """Plain TCP connections beside the rpcs, opened with a one-time token."""
+    LANE_KIND_SHM: _LaneKind.ValueType  # 3
+    """Memory that both processes map. Only on one host."""
+
+class LaneKind(_LaneKind, metaclass=_LaneKindEnumTypeWrapper):
+    """A way for bytes between one trainer and one shard server."""
+
+LANE_KIND_UNSPECIFIED: LaneKind.ValueType  # 0
+"""Not set; refused."""
+LANE_KIND_GRPC: LaneKind.ValueType  # 1
+"""The rpcs themselves. Always there."""
+LANE_KIND_SOCKET: LaneKind.ValueType  # 2
+"""Plain TCP connections beside the rpcs, opened with a one-time token."""
+LANE_KIND_SHM: LaneKind.ValueType  # 3
+"""Memory that both processes map. Only on one host."""
+global___LaneKind = LaneKind
+
 class _Axis:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType

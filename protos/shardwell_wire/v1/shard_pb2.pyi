@@ -240,6 +240,8 @@ class GatherRequest(google.protobuf.message.Message):
     START_BYTES_FIELD_NUMBER: builtins.int
     STOP_BYTES_FIELD_NUMBER: builtins.int
     CHUNK_BYTES_FIELD_NUMBER: builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: builtins.int
+    LANE_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     unit: builtins.str
@@ -252,6 +254,12 @@ class GatherRequest(google.protobuf.message.Message):
     """End of the range, half-open."""
     chunk_bytes: builtins.int
     """Payload per message. 0: the server's default (1 MiB). At most 4 MiB."""
+    wire_dtype: shardwell_wire.v1.common_pb2.WireDType.ValueType
+    """How 32-bit floats are sent. If it is lossy the stream has the parameters of the range only,
+    one after the other, without padding.
+    """
+    lane: builtins.str
+    """An open shm lane: no bytes are sent, the header says where they lie. Only the whole shard."""
     def __init__(
         self,
         *,
@@ -261,12 +269,40 @@ class GatherRequest(google.protobuf.message.Message):
         start_bytes: builtins.int = ...,
         stop_bytes: builtins.int = ...,
         chunk_bytes: builtins.int = ...,
+        wire_dtype: shardwell_wire.v1.common_pb2.WireDType.ValueType = ...,
+        lane: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "chunk_bytes", b"chunk_bytes", "run", b"run", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "chunk_bytes", b"chunk_bytes", "lane", b"lane", "run", b"run", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "version", b"version", "wire_dtype", b"wire_dtype"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___GatherRequest = GatherRequest
+
+@typing.final
+class SharedSegment(google.protobuf.message.Message):
+    """A file in shared memory. Its first 4096 bytes are its head: the first 8 of them are the version
+    that can be read now, as a little-endian signed integer, or -1 while the next one is being made.
+    The shard's bytes follow. Who reads them looks at the version before and after: if it is the
+    same, so are the bytes.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    """Path on the server's host."""
+    size_bytes: builtins.int
+    """Bytes of the shard, head not counted."""
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        size_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["path", b"path", "size_bytes", b"size_bytes"]) -> None: ...
+
+global___SharedSegment = SharedSegment
 
 @typing.final
 class GatherHeader(google.protobuf.message.Message):
@@ -275,20 +311,27 @@ class GatherHeader(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     START_BYTES_FIELD_NUMBER: builtins.int
     STOP_BYTES_FIELD_NUMBER: builtins.int
+    SEGMENT_FIELD_NUMBER: builtins.int
     version: builtins.int
     """The one version that the whole stream is of."""
     start_bytes: builtins.int
     """First byte of the range in the unit's flat vector."""
     stop_bytes: builtins.int
     """End of the range, half-open."""
+    @property
+    def segment(self) -> global___SharedSegment:
+        """Where the shard lies, for the lifetime of the run; only when a shm lane was named."""
+
     def __init__(
         self,
         *,
         version: builtins.int = ...,
         start_bytes: builtins.int = ...,
         stop_bytes: builtins.int = ...,
+        segment: global___SharedSegment | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["segment", b"segment"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["segment", b"segment", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "version", b"version"]) -> None: ...
 
 global___GatherHeader = GatherHeader
 
@@ -329,6 +372,9 @@ class ReduceScatterHeader(google.protobuf.message.Message):
     PARAMETER_INDICES_FIELD_NUMBER: builtins.int
     START_BYTES_FIELD_NUMBER: builtins.int
     STOP_BYTES_FIELD_NUMBER: builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: builtins.int
+    LANE_FIELD_NUMBER: builtins.int
+    MAILBOX_FIELD_NUMBER: builtins.int
     unit: builtins.str
     """Name of the unit."""
     dp_rank: builtins.int
@@ -343,6 +389,14 @@ class ReduceScatterHeader(google.protobuf.message.Message):
     """Must be the range reserved."""
     stop_bytes: builtins.int
     """End of the range, half-open."""
+    wire_dtype: shardwell_wire.v1.common_pb2.WireDType.ValueType
+    """How 32-bit floats are sent."""
+    lane: builtins.str
+    """An open shm lane: the stream is empty, the gradients lie in the mailbox, each at its parameter's
+    place in the shard, as they are stored.
+    """
+    mailbox: builtins.int
+    """Which mailbox; only with a lane."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """context.epoch: of the lease on the logical rank."""
@@ -362,9 +416,12 @@ class ReduceScatterHeader(google.protobuf.message.Message):
         parameter_indices: collections.abc.Iterable[builtins.int] | None = ...,
         start_bytes: builtins.int = ...,
         stop_bytes: builtins.int = ...,
+        wire_dtype: shardwell_wire.v1.common_pb2.WireDType.ValueType = ...,
+        lane: builtins.str = ...,
+        mailbox: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "context", b"context", "dp_rank", b"dp_rank", "parameter_indices", b"parameter_indices", "part", b"part", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "context", b"context", "dp_rank", b"dp_rank", "lane", b"lane", "mailbox", b"mailbox", "parameter_indices", b"parameter_indices", "part", b"part", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "wire_dtype", b"wire_dtype"]) -> None: ...
 
 global___ReduceScatterHeader = ReduceScatterHeader
 
@@ -401,19 +458,202 @@ class ReduceScatterResponse(google.protobuf.message.Message):
 
     DUPLICATE_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    ADOPTED_FIELD_NUMBER: builtins.int
     duplicate: builtins.bool
     """The contribution was here already; this copy was dropped."""
     version: builtins.int
     """Version the gradient was taken of: the step."""
+    adopted: builtins.bool
+    """The mailbox itself is the contribution now: it must not be written to before the step is
+    committed or the contribution withdrawn. Otherwise it is free again.
+    """
     def __init__(
         self,
         *,
         duplicate: builtins.bool = ...,
         version: builtins.int = ...,
+        adopted: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["duplicate", b"duplicate", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adopted", b"adopted", "duplicate", b"duplicate", "version", b"version"]) -> None: ...
 
 global___ReduceScatterResponse = ReduceScatterResponse
+
+@typing.final
+class OpenLaneRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    kind: shardwell_wire.v1.common_pb2.LaneKind.ValueType
+    """Which kind."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        kind: shardwell_wire.v1.common_pb2.LaneKind.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "run", b"run"]) -> None: ...
+
+global___OpenLaneRequest = OpenLaneRequest
+
+@typing.final
+class SharedMemoryOffer(google.protobuf.message.Message):
+    """How to use a shm lane."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    PROOF_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    """A file on the server's host."""
+    proof: builtins.bytes
+    """Its content, of 32 random bytes: who reads them there shares the memory."""
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        proof: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["path", b"path", "proof", b"proof"]) -> None: ...
+
+global___SharedMemoryOffer = SharedMemoryOffer
+
+@typing.final
+class SocketOffer(google.protobuf.message.Message):
+    """How to use a socket lane."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PORT_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    port: builtins.int
+    """TCP port, on the host at which the server was reached."""
+    token: builtins.bytes
+    """What each connection of the lane sends first."""
+    def __init__(
+        self,
+        *,
+        port: builtins.int = ...,
+        token: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["port", b"port", "token", b"token"]) -> None: ...
+
+global___SocketOffer = SocketOffer
+
+@typing.final
+class OpenLaneResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: builtins.int
+    SHM_FIELD_NUMBER: builtins.int
+    SOCKET_FIELD_NUMBER: builtins.int
+    lane: builtins.str
+    """Names the lane in other requests."""
+    @property
+    def shm(self) -> global___SharedMemoryOffer:
+        """Of kind shm."""
+
+    @property
+    def socket(self) -> global___SocketOffer:
+        """Of kind socket."""
+
+    def __init__(
+        self,
+        *,
+        lane: builtins.str = ...,
+        shm: global___SharedMemoryOffer | None = ...,
+        socket: global___SocketOffer | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["offer", b"offer", "shm", b"shm", "socket", b"socket"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["lane", b"lane", "offer", b"offer", "shm", b"shm", "socket", b"socket"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["offer", b"offer"]) -> typing.Literal["shm", "socket"] | None: ...
+
+global___OpenLaneResponse = OpenLaneResponse
+
+@typing.final
+class OpenMailboxRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
+    LANE_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    unit: builtins.str
+    """Name of the unit."""
+    lane: builtins.str
+    """An open shm lane."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        unit: builtins.str = ...,
+        lane: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lane", b"lane", "run", b"run", "unit", b"unit"]) -> None: ...
+
+global___OpenMailboxRequest = OpenMailboxRequest
+
+@typing.final
+class OpenMailboxResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MAILBOX_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    mailbox: builtins.int
+    """Names the mailbox in ReduceScatter."""
+    path: builtins.str
+    """A file on the server's host, as large as the shard; gradients lie in it like their parameters."""
+    def __init__(
+        self,
+        *,
+        mailbox: builtins.int = ...,
+        path: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["mailbox", b"mailbox", "path", b"path"]) -> None: ...
+
+global___OpenMailboxResponse = OpenMailboxResponse
+
+@typing.final
+class MeasureLaneRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: builtins.int
+    size_bytes: builtins.int
+    """How much to send. At most 64 MiB."""
+    chunk_bytes: builtins.int
+    """Payload per message. 0: the server's default (1 MiB). At most 4 MiB."""
+    def __init__(
+        self,
+        *,
+        size_bytes: builtins.int = ...,
+        chunk_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "size_bytes", b"size_bytes"]) -> None: ...
+
+global___MeasureLaneRequest = MeasureLaneRequest
+
+@typing.final
+class MeasureLaneResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: builtins.int
+    @property
+    def chunk(self) -> shardwell_wire.v1.common_pb2.Chunk:
+        """The next piece."""
+
+    def __init__(
+        self,
+        *,
+        chunk: shardwell_wire.v1.common_pb2.Chunk | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk"]) -> None: ...
+
+global___MeasureLaneResponse = MeasureLaneResponse
 
 @typing.final
 class RankFence(google.protobuf.message.Message):

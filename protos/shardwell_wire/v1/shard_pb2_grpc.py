@@ -68,6 +68,21 @@ class ShardServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterResponse.FromString,
                 _registered_method=True)
+        self.OpenLane = channel.unary_stream(
+                '/shardwell.v1.ShardService/OpenLane',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneResponse.FromString,
+                _registered_method=True)
+        self.OpenMailbox = channel.unary_unary(
+                '/shardwell.v1.ShardService/OpenMailbox',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxResponse.FromString,
+                _registered_method=True)
+        self.MeasureLane = channel.unary_stream(
+                '/shardwell.v1.ShardService/MeasureLane',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.MeasureLaneRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.MeasureLaneResponse.FromString,
+                _registered_method=True)
         self.Fence = channel.unary_unary(
                 '/shardwell.v1.ShardService/Fence',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.FenceRequest.SerializeToString,
@@ -162,6 +177,30 @@ class ShardServiceServicer(object):
         another rank. ABORTED: stale epoch or attempt; OUT_OF_RANGE: the step is committed;
         FAILED_PRECONDITION: the step is prepared, or a part is missing before this one;
         DATA_LOSS: checksum mismatch; RESOURCE_EXHAUSTED: beyond the memory budget.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenLane(self, request, context):
+        """Trainer: opens a faster way for its bytes. The first message says how to use it; the lane is
+        there until the stream ends, on either side. FAILED_PRECONDITION: this server does not offer the kind;
+        RESOURCE_EXHAUSTED: no room for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenMailbox(self, request, context):
+        """Trainer, over an open shm lane: memory to lay gradients of a shard in, until the lane is closed.
+        RESOURCE_EXHAUSTED: beyond the memory budget, or the shared memory is full.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MeasureLane(self, request, context):
+        """Trainer: bytes without meaning, for measuring the way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -262,6 +301,21 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.ReduceScatter,
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterResponse.SerializeToString,
+            ),
+            'OpenLane': grpc.unary_stream_rpc_method_handler(
+                    servicer.OpenLane,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneResponse.SerializeToString,
+            ),
+            'OpenMailbox': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenMailbox,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxResponse.SerializeToString,
+            ),
+            'MeasureLane': grpc.unary_stream_rpc_method_handler(
+                    servicer.MeasureLane,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.MeasureLaneRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.MeasureLaneResponse.SerializeToString,
             ),
             'Fence': grpc.unary_unary_rpc_method_handler(
                     servicer.Fence,
@@ -448,6 +502,87 @@ class ShardService(object):
             '/shardwell.v1.ShardService/ReduceScatter',
             shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenLane(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shardwell.v1.ShardService/OpenLane',
+            shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenMailbox(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.ShardService/OpenMailbox',
+            shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MeasureLane(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shardwell.v1.ShardService/MeasureLane',
+            shardwell__wire_dot_v1_dot_shard__pb2.MeasureLaneRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.MeasureLaneResponse.FromString,
             options,
             channel_credentials,
             insecure,

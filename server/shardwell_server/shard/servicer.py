@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import xxhash
 from google.protobuf.message import Message
@@ -12,14 +12,17 @@ from shardwell_server.request_log import RequestLog
 from shardwell_server.rpc import Call
 from shardwell_server.shard import initial_values, inspection, steps
 from shardwell_server.shard.concurrency import uninterrupted
+from shardwell_server.shard.lanes import LaneOffer
 from shardwell_server.shard.pushes import Push
 from shardwell_server.shard.runs import Run
 from shardwell_server.shard.store import ShardStore
 from shardwell_server.shard.streams import IncomingStream
 from shardwell_wire import codec
-from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.errors import ConflictError, InvalidRequestError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
+
+_MAX_MEASURED_BYTES = 64 << 20
 
 
 class ShardServicer:
@@ -28,10 +31,14 @@ class ShardServicer:
     Args:
         server_id: Name of this server.
         store: What it holds.
+        lanes: What it offers beside the rpcs.
     """
 
-    def __init__(self, server_id: str, store: ShardStore) -> None:
+    def __init__(
+        self, server_id: str, store: ShardStore, lanes: Mapping[int, LaneOffer] | None = None
+    ) -> None:
         self._server_id, self._store = server_id, store
+        self._lanes = lanes or {}
         self._requests = RequestLog()
         self._started_s = asyncio.get_running_loop().time()
 
@@ -123,6 +130,33 @@ class ShardServicer:
         push = Push(self._store, run, run.shard(header.unit), header)
         duplicate = await push.receive(incoming, call.remaining_s())
         return shard_pb2.ReduceScatterResponse(duplicate=duplicate, version=header.context.step)
+
+    async def OpenLane(
+        self, request: shard_pb2.OpenLaneRequest, call: Call
+    ) -> AsyncIterator[shard_pb2.OpenLaneResponse]:
+        self._store.run(request.run)
+        offer = self._lanes.get(request.kind)
+        if offer is None:
+            raise ConflictError(f"{self._server_id} offers no lane of kind {request.kind}")
+        async with offer.open(request.run) as answer:
+            yield answer
+            await asyncio.Event().wait()  # until the trainer is gone, or this server stops
+
+    async def MeasureLane(self, request: shard_pb2.MeasureLaneRequest, call: Call) -> AsyncIterator[bytes]:
+        if request.size_bytes > _MAX_MEASURED_BYTES or request.chunk_bytes > codec.MAX_CHUNK_BYTES:
+            raise InvalidRequestError(
+                f"size_bytes {request.size_bytes}, chunk_bytes {request.chunk_bytes}: at most {_MAX_MEASURED_BYTES} "
+                f"and {codec.MAX_CHUNK_BYTES}"
+            )
+        for message in codec.encode_stream(
+            shard_pb2.MeasureLaneResponse(),
+            [bytes(request.size_bytes)],
+            chunk_bytes=request.chunk_bytes or codec.DEFAULT_CHUNK_BYTES,
+        ):
+            yield message
+
+    async def OpenMailbox(self, request: shard_pb2.OpenMailboxRequest, call: Call) -> shard_pb2.OpenMailboxResponse:
+        raise ConflictError(f"{self._server_id} has no shm lane {request.lane!r} open")
 
     # ---- people's ----
 

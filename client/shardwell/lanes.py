@@ -1,0 +1,50 @@
+"""How bytes get from this trainer to one shard server and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shardwell_wire.v1 import shard_pb2
+
+
+class Lane(Protocol):
+    """A way to one shard server. May be shared between threads."""
+
+    kind: str
+    """``shm``, ``socket`` or ``grpc``."""
+
+    def gather(
+        self, request: shard_pb2.GatherRequest, target: memoryview, *, timeout_s: float, retry_for_s: float
+    ) -> int:
+        """Fetches one version of a shard, waiting until it exists.
+
+        Args:
+            request: What to fetch.
+            target: Receives the stream, as ``request.wire_dtype`` has it.
+            timeout_s: Deadline of one try.
+            retry_for_s: How long to try again while the server is unavailable.
+
+        Returns:
+            The version fetched.
+
+        Raises:
+            VersionGoneError: A newer version has replaced it.
+            DeadlineError: It did not come to exist in time.
+        """
+        ...
+
+    def reduce_scatter(
+        self,
+        header: shard_pb2.ReduceScatterHeader,
+        pieces: Sequence[memoryview],
+        *,
+        timeout_s: float,
+        retry_for_s: float,
+    ) -> shard_pb2.ReduceScatterResponse:
+        """Pushes one part of a contribution: the segments of its parameters, without padding."""
+        ...
+
+    def close(self) -> None:
+        """Gives the lane up; what is in flight fails."""
+        ...

@@ -1,0 +1,26 @@
+"""Ways for bytes beside the rpcs: which kinds this server offers, and which are open."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from shardwell_wire.v1 import shard_pb2
+
+
+class LaneOffer(Protocol):
+    """One kind of lane."""
+
+    def open(self, run: str) -> AbstractAsyncContextManager[shard_pb2.OpenLaneResponse]:
+        """A lane for one trainer and one run, there until the context is left.
+
+        Args:
+            run: Name of the run; requests over the lane are about this run only.
+
+        Returns:
+            What the trainer is told.
+
+        Raises:
+            CapacityError: There is no room for another lane.
+        """
+        ...
