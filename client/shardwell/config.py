@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwell.lanes import KINDS, parse_kinds
 from shardwell_wire import codec
 from shardwell_wire.errors import UsageError, WorldError
 from shardwell_wire.topology import AXES, World
@@ -42,12 +43,16 @@ class JoinConfig:
     """Layers to split over pipeline stages; checked against the world. 0: not known."""
     wait_limit_s: float = 600.0
     """The longest wait for others (trainers to join, a step to finish) before DeadlineError."""
+    lanes: tuple[str, ...] = KINDS
+    """Ways to the shard servers, the preferred one first; what cannot be opened is passed over."""
     chunk_bytes: int = codec.DEFAULT_CHUNK_BYTES
     """Payload per message on the data plane."""
     prefetch_bytes: int = 256 << 20
     """Weights that may be fetched ahead of their use."""
     push_bytes: int = 256 << 20
     """Gradients that may be on their way to the servers before the backward waits."""
+    keep_bytes: int = 0
+    """Weights that may stay here between their uses in a step, so that they are fetched once."""
 
     def __post_init__(self) -> None:
         if not self.run or len(self.run) > 200 or not self.run.isprintable():
@@ -56,6 +61,9 @@ class JoinConfig:
             raise UsageError(f"seed={self.seed!r}: expected 0 <= seed < 2**63")
         if not 1 <= self.chunk_bytes <= codec.MAX_CHUNK_BYTES:
             raise UsageError(f"chunk_bytes={self.chunk_bytes!r}: expected 1 to {codec.MAX_CHUNK_BYTES}")
+        for name in ("prefetch_bytes", "keep_bytes"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name}={getattr(self, name)!r}: expected at least 0")
         for name in ("wait_limit_s", "push_bytes"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected a positive number")
@@ -68,8 +76,8 @@ class JoinConfig:
     def from_env(cls, explicit: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> JoinConfig:
         """Reads SHARDWELL_* once; arguments that are given (not None) win.
 
-        ADDRESS, RUN, TRAINER, HOST, SEED, MIN_TRAINERS, RANK, WORLD_SIZE, and DP, TP, PP, ORDER
-        (such as ``dp,tp,pp``) for the world.
+        ADDRESS, RUN, TRAINER, HOST, SEED, MIN_TRAINERS, RANK, WORLD_SIZE, LANES (such as ``shm,grpc``),
+        KEEP_BYTES, and DP, TP, PP, ORDER (such as ``dp,tp,pp``) for the world.
         """
         source = os.environ if environment is None else environment
         env = {
@@ -77,8 +85,15 @@ class JoinConfig:
             for key, value in source.items()
             if key.startswith(ENVIRONMENT_PREFIX) and value
         }
-        values: dict[str, Any] = {key.lower(): env[key] for key in ("ADDRESS", "RUN", "TRAINER", "HOST") if key in env}
-        for key, name in (("SEED", "seed"), ("MIN_TRAINERS", "min_trainers"), ("RANK", "global_rank")):
+        values: dict[str, Any] = {
+            key.lower(): env[key] for key in ("ADDRESS", "RUN", "TRAINER", "HOST", "LANES") if key in env
+        }
+        for key, name in (
+            ("SEED", "seed"),
+            ("MIN_TRAINERS", "min_trainers"),
+            ("RANK", "global_rank"),
+            ("KEEP_BYTES", "keep_bytes"),
+        ):
             if key in env:
                 values[name] = _integer(key, env[key])
         if "WORLD_SIZE" in env:
@@ -87,6 +102,8 @@ class JoinConfig:
             dp, tp, pp = (_integer(axis.upper(), env.get(axis.upper(), "1")) for axis in AXES)
             values["world"] = World(dp, tp, pp, tuple(env["ORDER"].split(",")) if "ORDER" in env else AXES)
         values.update({name: value for name, value in explicit.items() if value is not None})
+        if isinstance(values.get("lanes"), str):
+            values["lanes"] = parse_kinds(values["lanes"])
         return cls(**values)
 
 

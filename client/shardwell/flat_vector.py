@@ -18,6 +18,8 @@ class Memory:
     peak_bytes: int = 0
     fetching_bytes: int = 0
     """Of units in the state FETCHING."""
+    kept_bytes: int = 0
+    """Of units in the state KEPT."""
 
     def take(self, size_bytes: int) -> None:
         """Counts memory taken, or given back if negative."""
@@ -44,17 +46,25 @@ class FlatVector:
         self._device = device
         self._memory = memory
         self._staging: torch.Tensor | None = None
+        self.in_place = False
+        """Whether the memory is the store's, and is neither taken nor given back."""
+
+    def lie_in(self, memory: torch.Tensor) -> None:
+        """From now on the vector is this memory; what is placed anew lies there. uint8. [size_bytes]"""
+        self.storage, self.in_place = memory.untyped_storage(), True
 
     def allocate(self) -> None:
         """Takes the memory, with whatever is in it."""
-        self.storage.resize_(self._layout.size_bytes)
-        self._memory.take(self._layout.size_bytes)
+        if not self.in_place:
+            self.storage.resize_(self._layout.size_bytes)
+            self._memory.take(self._layout.size_bytes)
 
     def release(self) -> None:
         """Gives the memory back."""
-        self.storage.resize_(0)
-        self._memory.take(-self._layout.size_bytes)
         self._staging = None
+        if not self.in_place:
+            self.storage.resize_(0)
+            self._memory.take(-self._layout.size_bytes)
 
     def clear(self) -> None:
         """Fills the vector with zeros; so are the gaps between parameters."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
 from shardwell.config import JoinConfig
 from shardwell.membership import Membership
 from shardwell.progress import ItemProgress, StepProgress
-from shardwell.shard_client import ShardClient
+from shardwell.server_connection import ServerConnection
+from shardwell.shared_vector import CAN_MAP, SegmentPlace, SharedVector
 from shardwell.traffic import RemoteUnit, Shard, Traffic
-from shardwell_wire.errors import DeadlineError
+from shardwell_wire.errors import ConflictError, DeadlineError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
+
+logger = logging.getLogger(__name__)
 
 _FIRST_PUBLISH_POLL_S, _LONGEST_PUBLISH_POLL_S = 0.005, 0.25
 
@@ -32,7 +37,7 @@ class RunStore:
     def __init__(self, membership: Membership, config: JoinConfig, progress: StepProgress) -> None:
         self.progress = progress
         self._membership, self._config = membership, config
-        self._clients: dict[str, ShardClient] = {}
+        self._servers: dict[str, ServerConnection] = {}
         self._units: dict[int, RemoteUnit] = {}
         self._traffic = Traffic(membership.run, push_bytes=config.push_bytes, wait_limit_s=config.wait_limit_s)
 
@@ -44,13 +49,13 @@ class RunStore:
     def advance(self, progress: StepProgress) -> None:
         """The step is committed: from now on ``progress`` is the one in flight."""
         self.progress = progress
+        self._release_mailboxes()
 
     def declare(self, layout: UnitLayout, initial_values: memoryview) -> int:
         """See ``ParameterStore.declare``. Returns once the run has initial values for the unit."""
         declared = self._declare(layout)
-        shards = tuple(Shard(self._client(at.address), at.start_bytes, at.stop_bytes) for at in declared.shards)
+        shards = tuple(Shard(self._server(at.address), at.start_bytes, at.stop_bytes) for at in declared.shards)
         unit = RemoteUnit(declared.unit_index, layout, shards)
-        self._units[unit.index] = unit
         give_up, delay = time.monotonic() + self._config.wait_limit_s, _FIRST_PUBLISH_POLL_S
         # The values are kept until the unit is published: whoever should have sent them may be lost,
         # and then this trainer is asked to.
@@ -67,12 +72,38 @@ class RunStore:
             time.sleep(delay)
             delay = min(delay * 2, _LONGEST_PUBLISH_POLL_S)
             declared = self._declare(layout)
+        self._units[unit.index] = replace(unit, vector=self._share(unit))
         return unit.index
+
+    def _share(self, unit: RemoteUnit) -> SharedVector | None:
+        """The unit in shared memory, if every shard of it is."""
+        lanes = [shard.server.shm for shard in unit.shards]
+        if not CAN_MAP or not unit.layout.size_bytes or None in lanes:
+            return None
+        try:
+            return SharedVector(unit.layout.unit, [self._place(unit, shard) for shard in unit.shards])
+        except (ConflictError, OSError) as error:
+            logger.warning("unit %r is fetched, not read in place: %s", unit.layout.unit, error)
+            return None
+
+    def _place(self, unit: RemoteUnit, shard: Shard) -> SegmentPlace:
+        limit_s = self._config.wait_limit_s
+        answer = shard.server.require_shm().locate(unit.layout.unit, None, timeout_s=limit_s, retry_for_s=limit_s)
+        return SegmentPlace(answer.segment.path, shard.start_bytes, shard.stop_bytes)
 
     def gather(self, unit_index: int, target: memoryview) -> Future[int]:
         """See ``ParameterStore.gather``."""
         self._membership.check()
         return self._traffic.gather(self._units[unit_index], self.progress.number, target)
+
+    def in_place(self, unit_index: int) -> SharedVector | None:
+        """See ``ParameterStore.in_place``."""
+        return self._units[unit_index].vector
+
+    def await_version(self, unit_index: int) -> Future[int]:
+        """See ``ParameterStore.await_version``."""
+        self._membership.check()
+        return self._traffic.await_version(self._units[unit_index], self.progress.number)
 
     def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See ``ParameterStore.push``."""
@@ -105,8 +136,8 @@ class RunStore:
     def close(self) -> None:
         """Stops the threads and closes the connections."""
         self._traffic.close()
-        for client in self._clients.values():
-            client.close()
+        for server in self._servers.values():
+            server.close()
 
     def _declare(self, layout: UnitLayout) -> coordinator_pb2.DeclareUnitResponse:
         request = coordinator_pb2.DeclareUnitRequest(
@@ -128,7 +159,7 @@ class RunStore:
                 stop_bytes=shard.stop_bytes,
             )
             view, limit = values[shard.start_bytes : shard.stop_bytes], self._config.wait_limit_s
-            shard.client.initialize(header, view, timeout_s=limit, retry_for_s=limit)
+            shard.server.client.initialize(header, view, timeout_s=limit, retry_for_s=limit)
 
         with ThreadPoolExecutor(max(1, len(unit.shards))) as uploads:
             list(uploads.map(upload, unit.shards))
@@ -150,8 +181,16 @@ class RunStore:
         progress.item.CopyFrom(response.item)
         progress.parts.clear()
         self.progress.is_complete = False
+        self._release_mailboxes(progress.item.dp_rank)
 
-    def _client(self, address: str) -> ShardClient:
-        if address not in self._clients:
-            self._clients[address] = ShardClient(address, chunk_bytes=self._config.chunk_bytes)
-        return self._clients[address]
+    def _release_mailboxes(self, dp_rank: int | None = None) -> None:
+        for server in self._servers.values():
+            if server.shm is not None:
+                server.shm.release(dp_rank)
+
+    def _server(self, address: str) -> ServerConnection:
+        if address not in self._servers:
+            self._servers[address] = ServerConnection(
+                address, self._membership.run, kinds=self._config.lanes, chunk_bytes=self._config.chunk_bytes
+            )
+        return self._servers[address]

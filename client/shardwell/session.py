@@ -47,6 +47,8 @@ def join(
     chunk_bytes: int | None = None,
     prefetch_bytes: int | None = None,
     push_bytes: int | None = None,
+    keep_bytes: int | None = None,
+    lanes: str | None = None,
 ) -> Session:
     """Takes part in a run; returns once enough trainers are there.
 
@@ -69,6 +71,10 @@ def join(
         chunk_bytes: Payload per message on the data plane.
         prefetch_bytes: Weights that may be fetched ahead of their use.
         push_bytes: Gradients that may be in flight before the backward waits.
+        keep_bytes: Weights that may stay here from one use in a step to the next instead of being fetched
+            again: memory for bytes on the wire. By default none; what is read in place costs neither.
+        lanes: Ways to the shard servers to use, the preferred one first; by default ``shm,socket,grpc``:
+            shared memory on the same host, else plain TCP connections, else the rpcs.
 
     Raises:
         RunMismatchError: The run exists with another world, seed or min_trainers.
@@ -114,7 +120,12 @@ class Session:
         self.world, self.seed = self._membership.world, self._membership.seed
         self.progress = StepProgress(joined.committed_step, joined.work.items)
         self.store = RunStore(self._membership, config, self.progress)
-        self.units = Units(self.store, prefetch_bytes=config.prefetch_bytes, name_prefix=self._name_prefix())
+        self.units = Units(
+            self.store,
+            prefetch_bytes=config.prefetch_bytes,
+            keep_bytes=config.keep_bytes,
+            name_prefix=self._name_prefix(),
+        )
         self._tracked = TrackedObjects(joined.state.tracked_json)
         self._buffers = RunBuffers(lambda: ((unit.name, module) for unit in self.units for module in unit.modules))
         self._buffers.committed(joined.state.buffers)

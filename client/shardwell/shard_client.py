@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
+from shardwell.lanes import Piece
 from shardwell.rpc import ServiceClient
 from shardwell_wire import codec
 from shardwell_wire.v1 import shard_pb2
@@ -23,6 +25,7 @@ class ShardClient(ServiceClient):
         super().__init__(address, shard_pb2.DESCRIPTOR.services_by_name["ShardService"])
         self._chunk_bytes = chunk_bytes
         self._gather = self.byte_response_stub("Gather")
+        self._measure = self.byte_response_stub("MeasureLane")
         self._initialize = self.byte_request_stub("InitializeUnit")
         self._reduce_scatter = self.byte_request_stub("ReduceScatter")
 
@@ -75,7 +78,7 @@ class ShardClient(ServiceClient):
     def reduce_scatter(
         self,
         header: shard_pb2.ReduceScatterHeader,
-        pieces: Sequence[memoryview],
+        pieces: Sequence[Piece],
         *,
         timeout_s: float,
         retry_for_s: float,
@@ -84,8 +87,18 @@ class ShardClient(ServiceClient):
         first = shard_pb2.ReduceScatterRequest(header=header)
 
         def send() -> shard_pb2.ReduceScatterResponse:
-            stream = codec.encode_stream(first, pieces, chunk_bytes=self._chunk_bytes)
+            stream = codec.encode_stream(first, [piece.data for piece in pieces], chunk_bytes=self._chunk_bytes)
             response: shard_pb2.ReduceScatterResponse = self._reduce_scatter(stream, timeout=timeout_s)
             return response
 
         return self.attempt(send, retry_for_s=retry_for_s)
+
+    def measure(self, size_bytes: int, *, timeout_s: float) -> float:
+        """Receives bytes without meaning; returns bytes per second."""
+        request = shard_pb2.MeasureLaneRequest(size_bytes=size_bytes, chunk_bytes=self._chunk_bytes)
+        started = time.perf_counter()
+
+        def fetch() -> int:
+            return sum(len(data) for data in self._measure(request, timeout=timeout_s))
+
+        return self.attempt(fetch, retry_for_s=0.0) / (time.perf_counter() - started)

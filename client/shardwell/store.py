@@ -15,6 +15,23 @@ import torch
 from shardwell_wire.layout import UnitLayout
 
 
+class InPlaceVector(Protocol):
+    """A unit's flat vector in memory that the store shares with this process."""
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """Stays where it is; what this process writes there stays its own. uint8. [size_bytes]"""
+        ...
+
+    def check(self, version: int) -> None:
+        """Raises VersionGoneError unless the bytes have been of this version since they were waited for."""
+        ...
+
+    def forget_writes(self) -> int | None:
+        """Drops what this process wrote; returns a byte at or shortly before the first write, if there was one."""
+        ...
+
+
 class ParameterStore(Protocol):
     """Holds every unit's parameters and takes their gradients.
 
@@ -48,6 +65,14 @@ class ParameterStore(Protocol):
         Returns:
             A future of the version fetched.
         """
+        ...
+
+    def in_place(self, unit_index: int) -> InPlaceVector | None:
+        """The unit's flat vector where the store keeps it, if this process can read it there; never another."""
+        ...
+
+    def await_version(self, unit_index: int) -> Future[int]:
+        """Starts to wait until a vector that is read in place is of the version that the current step reads."""
         ...
 
     def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:

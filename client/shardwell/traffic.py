@@ -10,9 +10,11 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from shardwell.shard_client import ShardClient
+from shardwell.lanes import Piece
+from shardwell.server_connection import ServerConnection
+from shardwell.shared_vector import SharedVector
 from shardwell_wire import codec
-from shardwell_wire.errors import ShardwellError
+from shardwell_wire.errors import CapacityError, ShardwellError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import shard_pb2
 
@@ -24,7 +26,7 @@ _GATHER_THREADS, _PUSH_THREADS = 16, 8
 class Shard:
     """The range of a unit's flat vector that one server owns."""
 
-    client: ShardClient
+    server: ServerConnection
     start_bytes: int
     stop_bytes: int
 
@@ -36,6 +38,8 @@ class RemoteUnit:
     index: int
     layout: UnitLayout
     shards: tuple[Shard, ...]
+    vector: SharedVector | None = None
+    """Its flat vector in shared memory, if all of it can be read in place."""
 
 
 @dataclass
@@ -124,7 +128,22 @@ class Traffic:
             stop_bytes=shard.stop_bytes,
         )
         view = target[shard.start_bytes : shard.stop_bytes]
-        return shard.client.gather(request, view, timeout_s=self._wait_limit_s, retry_for_s=self._wait_limit_s)
+        return shard.server.stream.gather(request, view, timeout_s=self._wait_limit_s, retry_for_s=self._wait_limit_s)
+
+    def await_version(self, unit: RemoteUnit, version: int) -> Future[int]:
+        """Starts to wait until a unit that is read in place is of a version."""
+        assert unit.vector is not None
+        self.stats.gather_count += 1
+        if unit.vector.shows(version):
+            there: Future[int] = Future()
+            there.set_result(version)
+            return there
+        parts = [self._gathers.submit(self._await_shard, unit, shard, version) for shard in unit.shards]
+        return GatherFuture(parts, self.stats)
+
+    def _await_shard(self, unit: RemoteUnit, shard: Shard, version: int) -> int:
+        lane, limit_s = shard.server.require_shm(), self._wait_limit_s
+        return lane.locate(unit.layout.unit, version, timeout_s=limit_s, retry_for_s=limit_s).version
 
     def push(
         self, unit: RemoteUnit, header: shard_pb2.ReduceScatterHeader, gradients: Sequence[tuple[int, torch.Tensor]]
@@ -171,8 +190,16 @@ class Traffic:
         for segment in unit.layout.packed_segments(flats, shard.start_bytes, shard.stop_bytes):
             flat = flats[segment.parameter_index]
             address = flat.data_ptr() + segment.start_element * flat.element_size()
-            pieces.append(codec.memory_at(address, segment.size_bytes))
-        shard.client.reduce_scatter(header, pieces, timeout_s=self._wait_limit_s, retry_for_s=self._wait_limit_s)
+            data = codec.memory_at(address, segment.size_bytes)
+            pieces.append(Piece(segment.start_bytes - shard.start_bytes, data))
+        limit_s = self._wait_limit_s
+        if shard.server.pushes_through_shm:
+            try:
+                shard.server.require_shm().deliver(header, pieces, timeout_s=limit_s, retry_for_s=limit_s)
+                return
+            except (CapacityError, OSError) as error:
+                shard.server.stream_gradients(error)
+        shard.server.stream.reduce_scatter(header, pieces, timeout_s=limit_s, retry_for_s=limit_s)
 
     def drain(self) -> None:
         """Waits until every push is acknowledged; raises what the first failed one met."""

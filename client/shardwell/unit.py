@@ -19,7 +19,7 @@ from torch import nn
 from shardwell.collect import FoundParameter
 from shardwell.flat_vector import FlatVector, Memory
 from shardwell.parameter import adopt, freed_class
-from shardwell.store import ParameterStore
+from shardwell.store import InPlaceVector, ParameterStore
 from shardwell.tensors import local_part
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import UsageError
@@ -41,6 +41,8 @@ class UnitState(enum.Enum):
     """The flat vector is allocated and bytes arrive in it, or all have. Using a parameter still raises."""
     UNSHARDED = enum.auto()
     """The flat vector is complete and the parameters are usable."""
+    KEPT = enum.auto()
+    """The flat vector is complete and waits for its next use in the step. Using a parameter raises."""
 
 
 @dataclass(slots=True)
@@ -106,7 +108,10 @@ class Unit:
         self._store = store
         self._memory = memory
         self._flat = FlatVector(layout, self.parameters[0].device, memory)
+        self._shared: InPlaceVector | None = None
         self._fetched: Future[int] | None = None
+        self._version = -1
+        """Of what was gathered last."""
         self._loaded: list[tuple[int, int]] = []
         # Of a DTensor the part of this process: sharding and tensor parallelism need not know of each other.
         self._locals = [local_part(parameter) for parameter in self.parameters]
@@ -138,6 +143,12 @@ class Unit:
         except BaseException:
             self._flat.release()
             raise
+        shared = self._store.in_place(index) if self._locals[0].device.type == "cpu" else None
+        if shared is not None:
+            self._flat.release()
+            self._flat.lie_in(shared.bytes)
+            self._shared = shared
+            placed = [self._flat.place(number) for number in range(len(self.parameters))]
         for number, parameter in enumerate(self.parameters):
             self._locals[number].data = placed[number]
             adopt(parameter, self, number)
@@ -153,7 +164,10 @@ class Unit:
         self._flat.allocate()
         self._set_state(UnitState.FETCHING)
         try:
-            self._fetched = self._store.gather(self.index, self._flat.receive_buffer())
+            if self._shared is not None:
+                self._fetched = self._store.await_version(self.index)
+            else:
+                self._fetched = self._store.gather(self.index, self._flat.receive_buffer())
         except BaseException:
             self.free()
             raise
@@ -168,19 +182,29 @@ class Unit:
         if self.state is UnitState.UNSHARDED:
             return
         self._check_sites()
+        if self.state is not UnitState.KEPT:
+            self._receive()
+        for parameter, original, _ in self._classes:
+            parameter.__class__ = original
+        self._loaded = self._fingerprints()
+        self._set_state(UnitState.UNSHARDED)
+
+    def _receive(self) -> None:
         self.start_fetch()
         assert self._fetched is not None
         try:
-            self._fetched.result()
+            self._version = self._fetched.result()
             self._flat.receive()
         except Exception:
             self.free()
             raise
         self._fetched = None
-        for parameter, original, _ in self._classes:
-            parameter.__class__ = original
-        self._loaded = self._fingerprints()
-        self._set_state(UnitState.UNSHARDED)
+
+    def keep(self) -> None:
+        """Makes the parameters unusable, but keeps their bytes for the next use in the step."""
+        assert self.state is UnitState.UNSHARDED
+        self._guard()
+        self._set_state(UnitState.KEPT)
 
     def free(self) -> None:
         """Gives the memory back; waits for a gather that is under way."""
@@ -192,15 +216,24 @@ class Unit:
         self._release()
 
     def _release(self) -> None:
-        for parameter, _, freed in self._classes:
-            parameter.__class__ = freed
+        self._guard()
         self._flat.release()
         self._set_state(UnitState.FREED)
 
+    def _guard(self) -> None:
+        for parameter, _, freed in self._classes:
+            parameter.__class__ = freed
+
     def _set_state(self, state: UnitState) -> None:
-        was_fetching, is_fetching = self.state is UnitState.FETCHING, state is UnitState.FETCHING
-        self._memory.fetching_bytes += (is_fetching - was_fetching) * self.layout.size_bytes
+        size_bytes, before = self.own_bytes, self.state
+        self._memory.fetching_bytes += ((state is UnitState.FETCHING) - (before is UnitState.FETCHING)) * size_bytes
+        self._memory.kept_bytes += ((state is UnitState.KEPT) - (before is UnitState.KEPT)) * size_bytes
         self.state = state
+
+    @property
+    def own_bytes(self) -> int:
+        """What the flat vector takes of this process's memory while gathered."""
+        return 0 if self._flat.in_place else self.layout.size_bytes
 
     # Checks.
 
@@ -211,7 +244,27 @@ class Unit:
         changed = [index for index, pair in enumerate(now) if pair != self._loaded[index]]
         for index in changed:
             self._locals[index].data = self._flat.place(index)
+        self.written_page()
         return self.layout.parameters[changed[0]].name
+
+    def written_page(self) -> str | None:
+        """Drops what was written to memory that the store shares; returns the name of a parameter there, if any.
+
+        Finds also what torch does not count as a write.
+        """
+        byte = None if self._shared is None else self._shared.forget_writes()
+        if byte is None:
+            return None
+        return next(
+            specification.name
+            for specification, start in zip(self.layout.parameters, self.layout.starts, strict=True)
+            if start + specification.size_bytes > byte
+        )
+
+    def check_version(self) -> None:
+        """Raises VersionGoneError if bytes that are read in place have changed in use."""
+        if self._shared is not None and self.state in (UnitState.UNSHARDED, UnitState.KEPT):
+            self._shared.check(self._version)
 
     def _fingerprints(self) -> list[tuple[int, int]]:
         """Where each parameter lies and how often it was written; gathering counts as no write."""
@@ -233,6 +286,11 @@ class Unit:
 
     def gather_copy(self) -> torch.Tensor:
         """The flat vector as bytes in memory of its own; the unit's state does not change. [size_bytes]"""
+        if self._shared is not None:
+            version = self._store.await_version(self.index).result()
+            copy = self._shared.bytes.clone()
+            self._shared.check(version)
+            return copy
         flat = torch.empty(self.layout.size_bytes, dtype=torch.uint8)
         self._store.gather(self.index, memory_at(flat.data_ptr(), self.layout.size_bytes)).result()
         return flat

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,14 +39,17 @@ class Units:
     Args:
         store: Holds the parameters.
         prefetch_bytes: How much may be gathered ahead of its use, beyond the units in use.
+        keep_bytes: How much may stay between its uses in a step.
         name_prefix: Begins the names of all units and parameters; tells those of one pipeline stage or
             tensor-parallel rank from another's, which are made by the same code.
     """
 
-    def __init__(self, store: ParameterStore, *, prefetch_bytes: int = 256 << 20, name_prefix: str = "") -> None:
+    def __init__(
+        self, store: ParameterStore, *, prefetch_bytes: int = 256 << 20, keep_bytes: int = 0, name_prefix: str = ""
+    ) -> None:
         self.name_prefix = name_prefix
         self._store = store
-        self._prefetch_bytes = prefetch_bytes
+        self._prefetch_bytes, self._keep_bytes = prefetch_bytes, keep_bytes
         self._by_name: dict[str, Unit] = {}
         self._memory = Memory()
         self._order = Order()
@@ -132,20 +135,23 @@ class Units:
     # What the session calls.
 
     def finish_item(self) -> None:
-        """Ends a work item: pushes every gradient that is still local and frees all units.
+        """Ends a work item: pushes every gradient that is still local and frees all units that need not be kept.
 
         Graphs made in the item can not be used any more. Does not wait for the pushes.
         """
         for unit in self:
+            unit.check_version()
             self._push(unit)
         self._pushed = False
-        self._end_graphs()
+        written = [(unit, name) for unit in self if (name := unit.written_parameter() or unit.written_page())]
+        self._end_graphs(written, self._put_away)
 
     def invalidate(self) -> None:
         """Frees all units, whose values a commit has made stale, and makes older graphs raise when used."""
         for unit in self:
             unit.pushed = False
-        self._end_graphs()
+        written = [(unit, name) for unit in self if (name := unit.written_parameter())]
+        self._end_graphs(written, Unit.free)
 
     def zero_grad(self) -> None:
         """Drops the gradients of the current work item, here and on the servers.
@@ -160,21 +166,27 @@ class Units:
             self._pushed = False
         failed = self._backwards or any(unit.usage.forward_calls for unit in self)
         if failed and backward_task() == NO_TASK:
-            self._abandon()
+            self._abandon(Unit.free)
 
-    def _end_graphs(self) -> None:
+    def _end_graphs(self, written: Sequence[tuple[Unit, str]], leave: Callable[[Unit], None]) -> None:
         self.generation += 1
-        written = [(unit, name) for unit in self if (name := unit.written_parameter())]
-        self._abandon()
+        self._abandon(Unit.free if written else leave)
         self._order.end_forward()
         for unit, name in written:
             _raise_written(unit, name)
 
-    def _abandon(self) -> None:
-        """Frees everything, whatever it was in use for."""
+    def _abandon(self, leave: Callable[[Unit], None]) -> None:
+        """Frees or puts away everything, whatever it was in use for."""
         self._backwards.clear()
         for unit in self:
             unit.usage.clear()
+            leave(unit)
+
+    def _put_away(self, unit: Unit) -> None:
+        """Keeps what will be needed again in the step, as far as there is room; frees the rest."""
+        if unit.state is UnitState.UNSHARDED and self._memory.kept_bytes + unit.own_bytes <= self._keep_bytes:
+            unit.keep()
+        elif unit.state is not UnitState.KEPT:
             unit.free()
 
     # What the hooks call.
@@ -217,9 +229,11 @@ class Units:
         if unit.usage:
             return
         written = unit.written_parameter()
-        unit.free()
         if written:
+            unit.free()
             _raise_written(unit, written)
+        unit.check_version()
+        self._put_away(unit)
 
     def _frees_after_forward(self, unit: Unit) -> bool:
         choice = unit.settings.reshard_after_forward

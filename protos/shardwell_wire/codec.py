@@ -65,6 +65,32 @@ class ChunkView:
     payload: memoryview
 
 
+class StreamEncoder:
+    """Serialises one stream of bytes, message by message.
+
+    Args:
+        first: The first message, without its chunk: it carries the header.
+        total_bytes: Of the whole stream.
+    """
+
+    def __init__(self, first: _Streamed, total_bytes: int) -> None:
+        self._head, self._total_bytes, self._offset = first.SerializeToString(), total_bytes, 0
+        self._hasher = xxhash.xxh3_64()
+
+    def encode(self, parts: Sequence[Buffer]) -> bytes:
+        """The next message: a copy of its payload, which may lie in several places."""
+        size = sum(len(part) for part in parts)
+        for part in parts:
+            self._hasher.update(part)
+        chunk = common_pb2.Chunk(offset_bytes=self._offset)
+        self._offset += size
+        if self._offset == self._total_bytes:
+            chunk.checksum = self._hasher.intdigest()
+        head, self._head = self._head, b""
+        chunk_head = chunk.SerializeToString() + _CHUNK_TAG + _varint(size)
+        return b"".join((head, _CHUNK_TAG, _varint(len(chunk_head) + size), chunk_head, *parts))
+
+
 def encode_stream(
     first: _Streamed, pieces: Sequence[Buffer], *, chunk_bytes: int = DEFAULT_CHUNK_BYTES
 ) -> Iterator[bytes]:
@@ -78,19 +104,8 @@ def encode_stream(
     Yields:
         Serialised messages; at least one, also for an empty stream. Each is one copy of its payload.
     """
-    head, offset, hasher = first.SerializeToString(), 0, xxhash.xxh3_64()
-    remaining = sum(len(piece) for piece in pieces)
-    for parts in _batches(pieces, chunk_bytes):
-        size = sum(len(part) for part in parts)
-        for part in parts:
-            hasher.update(part)
-        remaining -= size
-        chunk = common_pb2.Chunk(offset_bytes=offset)
-        if remaining == 0:
-            chunk.checksum = hasher.intdigest()
-        chunk_head = chunk.SerializeToString() + _CHUNK_TAG + _varint(size)
-        yield b"".join((head, _CHUNK_TAG, _varint(len(chunk_head) + size), chunk_head, *parts))
-        head, offset = b"", offset + size
+    encoder = StreamEncoder(first, sum(len(piece) for piece in pieces))
+    return (encoder.encode(parts) for parts in _batches(pieces, chunk_bytes))
 
 
 def _batches(pieces: Sequence[Buffer], chunk_bytes: int) -> Iterator[list[Buffer]]:

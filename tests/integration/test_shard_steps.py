@@ -117,14 +117,14 @@ def test_prepare_names_what_is_missing_and_what_is_too_much(server: ShardServer)
 
 def test_prepare_may_be_repeated_and_asked_for_more(server: ShardServer) -> None:
     one = unit(server, dp=2)
+    before = server.taken_bytes()
     one.push(one.filled(1.0))
     one.push(one.filled(-4.0), rank=1)
-    before = server.taken_bytes()
     first = one.prepare(0)
     assert one.prepare(0) == first
     assert (first.version, sum(first.units[0].square_partials), first.units[0].max_abs) == (0, 60_000 * 2.25, 0.0)
     assert one.prepare(0, with_max_abs=True).units[0].max_abs == 1.5
-    assert server.taken_bytes() == before + one.size
+    assert server.taken_bytes() == before + 3 * one.size, "two contributions and their mean"
     one.update(0)
     assert_all(one.gather(1)[1], 1.5)
 
@@ -133,17 +133,18 @@ def test_nan_names_parameter_and_ranks_and_the_step_can_be_mended(server: ShardS
     one = unit(server, dp=3)
     bad = one.filled(1.0)
     bad[1][5] = float("inf")
+    before = server.taken_bytes()
     one.push(one.filled(3.0))
     one.push(bad, rank=1)
     one.push(one.filled(2.0), rank=2)
-    before = server.taken_bytes()
     for _ in range(2):
         error = error_of(lambda: one.prepare(0))
         assert isinstance(error, NonFiniteError)
         assert (error.data["parameter"], error.data["dp_ranks"]) == ("u.b", "1")
     assert isinstance(error_of(lambda: one.update(0)), StepStateError)
-    assert server.taken_bytes() == before
+    assert server.taken_bytes() == before + 4 * one.size, "three contributions and their mean"
     one.fence(0, (1, 1, 1))
+    assert server.taken_bytes() == before + 2 * one.size
     one.push(one.filled(1.0), rank=1, attempt=1)
     one.prepare(0, (0, 0, 1), (1, 1, 1), (2, 0, 1))
     one.update(0)
@@ -171,7 +172,8 @@ def test_of_two_streams_of_a_rank_the_newer_wins(server: ShardServer) -> None:
     assert isinstance(stale.error(), StaleEpochError), "an older lease ends the stream of a newer one"
     one.push(one.filled(5.0), rank=1)
     assert newer.send(messages[-1]).finish().result().duplicate is False
-    assert server.taken_bytes() == before + 2 * one.size
+    pool = server.store.memory.pool
+    server.until(lambda: pool.taken_bytes == before + 3 * one.size, "two contributions are held, and their mean")
 
 
 def test_a_fence_ends_streams_of_what_is_over(server: ShardServer) -> None:
@@ -377,8 +379,6 @@ def test_a_prepare_that_is_cancelled_leaves_nothing(server: ShardServer, monkeyp
     from shardwell_server.shard import unit_shard
 
     one = unit(server, dp=2)
-    one.push(one.filled(1.0))
-    one.push(one.filled(3.0), rank=1)
     before = server.taken_bytes()
     begun, go_on, reduce_shard = threading.Event(), threading.Event(), unit_shard.reduce_shard
 
@@ -388,15 +388,23 @@ def test_a_prepare_that_is_cancelled_leaves_nothing(server: ShardServer, monkeyp
         return reduce_shard(*arguments, **options)
 
     monkeypatch.setattr(unit_shard, "reduce_shard", slowly)
+    one.push(one.filled(1.0))
+    one.push(one.filled(3.0), rank=1)
+    assert begun.wait(20), "the mean is worked out before it is asked for"
+
+    def num_waiting() -> int:
+        return len(server.store.runs["r"]._lock._waiters or ())
+
     call: Any = server.client._channel.unary_unary(f"/{SERVICE.full_name}/PrepareStep")
     future = call.future(one.prepare_request(0).SerializeToString())
-    assert begun.wait(20)
+    server.until(lambda: num_waiting() == 1, "the prepare waits for the thread")
     future.cancel()
+    server.until(lambda: num_waiting() == 0, "it is cancelled")
     fencing = in_background(lambda: one.fence(0, (0, 1, 1)))
-    server.until(lambda: len(server.store.runs["r"]._lock._waiters or ()) == 1, "the fence waits for the thread")
+    server.until(lambda: num_waiting() == 1, "the fence waits for the thread")
     go_on.set()
     assert next(fencing) is None
-    server.until(lambda: server.store.memory.pool.taken_bytes == before - one.size, "only rank 1's gradient is left")
+    server.until(lambda: server.store.memory.pool.taken_bytes == before + one.size, "only rank 1's gradient is left")
     one.push(one.filled(1.0), attempt=1)
     one.prepare(0, (0, 1, 1), (1, 0, 1))
     one.update(0)

@@ -107,6 +107,12 @@ class InMemoryStore:
             target[start:stop] = shard.numpy().tobytes()
         return 0
 
+    def in_place(self, unit_index: int) -> None:
+        return None
+
+    def await_version(self, unit_index: int) -> Future[int]:
+        raise AssertionError("nothing is read in place")
+
     def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         if not self.accepts_pushes:
             raise UsageError("no work item is in progress")

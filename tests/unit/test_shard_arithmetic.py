@@ -15,7 +15,7 @@ from torch import nn
 from shardwell_server import hyperparameters
 from shardwell_server.shard.norms import block_squares, exact_partials
 from shardwell_server.shard.optimizer import ShardOptimizer
-from shardwell_server.shard.reduction import mean_in_rank_order
+from shardwell_server.shard.reduction import mean_in_rank_order, reduce_shard
 from shardwell_wire.errors import ConflictError, InvalidRequestError
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.v1 import common_pb2
@@ -28,29 +28,47 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def mean(terms: list[torch.Tensor], dp: int) -> torch.Tensor:
+    out = torch.empty_like(terms[0])
+    mean_in_rank_order(terms, dp, out)
+    return out
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ranks_are_added_in_order_and_divided(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     terms = [torch.randn(1001, dtype=dtype, generator=generator) for _ in range(3)]
-    out = torch.empty(1001, dtype=dtype)
-    assert bits(mean_in_rank_order(terms, 3, out)) == bits((terms[0] + terms[1] + terms[2]) / 3)
-    assert bits(mean_in_rank_order(terms[::-1], 3, out)) != bits((terms[0] + terms[1] + terms[2]) / 3)
+    assert bits(mean(terms, 3)) == bits((terms[0] + terms[1] + terms[2]) / 3)
+    assert bits(mean(terms[::-1], 3)) != bits((terms[0] + terms[1] + terms[2]) / 3)
 
 
 def test_absent_ranks_count_as_zero() -> None:
     term = torch.randn(10)
-    assert bits(mean_in_rank_order([term], 4, torch.empty(10))) == bits(term / 4)
+    assert bits(mean([term], 4)) == bits(term / 4)
 
 
 def test_a_single_rank_keeps_its_bits() -> None:
     term = torch.tensor([-0.0, 1.5])
-    assert mean_in_rank_order([term], 1, torch.empty(2)) is term
+    reduced = reduce_shard([[term], []], 1, None, [0, 64], buffer=None)
+    assert reduced.gradients[0] is term
+    assert reduced.gradients[1] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_segments_are_reduced_as_if_at_once(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    terms = [torch.randn(700_001, generator=generator).to(dtype) for _ in range(3)]
+    out, first_byte = torch.empty_like(terms[0]), 192
+    reduced = reduce_shard([terms], 3, [out], [first_byte], buffer=None)
+    assert bits(out) == bits(mean(terms, 3))
+    assert reduced.square_partials == exact_partials(block_squares(out, first_byte))
+    assert reduced.max_abs() == out.abs().max().item()
 
 
 def test_16_bit_terms_are_rounded_once() -> None:
     terms = [torch.tensor([256.0]).bfloat16(), torch.tensor([1.0]).bfloat16(), torch.tensor([1.0]).bfloat16()]
     # In bfloat16 256 + 1 is 256; in fp32 the sum is 258 and the mean 86.
-    assert mean_in_rank_order(terms, 3, torch.empty(1, dtype=torch.bfloat16)).item() == 86.0
+    assert mean(terms, 3).item() == 86.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -142,22 +160,6 @@ def test_clipping_scales_the_gradient() -> None:
     plain_sgd = {**SGD, "momentum": 0.0, "nesterov": 0.0, "weight_decay": 0.0}
     ShardOptimizer("sgd", [values]).step([torch.ones(4)], groups(plain_sgd), [0], 0.5)
     assert values[0].item() == pytest.approx(-0.05)
-
-
-def test_state_follows_the_parameters_elsewhere() -> None:
-    torch.manual_seed(0)
-    start, other = torch.randn(10), torch.empty(10)
-    parameter, reference = plain("adamw", start)
-    served = ShardOptimizer("adamw", [start])
-    for step in range(3):
-        gradient = torch.randn(10)
-        parameter.grad = gradient.clone()
-        reference.step()
-        if step == 1:
-            other.copy_(start)
-            served.rebind([other])
-        served.step([gradient], groups(ADAM), [0], 1.0)
-    assert bits(other) == bits(parameter)
 
 
 def test_another_algorithm_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -11,9 +13,9 @@ from shardwell_wire.errors import StaleEpochError
 from shardwell_wire.v1 import shard_pb2
 
 
-def contribution(attempt: int = 0, parts: int = 1) -> Contribution:
+def contribution(attempt: int = 0, parts: int = 1, give_back: Callable[[], None] = lambda: None) -> Contribution:
     buffer = torch.zeros(16, dtype=torch.uint8)
-    return Contribution(attempt, buffer, buffer.view(torch.float32).split(2), {0}, list(range(parts)))
+    return Contribution(attempt, buffer, buffer.view(torch.float32).split(2), give_back, {0}, list(range(parts)))
 
 
 def test_parts_add_where_there_is_a_gradient_and_begin_where_there_is_none() -> None:
@@ -30,12 +32,31 @@ def test_a_segment_without_a_gradient_has_none() -> None:
 
 
 def test_only_older_attempts_are_dropped() -> None:
-    held = Contributions()
-    held.by_rank = {0: contribution(attempt=2), 1: contribution()}
-    assert held.drop_older(0, 2) == []
-    assert len(held.drop_older(0, 3)) == 1
+    held, given_back = Contributions(), list[int]()
+    held.by_rank = {
+        0: contribution(attempt=2, give_back=lambda: given_back.append(0)),
+        1: contribution(give_back=lambda: given_back.append(1)),
+    }
+    assert not held.drop_older(0, 2)
+    assert held.drop_older(0, 3)
     assert (list(held.by_rank), held.attempt(0), held.part_count(1, 0), held.part_count(1, 1)) == ([1], 0, 1, 0)
-    assert (held.size_bytes, len(held.clear()), held.size_bytes) == (16, 1, 0)
+    assert held.size_bytes == 16
+    held.clear()
+    assert (held.size_bytes, given_back) == (0, [0, 1])
+
+
+def test_as_many_parts_are_expected_as_in_the_step_before() -> None:
+    held = Contributions()
+    assert not held.seem_complete(2)
+    held.by_rank = {0: contribution()}
+    assert not held.seem_complete(2)
+    held.by_rank = {0: contribution(parts=3), 1: contribution()}
+    assert held.seem_complete(2)
+    held.end_step()
+    held.by_rank = {0: contribution(parts=2), 1: contribution()}
+    assert not held.seem_complete(2), "rank 0 pushed three parts"
+    held.by_rank = {0: contribution(parts=3), 1: contribution()}
+    assert held.seem_complete(2)
 
 
 def test_every_difference_from_a_manifest_is_named() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwell.lanes import Piece
 from shardwell.traffic import RemoteUnit, Shard, Traffic
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.layout import Parameter, UnitLayout
@@ -19,10 +20,13 @@ LAYOUT = UnitLayout("u", (Parameter("a", (3000,), "float32"), Parameter("b", (7,
 CUT = 8192
 
 
-class FakeShardClient:
-    """Remembers pushes; a gate can hold them back, and an error can be raised instead."""
+class FakeServer:
+    """A connection whose lane remembers pushes; a gate can hold them back, and an error can be raised instead."""
+
+    pushes_through_shm = False
 
     def __init__(self) -> None:
+        self.stream = self
         self.pushes: list[tuple[shard_pb2.ReduceScatterHeader, bytes]] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -34,19 +38,19 @@ class FakeShardClient:
         target[:] = bytes([request.start_bytes % 251]) * len(target)
         return int(request.version)
 
-    def reduce_scatter(self, header: Any, pieces: Sequence[memoryview], **_: float) -> None:
+    def reduce_scatter(self, header: Any, pieces: Sequence[Piece], **_: float) -> None:
         assert self.gate.wait(10)
         if self.error:
             raise self.error
-        self.pushes.append((header, b"".join(pieces)))
+        self.pushes.append((header, b"".join(piece.data for piece in pieces)))
 
 
 @pytest.fixture
-def client() -> FakeShardClient:
-    return FakeShardClient()
+def client() -> FakeServer:
+    return FakeServer()
 
 
-def unit_on(client: FakeShardClient) -> RemoteUnit:
+def unit_on(client: FakeServer) -> RemoteUnit:
     shards = (Shard(client, 0, CUT), Shard(client, CUT, LAYOUT.size_bytes))  # type: ignore[arg-type]
     return RemoteUnit(0, LAYOUT, shards)
 
@@ -55,7 +59,7 @@ def gradients() -> list[tuple[int, torch.Tensor]]:
     return [(0, torch.arange(3000.0)), (1, torch.ones(7))]
 
 
-def test_gather_fills_every_shards_range(client: FakeShardClient) -> None:
+def test_gather_fills_every_shards_range(client: FakeServer) -> None:
     traffic, target = Traffic("r", push_bytes=1 << 20, wait_limit_s=5), bytearray(LAYOUT.size_bytes)
     assert traffic.gather(unit_on(client), 4, memoryview(target)).result(5) == 4
     assert target == bytes([0]) * CUT + bytes([CUT % 251]) * (LAYOUT.size_bytes - CUT)
@@ -63,7 +67,7 @@ def test_gather_fills_every_shards_range(client: FakeShardClient) -> None:
     traffic.close()
 
 
-def test_a_failed_gather_raises(client: FakeShardClient) -> None:
+def test_a_failed_gather_raises(client: FakeServer) -> None:
     traffic = Traffic("r", push_bytes=1 << 20, wait_limit_s=5)
     client.error = CapacityError("no")
     future: Future[int] = traffic.gather(unit_on(client), 0, memoryview(bytearray(LAYOUT.size_bytes)))
@@ -72,7 +76,7 @@ def test_a_failed_gather_raises(client: FakeShardClient) -> None:
     traffic.close()
 
 
-def test_push_sends_each_server_its_part(client: FakeShardClient) -> None:
+def test_push_sends_each_server_its_part(client: FakeServer) -> None:
     traffic = Traffic("r", push_bytes=1 << 20, wait_limit_s=5)
     traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
     traffic.drain()
@@ -84,7 +88,7 @@ def test_push_sends_each_server_its_part(client: FakeShardClient) -> None:
     traffic.close()
 
 
-def test_parts_reach_each_server_in_order(client: FakeShardClient) -> None:
+def test_parts_reach_each_server_in_order(client: FakeServer) -> None:
     traffic = Traffic("r", push_bytes=1 << 30, wait_limit_s=5)
     for part in range(20):
         traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=part), gradients())
@@ -94,7 +98,7 @@ def test_parts_reach_each_server_in_order(client: FakeShardClient) -> None:
     traffic.close()
 
 
-def test_push_waits_while_too_much_is_in_flight(client: FakeShardClient) -> None:
+def test_push_waits_while_too_much_is_in_flight(client: FakeServer) -> None:
     traffic = Traffic("r", push_bytes=20_000, wait_limit_s=5)
     client.gate.clear()
     traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
@@ -112,7 +116,7 @@ def test_push_waits_while_too_much_is_in_flight(client: FakeShardClient) -> None
     traffic.close()
 
 
-def test_a_failed_push_is_raised_once_by_drain(client: FakeShardClient) -> None:
+def test_a_failed_push_is_raised_once_by_drain(client: FakeServer) -> None:
     traffic = Traffic("r", push_bytes=1 << 20, wait_limit_s=5)
     client.error = CapacityError("no room")
     traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())

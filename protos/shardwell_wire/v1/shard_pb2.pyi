@@ -241,7 +241,6 @@ class GatherRequest(google.protobuf.message.Message):
     STOP_BYTES_FIELD_NUMBER: builtins.int
     CHUNK_BYTES_FIELD_NUMBER: builtins.int
     WIRE_DTYPE_FIELD_NUMBER: builtins.int
-    LANE_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     unit: builtins.str
@@ -258,8 +257,6 @@ class GatherRequest(google.protobuf.message.Message):
     """How 32-bit floats are sent. If it is lossy the stream has the parameters of the range only,
     one after the other, without padding.
     """
-    lane: builtins.str
-    """An open shm lane: no bytes are sent, the header says where they lie. Only the whole shard."""
     def __init__(
         self,
         *,
@@ -270,10 +267,9 @@ class GatherRequest(google.protobuf.message.Message):
         stop_bytes: builtins.int = ...,
         chunk_bytes: builtins.int = ...,
         wire_dtype: shardwell_wire.v1.common_pb2.WireDType.ValueType = ...,
-        lane: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "chunk_bytes", b"chunk_bytes", "lane", b"lane", "run", b"run", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "version", b"version", "wire_dtype", b"wire_dtype"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "chunk_bytes", b"chunk_bytes", "run", b"run", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "version", b"version", "wire_dtype", b"wire_dtype"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___GatherRequest = GatherRequest
@@ -311,27 +307,20 @@ class GatherHeader(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     START_BYTES_FIELD_NUMBER: builtins.int
     STOP_BYTES_FIELD_NUMBER: builtins.int
-    SEGMENT_FIELD_NUMBER: builtins.int
     version: builtins.int
     """The one version that the whole stream is of."""
     start_bytes: builtins.int
     """First byte of the range in the unit's flat vector."""
     stop_bytes: builtins.int
     """End of the range, half-open."""
-    @property
-    def segment(self) -> global___SharedSegment:
-        """Where the shard lies, for the lifetime of the run; only when a shm lane was named."""
-
     def __init__(
         self,
         *,
         version: builtins.int = ...,
         start_bytes: builtins.int = ...,
         stop_bytes: builtins.int = ...,
-        segment: global___SharedSegment | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["segment", b"segment"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["segment", b"segment", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "version", b"version"]) -> None: ...
 
 global___GatherHeader = GatherHeader
 
@@ -373,8 +362,6 @@ class ReduceScatterHeader(google.protobuf.message.Message):
     START_BYTES_FIELD_NUMBER: builtins.int
     STOP_BYTES_FIELD_NUMBER: builtins.int
     WIRE_DTYPE_FIELD_NUMBER: builtins.int
-    LANE_FIELD_NUMBER: builtins.int
-    MAILBOX_FIELD_NUMBER: builtins.int
     unit: builtins.str
     """Name of the unit."""
     dp_rank: builtins.int
@@ -391,12 +378,6 @@ class ReduceScatterHeader(google.protobuf.message.Message):
     """End of the range, half-open."""
     wire_dtype: shardwell_wire.v1.common_pb2.WireDType.ValueType
     """How 32-bit floats are sent."""
-    lane: builtins.str
-    """An open shm lane: the stream is empty, the gradients lie in the mailbox, each at its parameter's
-    place in the shard, as they are stored.
-    """
-    mailbox: builtins.int
-    """Which mailbox; only with a lane."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """context.epoch: of the lease on the logical rank."""
@@ -417,11 +398,9 @@ class ReduceScatterHeader(google.protobuf.message.Message):
         start_bytes: builtins.int = ...,
         stop_bytes: builtins.int = ...,
         wire_dtype: shardwell_wire.v1.common_pb2.WireDType.ValueType = ...,
-        lane: builtins.str = ...,
-        mailbox: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "context", b"context", "dp_rank", b"dp_rank", "lane", b"lane", "mailbox", b"mailbox", "parameter_indices", b"parameter_indices", "part", b"part", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "wire_dtype", b"wire_dtype"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "context", b"context", "dp_rank", b"dp_rank", "parameter_indices", b"parameter_indices", "part", b"part", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "wire_dtype", b"wire_dtype"]) -> None: ...
 
 global___ReduceScatterHeader = ReduceScatterHeader
 
@@ -458,23 +437,17 @@ class ReduceScatterResponse(google.protobuf.message.Message):
 
     DUPLICATE_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
-    ADOPTED_FIELD_NUMBER: builtins.int
     duplicate: builtins.bool
     """The contribution was here already; this copy was dropped."""
     version: builtins.int
     """Version the gradient was taken of: the step."""
-    adopted: builtins.bool
-    """The mailbox itself is the contribution now: it must not be written to before the step is
-    committed or the contribution withdrawn. Otherwise it is free again.
-    """
     def __init__(
         self,
         *,
         duplicate: builtins.bool = ...,
         version: builtins.int = ...,
-        adopted: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adopted", b"adopted", "duplicate", b"duplicate", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["duplicate", b"duplicate", "version", b"version"]) -> None: ...
 
 global___ReduceScatterResponse = ReduceScatterResponse
 
@@ -573,6 +546,59 @@ class OpenLaneResponse(google.protobuf.message.Message):
 global___OpenLaneResponse = OpenLaneResponse
 
 @typing.final
+class LocateShardRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    LANE_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    unit: builtins.str
+    """Name of the unit."""
+    version: builtins.int
+    """Unset: the newest version."""
+    lane: builtins.str
+    """An open shm lane."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        unit: builtins.str = ...,
+        version: builtins.int | None = ...,
+        lane: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "lane", b"lane", "run", b"run", "unit", b"unit", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
+
+global___LocateShardRequest = LocateShardRequest
+
+@typing.final
+class LocateShardResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    SEGMENT_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """The version that can be read now."""
+    @property
+    def segment(self) -> global___SharedSegment:
+        """Where, for the lifetime of the run."""
+
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        segment: global___SharedSegment | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["segment", b"segment"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["segment", b"segment", "version", b"version"]) -> None: ...
+
+global___LocateShardResponse = LocateShardResponse
+
+@typing.final
 class OpenMailboxRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -603,7 +629,7 @@ class OpenMailboxResponse(google.protobuf.message.Message):
     MAILBOX_FIELD_NUMBER: builtins.int
     PATH_FIELD_NUMBER: builtins.int
     mailbox: builtins.int
-    """Names the mailbox in ReduceScatter."""
+    """Names the mailbox in ReduceMailbox."""
     path: builtins.str
     """A file on the server's host, as large as the shard; gradients lie in it like their parameters."""
     def __init__(
@@ -615,6 +641,59 @@ class OpenMailboxResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["mailbox", b"mailbox", "path", b"path"]) -> None: ...
 
 global___OpenMailboxResponse = OpenMailboxResponse
+
+@typing.final
+class ReduceMailboxRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    LANE_FIELD_NUMBER: builtins.int
+    MAILBOX_FIELD_NUMBER: builtins.int
+    lane: builtins.str
+    """An open shm lane."""
+    mailbox: builtins.int
+    """Of this lane."""
+    @property
+    def header(self) -> global___ReduceScatterHeader:
+        """As of ReduceScatter; nothing is encoded, so wire_dtype is unspecified."""
+
+    def __init__(
+        self,
+        *,
+        header: global___ReduceScatterHeader | None = ...,
+        lane: builtins.str = ...,
+        mailbox: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "lane", b"lane", "mailbox", b"mailbox"]) -> None: ...
+
+global___ReduceMailboxRequest = ReduceMailboxRequest
+
+@typing.final
+class ReduceMailboxResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DUPLICATE_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    ADOPTED_FIELD_NUMBER: builtins.int
+    duplicate: builtins.bool
+    """The contribution was here already; this one was dropped."""
+    version: builtins.int
+    """Version the gradient was taken of: the step."""
+    adopted: builtins.bool
+    """The mailbox itself is the contribution now: it must not be written to before the step is
+    committed or the contribution withdrawn. Otherwise it is free again.
+    """
+    def __init__(
+        self,
+        *,
+        duplicate: builtins.bool = ...,
+        version: builtins.int = ...,
+        adopted: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adopted", b"adopted", "duplicate", b"duplicate", "version", b"version"]) -> None: ...
+
+global___ReduceMailboxResponse = ReduceMailboxResponse
 
 @typing.final
 class MeasureLaneRequest(google.protobuf.message.Message):

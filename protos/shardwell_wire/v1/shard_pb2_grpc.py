@@ -73,10 +73,20 @@ class ShardServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneResponse.FromString,
                 _registered_method=True)
+        self.LocateShard = channel.unary_unary(
+                '/shardwell.v1.ShardService/LocateShard',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.LocateShardRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.LocateShardResponse.FromString,
+                _registered_method=True)
         self.OpenMailbox = channel.unary_unary(
                 '/shardwell.v1.ShardService/OpenMailbox',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxResponse.FromString,
+                _registered_method=True)
+        self.ReduceMailbox = channel.unary_unary(
+                '/shardwell.v1.ShardService/ReduceMailbox',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceMailboxRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceMailboxResponse.FromString,
                 _registered_method=True)
         self.MeasureLane = channel.unary_stream(
                 '/shardwell.v1.ShardService/MeasureLane',
@@ -191,9 +201,28 @@ class ShardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LocateShard(self, request, context):
+        """Trainer with a shm lane: where a shard lies in shared memory. Waits until the version exists.
+        FAILED_PRECONDITION: the lane is not open, or the shard is not in shared memory;
+        OUT_OF_RANGE: the version has been overwritten.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OpenMailbox(self, request, context):
-        """Trainer, over an open shm lane: memory to lay gradients of a shard in, until the lane is closed.
-        RESOURCE_EXHAUSTED: beyond the memory budget, or the shared memory is full.
+        """Trainer with a shm lane: memory to lay gradients of a shard in, until the lane is closed.
+        FAILED_PRECONDITION: the lane is not open; RESOURCE_EXHAUSTED: beyond the memory budget, or the
+        shared memory is full.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReduceMailbox(self, request, context):
+        """Trainer with a shm lane: as ReduceScatter, for gradients that lie in a mailbox, each at its
+        parameter's place in the shard, as it is stored. FAILED_PRECONDITION: also if the mailbox is
+        a contribution already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -307,10 +336,20 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneResponse.SerializeToString,
             ),
+            'LocateShard': grpc.unary_unary_rpc_method_handler(
+                    servicer.LocateShard,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.LocateShardRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.LocateShardResponse.SerializeToString,
+            ),
             'OpenMailbox': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenMailbox,
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxResponse.SerializeToString,
+            ),
+            'ReduceMailbox': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReduceMailbox,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceMailboxRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceMailboxResponse.SerializeToString,
             ),
             'MeasureLane': grpc.unary_stream_rpc_method_handler(
                     servicer.MeasureLane,
@@ -540,6 +579,33 @@ class ShardService(object):
             _registered_method=True)
 
     @staticmethod
+    def LocateShard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.ShardService/LocateShard',
+            shardwell__wire_dot_v1_dot_shard__pb2.LocateShardRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.LocateShardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def OpenMailbox(request,
             target,
             options=(),
@@ -556,6 +622,33 @@ class ShardService(object):
             '/shardwell.v1.ShardService/OpenMailbox',
             shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReduceMailbox(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.ShardService/ReduceMailbox',
+            shardwell__wire_dot_v1_dot_shard__pb2.ReduceMailboxRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.ReduceMailboxResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,7 +18,7 @@ class BufferPool:
         self.taken_bytes = 0
         self.idle_bytes = 0
         self.elsewhere_bytes = 0
-        """What else counts against the limit: optimizer state, which torch allocates."""
+        """What else counts against the limit: optimizer state, which torch allocates, and shared memory."""
         self._limit_bytes = limit_bytes
         self._idle: dict[int, list[torch.Tensor]] = {}
 

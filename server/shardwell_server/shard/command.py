@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 
 from shardwell_server import process
+from shardwell_server.shard.lanes import LaneOffer
 from shardwell_server.shard.memory import default_budget_bytes
 from shardwell_server.shard.optimizer import ShardOptimizer
 from shardwell_server.shard.registration import Registration
 from shardwell_server.shard.servicer import ShardServicer
+from shardwell_server.shard.shared_memory import SharedMemory
+from shardwell_server.shard.shm_lane import ShmLanes
 from shardwell_server.shard.store import ShardStore
 from shardwell_server.sizes import parse_size
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.v1 import common_pb2, shard_pb2
+
+logger = logging.getLogger(__name__)
 
 _EXAMPLES = """\
 examples:
@@ -73,9 +82,26 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=env("SHARDWELL_THREADS", "1"),
         help="torch threads per tensor operation (SHARDWELL_THREADS, default %(default)s)",
     )
+    parser.add_argument(
+        "--shm-dir",
+        metavar="DIR",
+        type=_directory,
+        default=env("SHARDWELL_SHM_DIR", "/dev/shm"),
+        help="memory file system through which trainers of this host read shards in place and hand over gradients; "
+        "none: they use the network (SHARDWELL_SHM_DIR, default %(default)s)",
+    )
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
     parser.add_argument("--log-level", default=env("SHARDWELL_LOG_LEVEL", "info"), help="default %(default)s")
     parser.set_defaults(handler=_run)
+
+
+def _directory(text: str) -> Path | None:
+    if text == "none":
+        return None
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a directory: name a memory file system, or none")
+    return path
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -91,10 +117,32 @@ def _run(arguments: argparse.Namespace) -> int:
 
 async def _serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> None:
     server_id = arguments.id or f"{socket.gethostname()}-{os.getpid()}"
-    with ThreadPoolExecutor(2, thread_name_prefix="tensor-work") as threads:
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(2, thread_name_prefix="tensor-work"))
         # The first optimizer has torch import its compiler, which takes a second: not in the first step.
         threads.submit(ShardOptimizer, "sgd", [])
-        store = ShardStore(arguments.memory_budget or default_budget_bytes(), threads)
+        shared = stack.enter_context(_shared_memory(arguments.shm_dir))
+        store = ShardStore(arguments.memory_budget or default_budget_bytes(), threads, shared)
         registration = Registration(arguments.coordinator, server_id, store)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
-        await process.serve(service, ShardServicer(server_id, store), endpoint, registration.running)
+        lanes: dict[int, LaneOffer] = {}
+        if shared is not None:
+            lanes[common_pb2.LANE_KIND_SHM] = ShmLanes(shared, store.memory)
+        await process.serve(service, ShardServicer(server_id, store, lanes), endpoint, registration.running)
+
+
+@contextmanager
+def _shared_memory(directory: Path | None) -> Iterator[SharedMemory | None]:
+    if directory is None:
+        yield None
+        return
+    try:
+        shared = SharedMemory(directory)
+    except OSError as error:
+        logger.warning("no shared memory for trainers of this host, they use the network: %s", error)
+        yield None
+        return
+    try:
+        yield shared
+    finally:
+        shared.close()

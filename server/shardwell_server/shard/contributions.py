@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,10 +17,12 @@ class Contribution:
     """Laid out like the shard. uint8. [stop_bytes - start_bytes]"""
     views: Sequence[torch.Tensor]
     """The parts of parameters in ``buffer``, by segment number, in the parameter's dtype. Each [numel]."""
+    give_back: Callable[[], None]
+    """Gives ``buffer`` back to whom it belongs; called once."""
     present: set[int] = field(default_factory=set)
     """Segments that have a gradient; the others' bytes mean nothing."""
-    checksums: list[int] = field(default_factory=list)
-    """Of the parts, in order."""
+    checksums: list[int | None] = field(default_factory=list)
+    """Of the parts, in order; None of one that came through shared memory."""
 
     @property
     def part_count(self) -> int:
@@ -50,6 +52,8 @@ class Contributions:
 
     def __init__(self) -> None:
         self.by_rank: dict[int, Contribution] = {}
+        self._usual: Mapping[int, int] = {}
+        """Parts by rank, of the last step."""
 
     @property
     def size_bytes(self) -> int:
@@ -65,18 +69,31 @@ class Contributions:
         contribution = self.by_rank.get(dp_rank)
         return contribution.part_count if contribution is not None and contribution.attempt == attempt else 0
 
-    def drop_older(self, dp_rank: int, attempt: int) -> list[torch.Tensor]:
-        """Drops a rank's contribution if it is of an older attempt; returns its buffer."""
+    def seem_complete(self, dp: int) -> bool:
+        """Whether as many parts of every rank are here as in the last step; in the first, one of each."""
+        usual = self._usual or dict.fromkeys(range(dp), 1)
+        return bool(self.by_rank) and all(
+            rank in self.by_rank and self.by_rank[rank].part_count >= count for rank, count in usual.items() if count
+        )
+
+    def drop_older(self, dp_rank: int, attempt: int) -> bool:
+        """Drops a rank's contribution if it is of an older attempt; returns whether it was."""
         contribution = self.by_rank.get(dp_rank)
         if contribution is None or contribution.attempt >= attempt:
-            return []
-        return [self.by_rank.pop(dp_rank).buffer]
+            return False
+        self.by_rank.pop(dp_rank).give_back()
+        return True
 
-    def clear(self) -> list[torch.Tensor]:
-        """Drops all; returns their buffers."""
-        buffers = [contribution.buffer for contribution in self.by_rank.values()]
+    def clear(self) -> None:
+        """Drops all."""
+        for contribution in self.by_rank.values():
+            contribution.give_back()
         self.by_rank.clear()
-        return buffers
+
+    def end_step(self) -> None:
+        """Drops all, for they are used up, and expects as many parts in the next step."""
+        self._usual = {rank: contribution.part_count for rank, contribution in self.by_rank.items()}
+        self.clear()
 
     def differences(self, expected: Mapping[int, tuple[int, int]]) -> list[str]:
         """How what is here differs from a manifest.

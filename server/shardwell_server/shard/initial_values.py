@@ -36,15 +36,15 @@ async def receive(
 
     async def take() -> None:
         _check_epoch(shard, epoch)
-        reserved = shard.parameters is None
-        async with store.memory.incoming(shard.size_bytes, reserved=reserved, wait_s=wait_s, what=what) as received:
+        room = store.memory.incoming(shard.size_bytes, shard.initial_cover, wait_s=wait_s, what=what)
+        async with room as received:
             await incoming.into([codec.memory_at(received.buffer.data_ptr(), shard.size_bytes)], what)
             number = await store.in_thread(partial(first_non_finite, shard.views(received.buffer)))
             if number is not None:
                 name = shard.layout.parameters[shard.segments[number].parameter_index].name
                 raise NonFiniteError(f"the initial value of parameter {name!r} has NaN or infinity", parameter=name)
             if shard.version is None:
-                shard.accept_initial(epoch, received.keep())
+                shard.accept_initial(epoch, received)
 
     await shard.streams.replace("initial values", (epoch,), what, take)
 

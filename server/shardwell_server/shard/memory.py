@@ -51,18 +51,70 @@ class _Reservation:
         return self.need_bytes + max(0, self.optimizer_bytes - _OPTIMIZER_STATES * self.shard_bytes)
 
 
+class Cover:
+    """How many buffers of one kind a shard's reservation covers; others need staging room.
+
+    Args:
+        count: That many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free_count = count
+
+    def take(self) -> bool:
+        """Has one more buffer covered, if that is possible."""
+        if self._free_count == 0:
+            return False
+        self._free_count -= 1
+        return True
+
+    def give(self) -> None:
+        """One buffer less is covered."""
+        self._free_count += 1
+
+
+@dataclass(slots=True)
+class Room:
+    """Room for one buffer of a shard: covered by its reservation, or staged."""
+
+    memory: Memory
+    cover: Cover
+    size_bytes: int
+    covered: bool
+
+    def settle(self) -> None:
+        """The buffer stays: has it covered if that is possible by now, so that others find staging room."""
+        if not self.covered and self.cover.take():
+            self.covered = True
+            self.memory.staging.give(self.size_bytes)
+
+    def give(self) -> None:
+        """Gives the room back."""
+        if self.covered:
+            self.cover.give()
+        else:
+            self.memory.staging.give(self.size_bytes)
+
+
 @dataclass(slots=True)
 class IncomingBuffer:
     """Where a stream is received; given back when its block ends, unless it is kept."""
 
     buffer: torch.Tensor
     """uint8. [size_bytes]"""
+    room: Room
     kept: bool = False
 
     def keep(self) -> torch.Tensor:
-        """Makes the buffer part of what a reservation covers."""
+        """The buffer stays, until ``give_back``."""
         self.kept = True
+        self.room.settle()
         return self.buffer
+
+    def give_back(self) -> None:
+        """Gives the buffer back, and its room."""
+        self.room.memory.pool.give(self.buffer)
+        self.room.give()
 
 
 class Memory:
@@ -81,6 +133,8 @@ class Memory:
         self.staging = Staging()
         self._reservations: dict[tuple[str, str], _Reservation] = {}
         self._needs_bytes = 0
+        self._optimizer_bytes = 0
+        self._shared_bytes = 0
         self._update_limits()
 
     @property
@@ -122,6 +176,11 @@ class Memory:
         self._reservations[run, unit].optimizer_bytes = optimizer_bytes
         self._update_limits()
 
+    def note_shared(self, size_bytes: int) -> None:
+        """Says how much shared memory a shard came to use, or gave back if negative; reservations cover it."""
+        self._shared_bytes += size_bytes
+        self._update_elsewhere()
+
     def release(self, run: str) -> int:
         """Gives back what a run had; returns how much."""
         before = self.reserved_bytes
@@ -131,29 +190,39 @@ class Memory:
 
     @asynccontextmanager
     async def incoming(
-        self, size_bytes: int, *, reserved: bool, wait_s: float, what: str
+        self, size_bytes: int, cover: Cover, *, wait_s: float, what: str
     ) -> AsyncIterator[IncomingBuffer]:
         """A buffer for one stream.
 
         Args:
             size_bytes: Its size.
-            reserved: Whether a reservation covers it; otherwise it waits for room.
+            cover: What a reservation covers; beyond that it waits for room.
             wait_s: How long.
             what: Names the stream in errors.
 
         Raises:
             CapacityError: Other streams did not leave room in time.
         """
-        if not reserved:
+        covered = cover.take()
+        if not covered:
             await self.staging.take(size_bytes, wait_s, what)
-        incoming = IncomingBuffer(self.pool.take(size_bytes))
+        incoming = IncomingBuffer(self.pool.take(size_bytes), Room(self, cover, size_bytes, covered))
         try:
             yield incoming
         finally:
             if not incoming.kept:
-                self.pool.give(incoming.buffer)
-            if not reserved:
-                self.staging.give(size_bytes)
+                incoming.give_back()
+
+    def try_room(self, size_bytes: int, cover: Cover, what: str) -> Room:
+        """Room for one buffer, now.
+
+        Raises:
+            CapacityError: There is none.
+        """
+        covered = cover.take()
+        if not covered and not self.staging.try_take(size_bytes):
+            raise CapacityError(f"{what}: no room for {size_bytes} bytes beyond what is reserved")
+        return Room(self, cover, size_bytes, covered)
 
     def _largest_bytes(self) -> int:
         return max((reservation.shard_bytes for reservation in self._reservations.values()), default=0)
@@ -161,5 +230,9 @@ class Memory:
     def _update_limits(self) -> None:
         reservations = self._reservations.values()
         self._needs_bytes = sum(reservation.total_bytes for reservation in reservations)
-        self.pool.elsewhere_bytes = sum(reservation.optimizer_bytes for reservation in reservations)
+        self._optimizer_bytes = sum(reservation.optimizer_bytes for reservation in reservations)
+        self._update_elsewhere()
         self.staging.set_limit(max(self._largest_bytes(), self.budget_bytes - self._needs_bytes))
+
+    def _update_elsewhere(self) -> None:
+        self.pool.elsewhere_bytes = self._optimizer_bytes + self._shared_bytes

@@ -11,13 +11,9 @@ import math
 from collections.abc import Sequence
 from itertools import chain
 
-import numpy as np
 import torch
 
 from shardwell_wire.layout import BLOCK_BYTES
-
-_ROWS_AT_ONCE = 128
-"""16-bit rows are widened so many at a time: 1 MiB of fp32."""
 
 
 def block_squares(values: torch.Tensor, first_byte: int) -> list[float]:
@@ -39,12 +35,8 @@ def block_squares(values: torch.Tensor, first_byte: int) -> list[float]:
 
 def _row_squares(rows: torch.Tensor) -> list[float]:
     """[num_rows, row] -> [num_rows]"""
-    squares: list[float] = []
-    wide = rows.element_size() >= 4
-    for start in range(0, len(rows), len(rows) if wide else _ROWS_AT_ONCE):
-        array = (rows if wide else rows[start : start + _ROWS_AT_ONCE].float()).numpy()
-        with np.errstate(over="ignore", invalid="ignore"):
-            squares += np.einsum("ij,ij->i", array, array, dtype=np.float64).tolist()
+    wide = rows.double()
+    squares: list[float] = torch.linalg.vecdot(wide, wide).tolist()
     return squares
 
 

@@ -26,7 +26,7 @@ class ShardOptimizer:
 
     Args:
         algorithm: ``sgd``, ``adam`` or ``adamw``.
-        values: The parts of parameters in the shard; replaced by ``rebind``. Each [numel].
+        values: The parts of parameters in the shard. Each [numel].
     """
 
     def __init__(self, algorithm: str, values: Sequence[torch.Tensor]) -> None:
@@ -46,11 +46,6 @@ class ShardOptimizer:
             raise ConflictError(
                 f"the run's optimizer is {self.algorithm} and cannot become {algorithm}: start another run"
             )
-
-    def rebind(self, values: Sequence[torch.Tensor]) -> None:
-        """Has the parameters lie elsewhere; the state stays."""
-        for parameter, value in zip(self._parameters, values, strict=True):
-            parameter.data = value
 
     @torch.no_grad()
     def step(

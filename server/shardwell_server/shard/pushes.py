@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import torch
+
 from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.contributions import Contribution
+from shardwell_server.shard.mailboxes import Mailbox
 from shardwell_server.shard.memory import IncomingBuffer
 from shardwell_server.shard.runs import Run
 from shardwell_server.shard.store import ShardStore
@@ -13,6 +18,23 @@ from shardwell_wire import codec
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError, VersionGoneError
 from shardwell_wire.layout import Segment
 from shardwell_wire.v1 import shard_pb2
+
+
+class GradientBuffer(Protocol):
+    """Where a gradient lies, laid out like its shard."""
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """uint8. [stop_bytes - start_bytes]"""
+        ...
+
+    def keep(self) -> torch.Tensor:
+        """It becomes a contribution: the buffer stays as it is until ``give_back``."""
+        ...
+
+    def give_back(self) -> None:
+        """The contribution is used up or void."""
+        ...
 
 
 class Push:
@@ -51,17 +73,33 @@ class Push:
         self._check_wanted()
         if self._is_here():
             return await self._acknowledge(incoming)
+        memory, shard = self._store.memory, self._shard
 
         async def take() -> bool:
             # What is held of the rank stays until this stream is complete; then one of the two goes.
-            reserved = self._dp_rank not in self._shard.contributions.by_rank
-            async with self._store.memory.incoming(
-                self._shard.size_bytes, reserved=reserved, wait_s=wait_s, what=self._what
-            ) as received:
+            room = memory.incoming(shard.size_bytes, shard.contribution_cover, wait_s=wait_s, what=self._what)
+            async with room as received:
                 checksum = await incoming.into(self._targets(received), self._what)
-                return await uninterrupted(self._run.alone(lambda: self._accept(received, checksum)))
+                return await self._hand_over(received, checksum)
 
         return await self._shard.streams.replace(self._dp_rank, (self._epoch, self._attempt), self._what, take)
+
+    async def adopt(self, mailbox: Mailbox) -> bool:
+        """Takes the gradient that lies in a mailbox; returns whether it was here already.
+
+        Raises:
+            InvalidRequestError, StaleEpochError, VersionGoneError, StepStateError: As ``receive``.
+        """
+        self._check_form()
+        self._check_wanted()
+        if not self._is_here():
+            mailbox.check(self._shard)
+        return await self._hand_over(mailbox, None)
+
+    async def _hand_over(self, source: GradientBuffer, checksum: int | None) -> bool:
+        duplicate = await uninterrupted(self._run.alone(lambda: self._accept(source, checksum)))
+        self._run.soon(lambda: self._shard.reduce_ahead(self._store.in_thread))
+        return duplicate
 
     def _check_form(self) -> None:
         shard, indices = self._shard, list(self._header.parameter_indices)
@@ -106,17 +144,21 @@ class Push:
         self._count_duplicate(await incoming.checksum(total, self._what))
         return True
 
-    async def _accept(self, received: IncomingBuffer, checksum: int) -> bool:
+    async def _accept(self, source: GradientBuffer, checksum: int | None) -> bool:
         """Takes a complete push if it is still wanted; returns whether it was here already."""
         self._check_wanted()
         if self._is_here():
             self._count_duplicate(checksum)
             return True
-        contributions, views = self._shard.contributions, self._shard.views(received.buffer)
-        chosen = [self._shard.segment_of[segment.parameter_index] for segment in self._packed()]
+        shard, contributions = self._shard, self._shard.contributions
+        views = shard.views(source.buffer)
+        chosen = [shard.segment_of[segment.parameter_index] for segment in self._packed()]
+        shard.forget_reduced()
         if self._part == 0:
-            self._shard.drop_contributions(contributions.drop_older(self._dp_rank, self._attempt))
-            contributions.by_rank[self._dp_rank] = Contribution(self._attempt, received.keep(), views, set(chosen))
+            shard.drop_older(self._dp_rank, self._attempt)
+            contributions.by_rank[self._dp_rank] = Contribution(
+                self._attempt, source.keep(), views, source.give_back, set(chosen)
+            )
         else:
             held = contributions.by_rank[self._dp_rank]
             await self._store.in_thread(lambda: held.compute_add(views, chosen))
@@ -124,10 +166,13 @@ class Push:
         self._run.fences.raise_epoch(self._dp_rank, self._epoch)
         return False
 
-    def _count_duplicate(self, checksum: int) -> None:
+    def _count_duplicate(self, checksum: int | None) -> None:
         self._run.duplicate_count += 1
         held = self._shard.contributions.by_rank.get(self._dp_rank)
-        if held is not None and self._part < held.part_count and held.checksums[self._part] != checksum:
+        if held is None or self._part >= held.part_count:
+            return
+        first = held.checksums[self._part]
+        if first is not None and checksum is not None and first != checksum:
             self._run.differing_duplicate_count += 1
 
     def _packed(self) -> list[Segment]:

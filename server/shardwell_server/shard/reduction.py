@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shardwell_server.shard.norms import block_squares, exact_partials
+from shardwell_wire.layout import BLOCK_BYTES
 
-_SLICE_ELEMENTS = 1 << 18
-"""16-bit terms are widened so many at a time: 1 MiB of fp32."""
+_SLICE_BYTES = 1 << 20
+"""So much of a gradient is summed, divided and squared before the next, while it is in the cache."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,13 @@ class Reduced:
     buffer: torch.Tensor | None
     """What they lie in, if not in a contribution."""
     square_partials: list[float]
-    max_abs: float
     non_finite: int | None = None
     """The first segment with NaN or infinity; then the rest was not looked at."""
+
+    def max_abs(self) -> float:
+        """The largest absolute value; 0 if there is no gradient."""
+        values = (torch.aminmax(gradient) for gradient in self.gradients if gradient is not None and gradient.numel())
+        return max((abs(float(value)) for pair in values for value in pair), default=0.0)
 
 
 def reduce_shard(
@@ -35,7 +40,6 @@ def reduce_shard(
     first_bytes: Sequence[int],
     *,
     buffer: torch.Tensor | None,
-    with_max_abs: bool,
 ) -> Reduced:
     """The mean gradients of all segments of a shard, with their share of the norm.
 
@@ -45,28 +49,38 @@ def reduce_shard(
         outs: Receive the results. None: when ``dp`` is 1.
         first_bytes: Where segments begin in the flat vector.
         buffer: What ``outs`` lie in.
-        with_max_abs: Whether the largest absolute value is wanted.
     """
     gradients: list[torch.Tensor | None] = [None] * len(terms)
     squares: list[float] = []
-    max_abs = 0.0
     for number, own in enumerate(terms):
         if not own:
             continue
-        mean = mean_in_rank_order(own, dp, own[0] if outs is None else outs[number])
-        found = block_squares(mean, first_bytes[number])
+        mean = own[0] if outs is None else outs[number]
+        found: list[float] = []
+        for here in _slices(mean, first_bytes[number]):
+            if dp > 1:
+                mean_in_rank_order([term[here] for term in own], dp, mean[here])
+            found += block_squares(mean[here], first_bytes[number] + here.start * mean.element_size())
         # A sum of squares may overflow where no value does.
         if not all(map(math.isfinite, found)) and not bool(torch.isfinite(mean).all()):
-            return Reduced(gradients, buffer, [], 0.0, non_finite=number)
+            return Reduced(gradients, buffer, [], non_finite=number)
         gradients[number] = mean
         squares += found
-        if with_max_abs:
-            max_abs = max(max_abs, *(abs(float(value)) for value in torch.aminmax(mean)))
-    return Reduced(gradients, buffer, exact_partials(squares), max_abs)
+    return Reduced(gradients, buffer, exact_partials(squares))
 
 
-def mean_in_rank_order(terms: Sequence[torch.Tensor], dp: int, out: torch.Tensor) -> torch.Tensor:
-    """The mean gradient of one parameter's part.
+def _slices(values: torch.Tensor, first_byte: int) -> Iterator[slice]:
+    """Consecutive parts of a segment that end with a block of the flat vector."""
+    size, stop = values.element_size(), 0
+    while stop < values.numel():
+        start = stop
+        end_byte = (first_byte + start * size) // BLOCK_BYTES * BLOCK_BYTES + _SLICE_BYTES
+        stop = min(values.numel(), (end_byte - first_byte) // size)
+        yield slice(start, stop)
+
+
+def mean_in_rank_order(terms: Sequence[torch.Tensor], dp: int, out: torch.Tensor) -> None:
+    """The mean gradient of consecutive elements of one parameter.
 
     The result depends on the terms and their order alone. 16-bit terms are added in fp32 and rounded
     once.
@@ -75,24 +89,18 @@ def mean_in_rank_order(terms: Sequence[torch.Tensor], dp: int, out: torch.Tensor
         terms: By rising logical rank, of the ranks that have a gradient; the others count as zero.
             Each [numel].
         dp: Logical data ranks: what the sum is divided by.
-        out: Receives the result unless a term can serve as it is. [numel]
-
-    Returns:
-        ``out``, or the only term when ``dp`` is 1.
+        out: Receives the result. [numel]
     """
-    if dp == 1:
-        return terms[0]
     if out.element_size() < 4:
-        for start in range(0, out.numel(), _SLICE_ELEMENTS):
-            here = slice(start, start + _SLICE_ELEMENTS)
-            total = terms[0][here].float()
-            for term in terms[1:]:
-                total += term[here]
-            out[here] = total.div_(dp)
-        return out
+        total = terms[0].float()
+        for term in terms[1:]:
+            total += term
+        out.copy_(total.div_(dp))
+        return
     if len(terms) == 1:
-        return torch.div(terms[0], dp, out=out)
+        torch.div(terms[0], dp, out=out)
+        return
     torch.add(terms[0], terms[1], out=out)
     for term in terms[2:]:
         out += term
-    return out.div_(dp)
+    out.div_(dp)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardwell_server.shard.fences import Fences
 from shardwell_server.shard.unit_shard import UnitShard
 from shardwell_wire.errors import NotFoundError
 from shardwell_wire.v1 import shard_pb2
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -42,6 +45,7 @@ class Run:
         self.duplicate_count = 0
         self.differing_duplicate_count = 0
         self._dropped = False
+        self._tasks: set[asyncio.Future[None]] = set()
         self._lock = asyncio.Lock()
 
     def shard(self, unit: str) -> UnitShard:
@@ -71,11 +75,27 @@ class Run:
                 raise NotFoundError(f"run {self.name!r} was deleted", run=self.name)
             return await work()
 
+    def soon(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Does something ``alone`` that nobody waits for."""
+
+        async def later() -> None:
+            try:
+                await self.alone(work)
+            except NotFoundError:
+                return  # the run was deleted
+
+        task = asyncio.ensure_future(later())
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("work on run %r failed", self.name, exc_info=error)
+
     def unprepare(self) -> None:
-        """Makes the reduced gradients void: contributions may change again."""
+        """The step in flight is open again: contributions may change."""
         self.prepared = None
-        for shard in self.shards.values():
-            shard.forget_reduced()
 
     def drop(self) -> None:
         """Forgets everything; call it ``alone``."""

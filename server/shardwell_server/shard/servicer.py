@@ -15,6 +15,7 @@ from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.lanes import LaneOffer
 from shardwell_server.shard.pushes import Push
 from shardwell_server.shard.runs import Run
+from shardwell_server.shard.shm_lane import ShmLanes
 from shardwell_server.shard.store import ShardStore
 from shardwell_server.shard.streams import IncomingStream
 from shardwell_wire import codec
@@ -34,9 +35,7 @@ class ShardServicer:
         lanes: What it offers beside the rpcs.
     """
 
-    def __init__(
-        self, server_id: str, store: ShardStore, lanes: Mapping[int, LaneOffer] | None = None
-    ) -> None:
+    def __init__(self, server_id: str, store: ShardStore, lanes: Mapping[int, LaneOffer] | None = None) -> None:
         self._server_id, self._store = server_id, store
         self._lanes = lanes or {}
         self._requests = RequestLog()
@@ -108,16 +107,13 @@ class ShardServicer:
         wanted = request.version if request.HasField("version") else None
         version, parameters = await shard.read(wanted, call.remaining_s())
         try:
-            whole = codec.memory_at(parameters.buffer.data_ptr(), shard.size_bytes)
             header = shard_pb2.GatherHeader(version=version, start_bytes=start, stop_bytes=stop)
-            piece = whole[start - shard.start_bytes : stop - shard.start_bytes]
-            for message in codec.encode_stream(
-                shard_pb2.GatherResponse(header=header),
-                [piece],
-                chunk_bytes=request.chunk_bytes or codec.DEFAULT_CHUNK_BYTES,
-            ):
-                yield message
+            encoder = codec.StreamEncoder(shard_pb2.GatherResponse(header=header), stop - start)
+            size = request.chunk_bytes or codec.DEFAULT_CHUNK_BYTES
+            for low in range(start, max(stop, start + 1), size):
                 parameters.check()
+                piece = parameters.memory(low - shard.start_bytes, min(low + size, stop) - shard.start_bytes)
+                yield encoder.encode([piece])
         finally:
             shard.release(parameters)
 
@@ -155,8 +151,32 @@ class ShardServicer:
         ):
             yield message
 
+    async def LocateShard(self, request: shard_pb2.LocateShardRequest, call: Call) -> shard_pb2.LocateShardResponse:
+        self._shm_lanes().lane(request.lane, request.run)
+        shard = self._store.run(request.run).shard(request.unit)
+        wanted = request.version if request.HasField("version") else None
+        version, parameters = await shard.read(wanted, call.remaining_s())
+        shard.release(parameters)
+        assert shard.home is not None
+        if shard.home.segment is None:
+            raise ConflictError(f"{shard.what} is not in shared memory: {shard.home.why_not_shared}")
+        segment = shard_pb2.SharedSegment(path=shard.home.segment.path, size_bytes=shard.size_bytes)
+        return shard_pb2.LocateShardResponse(version=version, segment=segment)
+
     async def OpenMailbox(self, request: shard_pb2.OpenMailboxRequest, call: Call) -> shard_pb2.OpenMailboxResponse:
-        raise ConflictError(f"{self._server_id} has no shm lane {request.lane!r} open")
+        lane = self._shm_lanes().lane(request.lane, request.run)
+        number, mailbox = lane.open_mailbox(self._store.run(request.run).shard(request.unit))
+        return shard_pb2.OpenMailboxResponse(mailbox=number, path=mailbox.path)
+
+    async def ReduceMailbox(
+        self, request: shard_pb2.ReduceMailboxRequest, call: Call
+    ) -> shard_pb2.ReduceMailboxResponse:
+        header = request.header
+        self._note(call, header.context, request)
+        run = self._store.run(header.context.run)
+        mailbox = self._shm_lanes().lane(request.lane, run.name).mailbox(request.mailbox)
+        duplicate = await Push(self._store, run, run.shard(header.unit), header).adopt(mailbox)
+        return shard_pb2.ReduceMailboxResponse(duplicate=duplicate, version=header.context.step, adopted=mailbox.held)
 
     # ---- people's ----
 
@@ -182,6 +202,12 @@ class ShardServicer:
         return await inspection.peek(self._store, request)
 
     # ---- shared ----
+
+    def _shm_lanes(self) -> ShmLanes:
+        offer = self._lanes.get(common_pb2.LANE_KIND_SHM)
+        if not isinstance(offer, ShmLanes):
+            raise ConflictError(f"{self._server_id} offers no lane through shared memory")
+        return offer
 
     def _coordinated(
         self, request: shard_pb2.FenceRequest | shard_pb2.PrepareStepRequest | shard_pb2.UpdateRequest, call: Call

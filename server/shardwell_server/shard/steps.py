@@ -18,7 +18,7 @@ def fence(run: Run, request: shard_pb2.FenceRequest) -> None:
     for shard in run.shards.values():
         for rank, attempt in risen:
             if shard.version == step:
-                shard.drop_contributions(shard.contributions.drop_older(rank, attempt))
+                shard.drop_older(rank, attempt)
         for told in request.ranks:
             oldest = (run.fences.epoch(told.dp_rank), run.fences.attempt(told.dp_rank, step))
             shard.streams.end(
@@ -51,10 +51,10 @@ async def prepare(
     run.prepared = PreparedStep(step, asked, None)  # from here on pushes are refused
     try:
         for shard in list(run.shards.values()):
-            reduced = await shard.reduce(in_thread, with_max_abs=request.with_max_abs)
-            norm = shard_pb2.UnitNorm(
-                unit_index=shard.index, square_partials=reduced.square_partials, max_abs=reduced.max_abs
-            )
+            reduced = await shard.reduce(in_thread)
+            norm = shard_pb2.UnitNorm(unit_index=shard.index, square_partials=reduced.square_partials)
+            if request.with_max_abs:
+                norm.max_abs = await in_thread(reduced.max_abs)
             answer.units.append(norm)
     except BaseException:
         run.unprepare()
@@ -80,6 +80,8 @@ async def update(run: Run, in_thread: InThread, request: shard_pb2.UpdateRequest
     place = {index: number for number, index in enumerate(request.unit_order)}
     shards = sorted(run.shards.values(), key=lambda shard: (place.get(shard.index, len(place)), shard.index))
     waiting = [shard for shard in shards if shard.version != step + 1]
+    if waiting and (run.prepared is None or run.prepared.step != step or run.prepared.answer is None):
+        raise StepStateError(f"step {step} of run {run.name!r} is not prepared here: it cannot be updated")
     for shard in waiting:
         shard.check_update(step, request.optimizer)
     for shard in waiting:

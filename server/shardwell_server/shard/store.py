@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from shardwell_server.shard.memory import Memory
 from shardwell_server.shard.runs import Run
+from shardwell_server.shard.shared_memory import SharedMemory
 from shardwell_server.shard.threads import in_threads_of
 from shardwell_server.shard.unit_shard import UnitShard
 from shardwell_wire.errors import (
@@ -24,10 +25,12 @@ class ShardStore:
     Args:
         budget_bytes: What reservations are checked against.
         threads: Where tensor work runs.
+        shared: Where parameters lie, if trainers of this host shall be able to map them.
     """
 
-    def __init__(self, budget_bytes: int, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, budget_bytes: int, threads: ThreadPoolExecutor, shared: SharedMemory | None = None) -> None:
         self.memory = Memory(budget_bytes)
+        self._shared = shared
         self.memory.staging.make_room = self._revoke_superseded
         self.runs: dict[str, Run] = {}
         self.in_thread = in_threads_of(threads)
@@ -53,11 +56,11 @@ class ShardStore:
             InvalidRequestError: The range is not one of the unit's.
             UnitMismatchError: The unit is there with another layout or range, or its index is another's.
             StepStateError: A step is prepared; a new unit would miss it.
-        CapacityError: It does not fit the budget.
+            CapacityError: It does not fit the budget.
         """
         _check_reservation(run_name, layout, start, stop, dp)
         run = self.runs.get(run_name) or Run(run_name)
-        wanted = UnitShard(run_name, layout, index, start, stop, dp, self.memory)
+        wanted = UnitShard(run_name, layout, index, start, stop, dp, self.memory, self._shared)
         known = next(
             (shard for shard in run.shards.values() if layout.unit == shard.unit or index == shard.index), None
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,9 +11,11 @@ import torch
 from shardwell_server.shard import segments
 from shardwell_server.shard.concurrency import OpenStreams
 from shardwell_server.shard.contributions import Contributions
-from shardwell_server.shard.memory import Memory
+from shardwell_server.shard.memory import Cover, IncomingBuffer, Memory
 from shardwell_server.shard.optimizer import ShardOptimizer
+from shardwell_server.shard.parameters import Home, Parameters
 from shardwell_server.shard.reduction import Reduced, reduce_shard
+from shardwell_server.shard.shared_memory import SharedMemory
 from shardwell_server.shard.threads import InThread
 from shardwell_wire.errors import (
     DeadlineError,
@@ -27,24 +28,8 @@ from shardwell_wire.errors import (
     VersionGoneError,
 )
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.shared_segment import UPDATING
 from shardwell_wire.v1 import common_pb2
-
-
-@dataclass(eq=False)
-class Parameters:
-    """The bytes of one version."""
-
-    buffer: torch.Tensor
-    """uint8. [stop_bytes - start_bytes]"""
-    readers: int = 0
-    """While there are any, the bytes stay as they are."""
-    revoked: ShardwellError | None = None
-    """Why the bytes may not be read any more, by those who still wanted to."""
-
-    def check(self) -> None:
-        """Raises what took the bytes from their readers; readers ask before every look at them."""
-        if self.revoked is not None:
-            raise self.revoked
 
 
 class UnitShard:
@@ -58,10 +43,19 @@ class UnitShard:
         stop_bytes: Its end.
         dp: Logical data ranks.
         memory: Where buffers come from.
+        shared: Where parameters lie, if trainers shall be able to map them.
     """
 
     def __init__(
-        self, run: str, layout: UnitLayout, index: int, start_bytes: int, stop_bytes: int, dp: int, memory: Memory
+        self,
+        run: str,
+        layout: UnitLayout,
+        index: int,
+        start_bytes: int,
+        stop_bytes: int,
+        dp: int,
+        memory: Memory,
+        shared: SharedMemory | None = None,
     ) -> None:
         self.run, self.layout, self.index, self.dp = run, layout, index, dp
         self.start_bytes, self.stop_bytes = start_bytes, stop_bytes
@@ -69,6 +63,7 @@ class UnitShard:
         self.segment_of = {segment.parameter_index: number for number, segment in enumerate(self.segments)}
         self.version: int | None = None
         self.parameters: Parameters | None = None
+        self.home: Home | None = None
         self.initial_epoch = -1
         """Under which the values that wait for publication came."""
         self.streams = OpenStreams()
@@ -77,9 +72,10 @@ class UnitShard:
         self.reduced: Reduced | None = None
         self.optimizer: ShardOptimizer | None = None
         self.optimizer_bytes = 0
-        self._memory = memory
+        self.initial_cover, self.contribution_cover = Cover(1), Cover(dp)
+        self._memory, self._shared = memory, shared
         self._superseded: Parameters | None = None
-        """The version before, while somebody reads it."""
+        """The version before, in a copy, while somebody reads it."""
         self._updating = False
         self._failure: ShardwellError | None = None
         """Why there are no values any more."""
@@ -190,12 +186,13 @@ class UnitShard:
 
     # ---- the first version, and the last ----
 
-    def accept_initial(self, epoch: int, buffer: torch.Tensor) -> None:
+    def accept_initial(self, epoch: int, received: IncomingBuffer) -> None:
         """Takes complete initial values, replacing those that were here."""
         assert self.version is None
-        if self.parameters is not None:
-            self._memory.pool.give(self.parameters.buffer)
-        self.parameters, self.initial_epoch = Parameters(buffer), epoch
+        if self.home is not None:
+            self.home.close()
+        self.home = Home(received, self._shared, self.what)
+        self.parameters, self.initial_epoch = Parameters(self.home.buffer), epoch
 
     def publish(self, epoch: int) -> int:
         """Makes the initial values of an epoch version 0, once; returns the version.
@@ -207,7 +204,9 @@ class UnitShard:
             return self.version
         if self.parameters is None or self.initial_epoch != epoch:
             raise StepStateError(f"{self.what}: the initial values of epoch {epoch} are not complete here")
+        assert self.home is not None
         self.version = 0
+        self.home.show(self.version)
         self._notify()
         return self.version
 
@@ -220,19 +219,34 @@ class UnitShard:
         if self._superseded is not None:
             self._superseded.revoked = self._failure
             self._forget_superseded()
-        if self.parameters is not None:
+        if self.parameters is not None and self.home is not None:
             self.parameters.revoked = self._failure
-            self._memory.pool.give(self.parameters.buffer)
-            self.parameters = None
+            self.home.close()
+            self.parameters = self.home = None
 
     # ---- reducing ----
 
-    async def reduce(self, in_thread: InThread, *, with_max_abs: bool) -> Reduced:
-        """Adds the contributions in rank order and takes the mean.
+    async def reduce(self, in_thread: InThread) -> Reduced:
+        """Adds the contributions in rank order and takes the mean, unless that is done.
 
         Raises:
             NonFiniteError: It has NaN or infinity; names the parameter and the ranks.
         """
+        if self.reduced is None:
+            self.reduced = await self._reduce(in_thread)
+        if self.reduced.non_finite is not None:
+            raise await in_thread(partial(self.compute_blame, self.reduced.non_finite))
+        return self.reduced
+
+    async def reduce_ahead(self, in_thread: InThread) -> None:
+        """Does the work of ``reduce`` if everything seems to be here, before it is asked for.
+
+        Contributions stay as they are: if another part comes, or one is withdrawn, it is done again.
+        """
+        if self.reduced is None and self.contributions.seem_complete(self.dp):
+            self.reduced = await self._reduce(in_thread)
+
+    async def _reduce(self, in_thread: InThread) -> Reduced:
         ranks = [contribution for _, contribution in sorted(self.contributions.by_rank.items())]
         terms = [
             [gradient for rank in ranks if (gradient := rank.gradient(number)) is not None]
@@ -242,17 +256,11 @@ class UnitShard:
         try:
             outs = None if buffer is None else self.views(buffer)
             starts = [segment.start_bytes for segment in self.segments]
-            self.reduced = await in_thread(
-                partial(reduce_shard, terms, self.dp, outs, starts, buffer=buffer, with_max_abs=with_max_abs)
-            )
-            if self.reduced.non_finite is not None:
-                raise await in_thread(partial(self.compute_blame, self.reduced.non_finite))
+            return await in_thread(partial(reduce_shard, terms, self.dp, outs, starts, buffer=buffer))
         except BaseException:
-            self.reduced = None
             if buffer is not None:
                 self._memory.pool.give(buffer)
             raise
-        return self.reduced
 
     def compute_blame(self, number: int) -> NonFiniteError:
         """Says whose gradient of a segment is not finite."""
@@ -277,15 +285,15 @@ class UnitShard:
             self._memory.pool.give(self.reduced.buffer)
         self.reduced = None
 
-    def drop_contributions(self, buffers: Sequence[torch.Tensor] | None = None) -> None:
-        """Gives back contributions that are void or used up, and with them their mean.
+    def drop_older(self, dp_rank: int, attempt: int) -> None:
+        """Drops a rank's contribution, and with it the mean, if it is of an older attempt."""
+        if self.contributions.drop_older(dp_rank, attempt):
+            self.forget_reduced()
 
-        Args:
-            buffers: What ``Contributions`` let go of. None: all of them.
-        """
+    def drop_contributions(self) -> None:
+        """Gives back all contributions and their mean."""
         self.forget_reduced()
-        for buffer in self.contributions.clear() if buffers is None else buffers:
-            self._memory.pool.give(buffer)
+        self.contributions.clear()
 
     # ---- updating ----
 
@@ -322,15 +330,13 @@ class UnitShard:
         An update that fails midway leaves nothing that could be read or updated: its values are neither
         of the two versions.
         """
-        assert self.parameters is not None and self.reduced is not None
-        before, target = self.parameters, self._writable()
+        assert self.home is not None
         self._updating = True
         try:
-            await in_thread(lambda: self.compute_update(before.buffer, target, optimizer, clip_coefficient))
+            await self._leave_to_readers(in_thread)
+            self.home.show(UPDATING)
+            await in_thread(lambda: self.compute_update(optimizer, clip_coefficient))
         except BaseException as error:
-            if target is not before.buffer:
-                self._memory.pool.give(target)
-                self._memory.staging.give(self.size_bytes)
             self._failure = InternalError(
                 f"the update of {self.what} for step {step} failed midway and its values are lost "
                 f"({type(error).__name__}); the server's log has the details",
@@ -339,45 +345,39 @@ class UnitShard:
             raise
         else:
             self.version = step + 1
-            self._supersede(before, target)
-            self.drop_contributions()
+            self.home.show(self.version)
+            self.forget_reduced()
+            self.contributions.end_step()
             self._note_optimizer()
         finally:
             self._updating = False
             self._notify()
 
-    def compute_update(
-        self, before: torch.Tensor, target: torch.Tensor, optimizer: common_pb2.OptimizerStep, clip_coefficient: float
-    ) -> None:
-        """Applies the optimizer to ``target``, which is ``before`` or becomes a copy of it."""
-        assert self.reduced is not None
+    def compute_update(self, optimizer: common_pb2.OptimizerStep, clip_coefficient: float) -> None:
+        """Applies the optimizer in place."""
+        assert self.reduced is not None and self.home is not None
         if self.optimizer is None:
-            self.optimizer = ShardOptimizer(optimizer.algorithm, self.views(before))
-        if target is not before:
-            target.copy_(before)
-            self.optimizer.rebind(self.views(target))
+            self.optimizer = ShardOptimizer(optimizer.algorithm, self.views(self.home.buffer))
         groups = {unit.unit_index: unit.group_indices for unit in optimizer.units}.get(self.index)
         chosen = [-1 if groups is None else groups[segment.parameter_index] for segment in self.segments]
         self.optimizer.step(self.reduced.gradients, optimizer.groups, chosen, clip_coefficient)
 
-    def _writable(self) -> torch.Tensor:
-        """Where the next version is made: in place, unless somebody reads and there is room for a copy."""
-        assert self.parameters is not None and self.version is not None
-        current = self.parameters
-        if current.readers == 0:
-            return current.buffer
+    async def _leave_to_readers(self, in_thread: InThread) -> None:
+        """Has those who read the present version go on in a copy, if there is room for one."""
+        assert self.home is not None and self.parameters is not None and self.version is not None
+        before, live = self.parameters, self.home.buffer
+        self.parameters = Parameters(live)
+        if before.readers == 0:
+            return
         self.revoke_superseded()
-        if self._memory.staging.try_take(self.size_bytes):
-            return self._memory.pool.take(self.size_bytes)
-        current.revoked = self._gone(self.version, self.version + 1)
-        return current.buffer
-
-    def _supersede(self, before: Parameters, target: torch.Tensor) -> None:
-        self.parameters = Parameters(target)
-        if target is not before.buffer:
-            self._superseded = before
-            if before.readers == 0:
-                self._forget_superseded()
+        if not self._memory.staging.try_take(self.size_bytes):
+            before.revoked = self._gone(self.version, self.version + 1)
+            return
+        copy = self._memory.pool.take(self.size_bytes)
+        await in_thread(lambda: copy.copy_(live))
+        before.buffer, self._superseded = copy, before
+        if before.readers == 0:
+            self._forget_superseded()
 
     def _note_optimizer(self) -> None:
         assert self.optimizer is not None

@@ -1,0 +1,104 @@
+"""This trainer's ways to one shard server: the rpcs, and the best lane there is."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from shardwell.lanes import Lane
+from shardwell.shard_client import ShardClient
+from shardwell.shm_lane import ShmLane
+from shardwell_wire.errors import ShardwellError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+AnyLane = TypeVar("AnyLane")
+
+_OPEN_TIMEOUT_S = 10.0
+_MEASURED_BYTES = 2 << 20
+
+
+class ServerConnection:
+    """Connected to one shard server for one run.
+
+    Args:
+        address: host:port.
+        run: Name of the run, of which the server holds a unit already.
+        kinds: Lanes to try, in this order.
+        chunk_bytes: Payload per message over gRPC.
+
+    Raises:
+        UnavailableError: None of the lanes can be opened.
+    """
+
+    def __init__(self, address: str, run: str, *, kinds: Sequence[str], chunk_bytes: int) -> None:
+        self.address, self._run, self._kinds = address, run, tuple(kinds)
+        self.client = ShardClient(address, chunk_bytes=chunk_bytes)
+        self.shm: ShmLane | None = None
+        self._stream: Lane | None = None
+        if self._kinds[0] == "shm":
+            self.shm = self._try("shm", lambda: ShmLane(self.client, run, timeout_s=_OPEN_TIMEOUT_S))
+        self.pushes_through_shm = self.shm is not None
+        if self.shm is None:
+            self._stream = self._open_stream()
+        logger.info("shard server at %s: lane %s", address, self.kind)
+
+    @property
+    def kind(self) -> str:
+        """Of the lane that is used: ``shm``, ``socket`` or ``grpc``."""
+        return "shm" if self.shm is not None else self.stream.kind
+
+    @property
+    def stream(self) -> Lane:
+        """The lane for what cannot go through shared memory."""
+        if self._stream is None:
+            self._stream = self._open_stream()
+        return self._stream
+
+    def require_shm(self) -> ShmLane:
+        """The lane through shared memory, of a unit that is read in place."""
+        assert self.shm is not None
+        return self.shm
+
+    def stream_gradients(self, reason: ShardwellError | OSError) -> None:
+        """There is no room for gradients in shared memory: from now on they are streamed."""
+        if self.pushes_through_shm:
+            self.pushes_through_shm = False
+            logger.warning(
+                "shard server at %s: no shared memory for gradients, sending them over %s: %s",
+                self.address,
+                self.stream.kind,
+                reason,
+            )
+
+    def close(self) -> None:
+        """Closes the lanes and cancels what is in flight."""
+        for lane in (self.shm, self._stream):
+            if lane is not None:
+                lane.close()
+        self.client.close()
+
+    def _try(self, kind: str, open_lane: Callable[[], AnyLane]) -> AnyLane | None:
+        try:
+            return open_lane()
+        except (ShardwellError, OSError) as error:
+            # Elsewhere nobody expects shared memory.
+            level = logging.INFO if kind == "shm" and not is_this_host(self.address) else logging.WARNING
+            logger.log(level, "shard server at %s: no lane %s: %s", self.address, kind, error)
+            return None
+
+    def _open_stream(self) -> Lane:
+        if "grpc" in self._kinds:
+            return self.client
+        raise UnavailableError(
+            f"shard server at {self.address}: none of the lanes {', '.join(self._kinds)} can be opened; "
+            "the log says why: allow grpc too"
+        )
+
+
+def is_this_host(address: str) -> bool:
+    """Whether host:port is on this machine, as far as its name tells."""
+    host = address.rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1", socket.gethostname()) or host.startswith("127.")

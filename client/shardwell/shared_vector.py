@@ -1,0 +1,112 @@
+"""A unit's flat vector seen in place: the servers' shared memory, mapped into this process."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shardwell_wire.errors import VersionGoneError
+from shardwell_wire.layout import BLOCK_BYTES
+from shardwell_wire.shared_segment import HEAD_BYTES, read_version
+
+_PROT_NONE, _MAP_FIXED = 0, 0x10
+_PRESENT, _SHARED_OR_FILE = np.uint64(1 << 63), np.uint64(1 << 61)
+"""Bits of an entry of /proc/self/pagemap; see the kernel's documentation of pagemap."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+CAN_MAP = mmap.PAGESIZE == BLOCK_BYTES
+"""Shards begin on multiples of 4096 bytes, so they can be mapped side by side where pages have that size."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlace:
+    """A server's segment and the range of the flat vector that it holds."""
+
+    path: str
+    start_bytes: int
+    stop_bytes: int
+
+
+class SharedVector:
+    """All shards of a unit, side by side as in the flat vector, without a copy.
+
+    What this process writes stays its own: the kernel copies a page before the first write to it.
+    The servers' values cannot be changed from here.
+
+    Args:
+        unit: Its name, for errors.
+        places: The unit's shards, in order and without gaps.
+
+    Raises:
+        OSError: A segment cannot be opened here.
+    """
+
+    def __init__(self, unit: str, places: Sequence[SegmentPlace]) -> None:
+        self._unit = unit
+        self._size_bytes = places[-1].stop_bytes
+        self._address = _map(None, self._size_bytes, _PROT_NONE, mmap.MAP_ANONYMOUS, -1, 0)
+        memory = (ctypes.c_char * self._size_bytes).from_address(self._address)
+        weakref.finalize(memory, _libc.munmap, self._address, self._size_bytes)
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        """[size_bytes]"""
+        self._heads = [self._map_segment(place) for place in places if place.stop_bytes > place.start_bytes]
+
+    def _map_segment(self, place: SegmentPlace) -> memoryview:
+        descriptor = os.open(place.path, os.O_RDONLY)
+        try:
+            _map(
+                self._address + place.start_bytes,
+                place.stop_bytes - place.start_bytes,
+                mmap.PROT_READ | mmap.PROT_WRITE,
+                _MAP_FIXED,
+                descriptor,
+                HEAD_BYTES,
+            )
+            return memoryview(mmap.mmap(descriptor, HEAD_BYTES, mmap.MAP_SHARED, mmap.PROT_READ))
+        finally:
+            os.close(descriptor)
+
+    def shows(self, version: int) -> bool:
+        """Whether all of it is of this version, now."""
+        return all(read_version(head) == version for head in self._heads)
+
+    def check(self, version: int) -> None:
+        """Raises VersionGoneError unless it has been of one version since ``shows`` said so."""
+        if not self.shows(version):
+            raise VersionGoneError(
+                f"version {version} of unit {self._unit!r} was overwritten while it was in use here: the step was "
+                "committed without this trainer, or the weights were used after the step's work was finished",
+                unit=self._unit,
+                version=version,
+            )
+
+    def forget_writes(self) -> int | None:
+        """Drops what this process wrote into the vector; returns where the first page of it begins, if there is one."""
+        first, count = self._address // mmap.PAGESIZE, -(-self._size_bytes // mmap.PAGESIZE)
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            pagemap.seek(first * 8)
+            entries = np.frombuffer(pagemap.read(count * 8), np.uint64)
+        own = np.flatnonzero((entries & (_PRESENT | _SHARED_OR_FILE)) == _PRESENT)
+        if not own.size:
+            return None
+        _libc.madvise(self._address, self._size_bytes, mmap.MADV_DONTNEED)
+        return int(own[0]) * mmap.PAGESIZE
+
+
+def _map(address: int | None, size_bytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
+    mapped: int = _libc.mmap(address, size_bytes, protection, mmap.MAP_PRIVATE | flags, descriptor, offset)
+    if mapped == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), f"mmap of {size_bytes} bytes: {os.strerror(ctypes.get_errno())}")
+    return mapped

@@ -1,0 +1,108 @@
+"""The lane through memory that this trainer and a shard server of the same host both map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwell.lanes import LaneStream, Piece
+from shardwell.mailboxes import Mailbox, Mailboxes
+from shardwell.shard_client import ShardClient
+from shardwell_wire.errors import UnavailableError
+from shardwell_wire.v1 import common_pb2, shard_pb2
+
+
+class ShmLane:
+    """Reads shards in place, and hands gradients over in mailboxes; the rpcs carry control messages only.
+
+    Args:
+        client: Calls the server.
+        run: Name of the run.
+        timeout_s: How long opening it may take.
+
+    Raises:
+        UnavailableError: The server's memory cannot be seen from here.
+        ShardwellError: The server does not offer the lane.
+    """
+
+    kind = "shm"
+
+    def __init__(self, client: ShardClient, run: str, *, timeout_s: float) -> None:
+        self._client, self._run = client, run
+        self._stream = LaneStream(client, run, common_pb2.LANE_KIND_SHM, timeout_s=timeout_s)
+        self._name = self._stream.answer.lane
+        try:
+            self._prove(self._stream.answer.shm)
+        except BaseException:
+            self._stream.close()
+            raise
+        self._sizes: dict[str, int] = {}
+        self._mailboxes = Mailboxes(self._open_mailbox)
+
+    def _prove(self, offer: shard_pb2.SharedMemoryOffer) -> None:
+        try:
+            with open(offer.path, "rb") as file:
+                proof = file.read(len(offer.proof))
+        except OSError as error:
+            raise UnavailableError(f"{self._client.peer} offers shared memory at {offer.path}, but {error}") from error
+        if proof != offer.proof:
+            raise UnavailableError(f"{self._client.peer} offers shared memory, but {offer.path} is another file here")
+
+    def locate(
+        self, unit: str, version: int | None, *, timeout_s: float, retry_for_s: float
+    ) -> shard_pb2.LocateShardResponse:
+        """Where a shard lies; waits until the version exists.
+
+        Raises:
+            VersionGoneError: A newer version has replaced it.
+            DeadlineError: It did not come to exist in time.
+            ConflictError: The shard is not in shared memory.
+        """
+        request = shard_pb2.LocateShardRequest(run=self._run, unit=unit, version=version, lane=self._name)
+        answer: shard_pb2.LocateShardResponse = self._client.call(
+            "LocateShard", request, timeout_s=timeout_s, retry_for_s=retry_for_s
+        )
+        return answer
+
+    def deliver(
+        self,
+        header: shard_pb2.ReduceScatterHeader,
+        pieces: Sequence[Piece],
+        *,
+        timeout_s: float,
+        retry_for_s: float,
+    ) -> None:
+        """Pushes one part of a contribution: one copy, into a mailbox.
+
+        Raises:
+            CapacityError: The server has no room for another mailbox.
+        """
+        unit = header.unit
+        self._sizes[unit] = header.stop_bytes - header.start_bytes
+        mailbox = self._mailboxes.take(unit)
+        for piece in pieces:
+            mailbox.lay(piece.offset_bytes, piece.data)
+        request = shard_pb2.ReduceMailboxRequest(header=header, lane=self._name, mailbox=mailbox.number)
+        adopted = True  # for all this trainer knows, if there is no answer
+        try:
+            answer: shard_pb2.ReduceMailboxResponse = self._client.call(
+                "ReduceMailbox", request, timeout_s=timeout_s, retry_for_s=retry_for_s
+            )
+            adopted = answer.adopted
+        finally:
+            if adopted:
+                self._mailboxes.note_adopted(unit, header.dp_rank, mailbox)
+            else:
+                self._mailboxes.give(unit, mailbox)
+
+    def release(self, dp_rank: int | None = None) -> None:
+        """The contributions of a rank, or of all, are used up or withdrawn: their mailboxes are free again."""
+        self._mailboxes.release(dp_rank)
+
+    def close(self) -> None:
+        """Gives the lane up, and with it the mailboxes."""
+        self._stream.close()
+
+    def _open_mailbox(self, unit: str) -> Mailbox:
+        request = shard_pb2.OpenMailboxRequest(run=self._run, unit=unit, lane=self._name)
+        answer: shard_pb2.OpenMailboxResponse = self._client.call("OpenMailbox", request)
+        return Mailbox.open(answer.mailbox, answer.path, self._sizes[unit])

@@ -1,0 +1,136 @@
+"""Memory that trainers of this host can map: files of a memory file system."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from shardwell_wire.codec import memory_at
+from shardwell_wire.errors import CapacityError
+from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, write_version
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_DIRECTORY = Path("/dev/shm")
+_PREFIX, _LOCK = "shardwell-", "lock"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedBuffer:
+    """A file in shared memory, and its bytes as a tensor."""
+
+    path: str
+    tensor: torch.Tensor
+    """The whole file, which is mapped as long as the tensor or a view of it lives. uint8. [size_bytes]"""
+
+    def unlink(self) -> None:
+        """Takes the file's name away: the memory is freed when nobody maps it any more."""
+        Path(self.path).unlink(missing_ok=True)
+
+
+class Segment:
+    """The parameters of one shard in shared memory: a head with their version, then the bytes."""
+
+    def __init__(self, shared: SharedBuffer) -> None:
+        self._shared = shared
+        self._head = memory_at(shared.tensor.data_ptr(), HEAD_BYTES)
+        self.buffer = shared.tensor[HEAD_BYTES:]
+        """uint8. [size_bytes]"""
+        self.show(UPDATING)
+
+    @property
+    def path(self) -> str:
+        return self._shared.path
+
+    def show(self, version: int) -> None:
+        """Says which version can be read, or ``UPDATING``."""
+        write_version(self._head, version)
+
+    def close(self) -> None:
+        """Tells those who read that there is nothing any more, and gives the memory up."""
+        self.show(UPDATING)
+        self._shared.unlink()
+
+
+class SharedMemory:
+    """Makes files that this process and trainers map; they end with it.
+
+    What servers that were killed left behind is removed by the next one: each keeps a lock, which
+    the kernel takes from the dead.
+
+    Args:
+        directory: Of a memory file system.
+    """
+
+    def __init__(self, directory: Path = DEFAULT_DIRECTORY) -> None:
+        _remove_remains(directory)
+        made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=directory))
+        (made / _LOCK).touch()
+        self._lock = _lock(made / _LOCK)
+        # Only a folder that is locked has the name by which others look for remains.
+        self._directory = made.rename(directory / made.name.removeprefix("."))
+
+    def create(self, size_bytes: int, what: str) -> SharedBuffer:
+        """A new file of zeros.
+
+        Raises:
+            CapacityError: The memory file system has no room.
+        """
+        path = self._directory / secrets.token_hex(8)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            # Room is taken now: a write to a page that the file system cannot provide would kill the process.
+            os.posix_fallocate(descriptor, 0, max(size_bytes, 1))
+            mapped = mmap.mmap(descriptor, max(size_bytes, 1))
+        except OSError as error:
+            path.unlink()
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+                raise
+            raise CapacityError(
+                f"{what}: no room for {size_bytes} bytes in the shared memory at {self._directory.parent} "
+                f"({error.strerror}): enlarge it (docker: shm_size) or start the server with --shm-dir none"
+            ) from error
+        finally:
+            os.close(descriptor)
+        return SharedBuffer(str(path), torch.frombuffer(mapped, dtype=torch.uint8)[:size_bytes])
+
+    def create_segment(self, size_bytes: int, what: str) -> Segment:
+        """Room for the parameters of one shard; raises as ``create`` does."""
+        return Segment(self.create(HEAD_BYTES + size_bytes, what))
+
+    def close(self) -> None:
+        """Removes all files; what is mapped stays until it is unmapped."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._lock.close()
+
+
+def _lock(path: Path) -> IO[bytes]:
+    held = path.open("rb")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+def _remove_remains(directory: Path) -> None:
+    """Removes the folders of servers that are not there any more."""
+    for folder in directory.glob(f"{_PREFIX}*"):
+        try:
+            with _lock(folder / _LOCK):
+                shutil.rmtree(folder)
+        except OSError:
+            continue  # it lives, is another user's, or is being made or removed at this moment
+        logger.info("removed %s, which a server that was killed left behind", folder)

@@ -1,0 +1,109 @@
+"""Lanes through shared memory: trainers of this host map shards, and lay gradients in mailboxes."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from shardwell_server.shard.mailboxes import Mailbox
+from shardwell_server.shard.memory import Memory
+from shardwell_server.shard.shared_memory import SharedMemory
+from shardwell_server.shard.unit_shard import UnitShard
+from shardwell_wire.errors import ConflictError
+from shardwell_wire.v1 import shard_pb2
+
+_PROOF_BYTES = 32
+
+
+class ShmLane:
+    """One trainer's mailboxes.
+
+    Args:
+        run: Name of the run that the lane is for.
+        shared: Where mailboxes are made.
+        memory: Whose budget they count against.
+    """
+
+    def __init__(self, run: str, shared: SharedMemory, memory: Memory) -> None:
+        self._run, self._shared, self._memory = run, shared, memory
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._numbers = itertools.count(1)
+
+    def check_run(self, run: str) -> None:
+        """Raises ConflictError for another run."""
+        if run != self._run:
+            raise ConflictError(f"the lane is open for run {self._run!r}, not for {run!r}")
+
+    def open_mailbox(self, shard: UnitShard) -> tuple[int, Mailbox]:
+        """A new mailbox and its number.
+
+        Raises:
+            CapacityError: Beyond the memory budget, or the shared memory is full.
+        """
+        what = f"a mailbox for {shard.what}"
+        room = self._memory.try_room(shard.size_bytes, shard.contribution_cover, what)
+        try:
+            shared = self._shared.create(shard.size_bytes, what)
+        except BaseException:
+            room.give()
+            raise
+        number = next(self._numbers)
+        self._mailboxes[number] = Mailbox(shard, shared, room)
+        return number, self._mailboxes[number]
+
+    def mailbox(self, number: int) -> Mailbox:
+        """Raises ConflictError if the lane has no such mailbox."""
+        if number not in self._mailboxes:
+            raise ConflictError(f"the lane has no mailbox {number}")
+        return self._mailboxes[number]
+
+    def close(self) -> None:
+        """Gives all mailboxes up."""
+        for mailbox in self._mailboxes.values():
+            mailbox.close()
+        self._mailboxes.clear()
+
+
+class ShmLanes:
+    """The lanes that are open, by name.
+
+    Args:
+        shared: Where mailboxes are made.
+        memory: Whose budget they count against.
+    """
+
+    def __init__(self, shared: SharedMemory, memory: Memory) -> None:
+        self._shared, self._memory = shared, memory
+        self._open: dict[str, ShmLane] = {}
+
+    @asynccontextmanager
+    async def open(self, run: str) -> AsyncIterator[shard_pb2.OpenLaneResponse]:
+        """See ``LaneOffer.open``."""
+        proof, name = secrets.token_bytes(_PROOF_BYTES), secrets.token_hex(8)
+        file = self._shared.create(_PROOF_BYTES, "a lane")
+        try:
+            Path(file.path).write_bytes(proof)
+            lane = self._open[name] = ShmLane(run, self._shared, self._memory)
+            try:
+                offer = shard_pb2.SharedMemoryOffer(path=file.path, proof=proof)
+                yield shard_pb2.OpenLaneResponse(lane=name, shm=offer)
+            finally:
+                del self._open[name]
+                lane.close()
+        finally:
+            file.unlink()
+
+    def lane(self, name: str, run: str) -> ShmLane:
+        """An open lane of a run.
+
+        Raises:
+            ConflictError: It is not open, or for another run.
+        """
+        lane = self._open.get(name)
+        if lane is None:
+            raise ConflictError(f"no shm lane {name!r} is open here")
+        lane.check_run(run)
+        return lane
