@@ -80,7 +80,7 @@ def encode_stream(
     """
     head, offset, hasher = first.SerializeToString(), 0, xxhash.xxh3_64()
     remaining = sum(len(piece) for piece in pieces)
-    for parts in _batches(pieces, chunk_bytes):
+    for parts in batches(pieces, chunk_bytes):
         size = sum(len(part) for part in parts)
         for part in parts:
             hasher.update(part)
@@ -93,7 +93,8 @@ def encode_stream(
         head, offset = b"", offset + size
 
 
-def _batches(pieces: Sequence[Buffer], chunk_bytes: int) -> Iterator[list[Buffer]]:
+def batches(pieces: Sequence[Buffer], chunk_bytes: int) -> Iterator[list[Buffer]]:
+    """Cuts consecutive buffers into lists of views of ``chunk_bytes`` together; at least one, perhaps empty."""
     batch: list[Buffer] = []
     room, sent = chunk_bytes, False
     for piece in pieces:

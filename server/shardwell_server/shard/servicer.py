@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 
-import xxhash
 from google.protobuf.message import Message
 
-from shardwell_server.request_log import RequestLog
 from shardwell_server.rpc import Call
-from shardwell_server.shard import initial_values, inspection, steps
+from shardwell_server.shard import initial_values, inspection, steps, transfers
 from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.lanes import LaneOffer
-from shardwell_server.shard.pushes import Push
 from shardwell_server.shard.runs import Run
 from shardwell_server.shard.store import ShardStore
-from shardwell_server.shard.streams import IncomingStream
+from shardwell_server.shard.streams import IncomingMessages
 from shardwell_wire import codec
 from shardwell_wire.errors import ConflictError, InvalidRequestError
 from shardwell_wire.layout import UnitLayout
@@ -34,12 +31,9 @@ class ShardServicer:
         lanes: What it offers beside the rpcs.
     """
 
-    def __init__(
-        self, server_id: str, store: ShardStore, lanes: Mapping[int, LaneOffer] | None = None
-    ) -> None:
+    def __init__(self, server_id: str, store: ShardStore, lanes: Mapping[int, LaneOffer] | None = None) -> None:
         self._server_id, self._store = server_id, store
         self._lanes = lanes or {}
-        self._requests = RequestLog()
         self._started_s = asyncio.get_running_loop().time()
 
     # ---- the coordinator's ----
@@ -86,7 +80,7 @@ class ShardServicer:
     # ---- the trainers' ----
 
     async def InitializeUnit(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.InitializeUnitResponse:
-        incoming = IncomingStream(stream, shard_pb2.InitializeUnitRequest)
+        incoming = IncomingMessages(stream, shard_pb2.InitializeUnitRequest)
         header = await incoming.header()
         assert isinstance(header, shard_pb2.InitializeUnitHeader)
         self._note(call, header.context, header)
@@ -95,41 +89,18 @@ class ShardServicer:
         return shard_pb2.InitializeUnitResponse(version=shard.version)
 
     async def Gather(self, request: shard_pb2.GatherRequest, call: Call) -> AsyncIterator[bytes]:
-        shard = self._store.run(request.run).shard(request.unit)
-        start, stop = request.start_bytes, request.stop_bytes
-        if start == stop == 0:
-            start, stop = shard.start_bytes, shard.stop_bytes
-        if not shard.start_bytes <= start <= stop <= shard.stop_bytes:
-            raise InvalidRequestError(
-                f"{shard.what}: [{start}, {stop}) is not in this server's [{shard.start_bytes}, {shard.stop_bytes})"
-            )
-        if request.chunk_bytes > codec.MAX_CHUNK_BYTES:
-            raise InvalidRequestError(f"chunk_bytes is {request.chunk_bytes}: at most {codec.MAX_CHUNK_BYTES}")
-        wanted = request.version if request.HasField("version") else None
-        version, parameters = await shard.read(wanted, call.remaining_s())
-        try:
-            whole = codec.memory_at(parameters.buffer.data_ptr(), shard.size_bytes)
-            header = shard_pb2.GatherHeader(version=version, start_bytes=start, stop_bytes=stop)
-            piece = whole[start - shard.start_bytes : stop - shard.start_bytes]
-            for message in codec.encode_stream(
-                shard_pb2.GatherResponse(header=header),
-                [piece],
-                chunk_bytes=request.chunk_bytes or codec.DEFAULT_CHUNK_BYTES,
-            ):
+        async with transfers.reading(self._store, request, call.remaining_s()) as reading:
+            first = shard_pb2.GatherResponse(header=reading.header)
+            chunk_bytes = request.chunk_bytes or codec.DEFAULT_CHUNK_BYTES
+            for message in codec.encode_stream(first, [reading.memory()], chunk_bytes=chunk_bytes):
                 yield message
-                parameters.check()
-        finally:
-            shard.release(parameters)
+                reading.parameters.check()
 
     async def ReduceScatter(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.ReduceScatterResponse:
-        incoming = IncomingStream(stream, shard_pb2.ReduceScatterRequest)
+        incoming = IncomingMessages(stream, shard_pb2.ReduceScatterRequest)
         header = await incoming.header()
         assert isinstance(header, shard_pb2.ReduceScatterHeader)
-        self._note(call, header.context, header)
-        run = self._store.run(header.context.run)
-        push = Push(self._store, run, run.shard(header.unit), header)
-        duplicate = await push.receive(incoming, call.remaining_s())
-        return shard_pb2.ReduceScatterResponse(duplicate=duplicate, version=header.context.step)
+        return await transfers.push(self._store, header, incoming, call.remaining_s())
 
     async def OpenLane(
         self, request: shard_pb2.OpenLaneRequest, call: Call
@@ -192,6 +163,4 @@ class ShardServicer:
 
     def _note(self, call: Call, context: common_pb2.RequestContext, content: Message) -> None:
         """Refuses a request id that was used for other content."""
-        if context.request_id:
-            digest = xxhash.xxh3_128(content.SerializeToString(deterministic=True)).digest()
-            self._requests.check(context.request_id, (call.method, digest))
+        self._store.requests.check_content(call.method, context, content)
