@@ -19,6 +19,7 @@ import torch
 from shardwell.shard_client import ShardClient
 from shardwell_server.rpc import add_service
 from shardwell_server.shard.servicer import ShardServicer
+from shardwell_server.shard.socket_lane import SocketLanes, listen
 from shardwell_server.shard.store import ShardStore
 from shardwell_server.shard.unit_shard import UnitShard
 from shardwell_wire import codec
@@ -57,7 +58,7 @@ class ShardServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self.client.close()
-        asyncio.run_coroutine_threadsafe(self._server.stop(0), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
         self._threads.shutdown()
         if kind is None:
             assert not self.problems, self.problems
@@ -67,10 +68,18 @@ class ShardServer:
         self._threads = ThreadPoolExecutor(2)
         self.store = ShardStore(self._budget_bytes, self._threads)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        add_service(self._server, SERVICE, ShardServicer("here", self.store))
+        self.sockets = SocketLanes(self.store, listen("127.0.0.1"))
+        lanes = {common_pb2.LANE_KIND_SOCKET: self.sockets}
+        add_service(self._server, SERVICE, ShardServicer("here", self.store, lanes))
+        self._accepting = self.sockets.accepting()
+        await self._accepting.__aenter__()
         port: int = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         return port
+
+    async def _stop(self) -> None:
+        await self._server.stop(0)
+        await self._accepting.__aexit__(None, None, None)
 
     def look(self, at: Callable[[], Result]) -> Result:
         """Evaluates something on the server's event loop."""

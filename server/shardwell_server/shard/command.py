@@ -14,9 +14,10 @@ from shardwell_server.shard.memory import default_budget_bytes
 from shardwell_server.shard.optimizer import ShardOptimizer
 from shardwell_server.shard.registration import Registration
 from shardwell_server.shard.servicer import ShardServicer
+from shardwell_server.shard.socket_lane import SocketLanes, listen
 from shardwell_server.shard.store import ShardStore
 from shardwell_server.sizes import parse_size
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.v1 import common_pb2, shard_pb2
 
 _EXAMPLES = """\
 examples:
@@ -97,4 +98,7 @@ async def _serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> N
         store = ShardStore(arguments.memory_budget or default_budget_bytes(), threads)
         registration = Registration(arguments.coordinator, server_id, store)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
-        await process.serve(service, ShardServicer(server_id, store), endpoint, registration.running)
+        sockets = SocketLanes(store, listen(endpoint.host))
+        servicer = ShardServicer(server_id, store, lanes={common_pb2.LANE_KIND_SOCKET: sockets})
+        async with sockets.accepting():
+            await process.serve(service, servicer, endpoint, registration.running)
