@@ -101,7 +101,9 @@ class LaneConnection:
         except TimeoutError:
             raise DeadlineError(f"{what}: {self._peer} did not finish it within {timeout_s:g} s") from None
         except OSError as error:
-            raise UnavailableError(f"{what}: the connection to {self._peer} broke: {error}", peer=self._peer) from error
+            raise UnavailableError(
+                f"{what}: the connection of the {self._peer} failed: {error}", peer=self._peer
+            ) from error
 
     def _send_stream(self, pieces: Sequence[memoryview]) -> None:
         sender = frames.StreamSender()

@@ -19,9 +19,7 @@ Result = TypeVar("Result")
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 1.0
 
 
-def attempt(
-    action: Callable[[], Result], *, retry_for_s: float, while_open: Callable[[], bool] = lambda: True
-) -> Result:
+def retry(action: Callable[[], Result], *, retry_for_s: float, while_open: Callable[[], bool] = lambda: True) -> Result:
     """Runs ``action``, again while it raises UnavailableError, for ``retry_for_s`` or until ``while_open`` is false."""
     give_up, delay = time.monotonic() + retry_for_s, _FIRST_DELAY_S
     while True:
@@ -102,7 +100,7 @@ class ServiceClient:
             except grpc.RpcError as error:
                 raise from_rpc_error(error, self.peer) from error
 
-        return attempt(mapped, retry_for_s=retry_for_s)
+        return retry(mapped, retry_for_s=retry_for_s)
 
     def close(self) -> None:
         """Cancels what is in flight and closes the connection."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 import grpc
 
 from shardwell.lane_connection import LaneConnection
-from shardwell.rpc import attempt
+from shardwell.rpc import retry
 from shardwell.shard_client import ShardClient
 from shardwell_wire.errors import AccessError, DeadlineError, UnavailableError, from_rpc_error
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -53,6 +53,11 @@ class SocketLane:
         self._offer = self._first_answer(client.peer, timeout_s)
         if not self._rpc.add_callback(self._end):
             self._end()
+        try:
+            self._give(self._take(timeout_s))  # the port may be out of reach where the rpcs' is not
+        except BaseException:
+            self.close()
+            raise
 
     def gather(
         self, request: shard_pb2.GatherRequest, target: memoryview, *, timeout_s: float, retry_for_s: float
@@ -117,7 +122,7 @@ class SocketLane:
             finally:
                 self._give(connection)
 
-        return attempt(once, retry_for_s=retry_for_s, while_open=lambda: self._open)
+        return retry(once, retry_for_s=retry_for_s, while_open=lambda: self._open)
 
     def _take(self, timeout_s: float) -> LaneConnection:
         """A connection without a request: one that was used before, or a new one."""

@@ -20,7 +20,6 @@ Nothing here touches a socket: both ends drive these functions with their own.
 from __future__ import annotations
 
 import enum
-import hmac
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -105,7 +104,7 @@ def token_of(data: Buffer) -> bytes:
         InvalidRequestError: Something else speaks, or another protocol.
     """
     magic, protocol, token = _HELLO.unpack(data)
-    if not hmac.compare_digest(magic, _MAGIC):
+    if magic != _MAGIC:
         raise InvalidRequestError(f"the connection begins with {magic!r}; expected {_MAGIC!r}: this is a socket lane")
     if protocol != PROTOCOL:
         raise InvalidRequestError(f"socket lane protocol {protocol}: this end speaks {PROTOCOL}")
@@ -226,7 +225,7 @@ class StreamReceiver:
         self.missing_bytes -= size_bytes
         self._received_bytes += size_bytes
 
-    def end(self, payload: Buffer) -> int:
+    def end(self, payload: bytes) -> int:
         """Takes the payload of END; returns the checksum.
 
         Raises:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from functools import cache
 from types import TracebackType
 from typing import Any, TypeVar
@@ -48,6 +49,7 @@ class ShardServer:
     def __init__(self, budget_bytes: int = 1 << 30) -> None:
         self._budget_bytes = budget_bytes
         self._loop = shared_loop()
+        self._accepting = AsyncExitStack()
         self.problems: list[dict[str, Any]] = []
         """What the event loop complained of, such as exceptions that nobody looked at."""
 
@@ -71,15 +73,14 @@ class ShardServer:
         self.sockets = SocketLanes(self.store, listen("127.0.0.1"))
         lanes = {common_pb2.LANE_KIND_SOCKET: self.sockets}
         add_service(self._server, SERVICE, ShardServicer("here", self.store, lanes))
-        self._accepting = self.sockets.accepting()
-        await self._accepting.__aenter__()
+        await self._accepting.enter_async_context(self.sockets.accepting())
         port: int = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         return port
 
     async def _stop(self) -> None:
         await self._server.stop(0)
-        await self._accepting.__aexit__(None, None, None)
+        await self._accepting.aclose()
 
     def look(self, at: Callable[[], Result]) -> Result:
         """Evaluates something on the server's event loop."""

@@ -27,7 +27,7 @@ _UNYIELDING_BYTES = 8 << 20
 class Connection:
     """Sends and receives on one connected socket. For one task at a time.
 
-    Every method raises OSError if the peer is gone, and DeadlineError if it is silent in mid-stream.
+    Every method raises OSError if the peer is gone, and DeadlineError if nothing moves in mid-stream.
 
     Args:
         peer: The socket, owned from now on.
@@ -81,11 +81,11 @@ class Connection:
         await self._fill(memoryview(head)[count:])
         return frames.parse_head(head, *frames.REQUESTS)
 
-    async def exactly(self, size_bytes: int) -> bytearray:
+    async def exactly(self, size_bytes: int) -> bytes:
         """So many bytes."""
         data = bytearray(size_bytes)
         await self._fill(memoryview(data))
-        return data
+        return bytes(data)
 
     # ---- streams ----
 
@@ -186,7 +186,7 @@ class Connection:
             async with asyncio.timeout(idle_limit_s):
                 await ready
         except TimeoutError:
-            raise DeadlineError(f"the peer was silent for {idle_limit_s:g} s in mid-stream") from None
+            raise DeadlineError(f"nothing came or went for {idle_limit_s:g} s in mid-stream") from None
         finally:
             remove(self._socket)
         self._since_wait_bytes = 0

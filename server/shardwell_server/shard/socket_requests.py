@@ -35,7 +35,7 @@ class Requests:
         """
         while (head := await self._connection.next_request()) is not None:
             kind, size_bytes = head
-            timeout_s, request = frames.parse_request(kind, bytes(await self._connection.exactly(size_bytes)))
+            timeout_s, request = frames.parse_request(kind, await self._connection.exactly(size_bytes))
             try:
                 async with asyncio.timeout(timeout_s) as limit:
                     await self._answer(request, max(0.0, timeout_s - DEADLINE_MARGIN_S))
