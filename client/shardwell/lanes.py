@@ -65,7 +65,7 @@ class Lane(Protocol):
     def reduce_scatter(
         self,
         header: shard_pb2.ReduceScatterHeader,
-        pieces: Sequence[Piece],
+        pieces: Sequence[memoryview],
         *,
         timeout_s: float,
         retry_for_s: float,

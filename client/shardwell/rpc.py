@@ -19,6 +19,19 @@ Result = TypeVar("Result")
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 1.0
 
 
+def retry(action: Callable[[], Result], *, retry_for_s: float, while_open: Callable[[], bool] = lambda: True) -> Result:
+    """Runs ``action``, again while it raises UnavailableError, for ``retry_for_s`` or until ``while_open`` is false."""
+    give_up, delay = time.monotonic() + retry_for_s, _FIRST_DELAY_S
+    while True:
+        try:
+            return action()
+        except UnavailableError:
+            if time.monotonic() + delay > give_up or not while_open():
+                raise
+        time.sleep(delay * random.uniform(0.5, 1.0))
+        delay = min(delay * 2, _LONGEST_DELAY_S)
+
+
 class ServiceClient:
     """Calls the rpcs of one service at one address; may be shared between threads.
 
@@ -80,16 +93,14 @@ class ServiceClient:
 
     def attempt(self, action: Callable[[], Result], *, retry_for_s: float) -> Result:
         """Runs ``action``, again while the peer is unavailable, and maps what grpc raises."""
-        give_up, delay = time.monotonic() + retry_for_s, _FIRST_DELAY_S
-        while True:
+
+        def mapped() -> Result:
             try:
                 return action()
-            except grpc.RpcError as rpc_error:
-                error = from_rpc_error(rpc_error, self.peer)
-                if not isinstance(error, UnavailableError) or time.monotonic() + delay > give_up:
-                    raise error from rpc_error
-            time.sleep(delay * random.uniform(0.5, 1.0))
-            delay = min(delay * 2, _LONGEST_DELAY_S)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error, self.peer) from error
+
+        return retry(mapped, retry_for_s=retry_for_s)
 
     def close(self) -> None:
         """Cancels what is in flight and closes the connection."""

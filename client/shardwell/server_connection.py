@@ -10,6 +10,7 @@ from typing import TypeVar
 from shardwell.lanes import Lane
 from shardwell.shard_client import ShardClient
 from shardwell.shm_lane import ShmLane
+from shardwell.socket_lane import SocketLane
 from shardwell_wire.errors import ShardwellError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,10 @@ class ServerConnection:
             return None
 
     def _open_stream(self) -> Lane:
+        if "socket" in self._kinds:
+            lane = self._try("socket", lambda: SocketLane(self.client, self._run, timeout_s=_OPEN_TIMEOUT_S))
+            if lane is not None:
+                return lane
         if "grpc" in self._kinds:
             return self.client
         raise UnavailableError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from shardwell.lanes import Piece
 from shardwell.rpc import ServiceClient
 from shardwell_wire import codec
 from shardwell_wire.v1 import shard_pb2
@@ -78,7 +77,7 @@ class ShardClient(ServiceClient):
     def reduce_scatter(
         self,
         header: shard_pb2.ReduceScatterHeader,
-        pieces: Sequence[Piece],
+        pieces: Sequence[memoryview],
         *,
         timeout_s: float,
         retry_for_s: float,
@@ -87,7 +86,7 @@ class ShardClient(ServiceClient):
         first = shard_pb2.ReduceScatterRequest(header=header)
 
         def send() -> shard_pb2.ReduceScatterResponse:
-            stream = codec.encode_stream(first, [piece.data for piece in pieces], chunk_bytes=self._chunk_bytes)
+            stream = codec.encode_stream(first, pieces, chunk_bytes=self._chunk_bytes)
             response: shard_pb2.ReduceScatterResponse = self._reduce_scatter(stream, timeout=timeout_s)
             return response
 

@@ -105,10 +105,11 @@ def encode_stream(
         Serialised messages; at least one, also for an empty stream. Each is one copy of its payload.
     """
     encoder = StreamEncoder(first, sum(len(piece) for piece in pieces))
-    return (encoder.encode(parts) for parts in _batches(pieces, chunk_bytes))
+    return (encoder.encode(parts) for parts in batches(pieces, chunk_bytes))
 
 
-def _batches(pieces: Sequence[Buffer], chunk_bytes: int) -> Iterator[list[Buffer]]:
+def batches(pieces: Sequence[Buffer], chunk_bytes: int) -> Iterator[list[Buffer]]:
+    """Cuts consecutive buffers into lists of views of ``chunk_bytes`` together; at least one, perhaps empty."""
     batch: list[Buffer] = []
     room, sent = chunk_bytes, False
     for piece in pieces:

@@ -210,6 +210,8 @@ BY_STATUS: dict[grpc.StatusCode, type[ShardwellError]] = {
 }
 """What a status without a reason means: it came from gRPC itself or from another program."""
 
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
 
 def to_status_details(error: ShardwellError) -> bytes:
     """Serialises an error as the ``google.rpc.Status`` that gRPC tools print."""
@@ -221,6 +223,18 @@ def to_status_details(error: ShardwellError) -> bytes:
     return serialized
 
 
+def from_status_details(serialized: bytes, peer: str) -> ShardwellError:
+    """Rebuilds the exception that ``to_status_details`` serialised.
+
+    Args:
+        serialized: A ``google.rpc.Status``.
+        peer: Who sent it, for errors that another program made.
+    """
+    status = status_pb2.Status.FromString(serialized)
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    return _named(status, status.message) or _unnamed(code, status.message, peer)
+
+
 def from_rpc_error(error: grpc.RpcError, peer: str) -> ShardwellError:
     """Rebuilds the exception that a peer raised.
 
@@ -228,12 +242,21 @@ def from_rpc_error(error: grpc.RpcError, peer: str) -> ShardwellError:
         error: What grpc raised on the client; it is also a ``grpc.Call``.
         peer: Who was called, for errors that come from gRPC itself.
     """
-    code: grpc.StatusCode = error.code()
     message: str = error.details() or ""
     for key, value in error.trailing_metadata() or ():
-        if key == STATUS_DETAILS_KEY:
-            for detail in status_pb2.Status.FromString(value).details:
-                info = error_details_pb2.ErrorInfo()
-                if detail.Unpack(info) and info.domain == DOMAIN and info.reason in BY_REASON:
-                    return BY_REASON[info.reason](message, **dict(info.metadata))
+        if key == STATUS_DETAILS_KEY and (named := _named(status_pb2.Status.FromString(value), message)):
+            return named
+    return _unnamed(error.code(), message, peer)
+
+
+def _named(status: status_pb2.Status, message: str) -> ShardwellError | None:
+    """The exception whose class the details name."""
+    for detail in status.details:
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN and info.reason in BY_REASON:
+            return BY_REASON[info.reason](message, **dict(info.metadata))
+    return None
+
+
+def _unnamed(code: grpc.StatusCode, message: str, peer: str) -> ShardwellError:
     return BY_STATUS.get(code, InternalError)(f"{peer}: {message or code.name}", peer=peer)

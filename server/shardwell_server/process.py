@@ -47,9 +47,14 @@ class Endpoint:
         if not separator or not host or not port.isdigit() or int(port) > 65535:
             raise ValueError(f"expected HOST:PORT to listen on, got {self.bind!r}")
 
+    @property
+    def host(self) -> str:
+        """Where to listen, without the port."""
+        return self.bind.rpartition(":")[0]
+
     def address(self, port: int) -> str:
         """host:port to give to others."""
-        host = self.advertise or self.bind.rpartition(":")[0]
+        host = self.advertise or self.host
         if host in _EVERY_INTERFACE:
             host = socket.gethostname()
         return f"{host}:{port}"

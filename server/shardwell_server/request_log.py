@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
+import xxhash
+from google.protobuf.message import Message
+
 from shardwell_wire.errors import DuplicateError, InvalidRequestError
+from shardwell_wire.v1 import common_pb2
 
 MAX_REQUEST_ID_LENGTH = 128
 """Longer ids are refused: the log keeps every id it sees."""
@@ -54,3 +58,15 @@ class RequestLog:
         if len(self._fingerprints) > self._capacity:
             self._fingerprints.popitem(last=False)
         return known is not None
+
+    def check_content(self, method: str, context: common_pb2.RequestContext, content: Message) -> None:
+        """Notes a request by what it says; raises as ``check`` does.
+
+        Args:
+            method: Name of the rpc.
+            context: Of the request; one without an id is not noted.
+            content: What a repetition has in common with it.
+        """
+        if context.request_id:
+            digest = xxhash.xxh3_128(content.SerializeToString(deterministic=True)).digest()
+            self.check(context.request_id, (method, digest))

@@ -127,15 +127,20 @@ def _unary_stream(
     return handle
 
 
-async def _abort(context: grpc.aio.ServicerContext, path: str, error: Exception) -> NoReturn:
-    """Ends the rpc with the status of ``error``; an unknown one is logged and named INTERNAL."""
-    if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
-        raise error
+def told(path: str, error: Exception) -> ShardwellError:
+    """What a caller is told of an error: itself, or a fixed text for a defect, which is logged."""
     if not isinstance(error, ShardwellError) or error.status is None:
         logger.error("%s failed", path, exc_info=error)
-        error = InternalError(f"{path}: internal error; the server's log has the details")
-    else:
-        logger.info("%s refused: %s: %s", path, type(error).__name__, error)
+        return InternalError(f"{path}: internal error; the server's log has the details")
+    logger.info("%s refused: %s: %s", path, type(error).__name__, error)
+    return error
+
+
+async def _abort(context: grpc.aio.ServicerContext, path: str, error: Exception) -> NoReturn:
+    """Ends the rpc with the status of ``error``."""
+    if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
+        raise error
+    error = told(path, error)
     status = error.status or grpc.StatusCode.INTERNAL
     await context.abort(status, str(error), ((STATUS_DETAILS_KEY, to_status_details(error)),))
     raise AssertionError("abort returned")

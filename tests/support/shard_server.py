@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from functools import cache
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ import torch
 from shardwell.shard_client import ShardClient
 from shardwell_server.rpc import add_service
 from shardwell_server.shard.servicer import ShardServicer
+from shardwell_server.shard.socket_lane import SocketLanes, listen
 from shardwell_server.shard.store import ShardStore
 from shardwell_server.shard.unit_shard import UnitShard
 from shardwell_wire import codec
@@ -47,6 +49,7 @@ class ShardServer:
     def __init__(self, budget_bytes: int = 1 << 30) -> None:
         self._budget_bytes = budget_bytes
         self._loop = shared_loop()
+        self._accepting = AsyncExitStack()
         self.problems: list[dict[str, Any]] = []
         """What the event loop complained of, such as exceptions that nobody looked at."""
 
@@ -57,7 +60,7 @@ class ShardServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self.client.close()
-        asyncio.run_coroutine_threadsafe(self._server.stop(0), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
         self._threads.shutdown()
         if kind is None:
             assert not self.problems, self.problems
@@ -67,10 +70,17 @@ class ShardServer:
         self._threads = ThreadPoolExecutor(2)
         self.store = ShardStore(self._budget_bytes, self._threads)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        add_service(self._server, SERVICE, ShardServicer("here", self.store))
+        self.sockets = SocketLanes(self.store, listen("127.0.0.1"))
+        lanes = {common_pb2.LANE_KIND_SOCKET: self.sockets}
+        add_service(self._server, SERVICE, ShardServicer("here", self.store, lanes))
+        await self._accepting.enter_async_context(self.sockets.accepting())
         port: int = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         return port
+
+    async def _stop(self) -> None:
+        await self._server.stop(0)
+        await self._accepting.aclose()
 
     def look(self, at: Callable[[], Result]) -> Result:
         """Evaluates something on the server's event loop."""

@@ -2,6 +2,7 @@
 
 import grpc
 import pytest
+from google.rpc import status_pb2
 
 from shardwell_wire import errors
 
@@ -51,3 +52,15 @@ def test_python_users_can_catch_builtin_types() -> None:
     assert issubclass(errors.WorldError, ValueError)
     assert issubclass(errors.DeadlineError, TimeoutError)
     assert issubclass(errors.UnavailableError, ConnectionError)
+
+
+@pytest.mark.parametrize("cls", errors.BY_REASON.values(), ids=lambda cls: cls.__name__)
+def test_error_is_rebuilt_from_its_serialised_status(cls: type[errors.ShardwellError]) -> None:
+    received = errors.from_status_details(errors.to_status_details(cls("unit 'a' is missing", unit="a")), "peer")
+    assert (type(received), str(received), received.data) == (cls, "unit 'a' is missing", {"unit": "a"})
+
+
+@pytest.mark.parametrize(("code", "cls"), [(5, errors.NotFoundError), (99, errors.InternalError)])
+def test_status_of_another_program_is_understood_by_its_code(code: int, cls: type[errors.ShardwellError]) -> None:
+    received = errors.from_status_details(status_pb2.Status(code=code, message="no").SerializeToString(), "peer")
+    assert (type(received), str(received)) == (cls, "peer: no")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.lanes import Piece
 from shardwell.traffic import RemoteUnit, Shard, Traffic
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.layout import Parameter, UnitLayout
@@ -38,11 +37,11 @@ class FakeServer:
         target[:] = bytes([request.start_bytes % 251]) * len(target)
         return int(request.version)
 
-    def reduce_scatter(self, header: Any, pieces: Sequence[Piece], **_: float) -> None:
+    def reduce_scatter(self, header: Any, pieces: Sequence[memoryview], **_: float) -> None:
         assert self.gate.wait(10)
         if self.error:
             raise self.error
-        self.pushes.append((header, b"".join(piece.data for piece in pieces)))
+        self.pushes.append((header, b"".join(pieces)))
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from shardwell_server.shard.registration import Registration
 from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.shared_memory import SharedMemory
 from shardwell_server.shard.shm_lane import ShmLanes
+from shardwell_server.shard.socket_lane import SocketLanes, listen
 from shardwell_server.shard.store import ShardStore
 from shardwell_server.sizes import parse_size
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -125,10 +126,12 @@ async def _serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> N
         store = ShardStore(arguments.memory_budget or default_budget_bytes(), threads, shared)
         registration = Registration(arguments.coordinator, server_id, store)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
-        lanes: dict[int, LaneOffer] = {}
+        sockets = SocketLanes(store, listen(endpoint.host))
+        lanes: dict[int, LaneOffer] = {common_pb2.LANE_KIND_SOCKET: sockets}
         if shared is not None:
             lanes[common_pb2.LANE_KIND_SHM] = ShmLanes(shared, store.memory)
-        await process.serve(service, ShardServicer(server_id, store, lanes), endpoint, registration.running)
+        async with sockets.accepting():
+            await process.serve(service, ShardServicer(server_id, store, lanes), endpoint, registration.running)
 
 
 @contextmanager

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 
-import xxhash
 from google.protobuf.message import Message
 
-from shardwell_server.request_log import RequestLog
 from shardwell_server.rpc import Call
-from shardwell_server.shard import initial_values, inspection, steps
+from shardwell_server.shard import initial_values, inspection, steps, transfers
 from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.lanes import LaneOffer
 from shardwell_server.shard.pushes import Push
 from shardwell_server.shard.runs import Run
 from shardwell_server.shard.shm_lane import ShmLanes
 from shardwell_server.shard.store import ShardStore
-from shardwell_server.shard.streams import IncomingStream
+from shardwell_server.shard.streams import IncomingMessages
 from shardwell_wire import codec
 from shardwell_wire.errors import ConflictError, InvalidRequestError
 from shardwell_wire.layout import UnitLayout
@@ -38,7 +36,6 @@ class ShardServicer:
     def __init__(self, server_id: str, store: ShardStore, lanes: Mapping[int, LaneOffer] | None = None) -> None:
         self._server_id, self._store = server_id, store
         self._lanes = lanes or {}
-        self._requests = RequestLog()
         self._started_s = asyncio.get_running_loop().time()
 
     # ---- the coordinator's ----
@@ -85,7 +82,7 @@ class ShardServicer:
     # ---- the trainers' ----
 
     async def InitializeUnit(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.InitializeUnitResponse:
-        incoming = IncomingStream(stream, shard_pb2.InitializeUnitRequest)
+        incoming = IncomingMessages(stream, shard_pb2.InitializeUnitRequest)
         header = await incoming.header()
         assert isinstance(header, shard_pb2.InitializeUnitHeader)
         self._note(call, header.context, header)
@@ -94,38 +91,18 @@ class ShardServicer:
         return shard_pb2.InitializeUnitResponse(version=shard.version)
 
     async def Gather(self, request: shard_pb2.GatherRequest, call: Call) -> AsyncIterator[bytes]:
-        shard = self._store.run(request.run).shard(request.unit)
-        start, stop = request.start_bytes, request.stop_bytes
-        if start == stop == 0:
-            start, stop = shard.start_bytes, shard.stop_bytes
-        if not shard.start_bytes <= start <= stop <= shard.stop_bytes:
-            raise InvalidRequestError(
-                f"{shard.what}: [{start}, {stop}) is not in this server's [{shard.start_bytes}, {shard.stop_bytes})"
-            )
-        if request.chunk_bytes > codec.MAX_CHUNK_BYTES:
-            raise InvalidRequestError(f"chunk_bytes is {request.chunk_bytes}: at most {codec.MAX_CHUNK_BYTES}")
-        wanted = request.version if request.HasField("version") else None
-        version, parameters = await shard.read(wanted, call.remaining_s())
-        try:
-            header = shard_pb2.GatherHeader(version=version, start_bytes=start, stop_bytes=stop)
-            encoder = codec.StreamEncoder(shard_pb2.GatherResponse(header=header), stop - start)
+        async with transfers.reading(self._store, request, call.remaining_s()) as reading:
+            encoder = codec.StreamEncoder(shard_pb2.GatherResponse(header=reading.header), reading.size_bytes)
             size = request.chunk_bytes or codec.DEFAULT_CHUNK_BYTES
-            for low in range(start, max(stop, start + 1), size):
-                parameters.check()
-                piece = parameters.memory(low - shard.start_bytes, min(low + size, stop) - shard.start_bytes)
-                yield encoder.encode([piece])
-        finally:
-            shard.release(parameters)
+            for start in range(0, max(reading.size_bytes, 1), size):
+                reading.parameters.check()
+                yield encoder.encode([reading.memory()[start : start + size]])
 
     async def ReduceScatter(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.ReduceScatterResponse:
-        incoming = IncomingStream(stream, shard_pb2.ReduceScatterRequest)
+        incoming = IncomingMessages(stream, shard_pb2.ReduceScatterRequest)
         header = await incoming.header()
         assert isinstance(header, shard_pb2.ReduceScatterHeader)
-        self._note(call, header.context, header)
-        run = self._store.run(header.context.run)
-        push = Push(self._store, run, run.shard(header.unit), header)
-        duplicate = await push.receive(incoming, call.remaining_s())
-        return shard_pb2.ReduceScatterResponse(duplicate=duplicate, version=header.context.step)
+        return await transfers.push(self._store, header, incoming, call.remaining_s())
 
     async def OpenLane(
         self, request: shard_pb2.OpenLaneRequest, call: Call
@@ -218,6 +195,4 @@ class ShardServicer:
 
     def _note(self, call: Call, context: common_pb2.RequestContext, content: Message) -> None:
         """Refuses a request id that was used for other content."""
-        if context.request_id:
-            digest = xxhash.xxh3_128(content.SerializeToString(deterministic=True)).digest()
-            self._requests.check(context.request_id, (call.method, digest))
+        self._store.requests.check_content(call.method, context, content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+from shardwell_server.request_log import RequestLog
 from shardwell_server.shard.memory import Memory
 from shardwell_server.shard.runs import Run
 from shardwell_server.shard.shared_memory import SharedMemory
@@ -34,6 +35,7 @@ class ShardStore:
         self.memory.staging.make_room = self._revoke_superseded
         self.runs: dict[str, Run] = {}
         self.in_thread = in_threads_of(threads)
+        self.requests = RequestLog()
         self._term = 0
 
     def run(self, name: str) -> Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
 
 import xxhash
 from google.protobuf.message import Message
@@ -15,8 +16,31 @@ IDLE_LIMIT_S = 30.0
 """A stream that brings nothing for this long is given up."""
 
 
-class IncomingStream:
-    """The messages of one client stream, one at a time.
+class IncomingStream(Protocol):
+    """A stream that begins to come in, whichever way."""
+
+    async def into(self, targets: Sequence[memoryview], what: str) -> int:
+        """Receives the whole stream; returns its checksum.
+
+        Raises:
+            ChunkError: Gap, overlap, excess or a short stream.
+            CorruptDataError: The checksum does not match.
+            DeadlineError: Nothing came for too long.
+        """
+        ...
+
+    async def checksum(self, total_bytes: int, what: str) -> int:
+        """Receives the whole stream without keeping it; returns its checksum.
+
+        Raises:
+            ChunkError: It has a gap, an overlap, or another length than ``total_bytes``.
+            DeadlineError: Nothing came for too long.
+        """
+        ...
+
+
+class IncomingMessages:
+    """The messages of one client stream, one at a time: an ``IncomingStream`` after its header.
 
     Args:
         messages: Serialised messages, as grpc hands them out.
@@ -43,13 +67,6 @@ class IncomingStream:
         return header
 
     async def into(self, targets: Sequence[memoryview], what: str) -> int:
-        """Receives the whole stream; returns its checksum.
-
-        Raises:
-            ChunkError: Gap, overlap, excess or a short stream.
-            CorruptDataError: The checksum does not match.
-            DeadlineError: Nothing came for too long.
-        """
         receiver = StreamReceiver(targets, what)
         assert self._first is not None
         receiver.feed(self._first)
@@ -63,12 +80,6 @@ class IncomingStream:
         return receiver.checksum
 
     async def checksum(self, total_bytes: int, what: str) -> int:
-        """Receives the whole stream without keeping it; returns its checksum.
-
-        Raises:
-            ChunkError: It has a gap, an overlap, or another length than ``total_bytes``.
-            DeadlineError: Nothing came for too long.
-        """
         hasher, received, chunk = xxhash.xxh3_64(), 0, self._first
         while chunk is not None:
             size = len(chunk.payload)

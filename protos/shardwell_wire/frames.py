@@ -1,0 +1,254 @@
+"""What travels on the connections of a socket lane, byte for byte.
+
+A connection begins with a hello: who speaks, which protocol, and the lane's token. From then on both
+sides send frames: payload length (4 bytes, little-endian), kind (1 byte), payload. The client sends a
+request and reads the whole answer before the next one::
+
+    client                             server
+    hello                          ->
+                                   <-  WELCOME
+    GATHER                         ->
+                                   <-  GATHERING, DATA ..., END
+    REDUCE_SCATTER, DATA ..., END  ->
+                                   <-  REDUCE_SCATTERED
+
+DATA frames carry the bytes of a stream as ``Chunk`` payloads do over gRPC; END carries the XXH3-64 of
+all of them. ERROR, with a ``google.rpc.Status``, may stand in place of any frame of the server.
+Nothing here touches a socket: both ends drive these functions with their own.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import xxhash
+from google.protobuf.message import DecodeError, Message
+
+from shardwell_wire.codec import Buffer
+from shardwell_wire.errors import ChunkError, CorruptDataError, InvalidRequestError
+from shardwell_wire.v1 import shard_pb2
+
+PROTOCOL = 1
+"""Raised with every change that an older end would misread."""
+
+TOKEN_BYTES = 32
+
+DATA_BYTES = 1 << 20
+"""Payload per DATA frame that senders use: it stays in the cache from the checksum to the socket."""
+
+MAX_DATA_BYTES = 4 << 20
+
+_MAGIC = b"shrdlane"
+_HELLO = struct.Struct(f"<8sI{TOKEN_BYTES}s")
+_HEAD = struct.Struct("<IB")
+_TIMEOUT = struct.Struct("<I")
+_CHECKSUM = struct.Struct("<Q")
+
+HELLO_BYTES = _HELLO.size
+HEAD_BYTES = _HEAD.size
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    WELCOME = 1
+    """The token is good."""
+    ERROR = 2
+    """``google.rpc.Status``."""
+    GATHER = 3
+    """Request: timeout in ms (4 bytes), ``GatherRequest``."""
+    GATHERING = 4
+    """``GatherHeader``; the stream follows."""
+    REDUCE_SCATTER = 5
+    """Request: timeout in ms (4 bytes), ``ReduceScatterHeader``; the stream follows."""
+    REDUCE_SCATTERED = 6
+    """``ReduceScatterResponse``."""
+    DATA = 7
+    """The next bytes of a stream."""
+    END = 8
+    """XXH3-64 (8 bytes) of a whole stream."""
+
+
+REQUESTS: dict[Kind, type[Message]] = {
+    Kind.GATHER: shard_pb2.GatherRequest,
+    Kind.REDUCE_SCATTER: shard_pb2.ReduceScatterHeader,
+}
+"""What a client may begin with."""
+
+_MAX_BYTES = {
+    Kind.WELCOME: 0,
+    Kind.ERROR: 1 << 20,
+    Kind.GATHER: 64 << 10,
+    Kind.GATHERING: 64 << 10,
+    Kind.REDUCE_SCATTER: 4 << 20,
+    Kind.REDUCE_SCATTERED: 64 << 10,
+    Kind.DATA: MAX_DATA_BYTES,
+    Kind.END: _CHECKSUM.size,
+}
+
+
+def hello(token: bytes) -> bytes:
+    """What a client sends first."""
+    return _HELLO.pack(_MAGIC, PROTOCOL, token)
+
+
+def token_of(data: Buffer) -> bytes:
+    """The token in a hello. [HELLO_BYTES]
+
+    Raises:
+        InvalidRequestError: Something else speaks, or another protocol.
+    """
+    magic, protocol, token = _HELLO.unpack(data)
+    if magic != _MAGIC:
+        raise InvalidRequestError(f"the connection begins with {magic!r}; expected {_MAGIC!r}: this is a socket lane")
+    if protocol != PROTOCOL:
+        raise InvalidRequestError(f"socket lane protocol {protocol}: this end speaks {PROTOCOL}")
+    return bytes(token)
+
+
+def encode(kind: Kind, payload: bytes = b"") -> bytes:
+    """A whole small frame."""
+    if len(payload) > _MAX_BYTES[kind]:
+        raise InvalidRequestError(f"a {kind.name} frame of {len(payload)} bytes: at most {_MAX_BYTES[kind]}")
+    return _HEAD.pack(len(payload), kind) + payload
+
+
+def parse_head(data: Buffer, *expected: Kind) -> tuple[Kind, int]:
+    """Kind and payload length of a frame. [HEAD_BYTES]
+
+    Raises:
+        InvalidRequestError: The kind is not an expected one, or the payload is too long for it.
+    """
+    size, number = _HEAD.unpack(data)
+    if number not in expected:
+        raise InvalidRequestError(f"a frame of kind {number}: expected {' or '.join(kind.name for kind in expected)}")
+    kind = Kind(number)
+    if size > _MAX_BYTES[kind]:
+        raise InvalidRequestError(f"a {kind.name} frame of {size} bytes: at most {_MAX_BYTES[kind]}")
+    return kind, size
+
+
+def parse_message(payload: bytes, message_type: type[AnyMessage]) -> AnyMessage:
+    """The message in a payload.
+
+    Raises:
+        InvalidRequestError: The bytes are no such message.
+    """
+    try:
+        return message_type.FromString(payload)
+    except DecodeError as error:
+        raise InvalidRequestError(f"bytes do not decode as {message_type.DESCRIPTOR.full_name}") from error
+
+
+def encode_request(kind: Kind, message: Message, timeout_s: float) -> bytes:
+    """The frame of a request that is given up after ``timeout_s``."""
+    timeout_ms = min(max(1, round(timeout_s * 1000)), 0xFFFFFFFF)
+    return encode(kind, _TIMEOUT.pack(timeout_ms) + message.SerializeToString())
+
+
+def parse_request(kind: Kind, payload: bytes) -> tuple[float, Message]:
+    """Timeout in seconds and message of a request.
+
+    Raises:
+        InvalidRequestError: The payload is no such request.
+    """
+    if len(payload) < _TIMEOUT.size:
+        raise InvalidRequestError(f"a {kind.name} frame of {len(payload)} bytes: it begins with {_TIMEOUT.size}")
+    (timeout_ms,) = _TIMEOUT.unpack_from(payload)
+    return timeout_ms / 1000, parse_message(payload[_TIMEOUT.size :], REQUESTS[kind])
+
+
+class StreamSender:
+    """Frames one stream; its bytes go from where they are, uncopied."""
+
+    def __init__(self) -> None:
+        self._hasher = xxhash.xxh3_64()
+
+    def data(self, parts: Sequence[Buffer]) -> list[Buffer]:
+        """A DATA frame, as buffers to be sent one after the other."""
+        for part in parts:
+            self._hasher.update(part)
+        return [_HEAD.pack(sum(len(part) for part in parts), Kind.DATA), *parts]
+
+    def end(self) -> bytes:
+        """The END frame."""
+        return encode(Kind.END, _CHECKSUM.pack(self._hasher.intdigest()))
+
+
+class StreamReceiver:
+    """Says where the bytes of one stream belong, and checks them.
+
+    The driver calls ``begin`` with the size of each DATA frame, fills ``place()`` as far as bytes are
+    there and says so with ``took`` until ``missing_bytes`` is 0, and calls ``end`` with END's payload.
+
+    Args:
+        targets: Memory that receives the stream, as consecutive views.
+        total_bytes: Their size together.
+        what: Names the stream in errors.
+    """
+
+    def __init__(self, targets: Iterable[memoryview], total_bytes: int, what: str) -> None:
+        self._targets, self._total_bytes, self._what = iter(targets), total_bytes, what
+        self._hasher, self._target, self._received_bytes = xxhash.xxh3_64(), memoryview(b""), 0
+        self.missing_bytes = 0
+        """Of the frame that was begun."""
+
+    def begin(self, size_bytes: int) -> None:
+        """Takes the head of a DATA frame.
+
+        Raises:
+            ChunkError: It is empty, or more than the stream may have.
+        """
+        if size_bytes == 0:
+            raise ChunkError(f"{self._what}: an empty frame at byte {self._received_bytes}")
+        if self._received_bytes + size_bytes > self._total_bytes:
+            raise ChunkError(
+                f"{self._what}: {self._received_bytes + size_bytes} bytes or more, expected {self._total_bytes}"
+            )
+        self.missing_bytes = size_bytes
+
+    def place(self) -> memoryview:
+        """Where the next bytes of the frame go; never empty while some are missing."""
+        while not self._target:
+            self._target = next(self._targets)
+        return self._target[: self.missing_bytes]
+
+    def took(self, size_bytes: int) -> None:
+        """So many bytes were put there."""
+        self._hasher.update(self._target[:size_bytes])
+        self._target = self._target[size_bytes:]
+        self.missing_bytes -= size_bytes
+        self._received_bytes += size_bytes
+
+    def end(self, payload: bytes) -> int:
+        """Takes the payload of END; returns the checksum.
+
+        Raises:
+            ChunkError: The stream is short.
+            CorruptDataError: The checksum is another.
+        """
+        if self._received_bytes != self._total_bytes:
+            raise ChunkError(f"{self._what}: ended after {self._received_bytes} of {self._total_bytes} bytes")
+        if len(payload) != _CHECKSUM.size:
+            raise ChunkError(f"{self._what}: a checksum of {len(payload)} bytes, expected {_CHECKSUM.size}")
+        (announced,), checksum = _CHECKSUM.unpack(payload), self._hasher.intdigest()
+        if announced != checksum:
+            raise CorruptDataError(
+                f"{self._what}: checksum {announced:#018x} was announced, the bytes give {checksum:#018x}"
+            )
+        return checksum
+
+
+def unsent(buffers: Sequence[Buffer], sent_bytes: int) -> list[Buffer]:
+    """What is left of consecutive buffers once their first bytes were sent."""
+    left: Iterator[Buffer] = iter(buffers)
+    for buffer in left:
+        if sent_bytes < len(buffer):
+            return [memoryview(buffer)[sent_bytes:], *left]
+        sent_bytes -= len(buffer)
+    return []

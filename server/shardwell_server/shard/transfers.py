@@ -1,0 +1,99 @@
+"""What Gather and ReduceScatter check and do, whichever way the bytes come and go."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from shardwell_server.shard.pushes import Push
+from shardwell_server.shard.store import ShardStore
+from shardwell_server.shard.streams import IncomingStream
+from shardwell_server.shard.parameters import Parameters
+from shardwell_server.shard.unit_shard import UnitShard
+from shardwell_wire import codec
+from shardwell_wire.errors import InvalidRequestError, VersionGoneError
+from shardwell_wire.v1 import shard_pb2
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A range of one version of a shard, while somebody reads it."""
+
+    shard: UnitShard
+    parameters: Parameters
+    header: shard_pb2.GatherHeader
+
+    @property
+    def size_bytes(self) -> int:
+        return self.header.stop_bytes - self.header.start_bytes
+
+    def memory(self) -> memoryview:
+        """The range as it lies in memory now; ``parameters.check()`` before every look at it."""
+        start = self.header.start_bytes - self.shard.start_bytes
+        return self.parameters.memory(start, start + self.size_bytes)
+
+    def pieces(self, piece_bytes: int) -> Iterator[memoryview]:
+        """Views of the range's memory, one after the other; each may be read until the next is asked for.
+
+        Raises:
+            ShardwellError: The bytes were taken from their readers, so the last piece may be of two versions.
+        """
+        for start in range(0, self.size_bytes, piece_bytes):
+            buffer = self.parameters.buffer  # looked up anew: an old version may move to another one
+            yield self.memory()[start : start + piece_bytes]
+            self.parameters.check()
+            if self.parameters.buffer is not buffer:
+                raise VersionGoneError(
+                    f"version {self.header.version} of {self.shard.what} is being overwritten",
+                    unit=self.shard.unit,
+                    version=self.header.version,
+                )
+
+
+@asynccontextmanager
+async def reading(store: ShardStore, request: shard_pb2.GatherRequest, wait_s: float) -> AsyncIterator[Reading]:
+    """Waits for the version that a Gather wants, and keeps it as it is.
+
+    Raises:
+        NotFoundError: The run or unit is not here.
+        InvalidRequestError: The range is not the shard's, or the chunks are too large.
+        DeadlineError: The version does not exist yet.
+        VersionGoneError: It has been overwritten.
+    """
+    shard = store.run(request.run).shard(request.unit)
+    start, stop = _range(shard, request)
+    if request.chunk_bytes > codec.MAX_CHUNK_BYTES:
+        raise InvalidRequestError(f"chunk_bytes is {request.chunk_bytes}: at most {codec.MAX_CHUNK_BYTES}")
+    wanted = request.version if request.HasField("version") else None
+    version, parameters = await shard.read(wanted, wait_s)
+    try:
+        yield Reading(shard, parameters, shard_pb2.GatherHeader(version=version, start_bytes=start, stop_bytes=stop))
+    finally:
+        shard.release(parameters)
+
+
+def _range(shard: UnitShard, request: shard_pb2.GatherRequest) -> tuple[int, int]:
+    start, stop = request.start_bytes, request.stop_bytes
+    if start == stop == 0:
+        return shard.start_bytes, shard.stop_bytes
+    if not shard.start_bytes <= start <= stop <= shard.stop_bytes:
+        raise InvalidRequestError(
+            f"{shard.what}: [{start}, {stop}) is not in this server's [{shard.start_bytes}, {shard.stop_bytes})"
+        )
+    return start, stop
+
+
+async def push(
+    store: ShardStore, header: shard_pb2.ReduceScatterHeader, incoming: IncomingStream, wait_s: float
+) -> shard_pb2.ReduceScatterResponse:
+    """Receives one part of a contribution; raises as ``Push.receive`` does.
+
+    Raises:
+        DuplicateError: The request id was used for another request.
+        NotFoundError: The run or unit is not here.
+    """
+    store.requests.check_content("ReduceScatter", header.context, header)
+    run = store.run(header.context.run)
+    duplicate = await Push(store, run, run.shard(header.unit), header).receive(incoming, wait_s)
+    return shard_pb2.ReduceScatterResponse(duplicate=duplicate, version=header.context.step)
