@@ -199,8 +199,8 @@ class Traffic:
                 return
             except (CapacityError, OSError) as error:
                 shard.server.stream_gradients(error)
-        data = [piece.data for piece in pieces]
-        shard.server.stream.reduce_scatter(header, data, timeout_s=limit_s, retry_for_s=limit_s)
+        parts = [piece.data for piece in pieces]
+        shard.server.stream.reduce_scatter(header, parts, timeout_s=limit_s, retry_for_s=limit_s)
 
     def drain(self) -> None:
         """Waits until every push is acknowledged; raises what the first failed one met."""

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from shardwell_server.shard.parameters import Parameters
 from shardwell_server.shard.pushes import Push
 from shardwell_server.shard.store import ShardStore
 from shardwell_server.shard.streams import IncomingStream
-from shardwell_server.shard.parameters import Parameters
 from shardwell_server.shard.unit_shard import UnitShard
 from shardwell_wire import codec
 from shardwell_wire.errors import InvalidRequestError, VersionGoneError
