@@ -1,0 +1,325 @@
+"""Lossy wire dtypes: every bit as a slow reference has it, however the unit is cut and the stream is sliced."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from shardwell_wire.errors import ChunkError
+from shardwell_wire.layout import Parameter, UnitLayout, cut
+from shardwell_wire.v1 import common_pb2
+from shardwell_wire.v1.common_pb2 import (
+    WIRE_DTYPE_BFLOAT16,
+    WIRE_DTYPE_FLOAT16,
+    WIRE_DTYPE_INT8,
+    WIRE_DTYPE_UNSPECIFIED,
+)
+from shardwell_wire.wire_dtypes import INT8_BLOCK_NUMEL, Piece, WireDType, decode, encode, encoded_size, round_trip_
+from shardwell_wire.wire_streams import StreamDecoder, StreamEncoder
+
+EVERY = sorted(common_pb2.WireDType.values())
+LOSSY = [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_FLOAT16, WIRE_DTYPE_INT8]
+
+LAYOUT = UnitLayout(
+    "block",
+    (
+        Parameter("odd", (15, 17), "float32"),
+        Parameter("double", (1031,), "float64"),
+        Parameter("long", (70_001,), "float32"),
+        Parameter("empty", (0, 3), "float32"),
+        Parameter("scalar", (), "float32"),
+        Parameter("half", (33,), "bfloat16"),
+        Parameter("matrix", (512, 521), "float32"),
+        Parameter("window", (256,), "float32"),
+    ),
+)
+STARTS = (0, 64, 960, 1024, 1088, 4096, 5056)
+"""Where parameters may begin: on a block, just before one, just after one."""
+
+
+def slow_bfloat16(x: np.ndarray) -> tuple[bytes, np.ndarray]:
+    bits = x.view(np.uint32).astype(np.uint64)
+    high = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return high.tobytes(), (high.astype(np.uint32) << 16).view(np.float32)
+
+
+def slow_float16(x: np.ndarray) -> tuple[bytes, np.ndarray]:
+    with np.errstate(over="ignore"):
+        half = x.astype(np.float16)
+    return half.tobytes(), half.astype(np.float32)
+
+
+def slow_int8(x: np.ndarray, first_byte: int) -> tuple[bytes, np.ndarray]:
+    """Block after block, element after element, as docs/wire-format.md has it."""
+    stream, decoded, start = b"", [], 0
+    while start < len(x):
+        stop = start + (1024 - (first_byte + 4 * start) % 1024) // 4
+        block = x[start:stop]
+        if np.isfinite(block).all():
+            scale = max(np.float32(max(abs(v) for v in block)) / np.float32(127), np.float32(2.0**-126))
+            integers = [int(np.rint(v / scale)) for v in block]
+        else:
+            scale, integers = np.float32("nan"), [0] * len(block)
+        stream += struct.pack("<f", scale) + bytes(i & 0xFF for i in integers)
+        decoded += [np.float32(i) * scale for i in integers]
+        start = stop
+    return stream, np.array(decoded, np.float32)
+
+
+def slow(x: torch.Tensor, first_byte: int, wire_dtype: WireDType) -> tuple[bytes, torch.Tensor]:
+    if wire_dtype == WIRE_DTYPE_UNSPECIFIED or x.dtype != torch.float32:
+        return bytes(x.view(torch.uint8).tolist()), x
+    if wire_dtype == WIRE_DTYPE_INT8:
+        stream, decoded = slow_int8(x.numpy(), first_byte)
+    else:
+        stream, decoded = (slow_bfloat16 if wire_dtype == WIRE_DTYPE_BFLOAT16 else slow_float16)(x.numpy())
+    return stream, torch.from_numpy(decoded)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.shape == right.shape and (
+        left.numel() == 0 or torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+    )
+
+
+def values_of(numel: int, seed: int = 0) -> torch.Tensor:
+    """Of many magnitudes, with zeros, ties of the rounding, and subnormal numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator) * torch.exp(6 * torch.randn(numel, generator=generator))
+    values[::7] = 0.0
+    values[1::11] = torch.randint(-127, 128, (len(values[1::11]),), generator=generator) + 0.5
+    values[2::13] *= 2.0**-140
+    return values
+
+
+def encoded(x: torch.Tensor, first_byte: int, wire_dtype: WireDType) -> bytes:
+    piece = Piece(first_byte, x)
+    out = bytearray(sum(run.size_bytes for run in piece.runs(wire_dtype)))
+    encode(x, first_byte, wire_dtype, memoryview(out))
+    return bytes(out)
+
+
+@pytest.mark.parametrize("wire_dtype", EVERY)
+@pytest.mark.parametrize("first_byte", STARTS)
+@pytest.mark.parametrize("numel", [0, 1, 2, 15, 16, 17, 240, 255, 256, 257, 511, 512, 769, 5003])
+def test_every_bit_is_the_slow_references(wire_dtype: WireDType, first_byte: int, numel: int) -> None:
+    x = values_of(numel, seed=first_byte + numel)
+    stream, expected = slow(x, first_byte, wire_dtype)
+    assert encoded(x, first_byte, wire_dtype) == stream
+    arrived = torch.full_like(x, 3.0)
+    decode(stream, first_byte, wire_dtype, arrived)
+    assert same_bits(arrived, expected)
+    round_trip_(x, first_byte, wire_dtype, arrived.fill_(5.0))
+    assert same_bits(arrived, expected)
+    round_trip_(x, first_byte, wire_dtype, x)
+    assert same_bits(x, expected)
+
+
+@pytest.mark.parametrize("wire_dtype", LOSSY)
+def test_more_than_is_converted_at_once_is_the_sum_of_its_blocks(wire_dtype: WireDType) -> None:
+    x, first_byte = values_of(300_001), 64
+    whole = encoded(x, first_byte, wire_dtype)
+    head = INT8_BLOCK_NUMEL - first_byte // 4
+    bounds = [0, *range(head, x.numel(), 1000 * INT8_BLOCK_NUMEL), x.numel()]
+    parts = [encoded(x[a:b], first_byte + 4 * a, wire_dtype) for a, b in pairwise(bounds)]
+    assert b"".join(parts) == whole
+    arrived, rounded = torch.empty_like(x), torch.empty_like(x)
+    decode(whole, first_byte, wire_dtype, arrived)
+    round_trip_(x, first_byte, wire_dtype, rounded)
+    assert same_bits(arrived, rounded)
+
+
+@pytest.mark.parametrize("wire_dtype", EVERY)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_only_float32_is_converted(wire_dtype: WireDType, dtype: torch.dtype) -> None:
+    x = values_of(515).to(dtype)
+    stream = encoded(x, 64, wire_dtype)
+    assert stream == bytes(x.view(torch.uint8).tolist())
+    arrived, rounded = torch.zeros_like(x), torch.zeros_like(x)
+    decode(stream, 64, wire_dtype, arrived)
+    round_trip_(x, 64, wire_dtype, rounded)
+    assert same_bits(arrived, x)
+    assert same_bits(rounded, x)
+
+
+@pytest.mark.parametrize("wire_dtype", LOSSY)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", [0, 255, 300, 999])
+def test_what_is_not_finite_stays_not_finite_and_spoils_only_its_block(
+    wire_dtype: WireDType, bad: float, where: int
+) -> None:
+    x = torch.ones(1000)
+    x[where] = bad
+    arrived = torch.empty_like(x)
+    decode(encoded(x, 0, wire_dtype), 0, wire_dtype, arrived)
+    assert not arrived[where].isfinite()
+    block = slice(where // 256 * 256, where // 256 * 256 + 256)
+    expected = torch.ones(1000)
+    if wire_dtype == WIRE_DTYPE_INT8:
+        expected[block] = torch.nan
+    else:
+        expected[where] = bad
+    torch.testing.assert_close(arrived, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("wire_dtype", "value", "expected"),
+    [
+        (WIRE_DTYPE_FLOAT16, 65519.0, 65504.0),
+        (WIRE_DTYPE_FLOAT16, 65520.0, float("inf")),
+        (WIRE_DTYPE_FLOAT16, -1e5, -float("inf")),
+        (WIRE_DTYPE_FLOAT16, 2.0**-24, 2.0**-24),
+        (WIRE_DTYPE_BFLOAT16, 3.4028234e38, float("inf")),
+        (WIRE_DTYPE_BFLOAT16, 1.00390625, 1.0),
+        (WIRE_DTYPE_BFLOAT16, 1.01171875, 1.015625),
+        (WIRE_DTYPE_BFLOAT16, 2.0**-133, 2.0**-133),
+        (WIRE_DTYPE_INT8, 127 * 2.0**120, 127 * 2.0**120),
+        (WIRE_DTYPE_INT8, 3.4028234e38, float("inf")),
+        (WIRE_DTYPE_INT8, -0.0, 0.0),
+        (WIRE_DTYPE_INT8, 2.0**-149, 0.0),
+        (WIRE_DTYPE_INT8, 2.0**-126, 2.0**-126),
+        (WIRE_DTYPE_INT8, 200 * 2.0**-130, 12 * 2.0**-126),
+    ],
+)
+def test_ends_of_the_range(wire_dtype: WireDType, value: float, expected: float) -> None:
+    x = torch.full((300,), value)
+    round_trip_(x, 0, wire_dtype, x)
+    assert same_bits(x, torch.full((300,), expected))
+
+
+def test_an_int8_is_off_by_at_most_half_of_its_blocks_step() -> None:
+    x = torch.randn(256 * 50, generator=torch.Generator().manual_seed(1))
+    arrived = torch.empty_like(x)
+    round_trip_(x, 0, WIRE_DTYPE_INT8, arrived)
+    steps = x.view(-1, 256).abs().amax(1, keepdim=True) / 127
+    assert bool(((arrived - x).view(-1, 256).abs() <= 0.5001 * steps).all())
+
+
+def pieces_of(
+    flat: torch.Tensor, start_bytes: int, stop_bytes: int, indices: Sequence[int] | None = None
+) -> list[Piece]:
+    """A shard's pieces in a flat vector's bytes."""
+    chosen = range(len(LAYOUT.parameters)) if indices is None else indices
+    return [
+        Piece(at.start_bytes, flat[at.start_bytes : at.stop_bytes].view(dtype_of(at.parameter_index)))
+        for at in LAYOUT.packed_segments(chosen, start_bytes, stop_bytes)
+    ]
+
+
+def dtype_of(index: int) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, LAYOUT.parameters[index].dtype)
+    return dtype
+
+
+def filled_unit() -> torch.Tensor:
+    flat = torch.zeros(LAYOUT.size_bytes, dtype=torch.uint8)
+    for number, piece in enumerate(pieces_of(flat, 0, LAYOUT.size_bytes)):
+        piece.values.copy_(values_of(piece.values.numel(), seed=number))
+    return flat
+
+
+def streamed(encoder: StreamEncoder) -> bytes:
+    return b"".join(bytes(chunk) for chunk in encoder.chunks())
+
+
+@pytest.mark.parametrize("wire_dtype", EVERY)
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
+@pytest.mark.parametrize("indices", [None, (2,), (0, 4, 6)])
+def test_a_units_stream_is_its_shards_streams_one_after_another(
+    wire_dtype: WireDType, num_shards: int, indices: Sequence[int] | None
+) -> None:
+    flat = filled_unit()
+    whole = streamed(StreamEncoder(pieces_of(flat, 0, LAYOUT.size_bytes, indices), wire_dtype))
+    ranges = cut(LAYOUT.size_bytes, [1.0 + 0.3 * number for number in range(num_shards)], 4096)
+    assert len([start for start, stop in ranges if start < stop]) == num_shards
+    shards = [streamed(StreamEncoder(pieces_of(flat, *at, indices), wire_dtype)) for at in ranges]
+    assert b"".join(shards) == whole
+    for (start, stop), shard in zip(ranges, shards, strict=True):
+        segments = LAYOUT.packed_segments(indices or range(8), start, stop)
+        dtypes = [LAYOUT.parameters[at.parameter_index].dtype for at in segments]
+        sizes = [encoded_size(at, dtype, wire_dtype) for at, dtype in zip(segments, dtypes, strict=True)]
+        assert sum(sizes) == len(shard)
+
+
+@pytest.mark.parametrize("wire_dtype", EVERY)
+@pytest.mark.parametrize("chunk_bytes", [1, 300, 9999, 65536, 1 << 20])
+def test_a_stream_in_chunks_is_the_stream_at_once(wire_dtype: WireDType, chunk_bytes: int) -> None:
+    flat = filled_unit()
+    pieces = pieces_of(flat, 0, 4096 * 4 if chunk_bytes < 9999 else LAYOUT.size_bytes)
+    at_once = b"".join(encoded(piece.values, piece.first_byte, wire_dtype) for piece in pieces)
+    encoder = StreamEncoder(pieces, wire_dtype, chunk_bytes=chunk_bytes)
+    assert encoder.total_bytes == len(at_once)
+    assert streamed(encoder) == at_once
+    former: memoryview | None = None
+    kept, position = b"", 0
+    for chunk in encoder.chunks():
+        assert former is None or former == kept, "a chunk changed while the next one was made"
+        assert 0 < len(chunk) <= max(chunk_bytes, 260)
+        assert chunk == at_once[position : position + len(chunk)]
+        former, kept, position = chunk, bytes(chunk), position + len(chunk)
+    assert former == kept
+
+
+@pytest.mark.parametrize("wire_dtype", EVERY)
+@pytest.mark.parametrize("largest", [7, 1000, 100_000])
+def test_a_stream_decodes_from_chunks_of_any_size(wire_dtype: WireDType, largest: int) -> None:
+    flat, arrived = filled_unit(), torch.zeros(LAYOUT.size_bytes, dtype=torch.uint8)
+    stop = 4096 * 3 if largest < 1000 else LAYOUT.size_bytes
+    data = streamed(StreamEncoder(pieces_of(flat, 0, stop), wire_dtype))
+    decoder = StreamDecoder(pieces_of(arrived, 0, stop), wire_dtype, "test")
+    assert decoder.total_bytes == len(data)
+    sizes, position = random.Random(largest), 0
+    while position < len(data):
+        assert not decoder.complete
+        size = sizes.randint(0, largest)
+        decoder.feed(memoryview(data)[position : position + size])
+        position += size
+    assert decoder.complete
+    for sent, got in zip(pieces_of(flat, 0, stop), pieces_of(arrived, 0, stop), strict=True):
+        assert same_bits(got.values, slow(sent.values, sent.first_byte, wire_dtype)[1])
+    padding = torch.ones(stop, dtype=torch.bool)
+    for at in LAYOUT.segments(0, stop):
+        padding[at.start_bytes : at.stop_bytes] = False
+    assert not arrived[:stop][padding].any()
+
+
+@pytest.mark.parametrize("wire_dtype", EVERY)
+def test_too_many_bytes_are_refused(wire_dtype: WireDType) -> None:
+    x, arrived = torch.ones(300), torch.zeros(300)
+    data = encoded(x, 0, wire_dtype)
+    decoder = StreamDecoder([Piece(0, arrived)], wire_dtype, "push of 'block'")
+    decoder.feed(data[:-1])
+    with pytest.raises(ChunkError, match=f"push of 'block': {len(data) + 1} bytes or more, expected {len(data)}"):
+        decoder.feed(data[-1:] + b"x")
+    decoder.feed(data[-1:])
+    assert decoder.complete
+    assert torch.equal(arrived, x)
+    with pytest.raises(ValueError, match=f"expected room for {len(data)} encoded bytes, got {len(data) - 1}"):
+        decode(data[:-1], 0, wire_dtype, arrived)
+
+
+def test_an_empty_stream_is_complete_at_once() -> None:
+    assert list(StreamEncoder([], WIRE_DTYPE_INT8).chunks()) == []
+    assert StreamDecoder([Piece(0, torch.empty(0))], WIRE_DTYPE_INT8, "test").complete
+
+
+def test_an_unknown_wire_dtype_is_named() -> None:
+    with pytest.raises(ValueError, match="wire dtype 9: expected one of WIRE_DTYPE_UNSPECIFIED, "):
+        Piece(0, torch.ones(3)).runs(9)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wire_dtype", LOSSY)
+def test_gradients_that_autograd_tracks_and_inference_mode_are_no_obstacle(wire_dtype: WireDType) -> None:
+    x = torch.randn(300, requires_grad=True)
+    stream = encoded(x, 0, wire_dtype)
+    with torch.inference_mode():
+        assert encoded(x, 0, wire_dtype) == stream
+    arrived = torch.empty(300)
+    decode(stream, 0, wire_dtype, arrived)
+    assert same_bits(arrived, slow(x.detach(), 0, wire_dtype)[1])
