@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
@@ -25,15 +24,6 @@ def parse_kinds(text: str) -> tuple[str, ...]:
     if not kinds or any(kind not in KINDS for kind in kinds):
         raise UsageError(f"lanes={text!r}: expected some of {', '.join(KINDS)}, the preferred one first")
     return kinds
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The part of one parameter's gradient that a shard gets."""
-
-    offset_bytes: int
-    """Where it belongs in the shard."""
-    data: memoryview
 
 
 class Lane(Protocol):

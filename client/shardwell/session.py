@@ -49,6 +49,9 @@ def join(
     push_bytes: int | None = None,
     keep_bytes: int | None = None,
     lanes: str | None = None,
+    gather_dtype: str | None = None,
+    push_dtype: str | None = None,
+    push_error_feedback: bool | None = None,
 ) -> Session:
     """Takes part in a run; returns once enough trainers are there.
 
@@ -75,6 +78,10 @@ def join(
             again: memory for bytes on the wire. By default none; what is read in place costs neither.
         lanes: Ways to the shard servers to use, the preferred one first; by default ``shm,socket,grpc``:
             shared memory on the same host, else plain TCP connections, else the rpcs.
+        gather_dtype: How 32-bit weights travel: ``float32``, or rounded to ``bfloat16``, ``float16`` or
+            ``int8`` (with a scale per 256 values). The servers keep and update what is not rounded.
+        push_dtype: How 32-bit gradients travel; they are added in float32.
+        push_error_feedback: Add what rounding left out of a gradient to the next one.
 
     Raises:
         RunMismatchError: The run exists with another world, seed or min_trainers.

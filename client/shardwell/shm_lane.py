@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwell.lanes import LaneStream, Piece
+from shardwell.lanes import LaneStream
 from shardwell.mailboxes import Mailbox, Mailboxes
 from shardwell.shard_client import ShardClient
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.wire_dtypes import Piece, WireDType
 
 
 class ShmLane:
@@ -67,11 +68,19 @@ class ShmLane:
         self,
         header: shard_pb2.ReduceScatterHeader,
         pieces: Sequence[Piece],
+        wire_dtype: WireDType,
         *,
         timeout_s: float,
         retry_for_s: float,
     ) -> None:
         """Pushes one part of a contribution: one copy, into a mailbox.
+
+        Args:
+            header: What it is of.
+            pieces: The parts of gradients that lie in the shard.
+            wire_dtype: What to round them to.
+            timeout_s: Deadline of one try.
+            retry_for_s: How long to try again while the server is unavailable.
 
         Raises:
             CapacityError: The server has no room for another mailbox.
@@ -80,7 +89,7 @@ class ShmLane:
         self._sizes[unit] = header.stop_bytes - header.start_bytes
         mailbox = self._mailboxes.take(unit)
         for piece in pieces:
-            mailbox.lay(piece.offset_bytes, piece.data)
+            mailbox.lay(piece.first_byte - header.start_bytes, piece, wire_dtype)
         request = shard_pb2.ReduceMailboxRequest(header=header, lane=self._name, mailbox=mailbox.number)
         adopted = True  # for all this trainer knows, if there is no answer
         try:

@@ -10,7 +10,7 @@ from shardwell_server.shard import transfers
 from shardwell_server.shard.socket_connection import Connection
 from shardwell_server.shard.store import ShardStore
 from shardwell_wire import frames
-from shardwell_wire.errors import AccessError, DeadlineError, InvalidRequestError
+from shardwell_wire.errors import AccessError, DeadlineError
 from shardwell_wire.frames import Kind
 from shardwell_wire.v1 import shard_pb2
 
@@ -68,5 +68,3 @@ class Requests:
     def _check(self, run: str, request: shard_pb2.GatherRequest | shard_pb2.ReduceScatterHeader) -> None:
         if run != self._run:
             raise AccessError(f"the lane was opened for run {self._run!r}, not for {run!r}", run=run)
-        if request.wire_dtype:
-            raise InvalidRequestError("a socket lane carries values as they are stored")
