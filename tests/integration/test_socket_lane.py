@@ -32,6 +32,7 @@ from shardwell_wire.errors import (
     UnavailableError,
     VersionGoneError,
     from_status_details,
+    to_status_details,
 )
 from shardwell_wire.frames import Kind
 from shardwell_wire.layout import UnitLayout
@@ -133,7 +134,7 @@ class Peer:
         self.socket.sendall(b"".join(parts))
 
     def request(self, kind: Kind, message: Any) -> None:
-        self.send(frames.encode_request(kind, message, 20.0))
+        self.send(frames.encode_request(kind, message, 1000.0))
 
     def push(self, laned: LanedUnit, *rest: bytes, **changes: Any) -> None:
         self.request(Kind.REDUCE_SCATTER, laned.header(**changes))
@@ -332,6 +333,23 @@ def test_a_stale_push_is_refused_before_it_is_received(big: LanedUnit) -> None:
     assert not big.push(big.one.filled(1.0), epoch=5).duplicate
 
 
+def test_a_refused_push_is_not_sent_to_its_end() -> None:
+    refusal = frames.encode(Kind.ERROR, to_status_details(StaleEpochError("too late", newest=7)))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        connecting = in_background(
+            partial(LaneConnection, "127.0.0.1", port, bytes(32), peer="socket lane", timeout_s=20.0)
+        )
+        peer, _ = listener.accept()
+        with peer:
+            peer.sendall(frames.encode(Kind.WELCOME) + refusal)  # and reads nothing
+            with closing(next(connecting)) as connection:
+                much = memoryview(bytearray(64 << 20))
+                header = shard_pb2.ReduceScatterHeader()
+                error = error_of(lambda: connection.reduce_scatter(header, [much], what="a push", timeout_s=20.0))
+    assert (type(error), error.data) == (StaleEpochError, {"newest": "7"})
+
+
 def test_a_newer_stream_ends_an_older_one(big: LanedUnit) -> None:
     with Peer(big) as older:
         older.push(big, data(bytes(1 << 20)))
@@ -491,6 +509,23 @@ def test_a_reader_that_vanishes_releases_what_it_read(big: LanedUnit) -> None:
         assert parameters is not None
         assert big.server.look(lambda: parameters.readers) == 1
     big.server.until(lambda: parameters.readers == 0, "nobody reads")
+
+
+def test_a_deadline_within_a_frame_ends_the_connection_and_nothing_else(big: LanedUnit) -> None:
+    with Peer(big) as slow:
+        slow.send(frames.encode_request(Kind.GATHER, big.one.gather_request(), 1.0))
+        assert slow.frame()[0] is Kind.GATHERING
+        parameters = big.one.shard.parameters
+        assert parameters is not None
+        big.server.until(lambda: parameters.readers == 0, "nobody reads")
+        rest = slow.read(big.one.size)
+        frame_bytes = frames.HEAD_BYTES + frames.DATA_BYTES
+        heads = {
+            rest[start : start + frames.HEAD_BYTES] for start in range(0, len(rest) - frames.HEAD_BYTES, frame_bytes)
+        }
+    assert heads == {struct.pack("<IB", frames.DATA_BYTES, Kind.DATA)}
+    assert len(rest) < big.one.size
+    assert big.gather()[0] == 0
 
 
 def cut(laned: LanedUnit) -> None:
