@@ -105,14 +105,9 @@ class ProcessGroup:
                 await asyncio.wait({told, *self._children}, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in self._children if task.done()]:
                     name, child = self._children.pop(task)
-                    if (code := task.result()) != 0 and not stop.is_set():
-                        logger.error(
-                            "%s (process %d) ended %s; stopping the other %d",
-                            name,
-                            child.pid,
-                            _how(code),
-                            len(self._children),
-                        )
+                    if (code := task.result()) != 0:
+                        ended = f"{name} (process {child.pid}) ended {_how(code)}"
+                        logger.error("%s; stopping the other %d", ended, len(self._children))
                         return False
                     logger.info("%s (process %d) stopped", name, child.pid)
             return True
