@@ -429,6 +429,26 @@ def test_who_says_nothing_is_cut_off(laned: LanedUnit, monkeypatch: pytest.Monke
         assert peer.is_closed()
 
 
+def test_opening_is_given_up_in_time() -> None:
+    silent = socket.create_server(("127.0.0.1", 0))
+    with silent, closing(ShardClient(f"127.0.0.1:{silent.getsockname()[1]}")) as client:
+        error = error_of(lambda: SocketLane(client, "r", timeout_s=0.1))
+    assert isinstance(error, DeadlineError)
+    assert "did not answer OpenLane within 0.1 s" in str(error)
+
+
+def test_a_port_out_of_reach_is_noticed_when_the_lane_is_opened(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = unit(server)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(server.sockets, "_port", nobody.getsockname()[1])
+        error = error_of(lambda: SocketLane(server.client, one.run))
+    assert isinstance(error, UnavailableError)
+    server.until(lambda: not server.sockets._lanes, "the lane is closed")
+
+
 def test_a_lane_needs_a_run(server: ShardServer) -> None:
     assert isinstance(error_of(lambda: SocketLane(server.client, "nowhere")), NotFoundError)
 
