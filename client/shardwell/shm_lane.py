@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwell.lanes import LaneStream
 from shardwell.mailboxes import Mailbox, Mailboxes
 from shardwell.shard_client import ShardClient
 from shardwell_wire.errors import UnavailableError
@@ -29,12 +28,13 @@ class ShmLane:
 
     def __init__(self, client: ShardClient, run: str, *, timeout_s: float) -> None:
         self._client, self._run = client, run
-        self._stream = LaneStream(client, run, common_pb2.LANE_KIND_SHM, timeout_s=timeout_s)
-        self._name = self._stream.answer.lane
+        request = shard_pb2.OpenLaneRequest(run=run, kind=common_pb2.LANE_KIND_SHM)
+        self._rpc = client.open("OpenLane", request, timeout_s=timeout_s)
+        self._name = self._rpc.answer.lane
         try:
-            self._prove(self._stream.answer.shm)
+            self._prove(self._rpc.answer.shm)
         except BaseException:
-            self._stream.close()
+            self._rpc.end()
             raise
         self._sizes: dict[str, int] = {}
         self._mailboxes = Mailboxes(self._open_mailbox)
@@ -109,7 +109,7 @@ class ShmLane:
 
     def close(self) -> None:
         """Gives the lane up, and with it the mailboxes."""
-        self._stream.close()
+        self._rpc.end()
 
     def _open_mailbox(self, unit: str) -> Mailbox:
         request = shard_pb2.OpenMailboxRequest(run=self._run, unit=unit, lane=self._name)

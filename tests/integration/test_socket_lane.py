@@ -294,22 +294,21 @@ def test_a_version_that_is_gone_is_said_to_be(laned: LanedUnit) -> None:
     assert laned.connections() == 1
 
 
-def test_a_slow_reader_gets_one_version_or_learns_that_it_is_gone(big: LanedUnit) -> None:
+def test_a_slow_reader_learns_that_its_version_is_gone(big: LanedUnit) -> None:
     server, one = big.server, big.one
-    with Peer(big) as slow, Peer(big) as slower:
-        for step, peer in enumerate((slower, slow)):
-            peer.request(Kind.GATHER, one.gather_request())
-            assert peer.frame()[0] is Kind.GATHERING
-            train(one, step)
-        assert isinstance(slower.error(), VersionGoneError)
+    with Peer(big) as slow:
+        slow.request(Kind.GATHER, one.gather_request())
+        assert slow.frame()[0] is Kind.GATHERING
+        train(one, 0)
+        assert isinstance(slow.error(), VersionGoneError)
+        slow.request(Kind.GATHER, one.gather_request())
+        assert slow.frame()[0] is Kind.GATHERING
         received = b""
         while (frame := slow.frame())[0] is Kind.DATA:
             received += frame[1]
         assert frame[0] is Kind.END
         assert_holds(torch.frombuffer(bytearray(received), dtype=torch.uint8), -1.0)
-        slower.request(Kind.GATHER, one.gather_request())
-        assert slower.frame()[0] is Kind.GATHERING
-    server.until(lambda: server.store.memory.pool.taken_bytes == one.size, "the old versions are given back")
+    server.until(lambda: server.store.memory.pool.taken_bytes == one.size, "the old version is given back")
 
 
 def test_bytes_that_moved_under_a_reader_are_not_vouched_for(big: LanedUnit) -> None:
@@ -365,7 +364,7 @@ def test_a_newer_stream_ends_an_older_one(big: LanedUnit) -> None:
         ({"context": common_pb2.RequestContext(run="other", epoch=1)}, AccessError),
         ({"unit": "other"}, NotFoundError),
         ({"stop_bytes": 64}, InvalidRequestError),
-        ({"wire_dtype": common_pb2.WIRE_DTYPE_BFLOAT16}, InvalidRequestError),
+        ({"wire_dtype": 99}, InvalidRequestError),
     ],
 )
 def test_a_push_that_does_not_fit_is_refused(
@@ -381,7 +380,7 @@ def test_a_push_that_does_not_fit_is_refused(
         ({"run": "other"}, AccessError),
         ({"unit": "other"}, NotFoundError),
         ({"start_bytes": 64, "stop_bytes": 1 << 40}, InvalidRequestError),
-        ({"wire_dtype": common_pb2.WIRE_DTYPE_BFLOAT16}, InvalidRequestError),
+        ({"wire_dtype": 99}, InvalidRequestError),
     ],
 )
 def test_a_gather_that_does_not_fit_is_refused(
