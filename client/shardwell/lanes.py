@@ -57,6 +57,10 @@ class Lane(Protocol):
         """Pushes one part of a contribution: the segments of its parameters, without padding."""
         ...
 
+    def measure(self, size_bytes: int, *, timeout_s: float) -> float:
+        """Receives bytes without meaning; returns bytes per second."""
+        ...
+
     def close(self) -> None:
         """Gives the lane up; what is in flight fails."""
         ...

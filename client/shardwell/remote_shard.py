@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -106,7 +106,9 @@ class RemoteShard:
             wire_dtype=wire_dtype,
         )
         limit_s = self._wire.wait_limit_s
-        return self.server.stream.gather(request, target, timeout_s=limit_s, retry_for_s=limit_s)
+        fetched = self.server.stream.gather(request, target, timeout_s=limit_s, retry_for_s=limit_s)
+        self.server.count(received_bytes=len(target))
+        return fetched
 
     def _copy(self, window: SharedVector, version: int | None, wire_dtype: WireDType, target: memoryview) -> int:
         there = self.await_version(version)
@@ -145,10 +147,14 @@ class RemoteShard:
             except (CapacityError, OSError) as error:
                 self.server.stream_gradients(error)
         if wire_dtype == _AS_STORED:
-            data = [memory_at(piece.values.data_ptr(), piece.values.nbytes) for piece in pieces]
-            self.server.stream.reduce_scatter(header, data, timeout_s=limit_s, retry_for_s=limit_s)
+            self._stream_out(header, [memory_at(piece.values.data_ptr(), piece.values.nbytes) for piece in pieces])
             return
         header.wire_dtype = wire_dtype
         with self._wire.encoded.lend(wire_dtypes.stream_size(self._layout, segments, wire_dtype)) as encoded:
             wire_dtypes.encode_pieces(pieces, wire_dtype, encoded)
-            self.server.stream.reduce_scatter(header, [encoded], timeout_s=limit_s, retry_for_s=limit_s)
+            self._stream_out(header, [encoded])
+
+    def _stream_out(self, header: shard_pb2.ReduceScatterHeader, data: Sequence[memoryview]) -> None:
+        limit_s = self._wire.wait_limit_s
+        self.server.stream.reduce_scatter(header, data, timeout_s=limit_s, retry_for_s=limit_s)
+        self.server.count(sent_bytes=sum(len(part) for part in data))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -51,7 +52,17 @@ class RunStore:
     @property
     def stats(self) -> dict[str, float]:
         """Bytes and counts of gathers and pushes, and seconds the training thread waited for them."""
-        return self._traffic.stats.as_dict()
+        servers = self._servers.values()
+        return {
+            **self._traffic.stats.as_dict(),
+            "received_bytes": sum(server.received_bytes for server in servers),
+            "sent_bytes": sum(server.sent_bytes for server in servers),
+        }
+
+    @property
+    def lanes(self) -> list[dict[str, Any]]:
+        """Each shard server's lane and what it did."""
+        return [server.describe() for server in self._servers.values()]
 
     def advance(self, progress: StepProgress) -> None:
         """The step is committed: from now on ``progress`` is the one in flight."""

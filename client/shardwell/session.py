@@ -344,8 +344,9 @@ class Session:
         """What this trainer moved and waited for since it joined.
 
         Returns:
-            Counts, bytes and seconds: ``gather_count``, ``gathered_bytes``, ``gather_wait_s`` (training
-            thread waiting for weights), ``push_count``, ``pushed_bytes``, ``push_wait_s``,
+            Counts, bytes and seconds: ``gather_count``, ``gathered_bytes`` (copied to here; what is read in
+            place is not), ``gather_wait_s`` (training thread waiting for weights), ``push_count``,
+            ``pushed_bytes``, ``push_wait_s``, ``received_bytes`` and ``sent_bytes`` (as they travelled),
             ``finish_wait_s`` (for other trainers' work), ``commit_wait_s``, ``live_unit_bytes`` and
             ``peak_unit_bytes`` (weights held here).
         """
@@ -356,6 +357,15 @@ class Session:
             "live_unit_bytes": self.units.live_bytes,
             "peak_unit_bytes": self.units.peak_bytes,
         }
+
+    def lanes(self) -> list[dict[str, Any]]:
+        """How this trainer reaches each shard server, one entry per server.
+
+        Returns:
+            ``server`` (host:port), ``lane`` (``shm``, ``socket`` or ``grpc``), ``bytes_per_s`` (measured when it
+            was opened), ``received_bytes`` and ``sent_bytes`` (streamed, as they travelled).
+        """
+        return self.store.lanes
 
     def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
         """A ``torch.distributed`` mesh with axes dp, tp, pp in the run's order; see ``mesh.device_mesh``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -80,6 +81,15 @@ class SocketLane:
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
         )
+
+    def measure(self, size_bytes: int, *, timeout_s: float) -> float:
+        """Receives bytes without meaning; returns bytes per second."""
+        target = memoryview(bytearray(size_bytes))
+        started = time.perf_counter()
+        self._attempt(
+            lambda connection: connection.measure(target, timeout_s=timeout_s), timeout_s=timeout_s, retry_for_s=0.0
+        )
+        return size_bytes / (time.perf_counter() - started)
 
     def close(self) -> None:
         """Gives the lane up; what is in flight fails."""

@@ -15,6 +15,8 @@ from shardwell_wire import codec
 from shardwell_wire.errors import InvalidRequestError, VersionGoneError
 from shardwell_wire.v1 import shard_pb2
 
+_MAX_MEASURED_BYTES = 64 << 20
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -110,3 +112,23 @@ async def push(
     run = store.run(header.context.run)
     duplicate = await Push(store, run, run.shard(header.unit), header).receive(incoming, wait_s)
     return shard_pb2.ReduceScatterResponse(duplicate=duplicate, version=header.context.step)
+
+
+def meaningless(request: shard_pb2.MeasureLaneRequest, default_bytes: int) -> Iterator[memoryview]:
+    """What MeasureLane sends, in chunks as asked for.
+
+    Args:
+        request: What the trainer wants.
+        default_bytes: Of a chunk, if the request does not say.
+
+    Raises:
+        InvalidRequestError: It wants too much.
+    """
+    if request.size_bytes > _MAX_MEASURED_BYTES or request.chunk_bytes > codec.MAX_CHUNK_BYTES:
+        raise InvalidRequestError(
+            f"size_bytes {request.size_bytes}, chunk_bytes {request.chunk_bytes}: at most {_MAX_MEASURED_BYTES} and "
+            f"{codec.MAX_CHUNK_BYTES}"
+        )
+    chunk_bytes = request.chunk_bytes or default_bytes
+    zeros = memoryview(bytes(min(chunk_bytes, request.size_bytes)))
+    return (zeros[: request.size_bytes - start] for start in range(0, request.size_bytes, chunk_bytes))
