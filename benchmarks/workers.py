@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,13 +26,16 @@ import psutil
 import shardwell
 
 ROOT = Path(__file__).resolve().parents[1]
+_ERROR = "error"
+"""In a worker's last answer: what it failed of."""
 _EXIT_LIMIT_S = 10.0
-_MEMORY_SHARE = 0.6
+_LOG_TAIL_LINES = 12
+_MEMORY_SHARE = 0.75
 """Of the memory that is available: the rest is for what the estimates do not know."""
 
 
 class WorkerFailedError(Exception):
-    """A worker ended or did not answer; the text is the end of its log."""
+    """A worker ended or did not answer; the first line says why, the others are its log's tail."""
 
 
 class Worker:
@@ -88,13 +92,17 @@ class Worker:
             return None
         self._received = rest
         answer: dict[str, Any] = json.loads(line)
+        if _ERROR in answer:
+            raise WorkerFailedError(f"{answer[_ERROR]}\n{self._log_tail()}")
         return answer
 
     def failure(self, what: str) -> WorkerFailedError:
-        """The error that says what became of this worker, and the last line that it wrote."""
+        """The error that says what became of this worker, and the last that it wrote."""
+        return WorkerFailedError(f"a worker {what}: {self.name}\n{self._log_tail()}")
+
+    def _log_tail(self) -> str:
         self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return WorkerFailedError(f"a worker {what}: {lines[-1] if lines else self.name}")
+        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
 
     def close(self) -> None:
         """Ends the worker: it may leave in good order, but not take long for it."""
@@ -111,11 +119,17 @@ class Worker:
 
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """A worker's life: answers commands until its standard input ends."""
+    """A worker's life: answers commands until its standard input ends or one of them raises."""
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not land among the answers
         for line in sys.stdin:
-            print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
+            try:
+                answered = answer(json.loads(line))
+            except Exception as error:
+                traceback.print_exc()
+                print(json.dumps({_ERROR: f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+                raise SystemExit(1) from None
+            print(json.dumps(answered), file=answers, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +229,7 @@ def take_turns(
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 if name in failures:
                     continue
+                print(f"round {number + 1} of {rounds}: {name}", file=sys.stderr)
                 try:
                     if name not in alive:
                         stack = ExitStack()
@@ -226,7 +241,6 @@ def take_turns(
                     print(f"{name} failed: {error}", file=sys.stderr)
                 if not resident or name in failures:
                     end(name)
-            print(f"round {number + 1} of {rounds}", file=sys.stderr)
     finally:
         for name in list(alive):
             end(name)
