@@ -12,8 +12,10 @@ from shardwell.lanes import KINDS, parse_kinds
 from shardwell_wire import codec
 from shardwell_wire.errors import UsageError, WorldError
 from shardwell_wire.topology import AXES, World
+from shardwell_wire.wire_dtypes import NAMES
 
 ENVIRONMENT_PREFIX = "SHARDWELL_"
+_TEXTS = ("ADDRESS", "RUN", "TRAINER", "HOST", "LANES", "GATHER_DTYPE", "PUSH_DTYPE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,13 @@ class JoinConfig:
     """Ways to the shard servers, the preferred one first; what cannot be opened is passed over."""
     chunk_bytes: int = codec.DEFAULT_CHUNK_BYTES
     """Payload per message on the data plane."""
+    gather_dtype: str = "float32"
+    """How 32-bit weights travel: float32 (as they are), bfloat16, float16 or int8; what is computed with
+    is rounded alike."""
+    push_dtype: str = "float32"
+    """How 32-bit gradients travel."""
+    push_error_feedback: bool = False
+    """Whether what rounding left out of a gradient is added to the next one."""
     prefetch_bytes: int = 256 << 20
     """Weights that may be fetched ahead of their use."""
     push_bytes: int = 256 << 20
@@ -61,6 +70,11 @@ class JoinConfig:
             raise UsageError(f"seed={self.seed!r}: expected 0 <= seed < 2**63")
         if not 1 <= self.chunk_bytes <= codec.MAX_CHUNK_BYTES:
             raise UsageError(f"chunk_bytes={self.chunk_bytes!r}: expected 1 to {codec.MAX_CHUNK_BYTES}")
+        for name in ("gather_dtype", "push_dtype"):
+            if getattr(self, name) not in NAMES:
+                raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(NAMES)}")
+        if self.push_error_feedback and self.push_dtype == "float32":
+            raise UsageError("push_error_feedback=True: nothing is left out with push_dtype='float32'")
         for name in ("prefetch_bytes", "keep_bytes"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected at least 0")
@@ -77,7 +91,7 @@ class JoinConfig:
         """Reads SHARDWELL_* once; arguments that are given (not None) win.
 
         ADDRESS, RUN, TRAINER, HOST, SEED, MIN_TRAINERS, RANK, WORLD_SIZE, LANES (such as ``shm,grpc``),
-        KEEP_BYTES, and DP, TP, PP, ORDER (such as ``dp,tp,pp``) for the world.
+        GATHER_DTYPE, PUSH_DTYPE, KEEP_BYTES, and DP, TP, PP, ORDER (such as ``dp,tp,pp``) for the world.
         """
         source = os.environ if environment is None else environment
         env = {
@@ -85,9 +99,7 @@ class JoinConfig:
             for key, value in source.items()
             if key.startswith(ENVIRONMENT_PREFIX) and value
         }
-        values: dict[str, Any] = {
-            key.lower(): env[key] for key in ("ADDRESS", "RUN", "TRAINER", "HOST", "LANES") if key in env
-        }
+        values: dict[str, Any] = {key.lower(): env[key] for key in _TEXTS if key in env}
         for key, name in (
             ("SEED", "seed"),
             ("MIN_TRAINERS", "min_trainers"),

@@ -72,6 +72,14 @@ class LaneConnection:
             self._receive_stream(target, what)
             return header.version
 
+    def measure(self, target: memoryview, *, timeout_s: float) -> None:
+        """Receives bytes without meaning."""
+        what = "a measurement"
+        with self._request(what, timeout_s):
+            request = shard_pb2.MeasureLaneRequest(size_bytes=len(target))
+            self._send([frames.encode_request(Kind.MEASURE, request, timeout_s)])
+            self._receive_stream(target, what)
+
     def reduce_scatter(
         self, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[memoryview], *, what: str, timeout_s: float
     ) -> shard_pb2.ReduceScatterResponse:

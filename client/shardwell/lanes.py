@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-import grpc
-
-from shardwell_wire.errors import DeadlineError, UsageError, from_rpc_error
-from shardwell_wire.v1 import common_pb2, shard_pb2
-
-if TYPE_CHECKING:
-    from shardwell.shard_client import ShardClient
+from shardwell_wire.errors import UsageError
+from shardwell_wire.v1 import shard_pb2
 
 KINDS = ("shm", "socket", "grpc")
 """All kinds of lanes, the fastest first."""
@@ -25,15 +18,6 @@ def parse_kinds(text: str) -> tuple[str, ...]:
     if not kinds or any(kind not in KINDS for kind in kinds):
         raise UsageError(f"lanes={text!r}: expected some of {', '.join(KINDS)}, the preferred one first")
     return kinds
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The part of one parameter's gradient that a shard gets."""
-
-    offset_bytes: int
-    """Where it belongs in the shard."""
-    data: memoryview
 
 
 class Lane(Protocol):
@@ -73,38 +57,10 @@ class Lane(Protocol):
         """Pushes one part of a contribution: the segments of its parameters, without padding."""
         ...
 
+    def measure(self, size_bytes: int, *, timeout_s: float) -> float:
+        """Receives bytes without meaning; returns bytes per second."""
+        ...
+
     def close(self) -> None:
         """Gives the lane up; what is in flight fails."""
         ...
-
-
-class LaneStream:
-    """The rpc that keeps a lane open.
-
-    Args:
-        client: Calls the server.
-        run: Name of the run.
-        kind: Of the lane.
-        timeout_s: How long the server may take to answer.
-
-    Raises:
-        ShardwellError: The server does not offer the lane, or cannot be reached.
-    """
-
-    def __init__(self, client: ShardClient, run: str, kind: common_pb2.LaneKind.ValueType, *, timeout_s: float) -> None:
-        self._call = client.byte_response_stub("OpenLane")(shard_pb2.OpenLaneRequest(run=run, kind=kind))
-        give_up = threading.Timer(timeout_s, self._call.cancel)
-        give_up.daemon = True
-        give_up.start()
-        try:
-            self.answer = shard_pb2.OpenLaneResponse.FromString(next(self._call))
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.CANCELLED:
-                raise DeadlineError(f"{client.peer} did not open a lane within {timeout_s:g} s") from error
-            raise from_rpc_error(error, client.peer) from error
-        finally:
-            give_up.cancel()
-
-    def close(self) -> None:
-        """The server closes the lane."""
-        self._call.cancel()

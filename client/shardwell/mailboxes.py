@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
+from shardwell_wire.wire_dtypes import Piece, WireDType, bytes_tensor, round_trip_
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,9 +28,11 @@ class Mailbox:
         finally:
             os.close(descriptor)
 
-    def lay(self, offset_bytes: int, data: memoryview) -> None:
-        """Copies part of a gradient to its place, without the GIL."""
-        np.copyto(np.frombuffer(self.memory, np.uint8, len(data), offset_bytes), np.frombuffer(data, np.uint8))
+    def lay(self, offset_bytes: int, piece: Piece, wire_dtype: WireDType) -> None:
+        """Copies part of a gradient to its place, rounded as it would be on the wire."""
+        size_bytes = piece.values.nbytes
+        target = bytes_tensor(self.memory[offset_bytes : offset_bytes + size_bytes]).view(piece.values.dtype)
+        round_trip_(piece.values, piece.first_byte, wire_dtype, target)
 
 
 class Mailboxes:

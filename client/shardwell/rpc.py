@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -12,7 +14,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from shardwell_wire.channel import open_channel
-from shardwell_wire.errors import UnavailableError, from_rpc_error
+from shardwell_wire.errors import DeadlineError, UnavailableError, from_rpc_error
 
 Result = TypeVar("Result")
 
@@ -30,6 +32,24 @@ def retry(action: Callable[[], Result], *, retry_for_s: float, while_open: Calla
                 raise
         time.sleep(delay * random.uniform(0.5, 1.0))
         delay = min(delay * 2, _LONGEST_DELAY_S)
+
+
+@dataclass(frozen=True, slots=True)
+class StandingRpc:
+    """An rpc that has answered and stands until one side ends it."""
+
+    answer: Any
+    """Its one response message."""
+    _call: Any
+
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        """Has ``callback`` called once the rpc is over, in another thread, or here if it is over already."""
+        if not self._call.add_callback(callback):
+            callback()
+
+    def end(self) -> None:
+        """Ends it from this side."""
+        self._call.cancel()
 
 
 class ServiceClient:
@@ -78,6 +98,28 @@ class ServiceClient:
             yield from stub(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.peer) from error
+
+    def open(self, rpc_name: str, request: Any, *, timeout_s: float) -> StandingRpc:
+        """Calls an rpc that answers once and then stands until one side ends it; raises as ``call`` does.
+
+        Args:
+            rpc_name: Its name in the proto file.
+            request: Its request message.
+            timeout_s: How long the answer may take.
+        """
+        call = self.byte_response_stub(rpc_name)(request)
+        # Not the rpc's deadline: that would end it after the answer too.
+        timer, give_up = threading.Timer(timeout_s, call.cancel), time.monotonic() + timeout_s
+        timer.start()
+        try:
+            answer = GetMessageClass(self._service.methods_by_name[rpc_name].output_type).FromString(next(call))
+        except grpc.RpcError as error:
+            if time.monotonic() >= give_up:
+                raise DeadlineError(f"{self.peer} did not answer {rpc_name} within {timeout_s:g} s") from error
+            raise from_rpc_error(error, self.peer) from error
+        finally:
+            timer.cancel()
+        return StandingRpc(answer, call)
 
     def byte_response_stub(self, rpc_name: str) -> grpc.UnaryStreamMultiCallable[Any, bytes]:
         """A stub whose response messages stay bytes, for ``codec``."""

@@ -7,15 +7,19 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from shardwell.config import JoinConfig
+from shardwell.error_feedback import ErrorFeedback
 from shardwell.membership import Membership
 from shardwell.progress import ItemProgress, StepProgress
+from shardwell.remote_shard import RemoteShard, Wire
 from shardwell.server_connection import ServerConnection
 from shardwell.shared_vector import CAN_MAP, SegmentPlace, SharedVector
-from shardwell.traffic import RemoteUnit, Shard, Traffic
+from shardwell.traffic import RemoteUnit, Traffic
+from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import ConflictError, DeadlineError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
@@ -39,22 +43,43 @@ class RunStore:
         self._membership, self._config = membership, config
         self._servers: dict[str, ServerConnection] = {}
         self._units: dict[int, RemoteUnit] = {}
-        self._traffic = Traffic(membership.run, push_bytes=config.push_bytes, wait_limit_s=config.wait_limit_s)
+        self._traffic = Traffic(push_bytes=config.push_bytes)
+        self._wire = Wire(
+            wire_dtypes.NAMES[config.gather_dtype], wire_dtypes.NAMES[config.push_dtype], config.wait_limit_s
+        )
+        self._feedback = ErrorFeedback(self._wire.push_dtype) if config.push_error_feedback else None
 
     @property
     def stats(self) -> dict[str, float]:
         """Bytes and counts of gathers and pushes, and seconds the training thread waited for them."""
-        return self._traffic.stats.as_dict()
+        servers = self._servers.values()
+        return {
+            **self._traffic.stats.as_dict(),
+            "received_bytes": sum(server.received_bytes for server in servers),
+            "sent_bytes": sum(server.sent_bytes for server in servers),
+        }
+
+    @property
+    def lanes(self) -> list[dict[str, Any]]:
+        """Each shard server's lane and what it did."""
+        return [server.describe() for server in self._servers.values()]
 
     def advance(self, progress: StepProgress) -> None:
         """The step is committed: from now on ``progress`` is the one in flight."""
         self.progress = progress
         self._release_mailboxes()
+        if self._feedback is not None:
+            self._feedback.commit()
 
     def declare(self, layout: UnitLayout, initial_values: memoryview) -> int:
         """See ``ParameterStore.declare``. Returns once the run has initial values for the unit."""
         declared = self._declare(layout)
-        shards = tuple(Shard(self._server(at.address), at.start_bytes, at.stop_bytes) for at in declared.shards)
+        shards = tuple(
+            RemoteShard(
+                self._membership.run, layout, self._server(at.address), at.start_bytes, at.stop_bytes, self._wire
+            )
+            for at in declared.shards
+        )
         unit = RemoteUnit(declared.unit_index, layout, shards)
         give_up, delay = time.monotonic() + self._config.wait_limit_s, _FIRST_PUBLISH_POLL_S
         # The values are kept until the unit is published: whoever should have sent them may be lost,
@@ -72,29 +97,40 @@ class RunStore:
             time.sleep(delay)
             delay = min(delay * 2, _LONGEST_PUBLISH_POLL_S)
             declared = self._declare(layout)
-        self._units[unit.index] = replace(unit, vector=self._share(unit))
+        self._units[unit.index] = self._share(unit)
         return unit.index
 
-    def _share(self, unit: RemoteUnit) -> SharedVector | None:
-        """The unit in shared memory, if every shard of it is."""
-        lanes = [shard.server.shm for shard in unit.shards]
-        if not CAN_MAP or not unit.layout.size_bytes or None in lanes:
-            return None
+    def _share(self, unit: RemoteUnit) -> RemoteUnit:
+        """Maps the shards that lie in shared memory: the unit as a whole, if all do."""
+        if not CAN_MAP:
+            return unit
+        name, places = unit.layout.unit, [self._place(unit, shard) for shard in unit.shards]
         try:
-            return SharedVector(unit.layout.unit, [self._place(unit, shard) for shard in unit.shards])
-        except (ConflictError, OSError) as error:
+            found = [place for place in places if place is not None]
+            if unit.layout.size_bytes and len(found) == len(places) and not self._wire.gather_dtype:
+                return replace(unit, vector=SharedVector(name, found))
+            for shard, place in zip(unit.shards, places, strict=True):
+                if place is not None and place.stop_bytes > place.start_bytes:
+                    shard.window = SharedVector(name, [place])
+        except OSError as error:
+            logger.warning("unit %r is fetched, not read in place: %s", name, error)
+        return unit
+
+    def _place(self, unit: RemoteUnit, shard: RemoteShard) -> SegmentPlace | None:
+        if shard.server.shm is None:
+            return None
+        limit_s = self._config.wait_limit_s
+        try:
+            answer = shard.server.shm.locate(unit.layout.unit, None, timeout_s=limit_s, retry_for_s=limit_s)
+        except ConflictError as error:
             logger.warning("unit %r is fetched, not read in place: %s", unit.layout.unit, error)
             return None
-
-    def _place(self, unit: RemoteUnit, shard: Shard) -> SegmentPlace:
-        limit_s = self._config.wait_limit_s
-        answer = shard.server.require_shm().locate(unit.layout.unit, None, timeout_s=limit_s, retry_for_s=limit_s)
         return SegmentPlace(answer.segment.path, shard.start_bytes, shard.stop_bytes)
 
-    def gather(self, unit_index: int, target: memoryview) -> Future[int]:
+    def gather(self, unit_index: int, target: memoryview, *, exact: bool = False) -> Future[int]:
         """See ``ParameterStore.gather``."""
         self._membership.check()
-        return self._traffic.gather(self._units[unit_index], self.progress.number, target)
+        return self._traffic.gather(self._units[unit_index], self.progress.number, target, exact=exact)
 
     def in_place(self, unit_index: int) -> SharedVector | None:
         """See ``ParameterStore.in_place``."""
@@ -117,6 +153,10 @@ class RunStore:
             part=current.parts[unit_index],
         )
         current.parts[unit_index] += 1
+        if self._feedback is not None:
+            whole = {index: gradient.detach().cpu().contiguous() for index, gradient in gradients}
+            compensated = self._feedback.compensate(unit_index, unit.layout, current.item.dp_rank, whole)
+            gradients = list(compensated.items())
         self._traffic.push(unit, header, gradients)
 
     def drain(self) -> None:
@@ -151,7 +191,7 @@ class RunStore:
     def _initialize(self, unit: RemoteUnit, values: memoryview, epoch: int) -> None:
         context = self._membership.context(0, epoch=epoch)
 
-        def upload(shard: Shard) -> None:
+        def upload(shard: RemoteShard) -> None:
             header = shard_pb2.InitializeUnitHeader(
                 context=self._membership.context(0, epoch=epoch),
                 unit=unit.layout.unit,
@@ -182,6 +222,8 @@ class RunStore:
         progress.parts.clear()
         self.progress.is_complete = False
         self._release_mailboxes(progress.item.dp_rank)
+        if self._feedback is not None:
+            self._feedback.reset(progress.item.dp_rank)
 
     def _release_mailboxes(self, dp_rank: int | None = None) -> None:
         for server in self._servers.values():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardwell.lanes import Lane
 from shardwell.shard_client import ShardClient
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 AnyLane = TypeVar("AnyLane")
 
 _OPEN_TIMEOUT_S = 10.0
-_MEASURED_BYTES = 2 << 20
+_WARMING_BYTES, _MEASURED_BYTES = 64 << 10, 1 << 20
 
 
 class ServerConnection:
@@ -44,7 +45,12 @@ class ServerConnection:
         self.pushes_through_shm = self.shm is not None
         if self.shm is None:
             self._stream = self._open_stream()
-        logger.info("shard server at %s: lane %s", address, self.kind)
+        self.bytes_per_s = self.shm.measure() if self.shm is not None else self._measure(self.stream)
+        """Of the lane, measured when it was opened."""
+        self.received_bytes = self.sent_bytes = 0
+        """Streamed, as they travelled."""
+        self._count_lock = threading.Lock()
+        logger.info("shard server at %s: lane %s, %.2f GB/s", address, self.kind, self.bytes_per_s / 1e9)
 
     @property
     def kind(self) -> str:
@@ -62,6 +68,22 @@ class ServerConnection:
         """The lane through shared memory, of a unit that is read in place."""
         assert self.shm is not None
         return self.shm
+
+    def count(self, *, received_bytes: int = 0, sent_bytes: int = 0) -> None:
+        """Notes what was streamed; from any thread."""
+        with self._count_lock:
+            self.received_bytes += received_bytes
+            self.sent_bytes += sent_bytes
+
+    def describe(self) -> dict[str, Any]:
+        """The lane and what it did, for people."""
+        return {
+            "server": self.address,
+            "lane": self.kind,
+            "bytes_per_s": self.bytes_per_s,
+            "received_bytes": self.received_bytes,
+            "sent_bytes": self.sent_bytes,
+        }
 
     def stream_gradients(self, reason: ShardwellError | OSError) -> None:
         """There is no room for gradients in shared memory: from now on they are streamed."""
@@ -89,6 +111,10 @@ class ServerConnection:
             level = logging.INFO if kind == "shm" and not is_this_host(self.address) else logging.WARNING
             logger.log(level, "shard server at %s: no lane %s: %s", self.address, kind, error)
             return None
+
+    def _measure(self, lane: Lane) -> float:
+        lane.measure(_WARMING_BYTES, timeout_s=_OPEN_TIMEOUT_S)
+        return lane.measure(_MEASURED_BYTES, timeout_s=_OPEN_TIMEOUT_S)
 
     def _open_stream(self) -> Lane:
         if "socket" in self._kinds:

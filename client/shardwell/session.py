@@ -49,6 +49,9 @@ def join(
     push_bytes: int | None = None,
     keep_bytes: int | None = None,
     lanes: str | None = None,
+    gather_dtype: str | None = None,
+    push_dtype: str | None = None,
+    push_error_feedback: bool | None = None,
 ) -> Session:
     """Takes part in a run; returns once enough trainers are there.
 
@@ -75,6 +78,10 @@ def join(
             again: memory for bytes on the wire. By default none; what is read in place costs neither.
         lanes: Ways to the shard servers to use, the preferred one first; by default ``shm,socket,grpc``:
             shared memory on the same host, else plain TCP connections, else the rpcs.
+        gather_dtype: How 32-bit weights travel: ``float32``, or rounded to ``bfloat16``, ``float16`` or
+            ``int8`` (with a scale per 256 values). The servers keep and update what is not rounded.
+        push_dtype: How 32-bit gradients travel; they are added in float32.
+        push_error_feedback: Add what rounding left out of a gradient to the next one.
 
     Raises:
         RunMismatchError: The run exists with another world, seed or min_trainers.
@@ -337,8 +344,9 @@ class Session:
         """What this trainer moved and waited for since it joined.
 
         Returns:
-            Counts, bytes and seconds: ``gather_count``, ``gathered_bytes``, ``gather_wait_s`` (training
-            thread waiting for weights), ``push_count``, ``pushed_bytes``, ``push_wait_s``,
+            Counts, bytes and seconds: ``gather_count``, ``gathered_bytes`` (copied to here; what is read in
+            place is not), ``gather_wait_s`` (training thread waiting for weights), ``push_count``,
+            ``pushed_bytes``, ``push_wait_s``, ``received_bytes`` and ``sent_bytes`` (as they travelled),
             ``finish_wait_s`` (for other trainers' work), ``commit_wait_s``, ``live_unit_bytes`` and
             ``peak_unit_bytes`` (weights held here).
         """
@@ -349,6 +357,15 @@ class Session:
             "live_unit_bytes": self.units.live_bytes,
             "peak_unit_bytes": self.units.peak_bytes,
         }
+
+    def lanes(self) -> list[dict[str, Any]]:
+        """How this trainer reaches each shard server, one entry per server.
+
+        Returns:
+            ``server`` (host:port), ``lane`` (``shm``, ``socket`` or ``grpc``), ``bytes_per_s`` (measured when it
+            was opened), ``received_bytes`` and ``sent_bytes`` (streamed, as they travelled).
+        """
+        return self.store.lanes
 
     def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
         """A ``torch.distributed`` mesh with axes dp, tp, pp in the run's order; see ``mesh.device_mesh``."""

@@ -40,14 +40,14 @@ class SegmentPlace:
 
 
 class SharedVector:
-    """All shards of a unit, side by side as in the flat vector, without a copy.
+    """Consecutive shards of a unit, side by side as in the flat vector, without a copy.
 
     What this process writes stays its own: the kernel copies a page before the first write to it.
     The servers' values cannot be changed from here.
 
     Args:
         unit: Its name, for errors.
-        places: The unit's shards, in order and without gaps.
+        places: Shards in order and without gaps.
 
     Raises:
         OSError: A segment cannot be opened here.
@@ -55,7 +55,8 @@ class SharedVector:
 
     def __init__(self, unit: str, places: Sequence[SegmentPlace]) -> None:
         self._unit = unit
-        self._size_bytes = places[-1].stop_bytes
+        self._start_bytes = places[0].start_bytes
+        self._size_bytes = places[-1].stop_bytes - self._start_bytes
         self._address = _map(None, self._size_bytes, _PROT_NONE, mmap.MAP_ANONYMOUS, -1, 0)
         memory = (ctypes.c_char * self._size_bytes).from_address(self._address)
         weakref.finalize(memory, _libc.munmap, self._address, self._size_bytes)
@@ -67,7 +68,7 @@ class SharedVector:
         descriptor = os.open(place.path, os.O_RDONLY)
         try:
             _map(
-                self._address + place.start_bytes,
+                self._address + place.start_bytes - self._start_bytes,
                 place.stop_bytes - place.start_bytes,
                 mmap.PROT_READ | mmap.PROT_WRITE,
                 _MAP_FIXED,

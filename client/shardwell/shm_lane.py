@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
+import time
 from collections.abc import Sequence
 
-from shardwell.lanes import LaneStream, Piece
 from shardwell.mailboxes import Mailbox, Mailboxes
 from shardwell.shard_client import ShardClient
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.wire_dtypes import Piece, WireDType
 
 
 class ShmLane:
@@ -28,24 +30,35 @@ class ShmLane:
 
     def __init__(self, client: ShardClient, run: str, *, timeout_s: float) -> None:
         self._client, self._run = client, run
-        self._stream = LaneStream(client, run, common_pb2.LANE_KIND_SHM, timeout_s=timeout_s)
-        self._name = self._stream.answer.lane
+        request = shard_pb2.OpenLaneRequest(run=run, kind=common_pb2.LANE_KIND_SHM)
+        self._rpc = client.open("OpenLane", request, timeout_s=timeout_s)
+        self._name = self._rpc.answer.lane
         try:
-            self._prove(self._stream.answer.shm)
+            self._shared = self._prove(self._rpc.answer.shm)
         except BaseException:
-            self._stream.close()
+            self._rpc.end()
             raise
         self._sizes: dict[str, int] = {}
         self._mailboxes = Mailboxes(self._open_mailbox)
 
-    def _prove(self, offer: shard_pb2.SharedMemoryOffer) -> None:
+    def _prove(self, offer: shard_pb2.SharedMemoryOffer) -> mmap.mmap:
         try:
             with open(offer.path, "rb") as file:
-                proof = file.read(len(offer.proof))
-        except OSError as error:
+                shared = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
+        except (OSError, ValueError) as error:
             raise UnavailableError(f"{self._client.peer} offers shared memory at {offer.path}, but {error}") from error
-        if proof != offer.proof:
+        if shared[: len(offer.proof)] != offer.proof:
             raise UnavailableError(f"{self._client.peer} offers shared memory, but {offer.path} is another file here")
+        return shared
+
+    def measure(self) -> float:
+        """Copies some shared memory; returns bytes per second."""
+        target = bytearray(len(self._shared))
+        for _ in range(2):  # the first time both are touched for the first time
+            started = time.perf_counter()
+            target[:] = memoryview(self._shared)
+            elapsed_s = time.perf_counter() - started
+        return len(target) / elapsed_s
 
     def locate(
         self, unit: str, version: int | None, *, timeout_s: float, retry_for_s: float
@@ -67,11 +80,19 @@ class ShmLane:
         self,
         header: shard_pb2.ReduceScatterHeader,
         pieces: Sequence[Piece],
+        wire_dtype: WireDType,
         *,
         timeout_s: float,
         retry_for_s: float,
     ) -> None:
         """Pushes one part of a contribution: one copy, into a mailbox.
+
+        Args:
+            header: What it is of.
+            pieces: The parts of gradients that lie in the shard.
+            wire_dtype: What to round them to.
+            timeout_s: Deadline of one try.
+            retry_for_s: How long to try again while the server is unavailable.
 
         Raises:
             CapacityError: The server has no room for another mailbox.
@@ -80,7 +101,7 @@ class ShmLane:
         self._sizes[unit] = header.stop_bytes - header.start_bytes
         mailbox = self._mailboxes.take(unit)
         for piece in pieces:
-            mailbox.lay(piece.offset_bytes, piece.data)
+            mailbox.lay(piece.first_byte - header.start_bytes, piece, wire_dtype)
         request = shard_pb2.ReduceMailboxRequest(header=header, lane=self._name, mailbox=mailbox.number)
         adopted = True  # for all this trainer knows, if there is no answer
         try:
@@ -100,7 +121,7 @@ class ShmLane:
 
     def close(self) -> None:
         """Gives the lane up, and with it the mailboxes."""
-        self._stream.close()
+        self._rpc.end()
 
     def _open_mailbox(self, unit: str) -> Mailbox:
         request = shard_pb2.OpenMailboxRequest(run=self._run, unit=unit, lane=self._name)

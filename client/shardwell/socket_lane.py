@@ -7,12 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import grpc
-
 from shardwell.lane_connection import LaneConnection
 from shardwell.rpc import retry
 from shardwell.shard_client import ShardClient
-from shardwell_wire.errors import AccessError, DeadlineError, UnavailableError, from_rpc_error
+from shardwell_wire.errors import AccessError, UnavailableError
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 Result = TypeVar("Result")
@@ -47,12 +45,10 @@ class SocketLane:
         self._connections: set[LaneConnection] = set()
         self._idle: list[LaneConnection] = []
         self._open = True
-        self._rpc = client.byte_response_stub("OpenLane")(
-            shard_pb2.OpenLaneRequest(run=run, kind=common_pb2.LANE_KIND_SOCKET)
-        )
-        self._offer = self._first_answer(client.peer, timeout_s)
-        if not self._rpc.add_callback(self._end):
-            self._end()
+        request = shard_pb2.OpenLaneRequest(run=run, kind=common_pb2.LANE_KIND_SOCKET)
+        self._rpc = client.open("OpenLane", request, timeout_s=timeout_s)
+        self._offer: shard_pb2.SocketOffer = self._rpc.answer.socket
+        self._rpc.when_ended(self._end)
         try:
             self._give(self._take(timeout_s))  # the port may be out of reach where the rpcs' is not
         except BaseException:
@@ -86,23 +82,19 @@ class SocketLane:
             retry_for_s=retry_for_s,
         )
 
+    def measure(self, size_bytes: int, *, timeout_s: float) -> float:
+        """Receives bytes without meaning; returns bytes per second."""
+        target = memoryview(bytearray(size_bytes))
+        started = time.perf_counter()
+        self._attempt(
+            lambda connection: connection.measure(target, timeout_s=timeout_s), timeout_s=timeout_s, retry_for_s=0.0
+        )
+        return size_bytes / (time.perf_counter() - started)
+
     def close(self) -> None:
         """Gives the lane up; what is in flight fails."""
-        self._rpc.cancel()
+        self._rpc.end()
         self._end()
-
-    def _first_answer(self, peer: str, timeout_s: float) -> shard_pb2.SocketOffer:
-        # Not the rpc's deadline: that would end the lane too.
-        timer, give_up = threading.Timer(timeout_s, self._rpc.cancel), time.monotonic() + timeout_s
-        timer.start()
-        try:
-            return shard_pb2.OpenLaneResponse.FromString(next(self._rpc)).socket
-        except grpc.RpcError as error:
-            if time.monotonic() >= give_up:
-                raise DeadlineError(f"{peer} did not open a socket lane within {timeout_s:g} s") from error
-            raise from_rpc_error(error, peer) from error
-        finally:
-            timer.cancel()
 
     def _end(self) -> None:
         with self._lock:

@@ -54,13 +54,14 @@ class ParameterStore(Protocol):
         """
         ...
 
-    def gather(self, unit_index: int, target: memoryview) -> Future[int]:
+    def gather(self, unit_index: int, target: memoryview, *, exact: bool = False) -> Future[int]:
         """Starts to fetch the version that the current step reads.
 
         Args:
             unit_index: The unit.
             target: Receives the flat vector, padding included; the caller keeps the memory alive and
                 in place until the future is done. [layout.size_bytes]
+            exact: As it is stored, also where the trainer computes with rounded values.
 
         Returns:
             A future of the version fetched.

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 
 import torch
 
-from shardwell.lanes import Piece
-from shardwell.server_connection import ServerConnection
+from shardwell.remote_shard import RemoteShard
 from shardwell.shared_vector import SharedVector
-from shardwell_wire import codec
-from shardwell_wire.errors import CapacityError, ShardwellError
+from shardwell_wire.errors import ShardwellError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import shard_pb2
 
@@ -23,21 +21,12 @@ _GATHER_THREADS, _PUSH_THREADS = 16, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """The range of a unit's flat vector that one server owns."""
-
-    server: ServerConnection
-    start_bytes: int
-    stop_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class RemoteUnit:
     """A declared unit and where it lives."""
 
     index: int
     layout: UnitLayout
-    shards: tuple[Shard, ...]
+    shards: tuple[RemoteShard, ...]
     vector: SharedVector | None = None
     """Its flat vector in shared memory, if all of it can be read in place."""
 
@@ -91,14 +80,12 @@ class Traffic:
     """Background gathers and pushes of one trainer.
 
     Args:
-        run: Name of the run.
         push_bytes: Gradients in flight beyond which ``push`` waits.
-        wait_limit_s: The longest wait for a version to exist, or for a lost server to return.
     """
 
-    def __init__(self, run: str, *, push_bytes: int, wait_limit_s: float) -> None:
+    def __init__(self, *, push_bytes: int) -> None:
         self.stats = TrafficStats()
-        self._run, self._push_limit, self._wait_limit_s = run, push_bytes, wait_limit_s
+        self._push_limit = push_bytes
         self._gathers = ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="shardwell-gather")
         self._pushes = ThreadPoolExecutor(_PUSH_THREADS, thread_name_prefix="shardwell-push")
         self._changed = threading.Condition()
@@ -106,29 +93,22 @@ class Traffic:
         self._push_error: BaseException | None = None
         self._last_part: dict[tuple[int, int], Future[None]] = {}
 
-    def gather(self, unit: RemoteUnit, version: int | None, target: memoryview) -> Future[int]:
+    def gather(self, unit: RemoteUnit, version: int | None, target: memoryview, *, exact: bool = False) -> Future[int]:
         """Starts to fetch a unit. [unit.layout.size_bytes]
 
         Args:
             unit: The unit.
             version: None: the newest.
             target: Receives the flat vector; must stay in place until the future is done.
+            exact: Without rounding.
         """
         self.stats.gather_count += 1
         self.stats.gathered_bytes += unit.layout.size_bytes
-        parts = [self._gathers.submit(self._gather_shard, unit, shard, version, target) for shard in unit.shards]
+        parts = [
+            self._gathers.submit(shard.fetch, version, target[shard.start_bytes : shard.stop_bytes], exact=exact)
+            for shard in unit.shards
+        ]
         return GatherFuture(parts, self.stats)
-
-    def _gather_shard(self, unit: RemoteUnit, shard: Shard, version: int | None, target: memoryview) -> int:
-        request = shard_pb2.GatherRequest(
-            run=self._run,
-            unit=unit.layout.unit,
-            version=version,
-            start_bytes=shard.start_bytes,
-            stop_bytes=shard.stop_bytes,
-        )
-        view = target[shard.start_bytes : shard.stop_bytes]
-        return shard.server.stream.gather(request, view, timeout_s=self._wait_limit_s, retry_for_s=self._wait_limit_s)
 
     def await_version(self, unit: RemoteUnit, version: int) -> Future[int]:
         """Starts to wait until a unit that is read in place is of a version."""
@@ -138,12 +118,8 @@ class Traffic:
             there: Future[int] = Future()
             there.set_result(version)
             return there
-        parts = [self._gathers.submit(self._await_shard, unit, shard, version) for shard in unit.shards]
+        parts = [self._gathers.submit(shard.await_version, version) for shard in unit.shards]
         return GatherFuture(parts, self.stats)
-
-    def _await_shard(self, unit: RemoteUnit, shard: Shard, version: int) -> int:
-        lane, limit_s = shard.server.require_shm(), self._wait_limit_s
-        return lane.locate(unit.layout.unit, version, timeout_s=limit_s, retry_for_s=limit_s).version
 
     def push(
         self, unit: RemoteUnit, header: shard_pb2.ReduceScatterHeader, gradients: Sequence[tuple[int, torch.Tensor]]
@@ -158,7 +134,7 @@ class Traffic:
             gradients: ``(parameter index, gradient)`` by rising index, owned by the callee from now on.
         """
         self._raise_push_error()
-        flats = {index: gradient.detach().cpu().contiguous() for index, gradient in gradients}
+        flats = {index: gradient.detach().cpu().contiguous().view(-1) for index, gradient in gradients}
         size = sum(flat.nbytes for flat in flats.values())
         self._take_room(size)
         self.stats.push_count += 1
@@ -168,39 +144,11 @@ class Traffic:
         for number, shard in enumerate(unit.shards):
             own = shard_pb2.ReduceScatterHeader()
             own.CopyFrom(header)
-            own.start_bytes, own.stop_bytes = shard.start_bytes, shard.stop_bytes
             previous = self._last_part.get((unit.index, number))
-            future = self._pushes.submit(self._push_shard, unit, shard, own, flats, previous)
+            future = self._pushes.submit(_send, shard, own, flats, previous)
             self._last_part[unit.index, number] = future
             futures.append(future)
         self._give_back_when_done(futures, size)
-
-    def _push_shard(
-        self,
-        unit: RemoteUnit,
-        shard: Shard,
-        header: shard_pb2.ReduceScatterHeader,
-        flats: dict[int, torch.Tensor],
-        previous: Future[None] | None,
-    ) -> None:
-        if previous is not None:
-            # A server takes parts in order. The pool is first-in first-out: `previous` has a thread.
-            previous.result()
-        pieces = []
-        for segment in unit.layout.packed_segments(flats, shard.start_bytes, shard.stop_bytes):
-            flat = flats[segment.parameter_index]
-            address = flat.data_ptr() + segment.start_element * flat.element_size()
-            data = codec.memory_at(address, segment.size_bytes)
-            pieces.append(Piece(segment.start_bytes - shard.start_bytes, data))
-        limit_s = self._wait_limit_s
-        if shard.server.pushes_through_shm:
-            try:
-                shard.server.require_shm().deliver(header, pieces, timeout_s=limit_s, retry_for_s=limit_s)
-                return
-            except (CapacityError, OSError) as error:
-                shard.server.stream_gradients(error)
-        parts = [piece.data for piece in pieces]
-        shard.server.stream.reduce_scatter(header, parts, timeout_s=limit_s, retry_for_s=limit_s)
 
     def drain(self) -> None:
         """Waits until every push is acknowledged; raises what the first failed one met."""
@@ -255,3 +203,15 @@ class Traffic:
             error, self._push_error = self._push_error, None
         if error is not None:
             raise error
+
+
+def _send(
+    shard: RemoteShard,
+    header: shard_pb2.ReduceScatterHeader,
+    flats: Mapping[int, torch.Tensor],
+    previous: Future[None] | None,
+) -> None:
+    if previous is not None:
+        # A server takes parts in order. The pool is first-in first-out: `previous` has a thread.
+        previous.result()
+    shard.send(header, flats)

@@ -292,7 +292,7 @@ class Unit:
             self._shared.check(version)
             return copy
         flat = torch.empty(self.layout.size_bytes, dtype=torch.uint8)
-        self._store.gather(self.index, memory_at(flat.data_ptr(), self.layout.size_bytes)).result()
+        self._store.gather(self.index, memory_at(flat.data_ptr(), self.layout.size_bytes), exact=True).result()
         return flat
 
     def read(self, flat: torch.Tensor, index: int) -> torch.Tensor:

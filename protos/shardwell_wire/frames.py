@@ -72,11 +72,14 @@ class Kind(enum.IntEnum):
     """The next bytes of a stream."""
     END = 8
     """XXH3-64 (8 bytes) of a whole stream."""
+    MEASURE = 9
+    """Request: timeout in ms (4 bytes), ``MeasureLaneRequest``; the answer is a stream without meaning."""
 
 
 REQUESTS: dict[Kind, type[Message]] = {
     Kind.GATHER: shard_pb2.GatherRequest,
     Kind.REDUCE_SCATTER: shard_pb2.ReduceScatterHeader,
+    Kind.MEASURE: shard_pb2.MeasureLaneRequest,
 }
 """What a client may begin with."""
 
@@ -89,6 +92,7 @@ _MAX_BYTES = {
     Kind.REDUCE_SCATTERED: 64 << 10,
     Kind.DATA: MAX_DATA_BYTES,
     Kind.END: _CHECKSUM.size,
+    Kind.MEASURE: 64 << 10,
 }
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from shardwell_wire.codec import Buffer, memory_at
-from shardwell_wire.layout import DTYPE_NUMBERS, Segment
+from shardwell_wire.layout import DTYPE_NUMBERS, Segment, UnitLayout
 from shardwell_wire.v1 import common_pb2
 
 WireDType: TypeAlias = "common_pb2.WireDType.ValueType"
@@ -43,6 +43,15 @@ _SLICE_NUMEL = 1 << 17
 the 1 MiB of cache that a core can be expected to have."""
 
 _HALF_DTYPES = {common_pb2.WIRE_DTYPE_BFLOAT16: torch.bfloat16, common_pb2.WIRE_DTYPE_FLOAT16: torch.float16}
+
+
+NAMES: dict[str, WireDType] = {
+    "float32": common_pb2.WIRE_DTYPE_UNSPECIFIED,
+    "bfloat16": common_pb2.WIRE_DTYPE_BFLOAT16,
+    "float16": common_pb2.WIRE_DTYPE_FLOAT16,
+    "int8": common_pb2.WIRE_DTYPE_INT8,
+}
+"""What users call them."""
 
 
 def applied(wire_dtype: WireDType, dtype: str) -> WireDType:
@@ -223,6 +232,50 @@ def _decode_halves(cells: torch.Tensor, values: torch.Tensor, dtype: torch.dtype
 def _is_even(cells: torch.Tensor) -> bool:
     """Whether 16-bit numbers can be used in place: a received payload may lie at any address."""
     return cells.data_ptr() % 2 == 0 and int(cells.storage_offset()) % 2 == 0
+
+
+def segment_pieces(
+    layout: UnitLayout, segments: Sequence[Segment], memory: Buffer, memory_start_bytes: int
+) -> list[Piece]:
+    """Pieces whose values lie in memory laid out like a part of the unit's flat vector.
+
+    Args:
+        layout: Of the unit.
+        segments: Parts of parameters.
+        memory: Holds all of them; must stay in place.
+        memory_start_bytes: Where the memory begins in the flat vector.
+    """
+    whole = bytes_tensor(memory)
+    return [
+        Piece(
+            segment.start_bytes,
+            whole[segment.start_bytes - memory_start_bytes : segment.stop_bytes - memory_start_bytes].view(
+                getattr(torch, layout.parameters[segment.parameter_index].dtype)
+            ),
+        )
+        for segment in segments
+    ]
+
+
+def stream_size(layout: UnitLayout, segments: Sequence[Segment], wire_dtype: WireDType) -> int:
+    """Bytes of the stream of some segments."""
+    return sum(
+        encoded_size(segment, layout.parameters[segment.parameter_index].dtype, wire_dtype) for segment in segments
+    )
+
+
+def encode_pieces(pieces: Sequence[Piece], wire_dtype: WireDType, out: Buffer) -> None:
+    """Encodes pieces one after the other. [stream_size(segments)]"""
+    runs = [run for piece in pieces for run in piece.runs(wire_dtype)]
+    for run, cells in _split(runs, bytes_tensor(out)):
+        run.encode(0, cells)
+
+
+def decode_pieces(data: Buffer, wire_dtype: WireDType, pieces: Sequence[Piece]) -> None:
+    """Decodes what ``encode_pieces`` made into the values of ``pieces``. [stream_size(segments)]"""
+    runs = [run for piece in pieces for run in piece.runs(wire_dtype)]
+    for run, cells in _split(runs, bytes_tensor(data)):
+        run.decode(0, cells)
 
 
 def encode(values: torch.Tensor, first_byte: int, wire_dtype: WireDType, out: memoryview) -> None:

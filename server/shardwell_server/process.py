@@ -13,6 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
@@ -24,6 +25,8 @@ from shardwell_server.rpc import add_service
 from shardwell_wire.channel import SERVER_OPTIONS
 
 logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 _EVERY_INTERFACE = ("0.0.0.0", "[::]")
 
@@ -80,7 +83,7 @@ async def serve(service: ServiceDescriptor, servicer: object, endpoint: Endpoint
         port = server.add_insecure_port(endpoint.bind)
     except RuntimeError as error:
         raise SystemExit(f"cannot listen on {endpoint.bind}: {error}") from error
-    stop = _stop_event(endpoint)
+    stop = stop_event(endpoint)
     await server.start()
     address = endpoint.address(port)
     try:
@@ -113,7 +116,8 @@ async def _done_before(stop: asyncio.Event, starting: Coroutine[object, object, 
         await asyncio.gather(start, told, return_exceptions=True)
 
 
-def _stop_event(endpoint: Endpoint) -> asyncio.Event:
+def stop_event(endpoint: Endpoint) -> asyncio.Event:
+    """Set at SIGTERM or SIGINT, and at the starter's end if the endpoint is to end with it."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -129,13 +133,13 @@ def _stop_at_end_of_input(loop: asyncio.AbstractEventLoop, stop: Callable[[], No
     loop.call_soon_threadsafe(stop)
 
 
-def run(main: Awaitable[None], *, log_level: str) -> None:
-    """Runs a server's main coroutine in this process, logging to standard error."""
+def run(main: Awaitable[_Result], *, log_level: str) -> _Result:
+    """Runs a server's main coroutine in this process, logging to standard error; returns what it returns."""
     logging.basicConfig(
         level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
 
-    async def until_done() -> None:
-        await main
+    async def until_done() -> _Result:
+        return await main
 
-    asyncio.run(until_done())
+    return asyncio.run(until_done())

@@ -93,7 +93,7 @@ class InMemoryStore:
         self.units.append(unit)
         return len(self.units) - 1
 
-    def gather(self, unit_index: int, target: memoryview) -> Future[int]:
+    def gather(self, unit_index: int, target: memoryview, *, exact: bool = False) -> Future[int]:
         unit = self.units[unit_index]
         assert len(target) == unit.layout.size_bytes
         with self._lock:

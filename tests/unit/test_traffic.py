@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.traffic import RemoteUnit, Shard, Traffic
+from shardwell.remote_shard import RemoteShard, Wire
+from shardwell.traffic import RemoteUnit, Traffic
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.v1 import shard_pb2
@@ -50,8 +51,9 @@ def client() -> FakeServer:
 
 
 def unit_on(client: FakeServer) -> RemoteUnit:
-    shards = (Shard(client, 0, CUT), Shard(client, CUT, LAYOUT.size_bytes))  # type: ignore[arg-type]
-    return RemoteUnit(0, LAYOUT, shards)
+    server: Any = client
+    wire, cuts = Wire(wait_limit_s=5), ((0, CUT), (CUT, LAYOUT.size_bytes))
+    return RemoteUnit(0, LAYOUT, tuple(RemoteShard("r", LAYOUT, server, start, stop, wire) for start, stop in cuts))
 
 
 def gradients() -> list[tuple[int, torch.Tensor]]:
@@ -59,7 +61,7 @@ def gradients() -> list[tuple[int, torch.Tensor]]:
 
 
 def test_gather_fills_every_shards_range(client: FakeServer) -> None:
-    traffic, target = Traffic("r", push_bytes=1 << 20, wait_limit_s=5), bytearray(LAYOUT.size_bytes)
+    traffic, target = Traffic(push_bytes=1 << 20), bytearray(LAYOUT.size_bytes)
     assert traffic.gather(unit_on(client), 4, memoryview(target)).result(5) == 4
     assert target == bytes([0]) * CUT + bytes([CUT % 251]) * (LAYOUT.size_bytes - CUT)
     assert traffic.stats.gathered_bytes == LAYOUT.size_bytes
@@ -67,7 +69,7 @@ def test_gather_fills_every_shards_range(client: FakeServer) -> None:
 
 
 def test_a_failed_gather_raises(client: FakeServer) -> None:
-    traffic = Traffic("r", push_bytes=1 << 20, wait_limit_s=5)
+    traffic = Traffic(push_bytes=1 << 20)
     client.error = CapacityError("no")
     future: Future[int] = traffic.gather(unit_on(client), 0, memoryview(bytearray(LAYOUT.size_bytes)))
     with pytest.raises(CapacityError):
@@ -76,7 +78,7 @@ def test_a_failed_gather_raises(client: FakeServer) -> None:
 
 
 def test_push_sends_each_server_its_part(client: FakeServer) -> None:
-    traffic = Traffic("r", push_bytes=1 << 20, wait_limit_s=5)
+    traffic = Traffic(push_bytes=1 << 20)
     traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
     traffic.drain()
     whole = torch.arange(3000.0).numpy().tobytes()
@@ -88,7 +90,7 @@ def test_push_sends_each_server_its_part(client: FakeServer) -> None:
 
 
 def test_parts_reach_each_server_in_order(client: FakeServer) -> None:
-    traffic = Traffic("r", push_bytes=1 << 30, wait_limit_s=5)
+    traffic = Traffic(push_bytes=1 << 30)
     for part in range(20):
         traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=part), gradients())
     traffic.drain()
@@ -98,7 +100,7 @@ def test_parts_reach_each_server_in_order(client: FakeServer) -> None:
 
 
 def test_push_waits_while_too_much_is_in_flight(client: FakeServer) -> None:
-    traffic = Traffic("r", push_bytes=20_000, wait_limit_s=5)
+    traffic = Traffic(push_bytes=20_000)
     client.gate.clear()
     traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
     second = threading.Thread(
@@ -116,7 +118,7 @@ def test_push_waits_while_too_much_is_in_flight(client: FakeServer) -> None:
 
 
 def test_a_failed_push_is_raised_once_by_drain(client: FakeServer) -> None:
-    traffic = Traffic("r", push_bytes=1 << 20, wait_limit_s=5)
+    traffic = Traffic(push_bytes=1 << 20)
     client.error = CapacityError("no room")
     traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
     with pytest.raises(CapacityError, match="no room"):

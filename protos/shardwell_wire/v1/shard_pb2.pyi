@@ -482,7 +482,7 @@ class SharedMemoryOffer(google.protobuf.message.Message):
     path: builtins.str
     """A file on the server's host."""
     proof: builtins.bytes
-    """Its content, of 32 random bytes: who reads them there shares the memory."""
+    """Its first 32 bytes, which are random: who reads them there shares the memory."""
     def __init__(
         self,
         *,

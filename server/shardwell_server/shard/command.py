@@ -17,9 +17,10 @@ from shardwell_server import process
 from shardwell_server.shard.lanes import LaneOffer
 from shardwell_server.shard.memory import default_budget_bytes
 from shardwell_server.shard.optimizer import ShardOptimizer
+from shardwell_server.shard.process_group import ProcessGroup, member_settings
 from shardwell_server.shard.registration import Registration
 from shardwell_server.shard.servicer import ShardServicer
-from shardwell_server.shard.shared_memory import SharedMemory
+from shardwell_server.shard.shared_memory import DEFAULT_DIRECTORY, SharedMemory
 from shardwell_server.shard.shm_lane import ShmLanes
 from shardwell_server.shard.socket_lane import SocketLanes, listen
 from shardwell_server.shard.store import ShardStore
@@ -32,6 +33,13 @@ _EXAMPLES = """\
 examples:
     shardwell-server shard --coordinator localhost:50051
     shardwell-server shard --coordinator coordinator:50051 --listen 0.0.0.0:50052 --memory-budget 12GiB
+    shardwell-server shard --coordinator coordinator:50051 --listen 0.0.0.0:50052 --processes 4
+
+One process moves no more than one Python interpreter can. Several per host are the normal deployment: on a host
+that is there to serve shards, raise --processes until the network is full, up to one per core. They share out
+--memory-budget, are called NAME-0, NAME-1 and so on, and listen on consecutive ports (with port 0: on free ones).
+Each prints a line of JSON when it is ready. If one dies, all stop and the command fails: whatever supervises it
+can start them again.
 """
 
 
@@ -87,22 +95,26 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--shm-dir",
         metavar="DIR",
         type=_directory,
-        default=env("SHARDWELL_SHM_DIR", "/dev/shm"),
+        default=env("SHARDWELL_SHM_DIR", str(DEFAULT_DIRECTORY) if DEFAULT_DIRECTORY.is_dir() else "none"),
         help="memory file system through which trainers of this host read shards in place and hand over gradients; "
         "none: they use the network (SHARDWELL_SHM_DIR, default %(default)s)",
+    )
+    parser.add_argument(
+        "--processes",
+        metavar="N",
+        type=int,
+        default=env("SHARDWELL_PROCESSES", "1"),
+        help="shard servers to run on this host, see below (SHARDWELL_PROCESSES, default %(default)s)",
     )
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
     parser.add_argument("--log-level", default=env("SHARDWELL_LOG_LEVEL", "info"), help="default %(default)s")
     parser.set_defaults(handler=_run)
 
 
-def _directory(text: str) -> Path | None:
-    if text == "none":
-        return None
-    path = Path(text)
-    if not path.is_dir():
+def _directory(text: str) -> str:
+    if text != "none" and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a directory: name a memory file system, or none")
-    return path
+    return text
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -111,9 +123,24 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     if arguments.threads < 1:
         raise ValueError(f"--threads {arguments.threads}: expected at least 1")
+    if arguments.processes < 1:
+        raise ValueError(f"--processes {arguments.processes}: expected at least 1")
+    if arguments.processes > 1:
+        return _run_group(arguments, endpoint)
     torch.set_num_threads(arguments.threads)
     process.run(_serve(arguments, endpoint), log_level=arguments.log_level)
     return 0
+
+
+def _run_group(arguments: argparse.Namespace, endpoint: process.Endpoint) -> int:
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("command", "handler")}
+    members = member_settings(
+        settings,
+        server_id=arguments.id or f"{socket.gethostname()}-{os.getpid()}",
+        memory_budget_bytes=arguments.memory_budget or default_budget_bytes(),
+        bind=endpoint.bind,
+    )
+    return process.run(ProcessGroup(members).run(endpoint), log_level=arguments.log_level)
 
 
 async def _serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> None:
@@ -135,12 +162,12 @@ async def _serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> N
 
 
 @contextmanager
-def _shared_memory(directory: Path | None) -> Iterator[SharedMemory | None]:
-    if directory is None:
+def _shared_memory(directory: str) -> Iterator[SharedMemory | None]:
+    if directory == "none":
         yield None
         return
     try:
-        shared = SharedMemory(directory)
+        shared = SharedMemory(Path(directory))
     except OSError as error:
         logger.warning("no shared memory for trainers of this host, they use the network: %s", error)
         yield None

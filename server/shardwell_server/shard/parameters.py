@@ -29,6 +29,8 @@ class Parameters:
     """While there are any, the bytes stay as they are, here or in a copy."""
     revoked: ShardwellError | None = None
     """Why the bytes may not be read any more, by those who still wanted to."""
+    newest: bool = True
+    """Whether no other version has taken their place, or is about to."""
 
     def check(self) -> None:
         """Raises what took the bytes from their readers; readers ask before every look at them."""

@@ -9,15 +9,15 @@ import torch
 from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.contributions import Contribution
 from shardwell_server.shard.mailboxes import Mailbox
-from shardwell_server.shard.memory import IncomingBuffer
+from shardwell_server.shard.memory import Cover, IncomingBuffer
 from shardwell_server.shard.runs import Run
 from shardwell_server.shard.store import ShardStore
 from shardwell_server.shard.streams import IncomingStream
 from shardwell_server.shard.unit_shard import UnitShard
-from shardwell_wire import codec
+from shardwell_wire import codec, wire_dtypes
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError, VersionGoneError
 from shardwell_wire.layout import Segment
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.v1 import common_pb2, shard_pb2
 
 
 class GradientBuffer(Protocol):
@@ -79,7 +79,7 @@ class Push:
             # What is held of the rank stays until this stream is complete; then one of the two goes.
             room = memory.incoming(shard.size_bytes, shard.contribution_cover, wait_s=wait_s, what=self._what)
             async with room as received:
-                checksum = await incoming.into(self._targets(received), self._what)
+                checksum = await self._receive(incoming, received, wait_s)
                 return await self._hand_over(received, checksum)
 
         return await self._shard.streams.replace(self._dp_rank, (self._epoch, self._attempt), self._what, take)
@@ -96,6 +96,21 @@ class Push:
             mailbox.check(self._shard)
         return await self._hand_over(mailbox, None)
 
+    async def _receive(self, incoming: IncomingStream, received: IncomingBuffer, wait_s: float) -> int:
+        wire_dtype, shard = self._header.wire_dtype, self._shard
+        if not wire_dtype:
+            return await incoming.into(self._targets(received), self._what)
+        nothing = Cover(0)
+        async with self._store.memory.incoming(
+            self._stream_bytes(), nothing, wait_s=wait_s, what=self._what
+        ) as encoded:
+            data = codec.memory_at(encoded.buffer.data_ptr(), encoded.buffer.numel())
+            checksum = await incoming.into([data], self._what)
+            memory = codec.memory_at(received.buffer.data_ptr(), shard.size_bytes)
+            pieces = wire_dtypes.segment_pieces(shard.layout, self._packed(), memory, shard.start_bytes)
+            await self._store.in_thread(lambda: wire_dtypes.decode_pieces(data, wire_dtype, pieces))
+            return checksum
+
     async def _hand_over(self, source: GradientBuffer, checksum: int | None) -> bool:
         duplicate = await uninterrupted(self._run.alone(lambda: self._accept(source, checksum)))
         self._run.soon(lambda: self._shard.reduce_ahead(self._store.in_thread))
@@ -103,6 +118,7 @@ class Push:
 
     def _check_form(self) -> None:
         shard, indices = self._shard, list(self._header.parameter_indices)
+        check_wire_dtype(self._header.wire_dtype)
         if not 0 <= self._dp_rank < shard.dp:
             raise InvalidRequestError(f"dp_rank {self._dp_rank}: {shard.what} has {shard.dp} data ranks")
         shard.check_range(self._header.start_bytes, self._header.stop_bytes)
@@ -140,8 +156,7 @@ class Push:
 
     async def _acknowledge(self, incoming: IncomingStream) -> bool:
         # Only its checksum is wanted: two that differ betray a computation that cannot be reproduced.
-        total = sum(segment.size_bytes for segment in self._packed())
-        self._count_duplicate(await incoming.checksum(total, self._what))
+        self._count_duplicate(await incoming.checksum(self._stream_bytes(), self._what))
         return True
 
     async def _accept(self, source: GradientBuffer, checksum: int | None) -> bool:
@@ -179,6 +194,15 @@ class Push:
         shard = self._shard
         return shard.layout.packed_segments(self._header.parameter_indices, shard.start_bytes, shard.stop_bytes)
 
+    def _stream_bytes(self) -> int:
+        return wire_dtypes.stream_size(self._shard.layout, self._packed(), self._header.wire_dtype)
+
     def _targets(self, received: IncomingBuffer) -> list[memoryview]:
         start, memory = self._shard.start_bytes, codec.memory_at(received.buffer.data_ptr(), self._shard.size_bytes)
         return [memory[segment.start_bytes - start : segment.stop_bytes - start] for segment in self._packed()]
+
+
+def check_wire_dtype(wire_dtype: int) -> None:
+    """Raises InvalidRequestError unless there is such a wire dtype."""
+    if wire_dtype not in common_pb2.WireDType.values():
+        raise InvalidRequestError(f"wire_dtype {wire_dtype} is not known: it may be {common_pb2.WireDType.keys()}")

@@ -17,11 +17,9 @@ from shardwell_server.shard.shm_lane import ShmLanes
 from shardwell_server.shard.store import ShardStore
 from shardwell_server.shard.streams import IncomingMessages
 from shardwell_wire import codec
-from shardwell_wire.errors import ConflictError, InvalidRequestError
+from shardwell_wire.errors import ConflictError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
-
-_MAX_MEASURED_BYTES = 64 << 20
 
 
 class ShardServicer:
@@ -116,17 +114,9 @@ class ShardServicer:
             await asyncio.Event().wait()  # until the trainer is gone, or this server stops
 
     async def MeasureLane(self, request: shard_pb2.MeasureLaneRequest, call: Call) -> AsyncIterator[bytes]:
-        if request.size_bytes > _MAX_MEASURED_BYTES or request.chunk_bytes > codec.MAX_CHUNK_BYTES:
-            raise InvalidRequestError(
-                f"size_bytes {request.size_bytes}, chunk_bytes {request.chunk_bytes}: at most {_MAX_MEASURED_BYTES} "
-                f"and {codec.MAX_CHUNK_BYTES}"
-            )
-        for message in codec.encode_stream(
-            shard_pb2.MeasureLaneResponse(),
-            [bytes(request.size_bytes)],
-            chunk_bytes=request.chunk_bytes or codec.DEFAULT_CHUNK_BYTES,
-        ):
-            yield message
+        encoder = codec.StreamEncoder(shard_pb2.MeasureLaneResponse(), request.size_bytes)
+        for piece in transfers.meaningless(request, codec.DEFAULT_CHUNK_BYTES):
+            yield encoder.encode([piece])
 
     async def LocateShard(self, request: shard_pb2.LocateShardRequest, call: Call) -> shard_pb2.LocateShardResponse:
         self._shm_lanes().lane(request.lane, request.run)

@@ -6,16 +6,18 @@ import itertools
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from shardwell_server.shard.mailboxes import Mailbox
 from shardwell_server.shard.memory import Memory
 from shardwell_server.shard.shared_memory import SharedMemory
 from shardwell_server.shard.unit_shard import UnitShard
+from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import ConflictError
 from shardwell_wire.v1 import shard_pb2
 
 _PROOF_BYTES = 32
+_FILE_BYTES = 1 << 20
+"""Of the file with the proof: it is also what trainers measure with."""
 
 
 class ShmLane:
@@ -83,9 +85,9 @@ class ShmLanes:
     async def open(self, run: str) -> AsyncIterator[shard_pb2.OpenLaneResponse]:
         """See ``LaneOffer.open``."""
         proof, name = secrets.token_bytes(_PROOF_BYTES), secrets.token_hex(8)
-        file = self._shared.create(_PROOF_BYTES, "a lane")
+        file = self._shared.create(_FILE_BYTES, "a lane")
         try:
-            Path(file.path).write_bytes(proof)
+            memory_at(file.tensor.data_ptr(), _PROOF_BYTES)[:] = proof
             lane = self._open[name] = ShmLane(run, self._shared, self._memory)
             try:
                 offer = shard_pb2.SharedMemoryOffer(path=file.path, proof=proof)

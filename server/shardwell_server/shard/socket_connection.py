@@ -30,7 +30,7 @@ class Connection:
     Every method raises OSError if the peer is gone, and DeadlineError if nothing moves in mid-stream.
 
     Args:
-        peer: The socket, owned from now on.
+        peer: The socket.
     """
 
     def __init__(self, peer: socket.socket) -> None:
@@ -40,9 +40,6 @@ class Connection:
         self._since_wait_bytes = 0
         self._torn = False
         """Part of a frame was sent: nothing that is sent from now on could be understood."""
-
-    def close(self) -> None:
-        self._socket.close()
 
     # ---- frames ----
 

@@ -86,22 +86,22 @@ class SocketLanes:
                 logger.warning("%d connections of socket lanes are open: refused another", _MAX_CONNECTIONS)
                 peer.close()
                 continue
-            task = asyncio.ensure_future(self._serve(Connection(peer)))
+            task = asyncio.ensure_future(self._serve(peer))
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
 
-    async def _serve(self, connection: Connection) -> None:
-        try:
+    async def _serve(self, peer: socket.socket) -> None:
+        with peer:
             try:
-                lane = await self._welcome(connection)
-                await Requests(self._store, lane.run, connection).serve()
-            except Exception as error:
-                await connection.refuse(error)
-                await connection.linger()
-        except OSError as error:
-            logger.info("a connection of a socket lane broke: %s", error)
-        finally:
-            connection.close()
+                connection = Connection(peer)
+                try:
+                    lane = await self._welcome(connection)
+                    await Requests(self._store, lane.run, connection).serve()
+                except Exception as error:
+                    await connection.refuse(error)
+                    await connection.linger()
+            except OSError as error:
+                logger.info("a connection of a socket lane broke: %s", error)
 
     async def _welcome(self, connection: Connection) -> _Lane:
         """The lane whose token a new connection shows; closing the lane ends the connection from now on."""

@@ -10,7 +10,7 @@ from shardwell_server.shard import transfers
 from shardwell_server.shard.socket_connection import Connection
 from shardwell_server.shard.store import ShardStore
 from shardwell_wire import frames
-from shardwell_wire.errors import AccessError, DeadlineError, InvalidRequestError
+from shardwell_wire.errors import AccessError, DeadlineError
 from shardwell_wire.frames import Kind
 from shardwell_wire.v1 import shard_pb2
 
@@ -48,6 +48,8 @@ class Requests:
     async def _answer(self, request: object, wait_s: float) -> None:
         if isinstance(request, shard_pb2.GatherRequest):
             await self._gather(request, wait_s)
+        elif isinstance(request, shard_pb2.MeasureLaneRequest):
+            await self._connection.send_stream(transfers.meaningless(request, frames.DATA_BYTES))
         else:
             assert isinstance(request, shard_pb2.ReduceScatterHeader)
             await self._push(request, wait_s)
@@ -68,5 +70,3 @@ class Requests:
     def _check(self, run: str, request: shard_pb2.GatherRequest | shard_pb2.ReduceScatterHeader) -> None:
         if run != self._run:
             raise AccessError(f"the lane was opened for run {self._run!r}, not for {run!r}", run=run)
-        if request.wire_dtype:
-            raise InvalidRequestError("a socket lane carries values as they are stored")

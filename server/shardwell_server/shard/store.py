@@ -32,7 +32,7 @@ class ShardStore:
     def __init__(self, budget_bytes: int, threads: ThreadPoolExecutor, shared: SharedMemory | None = None) -> None:
         self.memory = Memory(budget_bytes)
         self._shared = shared
-        self.memory.staging.make_room = self._revoke_superseded
+        self.memory.staging.make_room = self._make_room
         self.runs: dict[str, Run] = {}
         self.in_thread = in_threads_of(threads)
         self.requests = RequestLog()
@@ -103,10 +103,10 @@ class ShardStore:
         except NotFoundError:
             return 0  # another request was faster
 
-    def _revoke_superseded(self) -> None:
+    def _make_room(self) -> None:
         for run in self.runs.values():
             for shard in run.shards.values():
-                shard.revoke_superseded()
+                shard.make_room()
 
 
 def _check_reservation(run_name: str, layout: UnitLayout, start: int, stop: int, dp: int) -> None:

@@ -7,13 +7,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from shardwell_server.shard.parameters import Parameters
-from shardwell_server.shard.pushes import Push
+from shardwell_server.shard.pushes import Push, check_wire_dtype
 from shardwell_server.shard.store import ShardStore
 from shardwell_server.shard.streams import IncomingStream
 from shardwell_server.shard.unit_shard import UnitShard
 from shardwell_wire import codec
 from shardwell_wire.errors import InvalidRequestError, VersionGoneError
 from shardwell_wire.v1 import shard_pb2
+
+_MAX_MEASURED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -24,14 +26,14 @@ class Reading:
     parameters: Parameters
     header: shard_pb2.GatherHeader
 
-    @property
-    def size_bytes(self) -> int:
-        return self.header.stop_bytes - self.header.start_bytes
+    first_byte: int
+    """Where what is sent begins in the bytes of ``parameters``."""
+    size_bytes: int
+    """How much is sent."""
 
     def memory(self) -> memoryview:
-        """The range as it lies in memory now; ``parameters.check()`` before every look at it."""
-        start = self.header.start_bytes - self.shard.start_bytes
-        return self.parameters.memory(start, start + self.size_bytes)
+        """What is sent, as it lies in memory now; ``parameters.check()`` before every look at it."""
+        return self.parameters.memory(self.first_byte, self.first_byte + self.size_bytes)
 
     def pieces(self, piece_bytes: int) -> Iterator[memoryview]:
         """Views of the range's memory, one after the other; each may be read until the next is asked for.
@@ -67,16 +69,29 @@ async def reading(store: ShardStore, request: shard_pb2.GatherRequest, wait_s: f
         raise InvalidRequestError(f"chunk_bytes is {request.chunk_bytes}: at most {codec.MAX_CHUNK_BYTES}")
     wanted = request.version if request.HasField("version") else None
     version, parameters = await shard.read(wanted, wait_s)
+    header = shard_pb2.GatherHeader(version=version, start_bytes=start, stop_bytes=stop)
     try:
-        yield Reading(shard, parameters, shard_pb2.GatherHeader(version=version, start_bytes=start, stop_bytes=stop))
+        if not request.wire_dtype:
+            yield Reading(shard, parameters, header, start - shard.start_bytes, stop - start)
+            return
+        encoded = await shard.encoded.read(
+            request.wire_dtype, parameters, store.in_thread, wait_s=wait_s, what=shard.what
+        )
+        try:
+            yield Reading(shard, encoded, header, 0, encoded.buffer.numel())
+        finally:
+            shard.encoded.release(encoded)
     finally:
         shard.release(parameters)
 
 
 def _range(shard: UnitShard, request: shard_pb2.GatherRequest) -> tuple[int, int]:
     start, stop = request.start_bytes, request.stop_bytes
+    check_wire_dtype(request.wire_dtype)
     if start == stop == 0:
         return shard.start_bytes, shard.stop_bytes
+    if request.wire_dtype and (start, stop) != (shard.start_bytes, shard.stop_bytes):
+        raise InvalidRequestError(f"{shard.what}: only the whole shard is sent in another dtype, not [{start}, {stop})")
     if not shard.start_bytes <= start <= stop <= shard.stop_bytes:
         raise InvalidRequestError(
             f"{shard.what}: [{start}, {stop}) is not in this server's [{shard.start_bytes}, {shard.stop_bytes})"
@@ -97,3 +112,23 @@ async def push(
     run = store.run(header.context.run)
     duplicate = await Push(store, run, run.shard(header.unit), header).receive(incoming, wait_s)
     return shard_pb2.ReduceScatterResponse(duplicate=duplicate, version=header.context.step)
+
+
+def meaningless(request: shard_pb2.MeasureLaneRequest, default_bytes: int) -> Iterator[memoryview]:
+    """What MeasureLane sends, in chunks as asked for.
+
+    Args:
+        request: What the trainer wants.
+        default_bytes: Of a chunk, if the request does not say.
+
+    Raises:
+        InvalidRequestError: It wants too much.
+    """
+    if request.size_bytes > _MAX_MEASURED_BYTES or request.chunk_bytes > codec.MAX_CHUNK_BYTES:
+        raise InvalidRequestError(
+            f"size_bytes {request.size_bytes}, chunk_bytes {request.chunk_bytes}: at most {_MAX_MEASURED_BYTES} and "
+            f"{codec.MAX_CHUNK_BYTES}"
+        )
+    chunk_bytes = request.chunk_bytes or default_bytes
+    zeros = memoryview(bytes(min(chunk_bytes, request.size_bytes)))
+    return (zeros[: request.size_bytes - start] for start in range(0, request.size_bytes, chunk_bytes))

@@ -11,6 +11,7 @@ import torch
 from shardwell_server.shard import segments
 from shardwell_server.shard.concurrency import OpenStreams
 from shardwell_server.shard.contributions import Contributions
+from shardwell_server.shard.encoded_versions import EncodedVersions
 from shardwell_server.shard.memory import Cover, IncomingBuffer, Memory
 from shardwell_server.shard.optimizer import ShardOptimizer
 from shardwell_server.shard.parameters import Home, Parameters
@@ -73,6 +74,7 @@ class UnitShard:
         self.optimizer: ShardOptimizer | None = None
         self.optimizer_bytes = 0
         self.initial_cover, self.contribution_cover = Cover(1), Cover(dp)
+        self.encoded = EncodedVersions(layout, self.segments, start_bytes, memory)
         self._memory, self._shared = memory, shared
         self._superseded: Parameters | None = None
         """The version before, in a copy, while somebody reads it."""
@@ -148,6 +150,11 @@ class UnitShard:
         if parameters is self._superseded and parameters.readers == 0:
             self._forget_superseded()
 
+    def make_room(self) -> None:
+        """Gives back what can be done without."""
+        self.encoded.forget()
+        self.revoke_superseded()
+
     def revoke_superseded(self) -> None:
         """Takes the version before from those who still read it."""
         if self._superseded is not None:
@@ -220,7 +227,8 @@ class UnitShard:
             self._superseded.revoked = self._failure
             self._forget_superseded()
         if self.parameters is not None and self.home is not None:
-            self.parameters.revoked = self._failure
+            self.parameters.revoked, self.parameters.newest = self._failure, False
+            self.encoded.forget()
             self.home.close()
             self.parameters = self.home = None
 
@@ -366,7 +374,8 @@ class UnitShard:
         """Has those who read the present version go on in a copy, if there is room for one."""
         assert self.home is not None and self.parameters is not None and self.version is not None
         before, live = self.parameters, self.home.buffer
-        self.parameters = Parameters(live)
+        before.newest, self.parameters = False, Parameters(live)
+        self.encoded.forget()
         if before.readers == 0:
             return
         self.revoke_superseded()

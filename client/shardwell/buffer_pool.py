@@ -1,0 +1,46 @@
+"""Buffers that are used again: a fresh allocation page-faults at a tenth of memcpy's speed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from shardwell_wire.codec import memory_at
+
+
+class BufferPool:
+    """Byte buffers, lent to one thread at a time.
+
+    Args:
+        idle_bytes: How much is kept for later; what is given back beyond that is freed.
+    """
+
+    def __init__(self, idle_bytes: int) -> None:
+        self._limit_bytes, self._idle_bytes = idle_bytes, 0
+        self._idle: dict[int, list[torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def lend(self, size_bytes: int) -> Iterator[memoryview]:
+        """A buffer with any content. [size_bytes]"""
+        buffer = self._take(size_bytes)
+        try:
+            yield memory_at(buffer.data_ptr(), size_bytes)
+        finally:
+            self._give(buffer)
+
+    def _take(self, size_bytes: int) -> torch.Tensor:
+        with self._lock:
+            if idle := self._idle.get(size_bytes):
+                self._idle_bytes -= size_bytes
+                return idle.pop()
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def _give(self, buffer: torch.Tensor) -> None:
+        with self._lock:
+            if self._idle_bytes + buffer.numel() <= self._limit_bytes:
+                self._idle_bytes += buffer.numel()
+                self._idle.setdefault(buffer.numel(), []).append(buffer)

@@ -1,0 +1,160 @@
+"""One shard of a unit as this trainer reaches it: which lane its bytes take, and in which dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwell.buffer_pool import BufferPool
+from shardwell.server_connection import ServerConnection
+from shardwell.shared_vector import SharedVector
+from shardwell_wire import wire_dtypes
+from shardwell_wire.codec import memory_at
+from shardwell_wire.errors import CapacityError
+from shardwell_wire.layout import Segment, UnitLayout
+from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.wire_dtypes import Piece, WireDType
+
+_AS_STORED = common_pb2.WIRE_DTYPE_UNSPECIFIED
+_IDLE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How one trainer's floats travel, and how long it waits."""
+
+    gather_dtype: WireDType = _AS_STORED
+    push_dtype: WireDType = _AS_STORED
+    wait_limit_s: float = 600.0
+    """The longest wait for a version to exist, or for a lost server to return."""
+    encoded: BufferPool = field(default_factory=lambda: BufferPool(_IDLE_BYTES))
+    """For what travels in another dtype."""
+
+
+class RemoteShard:
+    """The range of a unit's flat vector that one server owns.
+
+    With a lossy dtype values are rounded on every lane, also where they do not travel: what comes out
+    must not depend on the lane.
+
+    Args:
+        run: Name of the run.
+        layout: Of the unit.
+        server: The owner.
+        start_bytes: Half-open range of the flat vector.
+        stop_bytes: Its end.
+        wire: How values travel.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        layout: UnitLayout,
+        server: ServerConnection,
+        start_bytes: int,
+        stop_bytes: int,
+        wire: Wire,
+    ) -> None:
+        self._run, self._layout, self.server, self._wire = run, layout, server, wire
+        self.start_bytes, self.stop_bytes = start_bytes, stop_bytes
+        self.window: SharedVector | None = None
+        """The shard in shared memory, if its server is on this host."""
+
+    @property
+    def _segments(self) -> list[Segment]:
+        return self._layout.segments(self.start_bytes, self.stop_bytes)
+
+    # ---- gathering ----
+
+    def fetch(self, version: int | None, target: memoryview, *, exact: bool = False) -> int:
+        """Reads one version into ``target``, waiting until it exists; returns which.
+
+        Args:
+            version: None: the newest.
+            target: Receives the range, padding included. [stop_bytes - start_bytes]
+            exact: Without rounding.
+        """
+        wire_dtype = _AS_STORED if exact else self._wire.gather_dtype
+        if self.window is not None:
+            return self._copy(self.window, version, wire_dtype, target)
+        if wire_dtype == _AS_STORED:
+            return self._stream(version, wire_dtype, target)
+        size_bytes = wire_dtypes.stream_size(self._layout, self._segments, wire_dtype)
+        with self._wire.encoded.lend(size_bytes) as encoded:
+            fetched = self._stream(version, wire_dtype, encoded)
+            wire_dtypes.decode_pieces(encoded, wire_dtype, self._pieces(target))
+        return fetched
+
+    def await_version(self, version: int | None) -> int:
+        """Waits until a shard in shared memory is of a version; returns which it is."""
+        if self.window is not None and version is not None and self.window.shows(version):
+            return version
+        limit_s = self._wire.wait_limit_s
+        return (
+            self.server.require_shm().locate(self._layout.unit, version, timeout_s=limit_s, retry_for_s=limit_s).version
+        )
+
+    def _stream(self, version: int | None, wire_dtype: WireDType, target: memoryview) -> int:
+        request = shard_pb2.GatherRequest(
+            run=self._run,
+            unit=self._layout.unit,
+            version=version,
+            start_bytes=self.start_bytes,
+            stop_bytes=self.stop_bytes,
+            wire_dtype=wire_dtype,
+        )
+        limit_s = self._wire.wait_limit_s
+        fetched = self.server.stream.gather(request, target, timeout_s=limit_s, retry_for_s=limit_s)
+        self.server.count(received_bytes=len(target))
+        return fetched
+
+    def _copy(self, window: SharedVector, version: int | None, wire_dtype: WireDType, target: memoryview) -> int:
+        there = self.await_version(version)
+        if wire_dtype == _AS_STORED:
+            wire_dtypes.bytes_tensor(target).copy_(window.bytes)
+        else:
+            source = memory_at(window.bytes.data_ptr(), window.bytes.numel())
+            for shared, own in zip(self._pieces(source), self._pieces(target), strict=True):
+                wire_dtypes.round_trip_(shared.values, shared.first_byte, wire_dtype, own.values)
+        window.check(there)
+        return there
+
+    def _pieces(self, memory: memoryview) -> list[Piece]:
+        return wire_dtypes.segment_pieces(self._layout, self._segments, memory, self.start_bytes)
+
+    # ---- pushing ----
+
+    def send(self, header: shard_pb2.ReduceScatterHeader, flats: Mapping[int, torch.Tensor]) -> None:
+        """Pushes this shard's part of gradients.
+
+        Args:
+            header: All but the range and the dtype.
+            flats: Whole gradients by parameter index; contiguous, on the CPU. Each [numel].
+        """
+        header.start_bytes, header.stop_bytes = self.start_bytes, self.stop_bytes
+        segments = self._layout.packed_segments(flats, self.start_bytes, self.stop_bytes)
+        pieces = [
+            Piece(segment.start_bytes, flats[segment.parameter_index][segment.start_element : segment.stop_element])
+            for segment in segments
+        ]
+        wire_dtype, limit_s = self._wire.push_dtype, self._wire.wait_limit_s
+        if self.server.pushes_through_shm:
+            try:
+                self.server.require_shm().deliver(header, pieces, wire_dtype, timeout_s=limit_s, retry_for_s=limit_s)
+                return
+            except (CapacityError, OSError) as error:
+                self.server.stream_gradients(error)
+        if wire_dtype == _AS_STORED:
+            self._stream_out(header, [memory_at(piece.values.data_ptr(), piece.values.nbytes) for piece in pieces])
+            return
+        header.wire_dtype = wire_dtype
+        with self._wire.encoded.lend(wire_dtypes.stream_size(self._layout, segments, wire_dtype)) as encoded:
+            wire_dtypes.encode_pieces(pieces, wire_dtype, encoded)
+            self._stream_out(header, [encoded])
+
+    def _stream_out(self, header: shard_pb2.ReduceScatterHeader, data: Sequence[memoryview]) -> None:
+        limit_s = self._wire.wait_limit_s
+        self.server.stream.reduce_scatter(header, data, timeout_s=limit_s, retry_for_s=limit_s)
+        self.server.count(sent_bytes=sum(len(part) for part in data))

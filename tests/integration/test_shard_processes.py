@@ -1,0 +1,230 @@
+"""``shardwell-server shard --processes N``: started together, stopped together, none left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from shardwell_server.process import Endpoint
+from shardwell_server.shard import process_group
+from shardwell_server.shard.process_group import command_line, member_settings
+from shardwell_wire.channel import open_channel
+from shardwell_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
+from tests.support.cluster import descendants, wait_gone, wait_until
+
+ENVIRONMENT = {**{k: v for k, v in os.environ.items() if not k.startswith("SHARDWELL_")}, "OMP_NUM_THREADS": "1"}
+NOBODY = "127.0.0.1:1"
+"""No coordinator listens here: servers go on trying, and are not ready."""
+
+
+@contextmanager
+def server(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwell_server", *arguments],
+        env={**ENVIRONMENT, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    children: list[psutil.Process] = []
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            children = descendants(process.pid)
+            process.kill()
+        process.communicate()
+        wait_gone(children)
+
+
+def ready_addresses(process: subprocess.Popen[str], count: int) -> list[str]:
+    assert process.stdout is not None
+    lines = [json.loads(process.stdout.readline()) for _ in range(count)]
+    return [line["address"] for line in lines]
+
+
+def wait_started(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
+    """The children, once each has met that there is no coordinator."""
+    assert process.stderr is not None
+    for _ in range(count):
+        assert any("cannot reach the coordinator" in line for line in process.stderr)
+    children = descendants(process.pid)
+    assert len(children) == count
+    return children
+
+
+def two_free_ports() -> int:
+    """A port such that it and the next one are free."""
+    for _ in range(100):
+        with closing(socket.socket()) as first, closing(socket.socket()) as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+    raise AssertionError("no two free ports in a row")
+
+
+def test_members_register_one_by_one_and_stop_with_their_parent() -> None:
+    port = two_free_ports()
+    with server("coordinator", "--listen", "127.0.0.1:0") as coordinator:
+        (address,) = ready_addresses(coordinator, 1)
+        options = ("--listen", f"127.0.0.1:{port}", "--id", "host", "--memory-budget", "201MiB")
+        with server("shard", "--coordinator", address, *options, SHARDWELL_PROCESSES="2") as group:
+            assert sorted(ready_addresses(group, 2)) == sorted([f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}"])
+            with open_channel(address) as channel:
+                listed = coordinator_pb2_grpc.CoordinatorServiceStub(channel).ListServers(
+                    coordinator_pb2.ListServersRequest(), timeout=10
+                )
+            found = {each.server_id: (each.address, each.budget_bytes) for each in listed.servers}
+            assert found == {
+                "host-0": (f"127.0.0.1:{port}", 201 * 2**19),
+                "host-1": (f"127.0.0.1:{port + 1}", 201 * 2**19),
+            }
+            children = descendants(group.pid)
+            assert len(children) == 2
+            group.send_signal(signal.SIGTERM)
+            assert group.wait(60) == 0
+            wait_gone(children)
+            assert group.stderr is not None
+            assert "Traceback" not in group.stderr.read()
+
+
+def test_one_process_is_the_server_itself() -> None:
+    with server("coordinator", "--listen", "127.0.0.1:0") as coordinator:
+        (address,) = ready_addresses(coordinator, 1)
+        with server("shard", "--coordinator", address, "--processes", "1") as shard:
+            ready_addresses(shard, 1)
+            assert descendants(shard.pid) == []
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "standard input closed"])
+def test_a_group_that_is_told_to_stop_stops_cleanly(how: str) -> None:
+    with server("shard", "--coordinator", NOBODY, "--processes", "2", "--exit-with-parent") as group:
+        children = wait_started(group, 2)
+        if how == "standard input closed":
+            assert group.stdin is not None
+            group.stdin.close()
+            group.stdin = None
+        else:
+            group.send_signal(signal.SIGINT)
+        assert group.wait(60) == 0
+        wait_gone(children)
+        assert group.stderr is not None
+        assert "Traceback" not in group.stderr.read()
+
+
+def test_one_that_dies_takes_the_others_with_it_and_is_named() -> None:
+    with server("shard", "--coordinator", NOBODY, "--processes", "3", "--id", "host") as group:
+        children = wait_started(group, 3)
+        (victim,) = [child for child in children if "--id=host-1" in child.cmdline()]
+        victim.kill()
+        assert group.wait(60) == 1
+        wait_gone(children)
+        assert group.stderr is not None
+        errors = group.stderr.read()
+    assert f"host-1 (process {victim.pid}) ended by SIGKILL; stopping the other 2" in errors
+    assert "Traceback" not in errors
+
+
+def test_one_that_is_stopped_leaves_the_others_alone() -> None:
+    with server("shard", "--coordinator", NOBODY, "--processes", "2", "--id", "host") as group:
+        first, second = wait_started(group, 2)
+        first.terminate()
+        assert group.stderr is not None
+        assert any(f"(process {first.pid}) stopped" in line for line in group.stderr)
+        assert second.is_running()
+        second.terminate()
+        assert group.wait(60) == 0
+
+
+def test_children_do_not_outlive_a_parent_that_is_killed() -> None:
+    with server("shard", "--coordinator", NOBODY, "--processes", "2") as group:
+        children = wait_started(group, 2)
+        group.kill()
+        wait_gone(children)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_one_that_does_not_stop_is_killed_and_one_that_has_hardly_begun_just_ends(
+    frozen: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_group, "_KILL_AFTER_S", 0.2 if frozen else 60.0)
+    before = set(descendants(os.getpid()))
+    members = [{"coordinator": NOBODY, "id": "host-0", "exit_with_parent": True}]
+
+    async def scenario() -> tuple[int, list[psutil.Process]]:
+        group = asyncio.ensure_future(process_group.ProcessGroup(members).run(Endpoint()))
+        while not (children := [each for each in descendants(os.getpid()) if each not in before]):
+            await asyncio.sleep(0)
+        if frozen:
+            children[0].suspend()
+            wait_until(lambda: children[0].status() == psutil.STATUS_STOPPED, "stop")
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await asyncio.wait_for(group, 60), children
+
+    code, children = asyncio.run(scenario())
+    wait_gone(children)
+    assert code == (1 if frozen else 0)
+    assert (f"host-0 (process {children[0].pid}) did not stop within 0 s; killing it" in caplog.text) == frozen
+
+
+def test_a_port_that_is_taken_ends_the_group() -> None:
+    port = two_free_ports()
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", port + 1))
+        taken.listen()
+        listen = f"127.0.0.1:{port}"
+        with server("shard", "--coordinator", NOBODY, "--processes", "2", "--listen", listen) as group:
+            _, errors = group.communicate(timeout=60)
+    assert group.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port + 1}" in errors
+    assert "ended with exit code 1; stopping the other 1" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--processes", "0"], "--processes 0: expected at least 1"),
+        (["--processes", "2", "--listen", "localhost"], "expected HOST:PORT to listen on, got 'localhost'"),
+        (
+            ["--processes", "3", "--listen", "localhost:65534"],
+            "--processes 3 with --listen localhost:65534: the last port would be 65536",
+        ),
+    ],
+)
+def test_settings_that_are_wrong_are_named(arguments: list[str], complaint: str) -> None:
+    with server("shard", "--coordinator", NOBODY, *arguments) as group:
+        _, errors = group.communicate(timeout=30)
+    assert group.returncode == 1
+    assert complaint in errors
+    assert "Traceback" not in errors
+
+
+def test_members_differ_in_name_port_and_nothing_else() -> None:
+    settings: dict[str, Any] = {"processes": 3, "coordinator": "c:1", "listen": "0.0.0.0:7", "threads": 2, "id": ""}
+    members = member_settings(settings, server_id="host", memory_budget_bytes=100, bind="0.0.0.0:7")
+    common = {"processes": 1, "coordinator": "c:1", "threads": 2, "memory_budget": 33, "exit_with_parent": True}
+    assert members == [{**common, "id": f"host-{n}", "listen": f"0.0.0.0:{7 + n}"} for n in range(3)]
+    free = member_settings(settings, server_id="host", memory_budget_bytes=100, bind="[::]:0")
+    assert [member["listen"] for member in free] == ["[::]:0"] * 3
+
+
+def test_settings_become_a_command_line() -> None:
+    settings = {"memory_budget": 5, "advertise": "", "exit_with_parent": True, "quiet": False, "missing": None}
+    expected = [sys.executable, "-m", "shardwell_server", "shard"]
+    assert command_line(settings) == [*expected, "--memory-budget=5", "--advertise=", "--exit-with-parent"]
