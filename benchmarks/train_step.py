@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -37,8 +38,8 @@ class Measured:
 
     seconds: list[float] = field(default_factory=list)
     """Per step, the mean over the trainers: those of one mode finish a step together, except for ``plain2``'s."""
-    waits: dict[str, list[float]] = field(default_factory=dict)
-    """Seconds per step and trainer, by the names of ``session.stats()``."""
+    details: dict[str, list[float]] = field(default_factory=dict)
+    """Shardwell's: what ``StepResult.totals`` grew by, per step and trainer."""
     losses: dict[int, dict[int, float]] = field(default_factory=dict)
     """By data-parallel rank, then by step."""
     steps_in_counters: int = 0
@@ -113,7 +114,7 @@ class TrainStepBenchmark:
         per_step = list(zip(*(answer["seconds"] for answer in answers), strict=True))[_LEAD_IN_STEPS:]
         measured.seconds += [sum(seconds) / len(seconds) for seconds in per_step]
         for answer in answers:
-            _note_waits(measured, answer["waits"])
+            _note_details(measured, answer["totals"])
         if not measured.trainer_peak:
             self._measure_memory(mode, group)
 
@@ -137,11 +138,11 @@ class TrainStepBenchmark:
             by_step.update(enumerate(answer["losses"], start=answer["first_step"]))
 
 
-def _note_waits(measured: Measured, waits: Sequence[Mapping[str, float]]) -> None:
-    """From running totals to seconds per step; the lead-in's are left out."""
-    for earlier, later in zip(waits[_LEAD_IN_STEPS - 1 :], waits[_LEAD_IN_STEPS:], strict=False):
+def _note_details(measured: Measured, totals: Sequence[Mapping[str, float]]) -> None:
+    """From running totals to what each step added; the lead-in's is left out."""
+    for earlier, later in itertools.pairwise(totals[_LEAD_IN_STEPS - 1 :]):
         for name, total in later.items():
-            measured.waits.setdefault(name, []).append(total - earlier[name])
+            measured.details.setdefault(name, []).append(total - earlier[name])
 
 
 def check_losses(measured: Mapping[str, Measured]) -> list[str]:
@@ -194,7 +195,7 @@ def main() -> None:
         sections=[
             _step_table(arguments, measured, steps, failures),
             _cost_table(measured),
-            *_waits_section(measured),
+            *_details_section(measured),
             "Losses:\n\n" + "\n".join(agreement),
         ],
         chart=_chart(steps),
@@ -269,23 +270,26 @@ def _cost_table(measured: Mapping[str, Measured]) -> str:
     return report.to_table(header, rows)
 
 
-def _waits_section(measured: Mapping[str, Measured]) -> list[str]:
-    """What Shardwell's training thread waited for; nothing if none of its modes ran."""
-    waiting = {mode: each.waits for mode, each in measured.items() if each.waits}
-    if not waiting:
-        return []
-    names = {
-        "gather_wait_s": "weights",
-        "push_wait_s": "gradients on their way",
-        "finish_wait_s": "the other trainer's work",
-        "commit_wait_s": "the commit",
+def _details_section(measured: Mapping[str, Measured]) -> list[str]:
+    """What Shardwell's training thread waited for and its lanes carried; nothing if none of its modes ran."""
+    columns = {
+        "gather_wait_s": ("weights, ms", 1e3),
+        "push_wait_s": ("gradients on their way, ms", 1e3),
+        "finish_wait_s": ("the other trainer's work, ms", 1e3),
+        "commit_wait_s": ("the commit, ms", 1e3),
+        "received_bytes": ("received, MB", 1e-6),
+        "sent_bytes": ("sent, MB", 1e-6),
     }
     rows = [
-        [mode, *(spread(summarize(waits[name]).scaled(1e3), ".1f") for name in names)]
-        for mode, waits in waiting.items()
+        [mode, *(spread(summarize(each.details[name]).scaled(factor), ".1f") for name, (_, factor) in columns.items())]
+        for mode, each in measured.items()
+        if each.details
     ]
-    header = ["mode", *names.values()]
-    return ["What the training thread waits for, ms per step (quartiles):\n\n" + report.to_table(header, rows)]
+    if not rows:
+        return []
+    header = ["mode", *(title for title, _ in columns.values())]
+    introduction = "What the training thread waits for and what the lanes carry, per step and trainer (quartiles):"
+    return [f"{introduction}\n\n{report.to_table(header, rows)}"]
 
 
 def _chart(steps: Mapping[str, Summary]) -> Chart:

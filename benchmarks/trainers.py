@@ -1,7 +1,7 @@
 """Trainer processes of the peers and of Shardwell: ``python -m benchmarks.trainers SPEC`` is a worker that trains.
 
 The command ``{"steps": n}`` takes n steps and answers how long each took and what its loss was. What is not named
-here is the same for all: the model, its seeds, the data, one thread per process, the fused AdamW.
+below is the same for all: the model, its seeds, the data, one thread per process, the fused AdamW.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from examples.gpt import GPT, GPTConfig
 
 _ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 _WAITS = ("gather_wait_s", "push_wait_s", "finish_wait_s", "commit_wait_s")
+_CARRIED = ("received_bytes", "sent_bytes")
 _RUN = "benchmark"
 
 
@@ -69,8 +70,9 @@ class StepResult:
     """What a step tells of itself."""
 
     loss: float
-    waits: dict[str, float] = field(default_factory=dict)
-    """Seconds since the run began that the training thread has waited, by ``session.stats()``'s names."""
+    totals: dict[str, float] = field(default_factory=dict)
+    """Since the run began, of Shardwell: seconds that the training thread has waited, by ``session.stats()``'s
+    names, and bytes that lanes have carried, by ``session.lanes()``'s."""
 
 
 # ---- the peers ----
@@ -138,8 +140,9 @@ def shardwell_steps(spec: TrainerSpec) -> Generator[StepResult, None, None]:
             losses = [compute(model, tokens) for tokens in step.batches(spec.tokens)]
             optimizer.step()
             optimizer.zero_grad()
-            stats = session.stats()
-            yield StepResult(losses[0], {name: stats[name] for name in _WAITS})
+            stats, lanes = session.stats(), session.lanes()
+            totals = {name: stats[name] for name in _WAITS}
+            yield StepResult(losses[0], totals | {name: sum(lane[name] for lane in lanes) for name in _CARRIED})
 
 
 # ---- groups of them ----
@@ -199,8 +202,8 @@ def main() -> None:
             results.append(next(steps))
             seconds.append(time.perf_counter() - started)
         taken += len(results)
-        losses, waits = [result.loss for result in results], [result.waits for result in results]
-        return {"first_step": first, "seconds": seconds, "losses": losses, "waits": waits}
+        losses, totals = [result.loss for result in results], [result.totals for result in results]
+        return {"first_step": first, "seconds": seconds, "losses": losses, "totals": totals}
 
     workers.serve(answer)
     steps.close()
