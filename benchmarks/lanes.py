@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import shardwell
@@ -101,12 +101,15 @@ def main() -> None:
     written = Report(arguments, title=f"Moving a layer of {arguments.megabytes} MB to a trainer and back")
     ways = make_ways(size_bytes)
     seconds: dict[str, dict[str, list[float]]] = {name: {part: [] for part in _PARTS} for name in ways}
+    in_place: set[str] = set()
 
     def turn(name: str, group: Group) -> None:
         answers = group.run(repeats=arguments.repeats)
         for rounds in zip(*(answer["rounds"] for answer in answers), strict=True):
             for part in _PARTS:
                 seconds[name][part].append(sum(each[part] for each in rounds) / len(rounds))
+            if any(each.get("in_place") for each in rounds):
+                in_place.add(name)
 
     failures = workers.take_turns(
         {name: way.start for name, way in ways.items()},
@@ -120,16 +123,14 @@ def main() -> None:
         results={
             "settings": {name: str(value) for name, value in vars(arguments).items()},
             "failures": failures,
+            "in_place": sorted(in_place),
             "seconds": seconds,
-            "gb_per_s": {
-                name: {key: asdict(rate) for key, rate in rates(seconds[name], size_bytes).items()} for name in measured
-            },
         },
         sections=[
-            _table(list(ways), seconds, size_bytes, failures),
+            _table(seconds, size_bytes, in_place=in_place, failures=failures),
             "Rates are of the whole layer, per trainer. A gather ends when the weights can be used, a push when the "
-            "gradient has arrived. The shm lane's gather moves no bytes: it waits for the version, and what it then "
-            "costs to read the weights in place is in the column with the read.",
+            "gradient has arrived. A gather in place moves no bytes, so it has no rate; what it then costs to read "
+            "the weights where they are is in the column with the read.",
         ],
         chart=Chart(
             axis="GB/s until a layer is there and has been read once, median and quartiles; more is better",
@@ -156,22 +157,26 @@ def rates(seconds: Mapping[str, Sequence[float]], size_bytes: int) -> dict[str, 
 
 
 def _table(
-    names: Sequence[str],
     seconds: Mapping[str, Mapping[str, Sequence[float]]],
     size_bytes: int,
+    *,
+    in_place: Collection[str],
     failures: Mapping[str, str],
 ) -> str:
     header = ["way", "gather, GB/s", "/ memcpy", "/ TCP", "gather and read, GB/s", "push, GB/s", "/ memcpy", "/ TCP"]
-    measured = {name: rates(seconds[name], size_bytes) for name in names if name not in failures}
-    memcpy, tcp = measured.get(_MEMCPY, {}), measured.get(_TCP, {})
+    measured = {name: rates(parts, size_bytes) for name, parts in seconds.items() if name not in failures}
+    bases = [measured.get(name, {}) for name in (_MEMCPY, _TCP)]
     rows = []
-    for name in names:
+    for name in seconds:
         if name in failures:
             rows.append(report.failure_row(name, failures[name], len(header)))
             continue
         gather, and_read, push = (measured[name][what] for what in ("gather", "gather and read", "push"))
-        gathered = [spread(gather, ".2f"), ratio(gather, memcpy.get("gather")), ratio(gather, tcp.get("gather"))]
-        pushed = [spread(push, ".2f"), ratio(push, memcpy.get("push")), ratio(push, tcp.get("push"))]
+        gathered = [spread(gather, ".2f"), *(ratio(gather, base.get("gather")) for base in bases)]
+        if name in in_place:
+            waited_ms = summarize(seconds[name]["gather"]).scaled(1e3)
+            gathered = [f"in place after {spread(waited_ms, '.3f')} ms", report.ABSENT, report.ABSENT]
+        pushed = [spread(push, ".2f"), *(ratio(push, base.get("push")) for base in bases)]
         rows.append([name, *gathered, spread(and_read, ".2f"), *pushed])
     return report.to_table(header, rows)
 

@@ -1,7 +1,8 @@
 """Ways to bring a layer's weights to a trainer and its gradient away: ``python -m benchmarks.transfers SPEC``.
 
 A worker that answers ``{"repeats": n}`` with the seconds of n rounds. A round gathers the layer (``gather``), reads
-all of it once (``read``) and pushes a gradient of its size (``push``). What has arrived is compared with what was
+all of it once (``read``) and pushes a gradient of its size (``push``); ``in_place`` says that the gather moved nothing
+because the layer is read where the server has it. What has arrived is compared with what was
 sent, outside the timed parts; a difference ends the worker.
 """
 
@@ -298,7 +299,8 @@ def shardwell_lane(spec: TransferSpec) -> Rounds:
             gather = timed(module.unshard)
             read = timed(lambda: require_equal(digest(module.weight), expected[odd], "Shardwell"))
             module.reshard()
-            return {"gather": gather, "read": read, "push": timed(lambda: push(signed[odd]))}
+            in_place = session.store.in_place(unit.index) is not None
+            return {"gather": gather, "read": read, "push": timed(lambda: push(signed[odd])), "in_place": in_place}
 
         for step in session.steps(sys.maxsize):
             (seconds,) = [take(step.number % 2) for _ in step.batches(lambda step, dp_rank: None)]
