@@ -1,0 +1,205 @@
+"""A network of a few hosts on one Linux machine: a namespace each, a switch between them, links of a given rate.
+
+A host is a process that does nothing but hold namespaces: its own network, hostname, SysV memory and ``/dev/shm``,
+so that nothing but the link joins it to the others. It ends when its standard input closes, and the kernel then
+removes namespaces and links: nothing remains, however the program that built the network ends.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shutil
+import subprocess
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+INTERFACE = "eth0"
+"""Every host's link to the switch."""
+SUBNET = "10.99.0"
+MAX_HOSTS = 200
+_SWITCH = "switch"
+_START_LIMIT_S = 10.0
+_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_BURST_S, _MIN_BURST_BYTES = 1e-3, 128 << 10
+"""A bucket that fits the largest segment of TCP, 64 KiB, twice; else the kernel cuts segments at a cost in CPU time."""
+_QUEUE_LATENCY = "50ms"
+_TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname")
+
+
+class NetworkError(RuntimeError):
+    """The network cannot be built here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A link's rate, the same in both directions."""
+
+    text: str
+    """As tc writes it: ``1gbit``, ``200mbit``."""
+
+    def __post_init__(self) -> None:
+        match = re.fullmatch(r"([1-9]\d*)([kmg]?bit)", self.text)
+        if match is None:
+            raise ValueError(
+                f"rate {self.text!r}: expected a whole number and bit, kbit, mbit or gbit, such as 200mbit"
+            )
+
+    @property
+    def bits_per_s(self) -> int:
+        number, unit = re.fullmatch(r"(\d+)(.*)", self.text).groups()  # type: ignore[union-attr]
+        return int(number) * _UNITS[unit]
+
+    @property
+    def burst_bytes(self) -> int:
+        """What may pass at once after a pause: a thousandth of a second's worth, but room for two segments."""
+        return max(_MIN_BURST_BYTES, round(self.bits_per_s / 8 * _BURST_S))
+
+    def seconds(self, num_bytes: float) -> float:
+        """How long so many bytes take through the link, at the least."""
+        return 8 * num_bytes / self.bits_per_s
+
+    def qdisc(self) -> list[str]:
+        """The arguments of ``tc qdisc add dev X root``."""
+        return ["tbf", "rate", self.text, "burst", str(self.burst_bytes), "latency", _QUEUE_LATENCY]
+
+
+@dataclass(frozen=True)
+class LinkCounters:
+    """Bytes that have passed a host's link, headers included (once per segment that the kernel hands over whole)."""
+
+    received: int
+    sent: int
+
+    def __sub__(self, earlier: LinkCounters) -> LinkCounters:
+        return LinkCounters(self.received - earlier.received, self.sent - earlier.sent)
+
+
+class Host:
+    """A set of namespaces of its own, held by a process that waits for the end of its input."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name, self.address = name, address
+        setup = f"hostname {name} && ip link set lo up && mount -t tmpfs tmpfs /dev/shm && echo ready && exec cat"
+        self._holder = subprocess.Popen(
+            ["unshare", "--net", "--mount", "--ipc", "--uts", "sh", "-c", setup],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the program, which ends its hosts last
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._holder.pid
+
+    @property
+    def prefix(self) -> list[str]:
+        """Put before a command to run it on this host; the process becomes the command."""
+        return ["nsenter", f"--target={self.pid}", "--net", "--mount", "--ipc", "--uts"]
+
+    def wait_ready(self) -> None:
+        """Raises NetworkError if the namespaces could not be made."""
+        assert self._holder.stdout is not None and self._holder.stderr is not None
+        ready, _, _ = select.select([self._holder.stdout], [], [], _START_LIMIT_S)
+        if not ready or self._holder.stdout.readline() != b"ready\n":
+            self._holder.kill()
+            reason = self._holder.stderr.read().decode(errors="replace").strip()
+            raise NetworkError(f"cannot make the namespaces of {self.name}: {reason or 'no answer'}")
+
+    def run(self, *command: str) -> str:
+        """Runs a command on this host; returns its output. Raises NetworkError if it fails."""
+        done = subprocess.run([*self.prefix, *command], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise NetworkError(f"on {self.name}, `{' '.join(command)}` failed: {done.stderr.strip()}")
+        return done.stdout
+
+    def counters(self) -> LinkCounters:
+        """What has passed the host's link so far."""
+        return parse_counters(Path(f"/proc/{self.pid}/net/dev").read_text(), INTERFACE)
+
+    def free_port(self) -> int:
+        """A TCP port that nobody on this host listens at."""
+        code = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
+        return int(self.run("python3", "-c", code))
+
+    def close(self) -> None:
+        self._holder.kill()
+        self._holder.communicate()
+
+
+class Network:
+    """Hosts and the switch between them; a context manager.
+
+    Every link is limited at both ends, so a host receives at most ``rate`` and sends at most ``rate``, at once.
+
+    Args:
+        num_hosts: How many hosts.
+        rate: Of every link; None: not limited.
+
+    Raises:
+        NetworkError: Not root, a tool is missing, or the kernel refuses.
+    """
+
+    def __init__(self, num_hosts: int, rate: Rate | None) -> None:
+        if not 1 <= num_hosts <= MAX_HOSTS:
+            raise ValueError(f"num_hosts={num_hosts}: expected 1 to {MAX_HOSTS}")
+        self._num_hosts, self._rate = num_hosts, rate
+        self._stack = ExitStack()
+        self.hosts: tuple[Host, ...] = ()
+
+    def __enter__(self) -> Self:
+        require_means(os.geteuid(), [tool for tool in _TOOLS if shutil.which(tool) is None])
+        with self._stack:
+            self._build()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _build(self) -> None:
+        switch = self._start(_SWITCH, "")
+        self.hosts = tuple(self._start(f"host{index}", f"{SUBNET}.{index + 1}") for index in range(self._num_hosts))
+        for machine in (switch, *self.hosts):
+            machine.wait_ready()
+        switch.run("ip", "link", "add", "bridge", "up", "type", "bridge")
+        for index, host in enumerate(self.hosts):
+            self._connect(host, switch, f"port{index}")
+
+    def _start(self, name: str, address: str) -> Host:
+        host = Host(name, address)
+        self._stack.callback(host.close)
+        return host
+
+    def _connect(self, host: Host, switch: Host, port: str) -> None:
+        peer = ["type", "veth", "peer", "name", port, "netns", str(switch.pid)]
+        host.run("ip", "link", "add", INTERFACE, *peer)
+        switch.run("ip", "link", "set", port, "master", "bridge", "up")
+        host.run("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE)
+        host.run("ip", "link", "set", INTERFACE, "up")
+        if self._rate is not None:
+            for machine, interface in ((host, INTERFACE), (switch, port)):
+                machine.run("tc", "qdisc", "add", "dev", interface, "root", *self._rate.qdisc())
+
+
+def require_means(user_id: int, missing_tools: Sequence[str]) -> None:
+    """Raises NetworkError unless this user and these tools can build a network."""
+    if user_id != 0:
+        raise NetworkError("network namespaces need root: run it with sudo, or as root in a privileged container")
+    if missing_tools:
+        raise NetworkError(f"not installed: {', '.join(missing_tools)} (Debian: iproute2, util-linux, mount, hostname)")
+
+
+def parse_counters(text: str, interface: str) -> LinkCounters:
+    """Reads one interface's row of ``/proc/net/dev``."""
+    for line in text.splitlines():
+        name, separator, numbers = line.partition(":")
+        if separator and name.strip() == interface:
+            columns = numbers.split()
+            return LinkCounters(received=int(columns[0]), sent=int(columns[8]))
+    raise NetworkError(f"there is no interface {interface!r} in\n{text}")
