@@ -19,7 +19,7 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format protos check-protos test-protobuf bench compose-test clean
+.PHONY: help install demo test lint format protos check-protos test-protobuf bench bench-network bench-growth compose-test clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,12 @@ test-protobuf:  ## Load the stubs with every supported major version of protobuf
 
 bench: install  ## Measure the step time against plain PyTorch
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step_time.py $(BENCH_OPTIONS)
+
+bench-network: install  ## Measure training over 1 Gbit/s and 200 Mbit/s links against FSDP2 and DDP (needs root)
+	@$(BIN)/python benchmarks/slow_network.py $(BENCH_OPTIONS)
+
+bench-growth: install  ## Measure the overhead as trainers, servers, units and parameters grow
+	@$(BIN)/python benchmarks/growth.py $(BENCH_OPTIONS)
 
 compose-test: install  ## Run the compose cluster for real and train on it (needs Docker)
 	@$(BIN)/pytest -m compose tests/compose

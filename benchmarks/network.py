@@ -100,7 +100,7 @@ class Host:
     @property
     def prefix(self) -> list[str]:
         """Put before a command to run it on this host; the process becomes the command."""
-        return ["nsenter", f"--target={self.pid}", "--net", "--mount", "--ipc", "--uts"]
+        return ["nsenter", f"--target={self.pid}", "--net", "--mount", "--ipc", "--uts", f"--wd={os.getcwd()}"]
 
     def wait_ready(self) -> None:
         """Raises NetworkError if the namespaces could not be made."""
@@ -133,24 +133,27 @@ class Host:
 
 
 class Network:
-    """Hosts and the switch between them; a context manager.
-
-    Every link is limited at both ends, so a host receives at most ``rate`` and sends at most ``rate``, at once.
+    """Hosts and the switch between them, not limited at first; a context manager.
 
     Args:
         num_hosts: How many hosts.
-        rate: Of every link; None: not limited.
 
     Raises:
         NetworkError: Not root, a tool is missing, or the kernel refuses.
     """
 
-    def __init__(self, num_hosts: int, rate: Rate | None) -> None:
+    def __init__(self, num_hosts: int) -> None:
         if not 1 <= num_hosts <= MAX_HOSTS:
             raise ValueError(f"num_hosts={num_hosts}: expected 1 to {MAX_HOSTS}")
-        self._num_hosts, self._rate = num_hosts, rate
+        self._num_hosts = num_hosts
         self._stack = ExitStack()
+        self._link_ends: list[tuple[Host, str]] = []
         self.hosts: tuple[Host, ...] = ()
+
+    def limit(self, rate: Rate) -> None:
+        """Gives every link this rate at both ends: a host receives at most so much and sends as much at once."""
+        for machine, interface in self._link_ends:
+            machine.run("tc", "qdisc", "replace", "dev", interface, "root", *rate.qdisc())
 
     def __enter__(self) -> Self:
         require_means(os.geteuid(), [tool for tool in _TOOLS if shutil.which(tool) is None])
@@ -177,14 +180,11 @@ class Network:
         return host
 
     def _connect(self, host: Host, switch: Host, port: str) -> None:
-        peer = ["type", "veth", "peer", "name", port, "netns", str(switch.pid)]
-        host.run("ip", "link", "add", INTERFACE, *peer)
+        host.run("ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", str(switch.pid))
         switch.run("ip", "link", "set", port, "master", "bridge", "up")
         host.run("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE)
         host.run("ip", "link", "set", INTERFACE, "up")
-        if self._rate is not None:
-            for machine, interface in ((host, INTERFACE), (switch, port)):
-                machine.run("tc", "qdisc", "add", "dev", interface, "root", *self._rate.qdisc())
+        self._link_ends += [(host, INTERFACE), (switch, port)]
 
 
 def require_means(user_id: int, missing_tools: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.line_process import unshared_bytes
 from benchmarks.network import (
     LinkCounters,
     Network,
@@ -10,6 +11,8 @@ from benchmarks.network import (
     parse_counters,
     require_means,
 )
+from benchmarks.slow_network import MODEL, Turns, count_parameters, parse_arguments, summarize, with_ratios
+from benchmarks.wire_loss import LossCheck
 
 PROC_NET_DEV = """\
 Inter-|   Receive                            |  Transmit
@@ -67,4 +70,41 @@ def test_only_root_may_build_a_network_and_missing_tools_are_named() -> None:
 @pytest.mark.parametrize("num_hosts", [0, -1, 201])
 def test_an_impossible_number_of_hosts_is_refused(num_hosts: int) -> None:
     with pytest.raises(ValueError, match="expected 1 to 200"):
-        Network(num_hosts, None)
+        Network(num_hosts)
+
+
+def test_the_model_has_the_size_that_the_tables_name() -> None:
+    assert count_parameters(MODEL) == 29_479_936
+
+
+def test_unshared_memory_is_the_private_pages() -> None:
+    rollup = "Rss: 900 kB\nShared_Clean: 500 kB\nPrivate_Clean: 30 kB\nPrivate_Dirty: 370 kB\nPrivate_Hugetlb: 7 kB\n"
+    assert unshared_bytes(rollup) == 400 * 1024
+
+
+def test_ratios_are_to_ddp_and_to_the_better_fsdp2() -> None:
+    seconds = {"ddp": 2.0, "fsdp2": 4.0, "fsdp2-prefetch": 3.0, "shardwell-int8": 1.0}
+    turns = {kind: Turns(step_s=[time], received_bytes=[125e6]) for kind, time in seconds.items()}
+    results = with_ratios({kind: summarize(found, Rate("1gbit")) for kind, found in turns.items()})
+    assert results["shardwell-int8"]["step_vs_ddp"] == pytest.approx(1 / 2)
+    assert results["shardwell-int8"]["step_vs_fsdp2"] == pytest.approx(1 / 3)
+    assert results["ddp"]["link_s"] == pytest.approx(1.0)
+
+
+def test_without_peers_there_are_no_ratios() -> None:
+    results = with_ratios({"shardwell-fp32": summarize(Turns(step_s=[1.0], received_bytes=[1.0]), Rate("1gbit"))})
+    assert results["shardwell-fp32"]["step_vs_ddp"] is results["shardwell-fp32"]["step_vs_fsdp2"] is None
+
+
+@pytest.mark.parametrize("wrong", [["--rates", "fast"], ["--rounds", "0"], ["--steps", "-1"], ["--groups", "nccl"]])
+def test_arguments_that_make_no_sense_are_refused(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(wrong)
+
+
+def test_the_loss_table_compares_equal_seeds() -> None:
+    check = LossCheck(
+        steps=10, parameters=1_000_000, unigram_entropy=5.5, losses={"fp32": [3.0, 3.2], "int8": [3.01, 3.17]}
+    )
+    assert "| fp32 | 3.1000 | 0.2000 | +0.0000 (+0.0000) |" in check.to_markdown()
+    assert "| int8 | 3.0900 | 0.1600 | -0.0100 (-0.0300) |" in check.to_markdown()
