@@ -31,7 +31,7 @@ from benchmarks.transfers import TRANSFERS  # noqa: E402
 ADAMW = {"lr": 1e-4, "weight_decay": 0.1}
 
 
-PEERS = ("ddp", "fsdp2", "fsdp2-prefetch")
+PEERS = ("ddp", "fsdp2", "fsdp2-prefetch", "fsdp2-keep")
 KINDS = (*PEERS, *(f"shardwell-{name}" for name in TRANSFERS))
 
 Steps = Iterator[float]
@@ -58,8 +58,9 @@ def peer_steps(model: GPT, kind: str, rank: int) -> Steps:
     else:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for part in (*model.blocks, model):
-            fully_shard(part, mesh=mesh)
-        if kind == "fsdp2-prefetch":
+            # Kept, weights travel once per step, as Shardwell's do here.
+            fully_shard(part, mesh=mesh, reshard_after_forward=False if kind == "fsdp2-keep" else None)
+        if kind != "fsdp2":
             begin = prefetch_explicitly(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     for step in range(sys.maxsize):

@@ -47,6 +47,7 @@ NAMES = {
     "ddp": "DDP (gloo)",
     "fsdp2": "FSDP2 (gloo)",
     "fsdp2-prefetch": "FSDP2 (gloo), explicit prefetch",
+    "fsdp2-keep": "FSDP2 (gloo), explicit prefetch, kept after the forward",
     "shardwell-fp32": "Shardwell, fp32",
     "shardwell-bf16": "Shardwell, bf16 both ways",
     "shardwell-int8": "Shardwell, int8 both ways",
@@ -219,7 +220,7 @@ def summarize(turns: Turns, rate: Rate) -> dict[str, Any]:
 
 
 def with_ratios(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Adds step times relative to DDP's and to the better FSDP2's, where these were measured."""
+    """Adds step times relative to DDP's and to the best FSDP2's, where these were measured."""
     fsdp2 = [result["step_s"] for kind, result in results.items() if kind.startswith("fsdp2")]
     ddp = [result["step_s"] for kind, result in results.items() if kind == "ddp"]
     for result in results.values():
@@ -241,7 +242,7 @@ def to_markdown(report: dict[str, Any]) -> str:
             "",
             f"### {rate} each way",
             "",
-            "| | step, median (range) | against FSDP2, its better mode | against DDP | received per host and step "
+            "| | step, median (range) | against FSDP2, its best mode | against DDP | received per host and step "
             "| of which the link needs |",
             "|---|---|---|---|---|---|",
         ]
