@@ -75,10 +75,10 @@ bench: install  ## Measure the step time against plain PyTorch
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step_time.py $(BENCH_OPTIONS)
 
 bench-network: install  ## Measure training over 1 Gbit/s and 200 Mbit/s links against FSDP2 and DDP (needs root)
-	@$(BIN)/python benchmarks/slow_network.py $(BENCH_OPTIONS)
+	@$(BIN)/python -m benchmarks.slow_network $(BENCH_OPTIONS)
 
 bench-growth: install  ## Measure the overhead as trainers, servers, units and parameters grow
-	@$(BIN)/python benchmarks/growth.py $(BENCH_OPTIONS)
+	@$(BIN)/python -m benchmarks.growth $(BENCH_OPTIONS)
 
 compose-test: install  ## Run the compose cluster for real and train on it (needs Docker)
 	@$(BIN)/pytest -m compose tests/compose

@@ -1,41 +1,29 @@
-"""What a step costs beside its computation, as trainers, servers, units and parameters grow.
+"""What a step costs beside its computation, as things grow: ``python -m benchmarks.growth``.
 
 Every point has a cluster and trainers of its own; the model is linear layers, one unit each. "Overhead" is a step's
 time beyond the same forward and backward without Shardwell. All processes share this machine's CPUs, so more
 trainers need more time as soon as the CPUs are full: CPU time per unit and trainer tells the two apart.
-
-    python benchmarks/growth.py [--sweeps trainers servers units parameters] [--steps 10] [--full]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+import shardwell
+from benchmarks import report, workers
+from benchmarks.growth_trainer import BATCH_SIZE
+from benchmarks.report import Chart, Report, Summary, summarize, to_table
+from benchmarks.sampling import cpu_seconds, wait_until_quiet
+from benchmarks.workers import Group
 
-import shardwell  # noqa: E402
-from benchmarks.growth_trainer import BATCH_SIZE  # noqa: E402
-from benchmarks.line_process import LineProcess  # noqa: E402 (the benchmarks are not installed)
-
-RESULTS = ROOT / "benchmarks" / "results"
-TRAINER = ROOT / "benchmarks" / "growth_trainer.py"
 WARMUP_STEPS, PLAIN_STEPS = 3, 5
 MIN_SHARD_BYTES = 4096
 """So small that a unit of these models is cut over all servers."""
@@ -85,60 +73,38 @@ SWEEPS = {
 }
 
 
-class Measurement:
-    """The cluster and the trainers of one point; a context manager."""
-
-    def __init__(self, point: Point) -> None:
-        self._point = point
-        self._stack = ExitStack()
-        self._trainers: list[LineProcess] = []
-
-    def __enter__(self) -> Measurement:
-        with self._stack:
-            self._start()
-            self._stack = self._stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def take(self, steps: int) -> dict[str, Any]:
-        """Measures the point."""
-        self._ask("plain", WARMUP_STEPS)
-        plain = self._ask("plain", PLAIN_STEPS)
-        self._ask("sharded", WARMUP_STEPS)
-        cpu_s = self._cpu_s()
-        sharded = self._ask("sharded", steps)
-        return summarize(self._point, plain, sharded, (self._cpu_s() - cpu_s) / steps)
-
-    def _start(self) -> None:
-        point = self._point
-        logs = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="growth-")))
-        cluster = self._stack.enter_context(
-            shardwell.LocalCluster(point.servers, min_shard_bytes=MIN_SHARD_BYTES, log_level="warning")
-        )
-        self._pids = [cluster.coordinator.pid, *(shard.pid for shard in cluster.shards)]
+@contextmanager
+def started_for(point: Point) -> Iterator[Group]:
+    """The cluster and the trainers of one point."""
+    with shardwell.LocalCluster(point.servers, min_shard_bytes=MIN_SHARD_BYTES, log_level="warning") as cluster:
         shape = {"address": cluster.address, "trainers": point.trainers, "layers": point.units, "width": point.width}
         arguments = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
-        for number in range(point.trainers):
-            trainer = LineProcess([sys.executable, str(TRAINER), *arguments], logs / f"trainer-{number}.log")
-            self._stack.callback(trainer.close)
-            self._trainers.append(trainer)
-        self._pids += [trainer.pid for trainer in self._trainers]
-
-    def _ask(self, what: str, number: int) -> list[list[dict[str, float]]]:
-        """Every trainer's steps, taken at the same time."""
-        for trainer in self._trainers:
-            trainer.send(f"{what} {number}")
-        return [trainer.receive() for trainer in self._trainers]
-
-    def _cpu_s(self) -> float:
-        """CPU time of all processes so far."""
-        times = [psutil.Process(pid).cpu_times() for pid in self._pids]
-        return sum(used.user + used.system for used in times)
+        server_pids = [cluster.coordinator.pid, *(shard.pid for shard in cluster.shards)]
+        command_lines = [arguments] * point.trainers
+        with workers.started("benchmarks.growth_trainer", command_lines, server_pids=server_pids) as group:
+            yield group
 
 
-def summarize(
+def measure_point(point: Point, steps: int) -> dict[str, Any]:
+    """Starts what a point needs, measures it and ends it."""
+    with started_for(point) as group:
+        pids = [*group.worker_pids, *group.server_pids]
+        take_steps(group, "plain", WARMUP_STEPS)
+        plain = take_steps(group, "plain", PLAIN_STEPS)
+        take_steps(group, "sharded", WARMUP_STEPS)
+        wait_until_quiet(pids)
+        cpu_s = cpu_seconds(pids)
+        sharded = take_steps(group, "sharded", steps)
+        wait_until_quiet(pids)
+        return summarize_point(point, plain, sharded, (cpu_seconds(pids) - cpu_s) / steps)
+
+
+def take_steps(group: Group, what: str, number: int) -> list[list[dict[str, float]]]:
+    """Every trainer's steps, taken at the same time."""
+    return [answer["times"] for answer in group.run(what=what, steps=number)]
+
+
+def summarize_point(
     point: Point,
     plain: Sequence[Sequence[dict[str, float]]],
     sharded: Sequence[Sequence[dict[str, float]]],
@@ -157,6 +123,7 @@ def summarize(
         return statistics.median(step[name] for trainer in steps for step in trainer)
 
     step_s, compute_s = median(sharded, "step_s"), median(plain, "step_s")
+    overhead = summarize([(step["step_s"] - compute_s) / point.units for trainer in sharded for step in trainer])
     moved_bytes = median(sharded, "gathered_bytes") + median(sharded, "pushed_bytes")
     return {
         **asdict(point),
@@ -165,6 +132,7 @@ def summarize(
         "compute_ms": 1e3 * compute_s,
         "commit_ms": 1e3 * median(sharded, "commit_wait_s"),
         "overhead_ms_per_unit": 1e3 * (step_s - compute_s) / point.units,
+        "overhead_s_per_unit": asdict(overhead),
         "cpu_ms_per_unit_and_trainer": 1e3
         * max(0.0, cpu_s - point.trainers * compute_s)
         / point.units
@@ -185,44 +153,27 @@ COMPARED = ("commit_ms", "overhead_ms_per_unit", "cpu_ms_per_unit_and_trainer")
 """Shown with the ratio to the sweep's first point: 1.0 throughout is flat."""
 
 
-def to_markdown(report: dict[str, Any]) -> str:
-    lines = [
-        f"Linear layers, one unit each, batch {BATCH_SIZE}, SGD, one thread per process, {report['cpus']} CPUs "
-        f"for all processes; medians of {report['steps']} steps; load average before "
-        f"{report['load_average_before']:.1f}. In parentheses: against the first row; 1.0 is flat.",
-    ]
-    for name, results in report["sweeps"].items():
-        lines += ["", f"### More {name}", "", *_table(SWEEPS[name].varied, results)]
-    lines += [f"\nNot measured: {text}." for text in report["skipped"]]
-    return "\n".join(lines) + "\n"
-
-
-def _table(varied: str, results: Sequence[dict[str, Any]]) -> list[str]:
-    header = [varied, *COLUMNS.values(), "moved"]
-    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+def to_section(name: str, results: Sequence[dict[str, Any]]) -> str:
+    """The table of one sweep."""
+    varied = SWEEPS[name].varied
+    rows = []
     for result in results:
         cells = [f"{result[varied]:,}"]
         for key in COLUMNS:
             ratio = f" ({result[key] / results[0][key]:.1f})" if key in COMPARED and results[0][key] > 0 else ""
-            cells.append(f"{result[key]:.2f} ms{ratio}")
-        cells.append(f"{result['moved_mb_per_s']:.0f} MB/s")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+            cells.append(f"{result[key]:.2f}{ratio}")
+        rows.append([*cells, f"{result['moved_mb_per_s']:.0f}"])
+    return f"## More {name}\n\n{to_table([varied, *COLUMNS.values(), 'moved, MB/s'], rows)}"
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    """One panel per sweep: what should stay flat."""
-    sweeps = report["sweeps"]
-    figure = Figure(figsize=(4 * len(sweeps), 3.2), layout="constrained")
-    for axes, (name, results) in zip(figure.subplots(1, len(sweeps), squeeze=False)[0], sweeps.items(), strict=True):
-        varied = [result[SWEEPS[name].varied] for result in results]
-        for key in COMPARED:
-            axes.plot(varied, [result[key] for result in results], marker="o", label=COLUMNS[key])
-        axes.set(xscale="log", xlabel=name, ylabel="ms", ylim=(0, None))
-        axes.set_xticks(varied, [f"{number:,}" for number in varied])
-        axes.set_xticks([], minor=True)
-    figure.axes[0].legend(fontsize="small")
-    figure.savefig(path)
+def to_chart(sweeps: Mapping[str, Sequence[dict[str, Any]]]) -> Chart:
+    """The overhead per unit of every point."""
+    bars = {
+        f"{result[SWEEPS[name].varied]:,} {name}": Summary(**result["overhead_s_per_unit"]).scaled(1e3)
+        for name, results in sweeps.items()
+        for result in results
+    }
+    return Chart(axis="overhead per unit, ms", bars=bars, lines={})
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -230,7 +181,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sweeps", choices=SWEEPS, nargs="+", default=list(SWEEPS), help="default: all")
     parser.add_argument("--steps", type=int, default=10, help="steps that are measured at each point")
     parser.add_argument("--full", action="store_true", help="also a billion parameters")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where the results go")
+    report.add_arguments(parser, name="growth")
     arguments = parser.parse_args(argv)
     if arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: expected at least 1")
@@ -248,9 +199,8 @@ def measure(names: Sequence[str], steps: int, *, full: bool) -> tuple[dict[str, 
             if reason := why_skipped(point, available):
                 skipped.append(reason)
                 continue
-            with Measurement(point) as measurement:
-                results.append(measurement.take(steps))
-            say(f"{name}: {results[-1][sweep.varied]:,} in {results[-1]['step_ms']:.1f} ms per step")
+            results.append(measure_point(point, steps))
+            print(f"{results[-1][sweep.varied]:,} {name}: {results[-1]['step_ms']:.1f} ms per step", file=sys.stderr)
         sweeps[name] = results
     return sweeps, skipped
 
@@ -265,28 +215,21 @@ def why_skipped(point: Point, available_bytes: int) -> str | None:
     )
 
 
-def say(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
-
-
 def main() -> None:
     options = parse_arguments()
-    load_average = os.getloadavg()[0]
+    written = Report(options, title="A step's overhead as things grow")
     sweeps, skipped = measure(options.sweeps, options.steps, full=options.full)
-    report = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpus": os.cpu_count(),
-        "load_average_before": load_average,
-        "steps": options.steps,
-        "sweeps": sweeps,
-        "skipped": skipped,
-    }
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "growth.json").write_text(json.dumps(report, indent=2) + "\n")
-    (options.output / "growth.md").write_text(to_markdown(report))
-    plot(report, options.output / "growth.png")
-    print(to_markdown(report), end="")
+    written.write(
+        results={"sweeps": sweeps, "skipped": skipped},
+        sections=[
+            f"Linear layers, one unit each, batch {BATCH_SIZE}, SGD, one thread per process; medians of "
+            f"{options.steps} steps of all trainers. Times are milliseconds; in parentheses: against the first "
+            "row, 1.0 is flat. Computation is the same forward and backward without Shardwell.",
+            *(to_section(name, results) for name, results in sweeps.items()),
+            *(f"Not measured: {text}." for text in skipped),
+        ],
+        chart=to_chart(sweeps),
+    )
 
 
 if __name__ == "__main__":

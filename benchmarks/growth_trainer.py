@@ -1,9 +1,8 @@
-"""One trainer of ``growth.py``: ``plain N`` or ``sharded N`` on its input, times of N steps on its output."""
+"""One trainer of ``benchmarks.growth``: told ``{"what": "plain" or "sharded", "steps": n}`` it takes n such steps."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwell
+from benchmarks import workers
 
 BATCH_SIZE = 4
 Times = dict[str, float]
@@ -73,10 +73,8 @@ def main() -> None:
     with shardwell.join(arguments.address, run="growth", world=shardwell.World(dp=arguments.trainers)) as session:
         plain = plain_steps(arguments.layers, arguments.width)
         sharded = sharded_steps(arguments.layers, arguments.width, session)
-        for line in sys.stdin:
-            what, number = line.split()
-            steps = {"plain": plain, "sharded": sharded}[what]
-            print(json.dumps([next(steps) for _ in range(int(number))]), flush=True)
+        kinds = {"plain": plain, "sharded": sharded}
+        workers.serve(lambda command: {"times": [next(kinds[command["what"]]) for _ in range(command["steps"])]})
 
 
 if __name__ == "__main__":

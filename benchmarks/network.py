@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from benchmarks.sampling import parse_received_bytes
+
 INTERFACE = "eth0"
 """Every host's link to the switch."""
 SUBNET = "10.99.0"
@@ -68,17 +70,6 @@ class Rate:
         return ["tbf", "rate", self.text, "burst", str(self.burst_bytes), "latency", _QUEUE_LATENCY]
 
 
-@dataclass(frozen=True)
-class LinkCounters:
-    """Bytes that have passed a host's link, headers included (once per segment that the kernel hands over whole)."""
-
-    received: int
-    sent: int
-
-    def __sub__(self, earlier: LinkCounters) -> LinkCounters:
-        return LinkCounters(self.received - earlier.received, self.sent - earlier.sent)
-
-
 class Host:
     """A set of namespaces of its own, held by a process that waits for the end of its input."""
 
@@ -100,7 +91,9 @@ class Host:
     @property
     def prefix(self) -> list[str]:
         """Put before a command to run it on this host; the process becomes the command."""
-        return ["nsenter", f"--target={self.pid}", "--net", "--mount", "--ipc", "--uts", f"--wd={os.getcwd()}"]
+        enter = ["nsenter", f"--target={self.pid}", "--net", "--mount", "--ipc", "--uts", "--wd=."]
+        # Left to itself gloo looks the hostname up, which no host of this network can resolve.
+        return [*enter, "env", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
 
     def wait_ready(self) -> None:
         """Raises NetworkError if the namespaces could not be made."""
@@ -118,9 +111,9 @@ class Host:
             raise NetworkError(f"on {self.name}, `{' '.join(command)}` failed: {done.stderr.strip()}")
         return done.stdout
 
-    def counters(self) -> LinkCounters:
-        """What has passed the host's link so far."""
-        return parse_counters(Path(f"/proc/{self.pid}/net/dev").read_text(), INTERFACE)
+    def received_bytes(self) -> int:
+        """What the host's link has brought so far, headers included (once per segment handed over whole)."""
+        return parse_received_bytes(Path(f"/proc/{self.pid}/net/dev").read_text(), INTERFACE)
 
     def free_port(self) -> int:
         """A TCP port that nobody on this host listens at."""
@@ -193,13 +186,3 @@ def require_means(user_id: int, missing_tools: Sequence[str]) -> None:
         raise NetworkError("network namespaces need root: run it with sudo, or as root in a privileged container")
     if missing_tools:
         raise NetworkError(f"not installed: {', '.join(missing_tools)} (Debian: iproute2, util-linux, mount, hostname)")
-
-
-def parse_counters(text: str, interface: str) -> LinkCounters:
-    """Reads one interface's row of ``/proc/net/dev``."""
-    for line in text.splitlines():
-        name, separator, numbers = line.partition(":")
-        if separator and name.strip() == interface:
-            columns = numbers.split()
-            return LinkCounters(received=int(columns[0]), sent=int(columns[8]))
-    raise NetworkError(f"there is no interface {interface!r} in\n{text}")

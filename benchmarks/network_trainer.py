@@ -1,4 +1,4 @@
-"""One trainer of ``slow_network.py``: takes as many steps as each line of its input says, answers with their times.
+"""One trainer of ``benchmarks.slow_network``: the command ``{"steps": n}`` has it take n steps and tell their times.
 
 Every kind trains the same GPT from the same seed on the same batches, so their losses can be compared.
 """
@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 
 import shardwell
+from benchmarks import workers
+from benchmarks.transfers import TRANSFERS
+from examples.gpt import GPT, GPTConfig
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
-
-from gpt import GPT, GPTConfig  # noqa: E402 (neither the examples nor the benchmarks are installed)
-
-from benchmarks.transfers import TRANSFERS  # noqa: E402
-
-ADAMW = {"lr": 1e-4, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
 
 
 PEERS = ("ddp", "fsdp2", "fsdp2-prefetch", "fsdp2-keep")
@@ -99,14 +95,17 @@ def sharded_steps(model: GPT, session: shardwell.Session) -> Steps:
 
 
 def serve(steps: Steps) -> None:
-    """Takes the steps that are asked for until the input ends; one JSON line for each request."""
-    for line in sys.stdin:
+    """Takes the steps that are asked for until the input ends."""
+
+    def answer(command: dict[str, Any]) -> dict[str, Any]:
         seconds, loss = [], float("nan")
-        for _ in range(int(line)):
+        for _ in range(command["steps"]):
             started = time.perf_counter()
             loss = next(steps)
             seconds.append(time.perf_counter() - started)
-        print(json.dumps({"seconds": seconds, "loss": loss}), flush=True)
+        return {"seconds": seconds, "loss": loss}
+
+    workers.serve(answer)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -6,19 +6,21 @@ Runs on loopback without limits: the arithmetic does not depend on the network's
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from corpus import Corpus, Windows
-from gpt import GPT, GPTConfig
 from torch import Tensor
 from torch.nn import functional
 from torch.optim.lr_scheduler import OneCycleLR
 
 import shardwell
+from benchmarks.report import to_table
 from benchmarks.transfers import TRANSFERS
+from examples.corpus import Corpus, Windows
+from examples.gpt import GPT, GPTConfig
 
 VOCAB_SIZE, CONTEXT, BATCH_SIZE, NUM_RANKS = 1024, 64, 16, 2
 LEARNING_RATE = 8e-3
@@ -39,26 +41,23 @@ class LossCheck:
     def to_markdown(self) -> str:
         seeds = len(next(iter(self.losses.values())))
         reference = self.losses["fp32"]
-        lines = [
+        heading = (
             f"Loss on held-out English text after {self.steps} steps, {seeds} seeds, on loopback without limits (the "
             f"network's speed changes no number): a GPT with {self.parameters / 1e6:.2f} M parameters, "
             f"{NUM_RANKS} logical ranks of {BATCH_SIZE} x {CONTEXT} tokens; evaluated with the fp32 weights that the "
-            f"servers hold. Frequencies alone give {self.unigram_entropy:.2f}.",
-            "",
-            "| on the wire | mean loss | spread (highest - lowest) | against fp32, same seed: mean (largest) |",
-            "|---|---|---|---|",
-        ]
+            f"servers hold. Frequencies alone give {self.unigram_entropy:.2f}."
+        )
+        rows = []
         for name, losses in self.losses.items():
             differences = [loss - same for loss, same in zip(losses, reference, strict=True)]
             largest = max(differences, key=abs)
-            lines.append(
-                f"| {name} | {statistics.mean(losses):.4f} | {max(losses) - min(losses):.4f} "
-                f"| {statistics.mean(differences):+.4f} ({largest:+.4f}) |"
-            )
-        return "\n".join(lines)
+            difference = f"{statistics.mean(differences):+.4f} ({largest:+.4f})"
+            rows.append([name, f"{statistics.mean(losses):.4f}", f"{max(losses) - min(losses):.4f}", difference])
+        header = ["on the wire", "mean loss", "highest - lowest", "less fp32's, same seed: mean (largest)"]
+        return f"{heading}\n\n{to_table(header, rows)}"
 
 
-def measure_losses(seeds: Sequence[int], steps: int, say: Callable[[str], None]) -> LossCheck:
+def measure_losses(seeds: Sequence[int], steps: int) -> LossCheck:
     """Trains with every transfer and seed."""
     torch.set_num_threads(1)
     corpus = Corpus.read(None, vocab_size=VOCAB_SIZE)
@@ -71,7 +70,7 @@ def measure_losses(seeds: Sequence[int], steps: int, say: Callable[[str], None])
                 join = partial(shardwell.join, cluster.address, run=f"{name}-{seed}", seed=seed, **transfer.options())
                 model = train(join, config, corpus.tokens[:trained], steps, seed)
                 losses[name].append(evaluate(model, corpus.tokens[trained:]))
-                say(f"loss check, seed {seed}, {name}: {losses[name][-1]:.4f}")
+                print(f"loss check, seed {seed}, {name}: {losses[name][-1]:.4f}", file=sys.stderr)
     return LossCheck(
         steps=steps,
         parameters=sum(parameter.numel() for parameter in GPT(config).parameters()),

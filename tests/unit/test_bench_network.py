@@ -1,25 +1,11 @@
-"""The pure parts of the benchmark's network: rates, counters, who may build one."""
+"""The pure parts of the slow network's benchmark: rates, who may build one, tables, arguments."""
 
 import pytest
 
-from benchmarks.line_process import unshared_bytes
-from benchmarks.network import (
-    LinkCounters,
-    Network,
-    NetworkError,
-    Rate,
-    parse_counters,
-    require_means,
-)
-from benchmarks.slow_network import MODEL, Turns, count_parameters, parse_arguments, summarize, with_ratios
+from benchmarks.network import Network, NetworkError, Rate, require_means
+from benchmarks.network_trainer import KINDS
+from benchmarks.slow_network import MODEL, NAMES, Turns, count_parameters, parse_arguments, to_section
 from benchmarks.wire_loss import LossCheck
-
-PROC_NET_DEV = """\
-Inter-|   Receive                            |  Transmit
- face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier compressed
-    lo:    1234      10    0    0    0     0          0     0     1234      10    0    0    0     0       0         0
-  eth0: 98765432    700    0    0    0     0          0     0  4567890     600    0    0    0     0       0         0
-"""
 
 
 @pytest.mark.parametrize(
@@ -48,17 +34,6 @@ def test_the_least_time_of_a_transfer_follows_from_the_rate() -> None:
     assert Rate("1gbit").seconds(125_000_000) == 1.0
 
 
-def test_counters_are_read_by_column_and_subtracted() -> None:
-    counters = parse_counters(PROC_NET_DEV, "eth0")
-    assert counters == LinkCounters(received=98765432, sent=4567890)
-    assert counters - LinkCounters(received=98765000, sent=4567000) == LinkCounters(received=432, sent=890)
-
-
-def test_an_interface_that_is_not_there_is_named() -> None:
-    with pytest.raises(NetworkError, match="no interface 'eth1'"):
-        parse_counters(PROC_NET_DEV, "eth1")
-
-
 def test_only_root_may_build_a_network_and_missing_tools_are_named() -> None:
     with pytest.raises(NetworkError, match="need root"):
         require_means(1000, [])
@@ -77,23 +52,24 @@ def test_the_model_has_the_size_that_the_tables_name() -> None:
     assert count_parameters(MODEL) == 29_479_936
 
 
-def test_unshared_memory_is_the_private_pages() -> None:
-    rollup = "Rss: 900 kB\nShared_Clean: 500 kB\nPrivate_Clean: 30 kB\nPrivate_Dirty: 370 kB\nPrivate_Hugetlb: 7 kB\n"
-    assert unshared_bytes(rollup) == 400 * 1024
+def turns(seconds: float) -> Turns:
+    return Turns(step_s=[seconds], received_bytes=[125e6])
 
 
-def test_ratios_are_to_ddp_and_to_the_better_fsdp2() -> None:
-    seconds = {"ddp": 2.0, "fsdp2": 4.0, "fsdp2-prefetch": 3.0, "shardwell-int8": 1.0}
-    turns = {kind: Turns(step_s=[time], received_bytes=[125e6]) for kind, time in seconds.items()}
-    results = with_ratios({kind: summarize(found, Rate("1gbit")) for kind, found in turns.items()})
-    assert results["shardwell-int8"]["step_vs_ddp"] == pytest.approx(1 / 2)
-    assert results["shardwell-int8"]["step_vs_fsdp2"] == pytest.approx(1 / 3)
-    assert results["ddp"]["link_s"] == pytest.approx(1.0)
+def test_ratios_are_to_ddp_and_to_the_best_fsdp2() -> None:
+    measured = {"ddp": turns(2.0), "fsdp2": turns(4.0), "fsdp2-keep": turns(3.0), "shardwell-int8": turns(1.5)}
+    section = to_section(Rate("1gbit"), measured)
+    assert "| Shardwell, int8 both ways | 1.50 (1.50 - 1.50) | 0.50 | 0.75 | 125.0 | 1.00 |" in section
+    assert "| DDP (gloo) | 2.00 (2.00 - 2.00) | 0.67 | 1.00 | 125.0 | 1.00 |" in section
 
 
 def test_without_peers_there_are_no_ratios() -> None:
-    results = with_ratios({"shardwell-fp32": summarize(Turns(step_s=[1.0], received_bytes=[1.0]), Rate("1gbit"))})
-    assert results["shardwell-fp32"]["step_vs_ddp"] is results["shardwell-fp32"]["step_vs_fsdp2"] is None
+    section = to_section(Rate("1gbit"), {"shardwell-fp32": turns(1.0)})
+    assert "| Shardwell, fp32 | 1.00 (1.00 - 1.00) | - | - | 125.0 | 1.00 |" in section
+
+
+def test_every_kind_has_a_name() -> None:
+    assert set(NAMES) == set(KINDS)
 
 
 @pytest.mark.parametrize("wrong", [["--rates", "fast"], ["--rounds", "0"], ["--steps", "-1"], ["--groups", "nccl"]])
