@@ -19,7 +19,7 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format protos check-protos test-protobuf bench bench-full compose-test clean
+.PHONY: help install demo test lint format protos check-protos test-protobuf bench bench-full bench-network bench-growth compose-test clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,12 @@ bench-full: $(BENCH_INSTALLED)  ## The same at the sizes that docs/performance.m
 	@$(MEASURE) benchmarks.lanes
 	@$(MEASURE) benchmarks.train_step
 	@$(MEASURE) benchmarks.train_step --name train_step_512 --length 512
+
+bench-network: $(BENCH_INSTALLED)  ## Measure training over 1 Gbit/s and 200 Mbit/s links against FSDP2 and DDP (needs root)
+	@$(MEASURE) benchmarks.slow_network $(BENCH_OPTIONS)
+
+bench-growth: $(BENCH_INSTALLED)  ## Measure the overhead as trainers, servers, units and parameters grow
+	@$(MEASURE) benchmarks.growth $(BENCH_OPTIONS)
 
 compose-test: install  ## Run the compose cluster for real and train on it (needs Docker)
 	@$(BIN)/pytest -m compose tests/compose

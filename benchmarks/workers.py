@@ -44,14 +44,15 @@ class Worker:
     Args:
         module: What ``python -m`` runs, such as ``benchmarks.trainers``.
         arguments: Its command line.
+        prefix: A program that becomes the worker, such as nsenter with its arguments.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str]) -> None:
+    def __init__(self, module: str, arguments: Sequence[str], *, prefix: Sequence[str] = ()) -> None:
         self.name = " ".join([module, *arguments])
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the worker)
         self._received = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [*prefix, sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
