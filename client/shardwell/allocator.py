@@ -33,7 +33,14 @@ def give_freed_layers_back() -> None:
 
 def use_freed_gradients_again() -> None:
     """From now on gradients that are freed are kept for the next ones; for a trainer that reads layers in place."""
-    _set(_GRADIENT_BYTES, 4 * _GRADIENT_BYTES)
+    _set(_GRADIENT_BYTES, 2 * _GRADIENT_BYTES)
+
+
+def trim() -> None:
+    """Gives what lies free in the heaps back to the system, once."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def _set(mmap_threshold_bytes: int, trim_threshold_bytes: int) -> None:

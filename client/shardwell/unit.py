@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from shardwell.allocator import trim
 from shardwell.collect import FoundParameter
 from shardwell.flat_vector import FlatVector, Memory
 from shardwell.parameter import adopt, freed_class
@@ -153,6 +154,7 @@ class Unit:
             self._locals[number].data = placed[number]
             adopt(parameter, self, number)
         self._release()
+        trim()  # of what the module's own memory was until now
         return index
 
     # Gathering and freeing.

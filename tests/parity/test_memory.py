@@ -7,14 +7,16 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 import shardwell
 from tests.support.memory_probe import NUM_BLOCKS
 from tests.support.processes import ROOT
 
 
-def probe(address: str) -> dict[str, int]:
+def probe(*arguments: str) -> dict[str, int]:
     result = subprocess.run(
-        [sys.executable, "-m", "tests.support.memory_probe", address],
+        [sys.executable, "-m", "tests.support.memory_probe", *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -27,8 +29,9 @@ def probe(address: str) -> dict[str, int]:
     return measured
 
 
-def test_freed_units_hold_no_memory(cluster: shardwell.LocalCluster) -> None:
-    plain, sharded = probe("plain"), probe(cluster.address)
+@pytest.mark.parametrize("lane", ["shm", "socket", "grpc"])
+def test_freed_units_hold_no_memory(cluster: shardwell.LocalCluster, lane: str) -> None:
+    plain, sharded = probe("plain"), probe(cluster.address, lane)
     size = plain["parameter_bytes"]
     assert sharded["parameter_bytes"] == size
     assert plain["after_forward"] > size

@@ -1,6 +1,7 @@
 """Measures a process's memory around one forward and backward of 12 blocks, sharded or plain.
 
-``python -m tests.support.memory_probe (plain | ADDRESS)`` prints one JSON line of bytes.
+``python -m tests.support.memory_probe (plain | ADDRESS LANES)`` prints one JSON line of bytes: of memory that is this
+process's alone, which would be free if it ended.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def rss_bytes() -> int:
+def own_bytes() -> int:
     gc.collect()
-    return int(psutil.Process().memory_info().rss)
+    return int(psutil.Process().memory_full_info().uss)
 
 
-def main(address: str) -> None:
+def main(address: str, lanes: str | None = None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    session = None if address == "plain" else shardwell.join(address, run="memory")
+    session = None if address == "plain" else shardwell.join(address, run=f"memory over {lanes}", lanes=lanes)
     # What a first use costs once (kernels, connections, threads) is no part of the comparison.
     warm = Block() if session is None else shardwell.fully_shard(Block(), session)
     warm(torch.randn(2, WIDTH)).sum().backward()
     if session is not None:
         session.store.drain()
-    start = rss_bytes()
+    start = own_bytes()
     blocks = []
     for _ in range(NUM_BLOCKS):
         blocks.append(Block())
@@ -49,14 +50,14 @@ def main(address: str) -> None:
             shardwell.fully_shard(blocks[-1], session)
     model = nn.Sequential(*blocks)
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    built = rss_bytes()
+    built = own_bytes()
     loss = model(torch.randn(2, WIDTH)).sum()
-    after_forward = rss_bytes()
+    after_forward = own_bytes()
     live = None if session is None else session.units.live_bytes
     loss.backward()
     if session is not None:
         session.store.drain()
-    after_backward = rss_bytes()
+    after_backward = own_bytes()
     result = {
         "parameter_bytes": parameter_bytes,
         "built": built - start,
@@ -69,4 +70,4 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
