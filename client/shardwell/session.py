@@ -320,10 +320,10 @@ class Session:
         self._commit_wait_s += time.perf_counter() - started
         self._last_norm = response.grad_norm
         if not replayed:
-            self.units.invalidate()
             self._buffers.committed(response.state.buffers)
             self.progress = StepProgress(response.next_work.step, response.next_work.items)
             self.store.advance(self.progress)
+            self.units.invalidate()  # last: it may complain of a write, and the step is committed all the same
 
     def _finish_loose_work(self) -> None:
         """In a plain loop nothing has finished this trainer's item yet."""
