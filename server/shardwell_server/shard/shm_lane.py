@@ -6,7 +6,8 @@ import itertools
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
+
+import torch
 
 from shardwell_server.shard.mailboxes import Mailbox
 from shardwell_server.shard.memory import Memory
@@ -85,7 +86,7 @@ class ShmLanes:
         proof, name = secrets.token_bytes(_PROOF_BYTES), secrets.token_hex(8)
         file = self._shared.create(_PROOF_BYTES, "a lane")
         try:
-            Path(file.path).write_bytes(proof)
+            file.tensor.copy_(torch.frombuffer(bytearray(proof), dtype=torch.uint8))
             lane = self._open[name] = ShmLane(run, self._shared, self._memory)
             try:
                 offer = shard_pb2.SharedMemoryOffer(path=file.path, proof=proof)
