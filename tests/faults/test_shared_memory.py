@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Iterator
 
+import grpc
 import pytest
 import torch
 
@@ -108,3 +109,12 @@ def test_servers_that_stop_leave_nothing_in_shared_memory() -> None:
         assert len(set(folders)) == 2
     assert not any(folder.exists() for folder in folders)
     assert [shard.exit_code for shard in cluster.shards] == [0, 0]
+
+
+def test_a_server_that_stops_ends_its_lanes_first() -> None:
+    with shardwell.LocalCluster(num_shards=1) as cluster, small_run(cluster.address, "small", steps=1) as session:
+        (server,) = session.store._servers.values()
+        cluster.shards[0].stop(20.0)
+        assert cluster.shards[0].exit_code == 0
+        # Otherwise the rpc lasts as long as the server's patience, and is then cut off.
+        assert server.require_shm()._rpc._call.code() is grpc.StatusCode.OK
