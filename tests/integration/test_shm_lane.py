@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,20 @@ def server(shared: SharedMemory) -> Iterator[ShardServer]:
         running.until(lambda: not running.shm._open, "the lanes are closed")
 
 
+def header(
+    one: OneUnit, *, step: int = 0, rank: int = 0, epoch: int = 1, **changes: Any
+) -> shard_pb2.ReduceScatterHeader:
+    fields = {
+        "context": one.context(step, epoch),
+        "unit": one.layout.unit,
+        "dp_rank": rank,
+        "parameter_indices": [segment.parameter_index for segment in one.segments],
+        "start_bytes": one.start,
+        "stop_bytes": one.stop,
+    }
+    return shard_pb2.ReduceScatterHeader(**{**fields, **changes})
+
+
 class LanedUnit:
     """One unit of a server, reached over a shm lane."""
 
@@ -84,16 +99,8 @@ class LanedUnit:
         path = self.locate().segment.path
         return SharedVector(self.one.layout.unit, [SegmentPlace(path, self.one.start, self.one.stop)])
 
-    def header(self, *, step: int = 0, rank: int = 0, epoch: int = 1, **changes: Any) -> shard_pb2.ReduceScatterHeader:
-        fields = {
-            "context": self.one.context(step, epoch),
-            "unit": self.one.layout.unit,
-            "dp_rank": rank,
-            "parameter_indices": [segment.parameter_index for segment in self.one.segments],
-            "start_bytes": self.one.start,
-            "stop_bytes": self.one.stop,
-        }
-        return shard_pb2.ReduceScatterHeader(**{**fields, **changes})
+    def header(self, **options: Any) -> shard_pb2.ReduceScatterHeader:
+        return header(self.one, **options)
 
     def push(self, gradients: list[torch.Tensor], **changes: Any) -> None:
         pieces = [
@@ -532,3 +539,30 @@ def test_two_trainers_and_one_that_plays_two_ranks(server: ShardServer) -> None:
         assert torch.equal(first.vector().bytes, second.vector().bytes)
         assert_all(one.gather(2)[1], -6.0)
     assert_only_parameters(one)
+
+
+def test_a_trainer_that_gives_ranks_up_gives_their_mailboxes_back() -> None:
+    """Else whoever plays the ranks from now on finds no room where a server has none to spare."""
+    budget = PLAIN.size_bytes * 2 * 6 + PLAIN.size_bytes  # two units, and one more buffer
+    second = layout_of("v", a=((40_000,), "float32"), b=((20_000,), "float32"))
+    with closing(SharedMemory()) as shared, ShardServer(budget, shared) as server:
+        units = [unit(server, PLAIN, dp=2), unit(server, second, dp=2, index=1)]
+        with closing(connect(units[0], "shm")) as both, closing(connect(units[0], "shm")) as late:
+            for step, owners in enumerate([(both, both), (both, late)]):
+                for one, (rank, owner) in product(units, enumerate(owners)):
+                    remote(one, owner).send(header(one, step=step, rank=rank), flats(one, 1.0))
+                manifests = [
+                    shard_pb2.RankManifest(
+                        dp_rank=rank,
+                        units=[common_pb2.UnitParts(unit_index=index, part_count=1) for index in (0, 1)],
+                    )
+                    for rank in (0, 1)
+                ]
+                prepare = shard_pb2.PrepareStepRequest(context=units[0].context(step), ranks=manifests, dp=2)
+                server.call("PrepareStep", prepare)
+                units[0].update(step)
+                both.require_shm().release()
+                both.give_mailboxes_back()
+            assert late.pushes_through_shm
+        assert [one.gather()[0] for one in units] == [2, 2]
+        assert_all(units[0].gather()[1], -2.0)
