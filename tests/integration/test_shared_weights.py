@@ -222,6 +222,13 @@ def evaluate(trained: Trained) -> torch.Tensor:
     return result
 
 
+@torch.enable_grad()
+def overwrite(shared: Trained) -> None:
+    """Commits a step, and waits until the servers have made the next version."""
+    shared.step()
+    shared.hash()
+
+
 def catch_up(evaluator: Trained) -> None:
     """Goes through a step that the others have committed."""
     evaluator.optimizer.step()
@@ -229,7 +236,7 @@ def catch_up(evaluator: Trained) -> None:
 
 def test_weights_that_are_overwritten_in_use_are_noticed(shared: Trained, evaluator: Trained) -> None:
     assert torch.equal(evaluate(evaluator), evaluate(shared))
-    evaluator.meddled.meddle = torch.enable_grad()(lambda _: shared.step())
+    evaluator.meddled.meddle = lambda _: overwrite(shared)
     with pytest.raises(shardwell.VersionGoneError, match="version 0 of unit 'Meddled-0' was overwritten"):
         evaluate(evaluator)
     catch_up(evaluator)
@@ -238,7 +245,7 @@ def test_weights_that_are_overwritten_in_use_are_noticed(shared: Trained, evalua
 
 def test_weights_that_were_kept_are_not_used_for_another_version(shared: Trained, evaluator: Trained) -> None:
     evaluate(evaluator)
-    shared.step()
+    overwrite(shared)
     for _ in range(2):
         with pytest.raises(shardwell.VersionGoneError):
             evaluate(evaluator)

@@ -60,10 +60,10 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @cache
-def plain_hash(dp: int) -> str:
+def plain_hash(dp: int, steps: int = STEPS) -> str:
     model = transformer.build()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-    train_plain(model, optimizer, transformer.batch, dp=dp, steps=STEPS)
+    train_plain(model, optimizer, transformer.batch, dp=dp, steps=steps)
     return sha256(model.state_dict())
 
 
@@ -141,7 +141,7 @@ def test_clipping_gives_the_same_bits_on_every_lane_and_server_count(single: str
 
 @pytest.mark.parametrize(
     ("gather_dtype", "push_dtype"),
-    [("bfloat16", "bfloat16"), ("float16", "float16"), ("int8", "int8"), ("float32", "int8"), ("int8", "float32")],
+    [("bfloat16", "bfloat16"), ("float16", "float16"), ("int8", "int8"), ("float32", "int8")],
 )
 def test_lossy_dtypes_give_the_same_bits_on_every_lane_and_server_count(
     single: str, triple: str, mixed: str, gather_dtype: str, push_dtype: str
@@ -152,7 +152,7 @@ def test_lossy_dtypes_give_the_same_bits_on_every_lane_and_server_count(
         for lanes in LANES
     }
     assert len(hashes) == 1
-    assert hashes != {trained(single, steps=2)}, "nothing was rounded"
+    assert hashes != {plain_hash(2, steps=2)}, "nothing was rounded"
 
 
 def test_error_feedback_gives_the_same_bits_on_every_lane(triple: str, mixed: str) -> None:
