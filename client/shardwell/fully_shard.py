@@ -72,7 +72,7 @@ class ShardedModule(nn.Module):
         """Frees this module's parameters, unless a forward or backward is using them."""
         sharding = _sharding(self)
         if sharding.unit is not None:
-            sharding.units.free_unused(sharding.unit)
+            sharding.units.free_unused(sharding.unit, thorough=True)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether gradients are pushed at the end of each backward, or kept and summed here until one that is.

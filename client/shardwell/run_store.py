@@ -66,9 +66,14 @@ class RunStore:
         return [server.describe() for server in self._servers.values()]
 
     def advance(self, progress: StepProgress) -> None:
-        """The step is committed: from now on ``progress`` is the one in flight."""
+        """The step is committed: from now on ``progress`` is the one in flight. Nothing is being gathered or pushed."""
+        fewer_ranks = len(progress.items) < len(self.progress.items)
         self.progress = progress
         self._release_mailboxes()
+        if fewer_ranks:
+            # Whoever plays the others now needs the room that is reserved for their gradients.
+            for server in self._servers.values():
+                server.give_mailboxes_back()
         if self._feedback is not None:
             self._feedback.commit()
 

@@ -42,7 +42,7 @@ class ServerConnection:
         self.shm: ShmLane | None = None
         self._stream: Lane | None = None
         if self._kinds[0] == "shm":
-            self.shm = self._try("shm", lambda: ShmLane(self.client, run, timeout_s=_OPEN_TIMEOUT_S))
+            self.shm = self._try("shm", self._open_shm)
         self.pushes_through_shm = self.shm is not None
         if self.shm is None:
             self._stream = self._open_stream()
@@ -97,6 +97,15 @@ class ServerConnection:
                 reason,
             )
 
+    def give_mailboxes_back(self) -> None:
+        """Has the server free the mailboxes; those that are needed are opened anew. Nothing may be under way."""
+        if self.shm is None or not self.shm.has_mailboxes:
+            return
+        lane = self._try("shm", self._open_shm)
+        if lane is not None:
+            self.shm.close()
+            self.shm = lane
+
     def close(self) -> None:
         """Closes the lanes and cancels what is in flight."""
         for lane in (self.shm, self._stream):
@@ -116,6 +125,9 @@ class ServerConnection:
     def _measure(self, lane: Lane) -> float:
         lane.measure(_WARMING_BYTES, timeout_s=_OPEN_TIMEOUT_S)
         return lane.measure(_MEASURED_BYTES, timeout_s=_OPEN_TIMEOUT_S)
+
+    def _open_shm(self) -> ShmLane:
+        return ShmLane(self.client, self._run, timeout_s=_OPEN_TIMEOUT_S)
 
     def _open_stream(self) -> Lane:
         if "socket" in self._kinds:

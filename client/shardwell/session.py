@@ -320,10 +320,12 @@ class Session:
         self._commit_wait_s += time.perf_counter() - started
         self._last_norm = response.grad_norm
         if not replayed:
-            self.units.invalidate()
-            self._buffers.committed(response.state.buffers)
-            self.progress = StepProgress(response.next_work.step, response.next_work.items)
-            self.store.advance(self.progress)
+            try:
+                self.units.invalidate()
+            finally:  # it may complain of a write, but the step is committed all the same
+                self._buffers.committed(response.state.buffers)
+                self.progress = StepProgress(response.next_work.step, response.next_work.items)
+                self.store.advance(self.progress)
 
     def _finish_loose_work(self) -> None:
         """In a plain loop nothing has finished this trainer's item yet."""

@@ -17,8 +17,9 @@ from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.shared_segment import HEAD_BYTES, read_version
 
 _PROT_NONE, _MAP_FIXED = 0, 0x10
-_PRESENT, _SHARED_OR_FILE = np.uint64(1 << 63), np.uint64(1 << 61)
-"""Bits of an entry of /proc/self/pagemap; see the kernel's documentation of pagemap."""
+_PRESENT, _SWAPPED, _SHARED_OR_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
+"""Bits of an entry of the page map; see the kernel's documentation of pagemap."""
+_PAGE_MAP = "/proc/self/pagemap"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -26,8 +27,9 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-CAN_MAP = mmap.PAGESIZE == BLOCK_BYTES
-"""Shards begin on multiples of 4096 bytes, so they can be mapped side by side where pages have that size."""
+CAN_MAP = mmap.PAGESIZE == BLOCK_BYTES and os.access(_PAGE_MAP, os.R_OK)
+"""Shards begin on multiples of 4096 bytes, so they can be mapped side by side where pages have that size; and where
+the kernel does not tell which pages were written (it may be hidden from containers), a write could go unnoticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +98,11 @@ class SharedVector:
     def forget_writes(self) -> int | None:
         """Drops what this process wrote into the vector; returns where the first page of it begins, if there is one."""
         first, count = self._address // mmap.PAGESIZE, -(-self._size_bytes // mmap.PAGESIZE)
-        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        with open(_PAGE_MAP, "rb", buffering=0) as pagemap:
             pagemap.seek(first * 8)
             entries = np.frombuffer(pagemap.read(count * 8), np.uint64)
-        own = np.flatnonzero((entries & (_PRESENT | _SHARED_OR_FILE)) == _PRESENT)
+        # A page that is being moved in memory counts as swapped for that moment.
+        own = np.flatnonzero((entries & (_PRESENT | _SWAPPED)).astype(bool) & ~(entries & _SHARED_OR_FILE).astype(bool))
         if not own.size:
             return None
         _libc.madvise(self._address, self._size_bytes, mmap.MADV_DONTNEED)

@@ -119,6 +119,11 @@ class ShmLane:
         """The contributions of a rank, or of all, are used up or withdrawn: their mailboxes are free again."""
         self._mailboxes.release(dp_rank)
 
+    @property
+    def has_mailboxes(self) -> bool:
+        """Whether the server keeps memory for this trainer's gradients."""
+        return bool(self._sizes)
+
     def close(self) -> None:
         """Gives the lane up, and with it the mailboxes."""
         self._rpc.end()

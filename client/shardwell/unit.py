@@ -23,7 +23,7 @@ from shardwell.parameter import adopt, freed_class
 from shardwell.store import InPlaceVector, ParameterStore
 from shardwell.tensors import local_part
 from shardwell_wire.codec import memory_at
-from shardwell_wire.errors import UsageError
+from shardwell_wire.errors import UsageError, VersionGoneError
 from shardwell_wire.layout import UnitLayout
 
 if TYPE_CHECKING:
@@ -264,9 +264,13 @@ class Unit:
         )
 
     def check_version(self) -> None:
-        """Raises VersionGoneError if bytes that are read in place have changed in use."""
+        """Frees the unit and raises VersionGoneError if bytes that are read in place have changed in use."""
         if self._shared is not None and self.state in (UnitState.UNSHARDED, UnitState.KEPT):
-            self._shared.check(self._version)
+            try:
+                self._shared.check(self._version)
+            except VersionGoneError:
+                self.free()
+                raise
 
     def _fingerprints(self) -> list[tuple[int, int]]:
         """Where each parameter lies and how often it was written; gathering counts as no write."""

@@ -138,20 +138,23 @@ class Units:
         """Ends a work item: pushes every gradient that is still local and frees all units that need not be kept.
 
         Graphs made in the item can not be used any more. Does not wait for the pushes.
+
+        Raises:
+            UsageError: A parameter was written; ``zero_grad`` withdraws what was computed with it.
+            VersionGoneError: Bytes that are read in place have changed in use.
         """
         for unit in self:
             unit.check_version()
             self._push(unit)
-        self._pushed = False
-        written = [(unit, name) for unit in self if (name := unit.written_parameter() or unit.written_page())]
+        written = self._written()
+        self._pushed = self._pushed and bool(written)
         self._end_graphs(written, self._put_away)
 
     def invalidate(self) -> None:
         """Frees all units, whose values a commit has made stale, and makes older graphs raise when used."""
         for unit in self:
             unit.pushed = False
-        written = [(unit, name) for unit in self if (name := unit.written_parameter())]
-        self._end_graphs(written, Unit.free)
+        self._end_graphs(self._written(), Unit.free)
 
     def zero_grad(self) -> None:
         """Drops the gradients of the current work item, here and on the servers.
@@ -167,6 +170,9 @@ class Units:
         failed = self._backwards or any(unit.usage.forward_calls for unit in self)
         if failed and backward_task() == NO_TASK:
             self._abandon(Unit.free)
+
+    def _written(self) -> list[tuple[Unit, str]]:
+        return [(unit, name) for unit in self if (name := unit.written_parameter() or unit.written_page())]
 
     def _end_graphs(self, written: Sequence[tuple[Unit, str]], leave: Callable[[Unit], None]) -> None:
         self.generation += 1
@@ -220,15 +226,21 @@ class Units:
             call.unit.usage.pinned |= torch.is_grad_enabled()
         self._use(call.unit, Phase.BACKWARD)
 
-    def free_unused(self, unit: Unit) -> None:
+    def free_unused(self, unit: Unit, *, thorough: bool = False) -> None:
         """Frees a unit unless something is using it.
+
+        Args:
+            unit: The unit.
+            thorough: Look also for writes that torch does not count, which takes longer; else
+                ``finish_item`` finds them.
 
         Raises:
             UsageError: A parameter was written in place; the write would be lost.
+            VersionGoneError: Bytes that are read in place have changed in use.
         """
         if unit.usage:
             return
-        written = unit.written_parameter()
+        written = unit.written_parameter() or (unit.written_page() if thorough else None)
         if written:
             unit.free()
             _raise_written(unit, written)

@@ -67,11 +67,26 @@ Background = Callable[[str], AbstractAsyncContextManager[object]]
 """Given the address others use: what runs while the server serves, such as a heartbeat."""
 
 
-async def serve(service: ServiceDescriptor, servicer: object, endpoint: Endpoint, background: Background) -> None:
+async def serve(
+    service: ServiceDescriptor,
+    servicer: object,
+    endpoint: Endpoint,
+    background: Background,
+    *,
+    end_standing: Callable[[], None] = lambda: None,
+) -> None:
     """Serves one service with health checks and reflection until SIGTERM, SIGINT or the starter's end.
 
     Prints one JSON line ``{"ready": service, "address": "host:port"}`` to standard output once rpcs
     are answered and ``background`` is entered.
+
+    Args:
+        service: What is served.
+        servicer: Serves it.
+        endpoint: Where.
+        background: Runs meanwhile.
+        end_standing: Called when told to stop: ends rpcs that do not end by themselves, so that nothing
+            waits out ``STOP_GRACE_S`` for them.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
     add_service(server, service, servicer)
@@ -97,6 +112,7 @@ async def serve(service: ServiceDescriptor, servicer: object, endpoint: Endpoint
             await stop.wait()
             logger.info("stopping")
             await health.enter_graceful_shutdown()
+            end_standing()
             await server.stop(STOP_GRACE_S)
     finally:
         await server.stop(0)

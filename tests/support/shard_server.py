@@ -19,7 +19,10 @@ import torch
 
 from shardwell.shard_client import ShardClient
 from shardwell_server.rpc import add_service
+from shardwell_server.shard.lanes import LaneOffer
 from shardwell_server.shard.servicer import ShardServicer
+from shardwell_server.shard.shared_memory import SharedMemory
+from shardwell_server.shard.shm_lane import ShmLanes
 from shardwell_server.shard.socket_lane import SocketLanes, listen
 from shardwell_server.shard.store import ShardStore
 from shardwell_server.shard.unit_shard import UnitShard
@@ -44,10 +47,15 @@ def shared_loop() -> asyncio.AbstractEventLoop:
 
 
 class ShardServer:
-    """A real gRPC server on an event loop in a thread; ``client`` calls it."""
+    """A real gRPC server on an event loop in a thread; ``client`` calls it.
 
-    def __init__(self, budget_bytes: int = 1 << 30) -> None:
-        self._budget_bytes = budget_bytes
+    Args:
+        budget_bytes: Its memory.
+        shared: Where its parameters and mailboxes lie, if it is to offer a lane through shared memory.
+    """
+
+    def __init__(self, budget_bytes: int = 1 << 30, shared: SharedMemory | None = None) -> None:
+        self._budget_bytes, self._shared = budget_bytes, shared
         self._loop = shared_loop()
         self._accepting = AsyncExitStack()
         self.problems: list[dict[str, Any]] = []
@@ -68,10 +76,13 @@ class ShardServer:
     async def _start(self) -> int:
         self._loop.set_exception_handler(lambda _, problem: self.problems.append(problem))
         self._threads = ThreadPoolExecutor(2)
-        self.store = ShardStore(self._budget_bytes, self._threads)
+        self.store = ShardStore(self._budget_bytes, self._threads, self._shared)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self.sockets = SocketLanes(self.store, listen("127.0.0.1"))
-        lanes = {common_pb2.LANE_KIND_SOCKET: self.sockets}
+        lanes: dict[int, LaneOffer] = {common_pb2.LANE_KIND_SOCKET: self.sockets}
+        if self._shared is not None:
+            self.shm = ShmLanes(self._shared, self.store.memory)
+            lanes[common_pb2.LANE_KIND_SHM] = self.shm
         add_service(self._server, SERVICE, ShardServicer("here", self.store, lanes))
         await self._accepting.enter_async_context(self.sockets.accepting())
         port: int = self._server.add_insecure_port("127.0.0.1:0")

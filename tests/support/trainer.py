@@ -1,6 +1,6 @@
 """A trainer as a process of its own, for tests: prints one JSON line per step and a hash at the end.
 
-``python -m tests.support.trainer --address A --run R --dp 2 --steps 10 [--kill-at-step K]``
+``python -m tests.support.trainer --address A --run R --dp 2 --steps 10 [--kill-at-step K | --stop-at-step K]``
 """
 
 from __future__ import annotations
@@ -18,8 +18,18 @@ from tests.support import transformer
 from tests.support.reference import ADAMW, sha256
 
 
-def train(session: shardwell.Session, *, steps: int, clip: float | None = None, kill_at_step: int | None = None) -> Any:
-    """Trains the transformer; returns (losses by step and rank, final state)."""
+def train(
+    session: shardwell.Session,
+    *,
+    steps: int,
+    clip: float | None = None,
+    signal_at_step: int | None = None,
+    number: int = signal.SIGKILL,
+) -> Any:
+    """Trains the transformer; returns (losses by step and rank, final state).
+
+    In mid-backward of ``signal_at_step`` this process sends itself the signal ``number``.
+    """
     model = transformer.build()
     for block in model.blocks:
         shardwell.fully_shard(block, session)
@@ -28,8 +38,8 @@ def train(session: shardwell.Session, *, steps: int, clip: float | None = None, 
     losses = []
     for step in session.steps(steps):
         for tokens in step.batches(transformer.batch):
-            if step.number == kill_at_step:
-                model.on_backward = lambda: os.kill(os.getpid(), signal.SIGKILL)
+            if step.number == signal_at_step:
+                model.on_backward = lambda: os.kill(os.getpid(), number)
             loss = model(tokens)
             loss.backward()
             losses.append(loss.item())
@@ -52,8 +62,10 @@ def main() -> None:
     parser.add_argument("--global-rank", type=int)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--chunk-bytes", type=int)
+    parser.add_argument("--lanes")
     parser.add_argument("--clip", type=float)
     parser.add_argument("--kill-at-step", type=int)
+    parser.add_argument("--stop-at-step", type=int)
     options = parser.parse_args()
     session = shardwell.join(
         options.address,
@@ -63,9 +75,13 @@ def main() -> None:
         trainer=options.trainer,
         global_rank=options.global_rank,
         chunk_bytes=options.chunk_bytes,
+        lanes=options.lanes,
         wait_limit_s=90,
     )
-    _, state = train(session, steps=options.steps, clip=options.clip, kill_at_step=options.kill_at_step)
+    at_step, number = options.kill_at_step, signal.SIGKILL
+    if options.stop_at_step is not None:
+        at_step, number = options.stop_at_step, signal.SIGSTOP
+    _, state = train(session, steps=options.steps, clip=options.clip, signal_at_step=at_step, number=number)
     print(json.dumps({"sha256": sha256(state)}), flush=True)
     session.close()
 

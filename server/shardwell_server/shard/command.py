@@ -158,7 +158,8 @@ async def _serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> N
         if shared is not None:
             lanes[common_pb2.LANE_KIND_SHM] = ShmLanes(shared, store.memory)
         async with sockets.accepting():
-            await process.serve(service, ShardServicer(server_id, store, lanes), endpoint, registration.running)
+            servicer = ShardServicer(server_id, store, lanes)
+            await process.serve(service, servicer, endpoint, registration.running, end_standing=servicer.end_lanes)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 from shardwell_server.shard.memory import Room
 from shardwell_server.shard.shared_memory import SharedBuffer
 from shardwell_server.shard.unit_shard import UnitShard
-from shardwell_wire.errors import InvalidRequestError, StepStateError
+from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError
 
 
 class Mailbox:
@@ -42,7 +42,9 @@ class Mailbox:
         return self._held
 
     def check(self, shard: UnitShard) -> None:
-        """Raises unless it can take a gradient of this shard now."""
+        """Raises unless it can become a contribution to this shard now."""
+        if self._closed:
+            raise ConflictError(f"the mailbox for {self._shard.what} is closed: its lane is")
         if shard is not self._shard:
             raise InvalidRequestError(f"the mailbox is for {self._shard.what}, not for {shard.what}")
         if self._held:

@@ -220,7 +220,7 @@ class Memory:
             CapacityError: There is none.
         """
         covered = cover.take()
-        if not covered and not self.staging.try_take(size_bytes):
+        if not covered and not self.staging.try_take_pressing(size_bytes):
             raise CapacityError(f"{what}: no room for {size_bytes} bytes beyond what is reserved")
         return Room(self, cover, size_bytes, covered)
 

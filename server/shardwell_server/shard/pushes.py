@@ -89,11 +89,13 @@ class Push:
 
         Raises:
             InvalidRequestError, StaleEpochError, VersionGoneError, StepStateError: As ``receive``.
+            StepStateError: Also if the mailbox is a contribution already.
+            ConflictError: Its lane is closed.
         """
         self._check_form()
+        if self._header.wire_dtype:
+            raise InvalidRequestError(f"{self._what}: in a mailbox gradients lie as they are stored, not encoded")
         self._check_wanted()
-        if not self._is_here():
-            mailbox.check(self._shard)
         return await self._hand_over(mailbox, None)
 
     async def _receive(self, incoming: IncomingStream, received: IncomingBuffer, wait_s: float) -> int:
@@ -166,6 +168,8 @@ class Push:
             self._count_duplicate(checksum)
             return True
         shard, contributions = self._shard, self._shard.contributions
+        if isinstance(source, Mailbox):
+            source.check(shard)  # here and not earlier: its lane may have been closed while this waited
         views = shard.views(source.buffer)
         chosen = [shard.segment_of[segment.parameter_index] for segment in self._packed()]
         shard.forget_reduced()

@@ -34,7 +34,12 @@ class ShardServicer:
     def __init__(self, server_id: str, store: ShardStore, lanes: Mapping[int, LaneOffer] | None = None) -> None:
         self._server_id, self._store = server_id, store
         self._lanes = lanes or {}
+        self._lanes_end = asyncio.Event()
         self._started_s = asyncio.get_running_loop().time()
+
+    def end_lanes(self) -> None:
+        """Closes every lane, now and from now on: the server is about to stop."""
+        self._lanes_end.set()
 
     # ---- the coordinator's ----
 
@@ -111,7 +116,7 @@ class ShardServicer:
             raise ConflictError(f"{self._server_id} offers no lane of kind {request.kind}")
         async with offer.open(request.run) as answer:
             yield answer
-            await asyncio.Event().wait()  # until the trainer is gone, or this server stops
+            await self._lanes_end.wait()  # or until the trainer is gone
 
     async def MeasureLane(self, request: shard_pb2.MeasureLaneRequest, call: Call) -> AsyncIterator[bytes]:
         encoder = codec.StreamEncoder(shard_pb2.MeasureLaneResponse(), request.size_bytes)

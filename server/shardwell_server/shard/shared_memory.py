@@ -88,21 +88,16 @@ class SharedMemory:
             CapacityError: The memory file system has no room.
         """
         path = self._directory / secrets.token_hex(8)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            # Room is taken now: a write to a page that the file system cannot provide would kill the process.
-            os.posix_fallocate(descriptor, 0, max(size_bytes, 1))
-            mapped = mmap.mmap(descriptor, max(size_bytes, 1))
+            mapped = _map_new(path, max(size_bytes, 1))
         except OSError as error:
-            path.unlink()
+            path.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                 raise
             raise CapacityError(
                 f"{what}: no room for {size_bytes} bytes in the shared memory at {self._directory.parent} "
                 f"({error.strerror}): enlarge it (docker: shm_size) or start the server with --shm-dir none"
             ) from error
-        finally:
-            os.close(descriptor)
         return SharedBuffer(str(path), torch.frombuffer(mapped, dtype=torch.uint8)[:size_bytes])
 
     def create_segment(self, size_bytes: int, what: str) -> Segment:
@@ -113,6 +108,16 @@ class SharedMemory:
         """Removes all files; what is mapped stays until it is unmapped."""
         shutil.rmtree(self._directory, ignore_errors=True)
         self._lock.close()
+
+
+def _map_new(path: Path, size_bytes: int) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        # Room is taken now: a write to a page that the file system cannot provide would kill the process.
+        os.posix_fallocate(descriptor, 0, size_bytes)
+        return mmap.mmap(descriptor, size_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def _lock(path: Path) -> IO[bytes]:

@@ -36,16 +36,20 @@ class Staging:
         self.used_bytes += size_bytes
         return True
 
+    def try_take_pressing(self, size_bytes: int) -> bool:
+        """Takes room if there is some now, or once old versions have given way."""
+        if self.try_take(size_bytes):
+            return True
+        self.make_room()
+        return self.try_take(size_bytes)
+
     async def take(self, size_bytes: int, wait_s: float, what: str) -> None:
         """Takes room, in the order of asking.
 
         Raises:
             CapacityError: There was none in time; ``what`` wanted it.
         """
-        if self.try_take(size_bytes):
-            return
-        self.make_room()
-        if self.try_take(size_bytes):
+        if self.try_take_pressing(size_bytes):
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((size_bytes, turn))

@@ -1,0 +1,120 @@
+"""Processes that share memory die, stop and come back: no bit changes, and no memory stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+
+import grpc
+import pytest
+import torch
+
+import shardwell
+from tests.support import transformer
+from tests.support.cluster import small_run, wait_until
+from tests.support.processes import TrainerProcess
+from tests.support.reference import ADAMW, sha256, train_plain
+from tests.support.shared_files import SHARED_MEMORY, files_of, folder_of
+
+STEPS = 8
+UNITS = 4
+"""Of the transformer; each has a shard on every server."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[shardwell.LocalCluster]:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=1.5) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed_hash() -> str:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = transformer.build()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    train_plain(model, optimizer, transformer.batch, dp=2, steps=STEPS)
+    torch.set_num_threads(threads)
+    return sha256(model.state_dict())
+
+
+class FileCount:
+    """Files in the shared memory of a cluster's servers beyond those that were there."""
+
+    def __init__(self, cluster: shardwell.LocalCluster) -> None:
+        self._cluster, self._before = cluster, self._now(cluster)
+
+    def __call__(self) -> int:
+        return self._now(self._cluster) - self._before
+
+    @staticmethod
+    def _now(cluster: shardwell.LocalCluster) -> int:
+        return sum(len(files_of(shard.pid)) for shard in cluster.shards)
+
+
+def test_the_mailboxes_of_a_trainer_killed_in_mid_backward_are_gone(
+    cluster: shardwell.LocalCluster, undisturbed_hash: str
+) -> None:
+    files = FileCount(cluster)
+    run, options = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS, "--lanes", "shm")
+    with (
+        TrainerProcess(cluster.address, run, *options, "--global-rank", 0, "--kill-at-step", 2) as killed,
+        TrainerProcess(cluster.address, run, *options, "--global-rank", 1) as survivor,
+    ):
+        assert killed.finish()["returncode"] == -signal.SIGKILL
+        result = survivor.finish()
+    assert result.get("sha256") == undisturbed_hash, result
+    wait_until(lambda: files() == UNITS * len(cluster.shards), "only the shards are left")
+
+
+def test_a_trainer_that_was_stopped_past_its_lease_changes_nothing(
+    cluster: shardwell.LocalCluster, undisturbed_hash: str
+) -> None:
+    files = FileCount(cluster)
+    run, options = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS, "--lanes", "shm")
+    with (
+        TrainerProcess(cluster.address, run, *options, "--global-rank", 0, "--stop-at-step", 2) as stopped,
+        TrainerProcess(cluster.address, run, *options, "--global-rank", 1) as survivor,
+    ):
+        survivor.wait_for_step(3)  # the stopped one's work of step 2 was done by the other
+        os.kill(stopped.process.pid, signal.SIGCONT)
+        late, result = stopped.finish(), survivor.finish()
+    assert result.get("sha256") == undisturbed_hash, result
+    assert len(result["losses"]) == STEPS + (STEPS - 2)
+    assert late["returncode"] == 1
+    assert "sha256" not in late
+    assert late["stderr"].splitlines()[-1].startswith("shardwell_wire.errors."), late["stderr"]
+    wait_until(lambda: files() == UNITS * len(cluster.shards), "only the shards are left")
+
+
+def test_what_a_killed_server_left_is_removed_by_the_next_one_of_its_host() -> None:
+    with shardwell.LocalCluster(num_shards=1) as cluster:
+        with small_run(cluster.address, "small", steps=1):
+            left = folder_of(cluster.shards[0].pid)
+            assert len(list(left.iterdir())) > 2
+            cluster.shards[0].kill()
+        assert left.exists()
+        cluster.shards[0].restart(time.monotonic() + 60.0)
+        assert not left.exists()
+
+
+def test_servers_that_stop_leave_nothing_in_shared_memory() -> None:
+    with shardwell.LocalCluster(num_shards=2) as cluster:
+        with small_run(cluster.address, "small", steps=1):
+            folders = [folder_of(shard.pid) for shard in cluster.shards]
+            assert all(folder.parent == SHARED_MEMORY and any(folder.iterdir()) for folder in folders)
+        assert len(set(folders)) == 2
+    assert not any(folder.exists() for folder in folders)
+    assert [shard.exit_code for shard in cluster.shards] == [0, 0]
+
+
+def test_a_server_that_stops_ends_its_lanes_first() -> None:
+    with shardwell.LocalCluster(num_shards=1) as cluster, small_run(cluster.address, "small", steps=1) as session:
+        (server,) = session.store._servers.values()
+        cluster.shards[0].stop(20.0)
+        assert cluster.shards[0].exit_code == 0
+        # Otherwise the rpc lasts as long as the server's patience, and is then cut off.
+        assert server.require_shm()._rpc._call.code() is grpc.StatusCode.OK

@@ -1,0 +1,163 @@
+"""Gathers in a lossy dtype: encoded once for all who ask, never of another version, and given back when it is due."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+
+import pytest
+import torch
+
+from shardwell.shm_lane import ShmLane
+from shardwell_server.shard.encoded_versions import EncodedVersions
+from shardwell_server.shard.shared_memory import SharedMemory
+from shardwell_wire import wire_dtypes
+from shardwell_wire.codec import memory_at
+from shardwell_wire.errors import VersionGoneError
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.v1 import common_pb2, shard_pb2
+from tests.support.shard_server import BIG, MIXED, PLAIN, OneUnit, ShardServer, error_of, in_background, train, unit
+
+BFLOAT16, INT8 = common_pb2.WIRE_DTYPE_BFLOAT16, common_pb2.WIRE_DTYPE_INT8
+
+
+class Encodings:
+    """Counts how often a server encodes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, real = 0, EncodedVersions.compute_encode
+
+        def counted(*arguments: object) -> None:
+            self.count += 1
+            real(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(EncodedVersions, "compute_encode", counted)
+
+
+@pytest.fixture
+def encodings(monkeypatch: pytest.MonkeyPatch) -> Encodings:
+    return Encodings(monkeypatch)
+
+
+@pytest.fixture(params=["private", "shared"])
+def server(request: pytest.FixtureRequest) -> Iterator[ShardServer]:
+    """A server whose parameters lie in its own memory, or in memory that it shares."""
+    if request.param == "private":
+        with ShardServer() as running:
+            yield running
+    else:
+        with closing(SharedMemory()) as shared, ShardServer(shared=shared) as running:
+            yield running
+
+
+def encoded_size(one: OneUnit, wire_dtype: int) -> int:
+    return wire_dtypes.stream_size(one.layout, one.segments, wire_dtype)
+
+
+def gather(one: OneUnit, wire_dtype: int = BFLOAT16, version: int | None = None) -> tuple[int, torch.Tensor]:
+    """The version and the encoded bytes."""
+    encoded = torch.empty(encoded_size(one, wire_dtype), dtype=torch.uint8)
+    got = one.server.client.gather(
+        one.gather_request(version, wire_dtype=wire_dtype),
+        memory_at(encoded.data_ptr(), encoded.numel()),
+        timeout_s=20.0,
+        retry_for_s=0.0,
+    )
+    return got, encoded
+
+
+def encode(one: OneUnit, flat: torch.Tensor, wire_dtype: int) -> torch.Tensor:
+    """What should come of a shard's bytes."""
+    encoded = torch.empty(encoded_size(one, wire_dtype), dtype=torch.uint8)
+    pieces = wire_dtypes.segment_pieces(one.layout, one.segments, memory_at(flat.data_ptr(), flat.numel()), one.start)
+    wire_dtypes.encode_pieces(pieces, wire_dtype, memory_at(encoded.data_ptr(), encoded.numel()))
+    return encoded
+
+
+def values(one: OneUnit) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(each.shape, generator=generator).to(each.dtype) for each in one.zeros()]
+
+
+@pytest.mark.parametrize("layout", [MIXED, PLAIN], ids=["mixed", "plain"])
+def test_it_is_encoded_once_for_all_who_ask(server: ShardServer, layout: UnitLayout, encodings: Encodings) -> None:
+    one = OneUnit(server, layout)
+    one.begin(values(one))
+    for wire_dtype in (BFLOAT16, INT8):
+        expected = encode(one, one.flat(values(one)), wire_dtype)
+        for _ in range(3):
+            version, encoded = gather(one, wire_dtype)
+            assert version == 0
+            assert torch.equal(encoded, expected)
+    assert encodings.count == 2
+    server.until(lambda: server.store.memory.staging.used_bytes == kept(one, BFLOAT16, INT8), "both are kept")
+
+
+def kept(one: OneUnit, *dtypes: int) -> int:
+    return sum(encoded_size(one, dtype) for dtype in dtypes)
+
+
+def test_those_who_ask_at_once_wait_for_one_encoding(server: ShardServer, encodings: Encodings) -> None:
+    one = OneUnit(server, BIG)
+    one.begin(values(one))
+    asking = [in_background(partial(gather, one)) for _ in range(4)]
+    results = [next(each)[1] for each in asking]
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert encodings.count == 1
+
+
+def test_an_update_forgets_it(server: ShardServer, encodings: Encodings) -> None:
+    one = unit(server)
+    before = gather(one)
+    train(one, 0)
+    assert server.staged_bytes() == 0
+    after = gather(one)
+    assert (before[0], after[0], encodings.count) == (0, 1, 2)
+    assert torch.equal(after[1], encode(one, one.flat(one.filled(-1.0)), BFLOAT16))
+    assert isinstance(error_of(lambda: gather(one, version=0)), VersionGoneError)
+
+
+def test_whoever_needs_the_room_gets_it(server: ShardServer, encodings: Encodings) -> None:
+    one = unit(server)
+    first = gather(one)[1]
+    server.look(server.store.memory.staging.make_room)
+    assert server.staged_bytes() == 0
+    assert torch.equal(gather(one)[1], first)
+    assert encodings.count == 2
+
+
+def test_a_slow_reader_of_what_was_forgotten_reads_on(server: ShardServer) -> None:
+    one = OneUnit(server, BIG)
+    one.begin(values(one))
+    expected = encode(one, one.flat(values(one)), BFLOAT16)
+    request = one.gather_request(wire_dtype=BFLOAT16, chunk_bytes=1 << 20)
+    messages = iter(server.client.byte_response_stub("Gather")(request, timeout=20.0))
+    received = [next(messages)]
+    train(one, 0)
+    server.look(server.store.memory.staging.make_room)
+    assert server.staged_bytes() >= encoded_size(one, BFLOAT16), "it is still being read"
+    received.extend(messages)
+    data = b"".join(shard_pb2.GatherResponse.FromString(message).chunk.payload for message in received)
+    assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.uint8), expected)
+    server.until(lambda: server.store.memory.staging.used_bytes == 0, "everything is given back")
+
+
+def test_nothing_is_left_of_a_deleted_run(server: ShardServer) -> None:
+    one = unit(server)
+    for wire_dtype in (BFLOAT16, INT8):
+        gather(one, wire_dtype)
+    one.drop()
+    assert (server.staged_bytes(), server.taken_bytes()) == (0, 0)
+
+
+def test_a_mailbox_takes_the_room_of_what_is_only_kept() -> None:
+    budget = 5 * PLAIN.size_bytes  # what the unit needs, and one more buffer
+    with closing(SharedMemory()) as shared, ShardServer(budget, shared) as server:
+        one = unit(server)
+        gather(one, BFLOAT16)
+        with closing(ShmLane(server.client, one.run, timeout_s=20.0)) as lane:
+            for _ in range(2):
+                request = shard_pb2.OpenMailboxRequest(run=one.run, unit=one.layout.unit, lane=lane._name)
+                server.call("OpenMailbox", request)
+            assert server.staged_bytes() == one.size

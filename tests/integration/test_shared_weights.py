@@ -1,0 +1,267 @@
+"""Weights that are read in place: writes to them stay here and are noticed, versions that go are noticed too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardwell
+from tests.support.reference import ADAMW, sha256
+
+Meddling = Callable[[torch.Tensor], object]
+
+
+class Meddled(nn.Module):
+    """A linear layer whose forward does something to its weight first, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 32))
+        self.meddle: Meddling | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        meddle, self.meddle = self.meddle, None
+        if meddle is not None:
+            meddle(self.weight)
+        return F.linear(x, self.weight)
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), Meddled(), nn.Linear(64, 3))
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(5, 16, generator=torch.Generator().manual_seed(step))
+
+
+def plain_hash(steps: int) -> str:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    for step in range(steps):
+        model(batch(step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sha256(model.state_dict())
+
+
+class Trained:
+    """The model on a trainer."""
+
+    def __init__(self, session: shardwell.Session) -> None:
+        self.session = session
+        self.model = build()
+        for module in self.model:
+            shardwell.fully_shard(module, session)
+        shardwell.fully_shard(self.model, session)
+        self.optimizer = shardwell.optim.AdamW(self.model.parameters(), **ADAMW)
+
+    @property
+    def meddled(self) -> Meddled:
+        return self.model[1]  # type: ignore[return-value]
+
+    def backward(self) -> None:
+        self.model(batch(self.session.step)).square().sum().backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def hash(self) -> str:
+        return sha256(shardwell.full_state_dict(self.model))
+
+
+@contextmanager
+def joined(address: str, run: str, lanes: str = "shm") -> Iterator[Trained]:
+    with shardwell.join(address, run=run, lanes=lanes) as session:
+        yield Trained(session)
+
+
+@pytest.fixture(params=["shm", "grpc"])
+def trained(cluster: shardwell.LocalCluster, run_name: str, request: pytest.FixtureRequest) -> Iterator[Trained]:
+    with joined(cluster.address, run_name, request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def shared(cluster: shardwell.LocalCluster, run_name: str) -> Iterator[Trained]:
+    with joined(cluster.address, run_name) as made:
+        assert all(unit.own_bytes == 0 for unit in made.session.units)
+        yield made
+
+
+def add_in_place(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.add_(1.0)
+
+
+def add_to_data(weight: torch.Tensor) -> None:
+    weight.data.add_(1.0)
+
+
+def add_to_detached(weight: torch.Tensor) -> None:
+    weight.detach().add_(1.0)
+
+
+def write_one_element(weight: torch.Tensor) -> None:
+    weight.data[-1, -1] = 7.0
+
+
+# Writes.
+
+
+@pytest.mark.parametrize("meddle", [add_in_place, add_to_data, add_to_detached, write_one_element])
+def test_a_write_in_the_forward_is_an_error_and_nothing_of_it_stays(shared: Trained, meddle: Meddling) -> None:
+    shared.step()
+    shared.meddled.meddle = meddle
+    with pytest.raises(shardwell.UsageError, match=r"parameter 'Meddled-0\.weight'.* was written in place"):
+        shared.step()
+    shared.optimizer.zero_grad()
+    for _ in range(2):
+        shared.step()
+    assert shared.hash() == plain_hash(3)
+
+
+def test_an_in_place_write_is_the_same_error_on_every_lane(trained: Trained) -> None:
+    trained.step()
+    trained.meddled.meddle = add_in_place
+    with pytest.raises(shardwell.UsageError, match=r"parameter 'Meddled-0\.weight'"):
+        trained.step()
+    trained.optimizer.zero_grad()
+    for _ in range(2):
+        trained.step()
+    assert trained.hash() == plain_hash(3)
+
+
+@pytest.mark.parametrize("meddle", [add_in_place, add_to_data])
+def test_nothing_of_a_work_item_stays_that_computed_with_written_weights(shared: Trained, meddle: Meddling) -> None:
+    for step in shared.session.steps(3):
+        if step.number == 1:
+            shared.meddled.meddle = meddle
+            with pytest.raises(shardwell.UsageError, match=r"parameter 'Meddled-0\.weight'"):
+                for _ in step.batches(lambda number, _: batch(number)):
+                    shared.backward()
+        for _ in step.batches(lambda number, _: batch(number)):
+            shared.backward()
+        shared.optimizer.step()
+        shared.optimizer.zero_grad()
+    assert shared.hash() == plain_hash(3)
+
+
+@pytest.mark.parametrize("meddle", [add_in_place, add_to_data])
+def test_a_write_between_unshard_and_reshard(shared: Trained, meddle: Meddling) -> None:
+    shared.step()
+    shared.meddled.unshard()
+    meddle(shared.meddled.weight)
+    with pytest.raises(shardwell.UsageError, match=r"parameter 'Meddled-0\.weight'"):
+        shared.meddled.reshard()
+    for _ in range(2):
+        shared.step()
+    assert shared.hash() == plain_hash(3)
+
+
+def test_writes_are_not_seen_by_other_trainers(cluster: shardwell.LocalCluster, shared: Trained) -> None:
+    shared.step()
+    before = shared.hash()
+    with joined(cluster.address, shared.session.run) as other:
+        shared.meddled.unshard()
+        shared.meddled.weight.data.fill_(float("nan"))
+        assert other.hash() == before
+        other.meddled.unshard()
+        assert bool(other.meddled.weight.isfinite().all())
+        other.meddled.reshard()
+        with pytest.raises(shardwell.UsageError):
+            shared.meddled.reshard()
+        assert shared.hash() == before
+
+
+def test_an_embedding_that_rescales_its_weight_is_an_error(cluster: shardwell.LocalCluster, run_name: str) -> None:
+    with shardwell.join(cluster.address, run=run_name, lanes="shm") as session:
+        torch.manual_seed(0)
+        model = nn.Embedding(100, 8, max_norm=0.1)
+        before = sha256(model.state_dict())
+        shardwell.fully_shard(model, session)
+        for _ in range(2):
+            with pytest.raises(shardwell.UsageError, match=r"parameter 'Embedding-0\.weight'"), torch.no_grad():
+                model(torch.arange(100))
+        assert sha256(shardwell.full_state_dict(model)) == before
+
+
+# Versions.
+
+
+def test_weights_can_be_read_between_the_end_of_the_work_and_the_commit(shared: Trained) -> None:
+    for step in shared.session.steps(2):
+        for _ in step.batches(lambda number, _: batch(number)):
+            shared.backward()
+        with torch.no_grad():
+            outputs = [shared.model(batch(9)) for _ in range(2)]
+        assert torch.equal(*outputs)
+        shared.optimizer.step()
+        shared.optimizer.zero_grad()
+    assert shared.hash() == plain_hash(2)
+
+
+@pytest.fixture
+def evaluator(cluster: shardwell.LocalCluster, shared: Trained) -> Iterator[Trained]:
+    """A second trainer of the run, without a rank."""
+    with joined(cluster.address, shared.session.run) as made:
+        assert made.session.num_ranks == 0
+        yield made
+
+
+def evaluate(trained: Trained) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = trained.model(batch(9))
+    return result
+
+
+@torch.enable_grad()
+def overwrite(shared: Trained) -> None:
+    """Commits a step, and waits until the servers have made the next version."""
+    shared.step()
+    shared.hash()
+
+
+def catch_up(evaluator: Trained) -> None:
+    """Goes through a step that the others have committed."""
+    evaluator.optimizer.step()
+
+
+def test_weights_that_are_overwritten_in_use_are_noticed(shared: Trained, evaluator: Trained) -> None:
+    assert torch.equal(evaluate(evaluator), evaluate(shared))
+    evaluator.meddled.meddle = lambda _: overwrite(shared)
+    with pytest.raises(shardwell.VersionGoneError, match="version 0 of unit 'Meddled-0' was overwritten"):
+        evaluate(evaluator)
+    catch_up(evaluator)
+    assert torch.equal(evaluate(evaluator), evaluate(shared))
+
+
+def test_weights_that_were_kept_are_not_used_for_another_version(shared: Trained, evaluator: Trained) -> None:
+    evaluate(evaluator)
+    overwrite(shared)
+    for _ in range(2):
+        with pytest.raises(shardwell.VersionGoneError):
+            evaluate(evaluator)
+    catch_up(evaluator)
+    assert torch.equal(evaluate(evaluator), evaluate(shared))
+
+
+def test_a_write_before_the_commit_is_noticed_and_the_step_stays_committed(shared: Trained) -> None:
+    shared.step()
+    shared.backward()
+    shared.optimizer.clip_grad_norm_(float("inf"))  # ends the work
+    shared.meddled.unshard()
+    shared.meddled.weight.data.fill_(0.0)
+    with pytest.raises(shardwell.UsageError, match=r"parameter 'Meddled-0\.weight'"):
+        shared.optimizer.step()
+    assert shared.session.step == 2
+    shared.optimizer.zero_grad()
+    shared.step()
+    assert shared.hash() == plain_hash(3)

@@ -1,0 +1,186 @@
+"""Mailboxes on both sides: which may be written to, which are contributions, what is given back and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwell import mailboxes as client
+from shardwell_server.shard import mailboxes as server
+from shardwell_server.shard.memory import Memory
+from shardwell_server.shard.shared_memory import SharedMemory
+from shardwell_server.shard.unit_shard import UnitShard
+from shardwell_wire import wire_dtypes
+from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError
+from shardwell_wire.v1 import common_pb2
+from shardwell_wire.wire_dtypes import Piece
+from tests.support.shard_server import PLAIN, layout_of
+
+# The trainer's.
+
+
+class Made:
+    """Mailboxes made so far, and the bookkeeping under test."""
+
+    def __init__(self) -> None:
+        self.made: list[client.Mailbox] = []
+        self.mailboxes = client.Mailboxes(self._make)
+
+    def _make(self, unit: str) -> client.Mailbox:
+        self.made.append(client.Mailbox(len(self.made), memoryview(unit.encode())))
+        return self.made[-1]
+
+
+def test_a_mailbox_that_was_given_back_is_taken_again() -> None:
+    made = Made()
+    first = made.mailboxes.take("u")
+    assert made.mailboxes.take("u") is not first
+    made.mailboxes.give("u", first)
+    assert made.mailboxes.take("u") is first
+    assert len(made.made) == 2
+
+
+def test_units_do_not_share_mailboxes() -> None:
+    made = Made()
+    made.mailboxes.give("u", made.mailboxes.take("u"))
+    assert bytes(made.mailboxes.take("v").memory) == b"v"
+    assert len(made.made) == 2
+
+
+def test_a_contribution_is_free_when_the_step_is_committed() -> None:
+    made = Made()
+    taken = [made.mailboxes.take(unit) for unit in ("u", "u", "v")]
+    for unit, rank, mailbox in zip(("u", "u", "v"), (0, 1, 0), taken, strict=True):
+        made.mailboxes.note_adopted(unit, rank, mailbox)
+    for _ in range(2):
+        made.mailboxes.release()
+    assert {made.mailboxes.take("u").number for _ in range(2)} == {0, 1}
+    assert made.mailboxes.take("v") is taken[2]
+    assert len(made.made) == 3
+
+
+def test_withdrawing_a_rank_frees_its_mailboxes_only() -> None:
+    made = Made()
+    for unit, rank in (("u", 0), ("u", 1), ("v", 1)):
+        made.mailboxes.note_adopted(unit, rank, made.mailboxes.take(unit))
+    made.mailboxes.release(1)
+    assert made.mailboxes.take("u") is made.made[1]
+    assert made.mailboxes.take("v") is made.made[2]
+    assert made.mailboxes.take("u") is not made.made[0]
+    made.mailboxes.release()
+    assert made.mailboxes.take("u") is made.made[0]
+
+
+@pytest.mark.parametrize("wire_dtype", [common_pb2.WIRE_DTYPE_UNSPECIFIED, common_pb2.WIRE_DTYPE_BFLOAT16])
+def test_what_is_laid_in_a_mailbox_is_rounded_as_on_the_wire(tmp_path: Path, wire_dtype: int) -> None:
+    path = tmp_path / "mailbox"
+    path.write_bytes(b"\xff" * 8192)
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(3))
+    mailbox = client.Mailbox.open(7, str(path), 8192)
+    mailbox.lay(256, Piece(4096, values), wire_dtype)
+    expected = torch.empty_like(values)
+    wire_dtypes.round_trip_(values, 4096, wire_dtype, expected)
+    content = path.read_bytes()
+    assert torch.equal(torch.frombuffer(bytearray(content[256:4256]), dtype=torch.float32), expected)
+    assert content[:256] + content[4256:] == b"\xff" * (8192 - 4000), "nothing beside it"
+    assert torch.equal(expected, values) == (wire_dtype == common_pb2.WIRE_DTYPE_UNSPECIFIED)
+
+
+# The server's.
+
+
+class Serving:
+    """A shard, and mailboxes for it."""
+
+    def __init__(self, shared: SharedMemory, dp: int = 1) -> None:
+        self.memory, self._shared = Memory(1 << 30), shared
+        self.memory.reserve("r", PLAIN.unit, PLAIN.size_bytes, dp)
+        self.shard = self.of(PLAIN.unit, dp)
+
+    def of(self, unit: str, dp: int = 1) -> UnitShard:
+        layout = layout_of(unit, a=((40_000,), "float32"), b=((20_000,), "float32"))
+        return UnitShard("r", layout, 0, 0, layout.size_bytes, dp, self.memory)
+
+    def mailbox(self) -> server.Mailbox:
+        size = self.shard.size_bytes
+        room = self.memory.try_room(size, self.shard.contribution_cover, "a mailbox")
+        return server.Mailbox(self.shard, self._shared.create(size, "a mailbox"), room)
+
+    @property
+    def used(self) -> tuple[int, int, int]:
+        """Of shared memory, staging room, and the reservation."""
+        return (
+            self.memory._shared_bytes // self.shard.size_bytes,
+            self.memory.staging.used_bytes // self.shard.size_bytes,
+            self.shard.dp - self.shard.contribution_cover._free_count,
+        )
+
+
+@pytest.fixture
+def serving() -> Iterator[Serving]:
+    with closing(SharedMemory()) as shared:
+        yield Serving(shared)
+
+
+def test_a_mailbox_counts_until_it_is_closed(serving: Serving) -> None:
+    covered, staged = serving.mailbox(), serving.mailbox()
+    assert serving.used == (2, 1, 1)
+    staged.close()
+    assert serving.used == (1, 0, 1)
+    covered.close()
+    assert serving.used == (0, 0, 0)
+    assert not Path(covered.path).exists()
+
+
+def test_a_contribution_is_covered_as_soon_as_that_is_possible(serving: Serving) -> None:
+    covered, staged = serving.mailbox(), serving.mailbox()
+    covered.close()
+    staged.keep()
+    assert serving.used == (1, 0, 1)
+    staged.give_back()
+    staged.close()
+    assert serving.used == (0, 0, 0)
+
+
+def test_a_contribution_cannot_become_another_one(serving: Serving) -> None:
+    mailbox = serving.mailbox()
+    mailbox.check(serving.shard)
+    assert mailbox.keep() is mailbox.buffer
+    assert mailbox.held
+    with pytest.raises(StepStateError, match="is a contribution: take another one"):
+        mailbox.check(serving.shard)
+    mailbox.give_back()
+    mailbox.check(serving.shard)
+    assert not mailbox.held
+    assert serving.used == (1, 0, 1), "it stays open"
+
+
+def test_a_mailbox_is_for_one_shard(serving: Serving) -> None:
+    for other in (serving.of("other"), serving.of(PLAIN.unit)):
+        with pytest.raises(InvalidRequestError, match="the mailbox is for unit 'u'"):
+            serving.mailbox().check(other)
+
+
+def test_a_contribution_that_is_closed_is_freed_when_it_is_used_up(serving: Serving) -> None:
+    mailbox = serving.mailbox()
+    kept = mailbox.keep().fill_(5)
+    mailbox.close()
+    assert not Path(mailbox.path).exists()
+    assert serving.used == (1, 0, 1)
+    assert int(kept[-1]) == 5
+    mailbox.give_back()
+    assert serving.used == (0, 0, 0)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_closed_mailbox_takes_nothing_any_more(serving: Serving, held: bool) -> None:
+    mailbox = serving.mailbox()
+    if held:
+        mailbox.keep()
+    mailbox.close()
+    with pytest.raises(ConflictError, match="is closed"):
+        mailbox.check(serving.shard)

@@ -1,0 +1,199 @@
+"""Files that servers share: made, given up, refused when there is no room, and removed when a server was killed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwell_server.shard.shared_memory import DEFAULT_DIRECTORY, SharedMemory
+from shardwell_wire.errors import CapacityError
+from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, read_version
+
+HOLD = """
+import sys
+from pathlib import Path
+from shardwell_server.shard.shared_memory import SharedMemory
+shared = SharedMemory(Path(sys.argv[1]))
+shared.create_segment(4096, "a shard")
+print("ready", flush=True)
+sys.stdin.read()
+shared.close()
+"""
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[SharedMemory]:
+    with closing(SharedMemory(tmp_path)) as made:
+        yield made
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process that has a segment in the directory until its standard input closes."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def files(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file() and path.name != "lock"]
+
+
+# Files.
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 4096, 10_007])
+def test_a_file_is_zeros_that_others_see_change(shared: SharedMemory, size_bytes: int) -> None:
+    made = shared.create(size_bytes, "a mailbox")
+    assert made.tensor.shape == (size_bytes,)
+    assert made.tensor.dtype is torch.uint8
+    assert not made.tensor.any()
+    made.tensor.fill_(7)
+    assert Path(made.path).read_bytes()[:size_bytes] == b"\7" * size_bytes
+    assert Path(made.path).stat().st_mode & 0o777 == 0o600
+
+
+def test_no_two_files_are_the_same(shared: SharedMemory) -> None:
+    first, second = (shared.create(8, "a mailbox") for _ in range(2))
+    first.tensor.fill_(1)
+    assert first.path != second.path
+    assert not second.tensor.any()
+
+
+def test_what_is_unlinked_stays_mapped(shared: SharedMemory, tmp_path: Path) -> None:
+    made = shared.create(4096, "a mailbox")
+    view = made.tensor[100:200]
+    for _ in range(2):
+        made.unlink()
+    assert files(tmp_path) == []
+    del made
+    view.fill_(3)
+    assert view.sum() == 300
+
+
+def test_a_segment_shows_no_version_before_there_is_one_and_after_it_is_closed(
+    shared: SharedMemory, tmp_path: Path
+) -> None:
+    segment = shared.create_segment(100, "a shard")
+    head = memoryview(Path(segment.path).read_bytes())
+    assert (len(head), read_version(head)) == (HEAD_BYTES + 100, UPDATING)
+    with open(segment.path, "rb", buffering=0) as reader:
+        for version in (0, 1 << 40):
+            segment.show(version)
+            assert read_version(memoryview(os.pread(reader.fileno(), 8, 0))) == version
+        segment.buffer.fill_(9)
+        assert os.pread(reader.fileno(), 200, HEAD_BYTES) == b"\t" * 100
+        segment.close()
+        assert read_version(memoryview(os.pread(reader.fileno(), 8, 0))) == UPDATING
+    assert files(tmp_path) == []
+
+
+# No room.
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOMEM, errno.EDQUOT])
+def test_no_room_is_an_error_that_says_what_to_do(
+    shared: SharedMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", fail)
+        with pytest.raises(CapacityError) as caught:
+            shared.create(1 << 20, "a mailbox for unit 'u'")
+    for words in ("a mailbox for unit 'u'", "1048576 bytes", str(tmp_path), os.strerror(code), "--shm-dir none"):
+        assert words in str(caught.value)
+    assert files(tmp_path) == []
+    assert shared.create(8, "a mailbox").tensor.shape == (8,)
+
+
+def test_no_room_even_for_a_name(shared: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(CapacityError):
+        shared.create(8, "a mailbox")
+
+
+def test_other_failures_are_not_taken_for_lack_of_room(shared: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        shared.create(8, "a mailbox")
+
+
+def test_a_file_larger_than_the_memory_file_system() -> None:
+    with closing(SharedMemory(DEFAULT_DIRECTORY)) as shared:
+        status = os.statvfs(DEFAULT_DIRECTORY)
+        with pytest.raises(CapacityError, match="No space left on device"):
+            shared.create(2 * status.f_blocks * status.f_frsize, "a shard")  # refused at once, nothing is taken
+
+
+# The end.
+
+
+def test_closing_removes_everything(tmp_path: Path) -> None:
+    shared = SharedMemory(tmp_path)
+    made = shared.create(4096, "a mailbox")
+    shared.close()
+    assert list(tmp_path.iterdir()) == []
+    made.tensor.fill_(1)
+
+
+def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+    assert len(files(tmp_path)) == 1
+    holder.send_signal(signal.SIGKILL)
+    holder.wait(20)
+    assert len(files(tmp_path)) == 1
+    with closing(SharedMemory(tmp_path)):
+        assert files(tmp_path) == []
+        assert len(list(tmp_path.iterdir())) == 1, "its own folder"
+
+
+def test_what_a_living_server_has_is_left_alone(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+    before = files(tmp_path)
+    with closing(SharedMemory(tmp_path)):
+        assert files(tmp_path) == before
+    assert files(tmp_path) == before
+    holder.communicate(b"", timeout=20)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _folder(directory: Path) -> None:
+    (directory / "shardwell-notes").mkdir()
+    (directory / "shardwell-notes" / "notes").touch()
+
+
+def _file(directory: Path) -> None:
+    (directory / "shardwell-file").touch()
+
+
+def _other(directory: Path) -> None:
+    (directory / "other").mkdir()
+    (directory / "other" / "lock").touch()
+
+
+@pytest.mark.parametrize("make", [_folder, _file, _other])
+def test_what_is_not_a_servers_is_left_alone(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    SharedMemory(tmp_path).close()
+    assert sorted(tmp_path.rglob("*")) == before

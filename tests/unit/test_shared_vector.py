@@ -1,0 +1,159 @@
+"""A flat vector made of servers' segments: seen as it changes, and written to without changing it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwell.shared_vector import SegmentPlace, SharedVector
+from shardwell_server.shard.shared_memory import Segment, SharedMemory
+from shardwell_wire.errors import VersionGoneError
+from shardwell_wire.layout import BLOCK_BYTES
+from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING
+
+
+@pytest.fixture
+def shared() -> Iterator[SharedMemory]:
+    with closing(SharedMemory()) as made:
+        yield made
+
+
+class Shards:
+    """Segments that lie side by side, filled with numbers."""
+
+    def __init__(self, shared: SharedMemory, *sizes: int, start_bytes: int = 0, version: int = 0) -> None:
+        self.segments: list[Segment] = []
+        self.places: list[SegmentPlace] = []
+        for size in sizes:
+            segment = shared.create_segment(size, "a shard")
+            segment.buffer.copy_(torch.arange(start_bytes, start_bytes + size) % 251)
+            segment.show(version)
+            self.segments.append(segment)
+            self.places.append(SegmentPlace(segment.path, start_bytes, start_bytes + size))
+            start_bytes += size
+
+    def vector(self) -> SharedVector:
+        return SharedVector("u", self.places)
+
+    def in_files(self) -> list[bytes]:
+        return [Path(segment.path).read_bytes()[HEAD_BYTES:] for segment in self.segments]
+
+    def show(self, *versions: int) -> None:
+        for segment, version in zip(self.segments, versions, strict=True):
+            segment.show(version)
+
+
+def numbers(start: int, stop: int) -> torch.Tensor:
+    return (torch.arange(start, stop) % 251).to(torch.uint8)
+
+
+def maps_of(paths: Sequence[str]) -> int:
+    """How many mappings of these files the process has."""
+    return sum(any(path in line for path in paths) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+SIZES = [(1,), (BLOCK_BYTES,), (BLOCK_BYTES, BLOCK_BYTES, 777), (3 * BLOCK_BYTES, 0, BLOCK_BYTES + 1), (0, 64)]
+
+
+@pytest.mark.parametrize("start_blocks", [0, 5])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_segments_lie_side_by_side(shared: SharedMemory, sizes: tuple[int, ...], start_blocks: int) -> None:
+    start = start_blocks * BLOCK_BYTES
+    vector = Shards(shared, *sizes, start_bytes=start).vector()
+    assert torch.equal(vector.bytes, numbers(start, start + sum(sizes)))
+    assert vector.forget_writes() is None
+
+
+def test_an_update_in_place_is_seen(shared: SharedMemory) -> None:
+    shards = Shards(shared, BLOCK_BYTES, 100)
+    vector = shards.vector()
+    assert torch.equal(vector.bytes, numbers(0, BLOCK_BYTES + 100))
+    for segment in shards.segments:
+        segment.buffer.fill_(200)
+    assert set(vector.bytes.tolist()) == {200}
+
+
+def test_a_version_is_shown_only_if_every_segment_shows_it(shared: SharedMemory) -> None:
+    shards = Shards(shared, BLOCK_BYTES, 0, 100, version=3)
+    vector = shards.vector()
+    assert vector.shows(3)
+    vector.check(3)
+    for versions in ((3, 3, 4), (UPDATING, 3, 3), (3, 3, UPDATING), (4, 4, 4)):
+        shards.show(*versions)
+        assert not vector.shows(3)
+        with pytest.raises(VersionGoneError, match="version 3 of unit 'u' was overwritten while it was in use"):
+            vector.check(3)
+    assert vector.shows(4)
+    shards.show(4, UPDATING, 4)  # of an empty shard nothing is read
+    assert vector.shows(4)
+    for segment in shards.segments:
+        segment.close()
+    assert not vector.shows(4)
+
+
+def test_writes_stay_with_who_wrote(shared: SharedMemory) -> None:
+    shards = Shards(shared, BLOCK_BYTES, 2 * BLOCK_BYTES, 100)
+    vector, other, before = shards.vector(), shards.vector(), shards.in_files()
+    vector.bytes.fill_(255)
+    assert shards.in_files() == before
+    assert torch.equal(other.bytes, numbers(0, other.bytes.numel()))
+    assert other.forget_writes() is None
+    assert vector.forget_writes() == 0
+    assert torch.equal(vector.bytes, other.bytes)
+
+
+@pytest.mark.parametrize("at", [0, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 99])
+def test_one_byte_that_was_written_is_found_and_forgotten(shared: SharedMemory, at: int) -> None:
+    vector = Shards(shared, BLOCK_BYTES, 2 * BLOCK_BYTES, 100).vector()
+    parameter = torch.nn.Parameter(vector.bytes.float())  # read, which is no write
+    assert vector.forget_writes() is None
+    view = vector.bytes[at : at + 1]
+    version = view._version
+    view.data.add_(1)
+    assert view._version == version, "torch does not count it"
+    assert vector.forget_writes() == at // BLOCK_BYTES * BLOCK_BYTES
+    assert torch.equal(vector.bytes.float(), parameter.detach())
+    assert vector.forget_writes() is None
+
+
+def test_a_write_of_the_same_value_is_a_write(shared: SharedMemory) -> None:
+    """Else the page would stay as it is when the server updates it."""
+    shards = Shards(shared, BLOCK_BYTES)
+    vector = shards.vector()
+    vector.bytes.copy_(numbers(0, BLOCK_BYTES))
+    shards.segments[0].buffer.fill_(1)
+    assert torch.equal(vector.bytes, numbers(0, BLOCK_BYTES)), "private"
+    assert vector.forget_writes() == 0
+    assert set(vector.bytes.tolist()) == {1}
+
+
+def test_the_memory_is_unmapped_with_the_last_view(shared: SharedMemory) -> None:
+    shards = Shards(shared, BLOCK_BYTES, 100)
+    paths = [segment.path for segment in shards.segments]
+    servers = maps_of(paths)
+    vector = shards.vector()
+    assert maps_of(paths) == servers + 4, "the bytes and the head of each"
+    view = vector.bytes[10:20]
+    del vector
+    gc.collect()
+    assert maps_of(paths) == servers + 2
+    assert torch.equal(view, numbers(10, 20))
+    del view
+    gc.collect()
+    assert maps_of(paths) == servers
+
+
+def test_a_segment_that_cannot_be_opened(shared: SharedMemory) -> None:
+    shards = Shards(shared, BLOCK_BYTES, 100)
+    paths = [segment.path for segment in shards.segments]
+    before = maps_of(paths)
+    shards.segments[1].close()
+    with pytest.raises(FileNotFoundError):
+        shards.vector()
+    gc.collect()
+    assert maps_of(paths) == before
