@@ -66,7 +66,7 @@ def main() -> None:
         wait_limit_s=90,
     )
     _, state = train(session, steps=options.steps, clip=options.clip, kill_at_step=options.kill_at_step)
-    print(json.dumps({"sha256": sha256(state)}), flush=True)
+    print(json.dumps({"sha256": sha256(state), "stats": session.stats()}), flush=True)
     session.close()
 
 
