@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
 import shardwell
+from shardwell.coordinator_client import CoordinatorClient
 from shardwell.host_folder import MEMORY
+from shardwell_wire.v1 import coordinator_pb2
 from tests.support import transformer
 from tests.support.processes import TrainerProcess
 from tests.support.reference import ADAMW, sha256, train_plain
@@ -32,7 +34,13 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=2.0) as running:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def impatient_cluster() -> Iterator[shardwell.LocalCluster]:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=3.0) as running:
         yield running
 
 
@@ -91,9 +99,9 @@ def unit_sizes() -> list[int]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_rounded_weights_are_decoded_once_and_saved_exactly(cluster: shardwell.LocalCluster, dtype: str) -> None:
     without, without_stats, _ = play_both(cluster.address, gather_dtype=dtype)
-    cached, stats, sizes = play_both(cluster.address, gather_dtype=dtype, host_cache_bytes=1 << 30)
+    cached, stats, _ = play_both(cluster.address, gather_dtype=dtype, host_cache_bytes=1 << 30)
     assert cached == without
-    assert stats["received_bytes"] < (STEPS + 1) * sum(sizes) < without_stats["received_bytes"]
+    assert 2 * stats["received_bytes"] < without_stats["received_bytes"]
 
 
 def test_rounding_is_the_same_where_servers_share_their_memory(cluster: shardwell.LocalCluster) -> None:
@@ -134,27 +142,17 @@ def test_two_trainers_fetch_one_model_per_step(cluster: shardwell.LocalCluster, 
 
 
 @pytest.mark.usefixtures("_cached")
-def test_a_trainer_that_is_killed_changes_nothing(cluster: shardwell.LocalCluster, plain_hash: str) -> None:
-    run = uuid.uuid4().hex
-    with (
-        start(cluster, run, "--global-rank", 1, "--kill-at-step", 2) as lost,
-        start(cluster, run, "--global-rank", 0) as other,
-    ):
-        results = [other.finish(), lost.finish()]
-    assert (results[0].get("sha256"), results[1]["returncode"]) == (plain_hash, -9), results
-
-
-@pytest.mark.usefixtures("_cached")
-def test_a_third_trainer_takes_the_place_of_one_that_is_killed(
-    cluster: shardwell.LocalCluster, plain_hash: str
+def test_a_trainer_that_is_killed_and_one_that_takes_its_place_change_nothing(
+    impatient_cluster: shardwell.LocalCluster, plain_hash: str
 ) -> None:
     run = uuid.uuid4().hex
-    with ExitStack() as trainers:
-        lost = trainers.enter_context(start(cluster, run, "--global-rank", 1, "--kill-at-step", 1))
-        others = [trainers.enter_context(start(cluster, run, "--global-rank", 0))]
-        lost.finish()
-        others.append(trainers.enter_context(start(cluster, run)))
-        results = [other.finish() for other in others]
+    with (
+        start(impatient_cluster, run, "--global-rank", 1, "--kill-at-step", 1) as lost,
+        start(impatient_cluster, run, "--global-rank", 0) as first,
+    ):
+        assert lost.finish()["returncode"] == -9
+        with start(impatient_cluster, run) as second:
+            results = [first.finish(), second.finish()]
     assert [result.get("sha256") for result in results] == [plain_hash] * 2, results
 
 
@@ -177,9 +175,5 @@ def test_a_run_that_is_made_again_reads_nothing_of_the_former_one(cluster: shard
 
 
 def delete(address: str, run: str) -> None:
-    from shardwell.coordinator_client import CoordinatorClient
-    from shardwell_wire.v1 import coordinator_pb2
-
-    client = CoordinatorClient(address)
-    client.call("DeleteRun", coordinator_pb2.DeleteRunRequest(run=run, force=True))
-    client.close()
+    with closing(CoordinatorClient(address)) as client:
+        client.call("DeleteRun", coordinator_pb2.DeleteRunRequest(run=run, force=True))
