@@ -21,7 +21,7 @@ from pathlib import Path
 
 from shardwell.host_folder import MEMORY, HostFolder, locked, polls, try_lock, unlock
 from shardwell.shared_vector import SegmentPlace, map_shared
-from shardwell_wire.errors import DeadlineError, VersionGoneError
+from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneError
 from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, read_version, write_version
 from shardwell_wire.wire_dtypes import bytes_tensor
 
@@ -37,11 +37,15 @@ _ADMISSION_LIMIT_S = 30.0
 
 
 @dataclass(slots=True)
-class CacheStats:
-    """What this trainer found in the cache. Thread-safe."""
+class CacheUse:
+    """What all shards of one trainer's cache have in common. Thread-safe."""
 
+    wait_limit_s: float
+    """How long to wait for another trainer that fetches."""
     hit_bytes: int = 0
     """Of shards that were of the version wanted, or came to be while another trainer fetched them."""
+    closed: threading.Event = field(default_factory=threading.Event)
+    """Set when nobody waits for anything any more."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count_hit(self, size_bytes: int) -> None:
@@ -76,17 +80,15 @@ class CachedShard:
         path: Its file, which is there.
         unit: Name of the unit, for errors.
         shard: Which part of the unit.
-        wait_limit_s: How long to wait for another trainer that fetches it.
-        stats: Counts what is found.
+        use: Of the cache.
 
     Raises:
         OSError: The file cannot be mapped.
     """
 
-    def __init__(self, path: Path, unit: str, shard: ShardRange, wait_limit_s: float, stats: CacheStats) -> None:
+    def __init__(self, path: Path, unit: str, shard: ShardRange, use: CacheUse) -> None:
         self.place = SegmentPlace(str(path), shard.start_bytes, shard.stop_bytes)
-        self._unit, self._size_bytes = unit, shard.size_bytes
-        self._wait_limit_s, self._stats = wait_limit_s, stats
+        self._unit, self._size_bytes, self._use = unit, shard.size_bytes, use
         with path.open("r+b") as file:
             memory = map_shared(file.fileno(), HEAD_BYTES + shard.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
         self._head, self._bytes = memory[:HEAD_BYTES], memory[HEAD_BYTES:]
@@ -97,6 +99,7 @@ class CachedShard:
         Raises:
             VersionGoneError: Somebody has needed a newer one.
             DeadlineError: Another trainer has been fetching for too long.
+            UnavailableError: The cache was closed meanwhile.
             ShardwellError: What ``fetch`` met; the next to come tries again.
         """
         if self._shows(version) or not self._fetch_in_turn(version, fetch):
@@ -113,14 +116,14 @@ class CachedShard:
 
     def count_hit(self) -> None:
         """The version wanted was found without waiting."""
-        self._stats.count_hit(self._size_bytes)
+        self._use.count_hit(self._size_bytes)
 
     def _fetch_in_turn(self, version: int, fetch: Fetch) -> bool:
         """Waits for the lock, or until another has fetched the version; returns whether it was fetched here."""
         # A lock belongs to the open file: opened anew, it also keeps two threads of this process apart.
         descriptor = os.open(self.place.path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            for _ in polls(self._wait_limit_s):
+            for _ in polls(self._use.wait_limit_s, self._use.closed):
                 if self._shows(version):
                     return False
                 if try_lock(descriptor):
@@ -130,9 +133,11 @@ class CachedShard:
                         unlock(descriptor)
         finally:
             os.close(descriptor)
+        if self._use.closed.is_set():
+            raise UnavailableError(f"unit {self._unit!r}: this trainer left the host's cache", unit=self._unit)
         raise DeadlineError(
-            f"waited {self._wait_limit_s:.0f} s for another trainer of this host, which fetches version {version} of "
-            f"unit {self._unit!r} into {self.place.path}",
+            f"waited {self._use.wait_limit_s:.0f} s for another trainer of this host, which fetches version {version} "
+            f"of unit {self._unit!r} into {self.place.path}",
             unit=self._unit,
             version=version,
         )
@@ -183,8 +188,7 @@ class HostCache:
         self, run_key: tuple[object, ...], budget_bytes: int, *, wait_limit_s: float, directory: Path = MEMORY
     ) -> None:
         key = hashlib.sha256(repr((_FORMAT, *run_key)).encode()).hexdigest()[:24]
-        self.stats = CacheStats()
-        self._budget_bytes, self._wait_limit_s = budget_bytes, wait_limit_s
+        self._use, self._budget_bytes = CacheUse(wait_limit_s), budget_bytes
         self._folder = HostFolder(key, directory)
 
     def admit(self, unit: str, shards: Mapping[int, ShardRange]) -> dict[int, CachedShard]:
@@ -195,26 +199,29 @@ class HostCache:
             shards: By any number that the caller knows them by, which the result has too.
         """
         try:
-            with locked(self._folder.path / _ADMISSION, _ADMISSION_LIMIT_S):
+            with locked(self._folder.path / _ADMISSION, _ADMISSION_LIMIT_S, self._use.closed):
                 if not self._make([shard for shard in shards.values() if not self._path(shard).exists()], unit):
                     return {}
-            return {
-                number: CachedShard(self._path(shard), unit, shard, self._wait_limit_s, self.stats)
-                for number, shard in shards.items()
-            }
+            return {number: CachedShard(self._path(shard), unit, shard, self._use) for number, shard in shards.items()}
         except OSError as error:
             self._budget_bytes = 0  # the next units would meet the same
             logger.warning(
-                "host cache: no room for unit %r in %s (%s): it and units that are not there yet are fetched by every "
-                "trainer for itself; enlarge the shared memory (docker: shm_size) or lower host_cache_bytes",
+                "host cache: unit %r does not go into %s (%s): it and units that are not there yet are fetched by "
+                "every trainer for itself; enlarge the shared memory (docker: shm_size) or lower host_cache_bytes",
                 unit,
                 self._folder.path.parent,
                 error,
             )
             return {}
 
+    @property
+    def hit_bytes(self) -> int:
+        """What was found instead of fetched."""
+        return self._use.hit_bytes
+
     def close(self) -> None:
-        """Leaves the cache; the last trainer removes it."""
+        """Leaves the cache, also for threads that wait for another trainer; the last trainer removes it."""
+        self._use.closed.set()
         self._folder.close()
 
     def _path(self, shard: ShardRange) -> Path:

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,23 +96,22 @@ def unlock(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def polls(limit_s: float) -> Iterator[None]:
-    """One turn for each look at what is waited for, with pauses between them, until the time is over."""
+def polls(limit_s: float, stop: threading.Event) -> Iterator[None]:
+    """One turn for each look at what is waited for, with pauses, until the time is over or ``stop`` is set."""
     give_up, delay = time.monotonic() + limit_s, _FIRST_DELAY_S
     while True:
         yield
-        if time.monotonic() > give_up:
+        if time.monotonic() > give_up or stop.wait(delay):
             return
-        time.sleep(delay)
         delay = min(delay * 2, _LONGEST_DELAY_S)
 
 
 @contextmanager
-def locked(path: Path, limit_s: float) -> Iterator[None]:
-    """Holds the lock of a file, which is made if it is not there. Raises TimeoutError."""
+def locked(path: Path, limit_s: float, stop: threading.Event) -> Iterator[None]:
+    """Holds the lock of a file, which is made if it is not there. Raises TimeoutError, also when ``stop`` is set."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        for _ in polls(limit_s):
+        for _ in polls(limit_s, stop):
             if try_lock(descriptor):
                 break
         else:

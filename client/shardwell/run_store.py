@@ -59,7 +59,7 @@ class RunStore:
             **self._traffic.stats.as_dict(),
             "received_bytes": sum(server.received_bytes for server in servers),
             "sent_bytes": sum(server.sent_bytes for server in servers),
-            "cache_hit_bytes": self._cache.stats.hit_bytes if self._cache is not None else 0,
+            "cache_hit_bytes": self._cache.hit_bytes if self._cache is not None else 0,
         }
 
     @property

@@ -13,6 +13,7 @@ import torch
 import shardwell
 from shardwell.coordinator_client import CoordinatorClient
 from shardwell.host_folder import MEMORY
+from shardwell_wire.codec import memory_at
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support import transformer
 from tests.support.processes import TrainerProcess
@@ -120,6 +121,22 @@ def test_rounding_is_the_same_where_servers_share_their_memory(cluster: shardwel
     assert len(hashes) == 1
 
 
+@pytest.mark.parametrize("lanes", [REMOTE, "shm,socket,grpc"])
+def test_what_is_not_read_in_place_is_copied_from_there(cluster: shardwell.LocalCluster, lanes: str) -> None:
+    """As for a unit on a GPU."""
+    run = uuid.uuid4().hex
+    with shardwell.join(cluster.address, run=run, lanes=lanes, host_cache_bytes=1 << 30) as session:
+        train(session, steps=1)
+        before = session.stats()["received_bytes"]
+        for unit in session.units:
+            flat = torch.empty(unit.layout.size_bytes, dtype=torch.uint8)
+            session.store.gather(unit.index, memory_at(flat.data_ptr(), flat.numel())).result(30)
+            in_place = session.store.in_place(unit.index)
+            assert in_place is not None
+            assert torch.equal(flat, in_place.bytes)
+        assert session.stats()["received_bytes"] == before
+
+
 def start(cluster: shardwell.LocalCluster, run: str, *options: object) -> TrainerProcess:
     return TrainerProcess(cluster.address, run, "--dp", 2, "--steps", STEPS, *options)
 
@@ -150,7 +167,8 @@ def test_a_trainer_that_is_killed_and_one_that_takes_its_place_change_nothing(
         start(impatient_cluster, run, "--global-rank", 1, "--kill-at-step", 1) as lost,
         start(impatient_cluster, run, "--global-rank", 0) as first,
     ):
-        assert lost.finish()["returncode"] == -9
+        result = lost.finish()
+        assert result["returncode"] == -9, result
         with start(impatient_cluster, run) as second:
             results = [first.finish(), second.finish()]
     assert [result.get("sha256") for result in results] == [plain_hash] * 2, results

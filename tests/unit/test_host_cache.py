@@ -134,7 +134,7 @@ def test_the_first_fetches_and_the_others_find(memory: Path) -> None:
     assert content(first, 3, filling(b"a", calls)) == content(second, 3, filling(b"b", calls)) == b"a"
     assert content(second, 4, filling(b"b", calls)) == content(first, 4, filling(b"a", calls)) == b"b"
     assert calls == [b"a", b"b"]
-    assert [cache.stats.hit_bytes for cache in caches] == [SIZE, SIZE]
+    assert [cache.hit_bytes for cache in caches] == [SIZE, SIZE]
     for cache in caches:
         cache.close()
 
@@ -151,7 +151,7 @@ def test_threads_of_one_process_fetch_once(memory: Path) -> None:
         found = list(threads.map(read, range(8)))
     assert [found[0]] == calls
     assert set(found) == {calls[0]}
-    assert cache.stats.hit_bytes == 7 * SIZE
+    assert cache.hit_bytes == 7 * SIZE
     cache.close()
 
 
@@ -182,7 +182,7 @@ def test_a_failed_fetch_shows_nothing_and_the_next_tries_again(memory: Path) -> 
         shard.ensure(1, failing)
     assert not vector.shows(0) and not vector.shows(1)
     assert content(shard, 1, filling(b"b")) == b"b"
-    assert cache.stats.hit_bytes == 0
+    assert cache.hit_bytes == 0
     cache.close()
 
 
@@ -239,6 +239,22 @@ def test_the_wait_for_another_has_an_end(memory: Path) -> None:
     assert content(other, 1, failing) == b"a"
     patient.close()
     hasty.close()
+
+
+def test_who_leaves_waits_no_longer(memory: Path) -> None:
+    patient, leaving = join(memory), join(memory, wait_limit_s=1000)
+    slow, other = admit(patient), admit(leaving)
+
+    def fetch(target: memoryview) -> None:
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(other.ensure, 1, failing)
+            leaving.close()
+            with pytest.raises(UnavailableError, match="left the host's cache"):
+                waiting.result(30)
+        target[:] = b"a" * SIZE
+
+    assert content(slow, 1, fetch) == b"a"
+    patient.close()
 
 
 # What is in the cache.
@@ -299,7 +315,7 @@ def test_full_memory_is_said_once_and_changes_nothing_else(
     with caplog.at_level(logging.WARNING):
         assert not cache.admit("unit 1", shards)
         assert refuses(cache, 2)
-    assert [f"no room for unit 'unit 1' in {memory}" in record.message for record in caplog.records] == [True]
+    assert [f"unit 'unit 1' does not go into {memory}" in record.message for record in caplog.records] == [True]
     assert [file.name for file in memory.rglob("*.shard")] == [f"0-0-{SIZE}-float32.shard"]
     assert not list(memory.rglob("new"))
     assert content(admit(cache, 0), 0, filling(b"a")) == b"a", "what was there before is used"
@@ -320,7 +336,7 @@ def test_two_processes_at_once_fetch_once(memory: Path) -> None:
             assert found.result(30) == b"c"
         assert other.hear() == "done"
         assert other.process.wait(30) == 0
-    assert cache.stats.hit_bytes == SIZE
+    assert cache.hit_bytes == SIZE
     cache.close()
     assert not list(memory.iterdir())
 
