@@ -41,7 +41,7 @@ def cluster() -> Iterator[shardwell.LocalCluster]:
 
 @pytest.fixture(scope="module")
 def impatient_cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=3.0) as running:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=5.0) as running:
         yield running
 
 
