@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 AnyLane = TypeVar("AnyLane")
 
-_OPEN_TIMEOUT_S = 10.0
+_OPEN_TIMEOUT_S = 60.0
+"""A server that takes in a large upload may be slow to answer; a lane given up too early costs more."""
 _WARMING_BYTES, _MEASURED_BYTES = 64 << 10, 1 << 20
 
 

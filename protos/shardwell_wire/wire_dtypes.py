@@ -39,8 +39,8 @@ _SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32: with a subnormal scale a quotient could exceed 127."""
 
 _SLICE_NUMEL = 1 << 17
-"""Elements converted at once. Half as many are a fifth slower; twice as many, with their scratch, outgrow
-the 1 MiB of cache that a core can be expected to have."""
+"""Elements converted at once: with as much scratch 1 MiB, which a core's own cache can be expected to hold. On the
+machine where it was measured int8 ran at 5.1, 6.4 and 7.7 GB/s with half, this, and twice as many."""
 
 _HALF_DTYPES = {common_pb2.WIRE_DTYPE_BFLOAT16: torch.bfloat16, common_pb2.WIRE_DTYPE_FLOAT16: torch.float16}
 

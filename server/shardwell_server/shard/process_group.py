@@ -10,12 +10,12 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardwell_server.process import STOP_GRACE_S, Endpoint, stop_event
+from shardwell_server.process import Endpoint, stop_event
 
 logger = logging.getLogger(__name__)
 
-_KILL_AFTER_S = STOP_GRACE_S + 5.0
-"""A child that was told to stop gets this long; a container's runtime has less patience than ten seconds."""
+_KILL_AFTER_S = 30.0
+"""A child that was told to stop gets this long: more than a clean stop takes, also on an overloaded host."""
 
 
 def member_settings(

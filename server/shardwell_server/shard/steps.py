@@ -82,10 +82,11 @@ async def update(run: Run, in_thread: InThread, request: shard_pb2.UpdateRequest
     waiting = [shard for shard in shards if shard.version != step + 1]
     if waiting and (run.prepared is None or run.prepared.step != step or run.prepared.answer is None):
         raise StepStateError(f"step {step} of run {run.name!r} is not prepared here: it cannot be updated")
+    groups = {unit.unit_index: unit.group_indices for unit in request.optimizer.units}
     for shard in waiting:
-        shard.check_update(step, request.optimizer)
+        shard.check_update(step, request.optimizer.algorithm, groups.get(shard.index))
     for shard in waiting:
-        await shard.update(in_thread, step, request.optimizer, clip)
+        await shard.update(in_thread, step, request.optimizer, groups.get(shard.index), clip)
     run.prepared = None
     return step + 1
 

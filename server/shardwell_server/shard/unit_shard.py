@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -31,6 +32,10 @@ from shardwell_wire.errors import (
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.shared_segment import UPDATING
 from shardwell_wire.v1 import common_pb2
+
+Result = TypeVar("Result")
+
+_SMALL_BYTES = 64 << 10
 
 
 class UnitShard:
@@ -264,11 +269,16 @@ class UnitShard:
         try:
             outs = None if buffer is None else self.views(buffer)
             starts = [segment.start_bytes for segment in self.segments]
-            return await in_thread(partial(reduce_shard, terms, self.dp, outs, starts, buffer=buffer))
+            work = partial(reduce_shard, terms, self.dp, outs, starts, buffer=buffer)
+            return await self._work(in_thread, work)
         except BaseException:
             if buffer is not None:
                 self._memory.pool.give(buffer)
             raise
+
+    async def _work(self, in_thread: InThread, work: Callable[[], Result]) -> Result:
+        """Does tensor work on the whole shard; a small one's takes less than waking a thread."""
+        return work() if self.size_bytes <= _SMALL_BYTES else await in_thread(work)
 
     def compute_blame(self, number: int) -> NonFiniteError:
         """Says whose gradient of a segment is not finite."""
@@ -305,8 +315,13 @@ class UnitShard:
 
     # ---- updating ----
 
-    def check_update(self, step: int, optimizer: common_pb2.OptimizerStep) -> None:
+    def check_update(self, step: int, algorithm: str, groups: Sequence[int] | None) -> None:
         """Raises what keeps ``update`` from making version ``step + 1``.
+
+        Args:
+            step: The step.
+            algorithm: Of the optimizer.
+            groups: The group of each parameter of the unit; None: none is optimised.
 
         Raises:
             StepStateError: The step was not reduced here, or is not the next.
@@ -322,16 +337,20 @@ class UnitShard:
                 unit=self.unit,
             )
         if self.optimizer is not None:
-            self.optimizer.check_algorithm(optimizer.algorithm)
-        for unit in optimizer.units:
-            if unit.unit_index == self.index and len(unit.group_indices) != len(self.layout.parameters):
-                raise InvalidRequestError(
-                    f"{self.what} has {len(self.layout.parameters)} parameters, but the optimizer names groups "
-                    f"for {len(unit.group_indices)}"
-                )
+            self.optimizer.check_algorithm(algorithm)
+        if groups is not None and len(groups) != len(self.layout.parameters):
+            raise InvalidRequestError(
+                f"{self.what} has {len(self.layout.parameters)} parameters, but the optimizer names groups "
+                f"for {len(groups)}"
+            )
 
     async def update(
-        self, in_thread: InThread, step: int, optimizer: common_pb2.OptimizerStep, clip_coefficient: float
+        self,
+        in_thread: InThread,
+        step: int,
+        optimizer: common_pb2.OptimizerStep,
+        groups: Sequence[int] | None,
+        clip_coefficient: float,
     ) -> None:
         """Makes version ``step + 1`` of version ``step`` and the reduced gradient.
 
@@ -343,7 +362,7 @@ class UnitShard:
         try:
             await self._leave_to_readers(in_thread)
             self.home.show(UPDATING)
-            await in_thread(lambda: self.compute_update(optimizer, clip_coefficient))
+            await self._work(in_thread, lambda: self.compute_update(optimizer, groups, clip_coefficient))
         except BaseException as error:
             self._failure = InternalError(
                 f"the update of {self.what} for step {step} failed midway and its values are lost "
@@ -361,12 +380,13 @@ class UnitShard:
             self._updating = False
             self._notify()
 
-    def compute_update(self, optimizer: common_pb2.OptimizerStep, clip_coefficient: float) -> None:
+    def compute_update(
+        self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, clip_coefficient: float
+    ) -> None:
         """Applies the optimizer in place."""
         assert self.reduced is not None and self.home is not None
         if self.optimizer is None:
             self.optimizer = ShardOptimizer(optimizer.algorithm, self.views(self.home.buffer))
-        groups = {unit.unit_index: unit.group_indices for unit in optimizer.units}.get(self.index)
         chosen = [-1 if groups is None else groups[segment.parameter_index] for segment in self.segments]
         self.optimizer.step(self.reduced.gradients, optimizer.groups, chosen, clip_coefficient)
 

@@ -1,0 +1,302 @@
+"""Whole training steps through Shardwell and through its peers: ``python -m benchmarks.train_step``.
+
+Every mode has processes of its own with one thread each; they take turns of a few steps, in rotating order. See
+docs/performance.md for how to read what it writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks import models, report, trainers, workers
+from benchmarks.report import Chart, Report, Summary, ratio, spread, summarize
+from benchmarks.sampling import PeakMemory, cpu_seconds, loopback_bytes, wait_until_quiet
+from benchmarks.trainers import TrainerSpec
+from benchmarks.workers import Group
+
+_NUM_RANKS = 2
+_WARM_UP_STEPS = 2
+_LEAD_IN_STEPS = 1
+"""Not counted at the start of each turn: after it every step waits for the update of the one before."""
+_MEMORY_STEPS = 2
+"""Taken once, beside the timed ones."""
+_LOSS_TOLERANCE = 1e-2
+"""Relative. Sums in another order move a loss far less in a few steps; other data or weights move it more."""
+
+MODES = ("plain", "plain2", "ddp", "fsdp2", "fsdp2_prefetch", "shardwell_shm", "shardwell_socket", "shardwell_grpc")
+_FSDP2_MODES = ("fsdp2", "fsdp2_prefetch")
+
+
+@dataclass
+class Measured:
+    """What all turns of one mode have given."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Per step, the mean over the trainers: those of one mode finish a step together, except for ``plain2``'s."""
+    details: dict[str, list[float]] = field(default_factory=dict)
+    """Shardwell's: what ``StepResult.totals`` grew by, per step and trainer."""
+    losses: dict[int, dict[int, float]] = field(default_factory=dict)
+    """By data-parallel rank, then by step."""
+    steps_in_counters: int = 0
+    """Steps that the three counters below are about."""
+    trainer_cpu_s: float = 0.0
+    server_cpu_s: float = 0.0
+    loopback_bytes: int = 0
+    trainer_peak: dict[str, int] = field(default_factory=dict)
+    """Bytes of the trainer that has most: ``rss_bytes`` and ``uss_bytes``."""
+    server_peak: dict[str, int] = field(default_factory=dict)
+    """Bytes of all servers: ``uss_bytes`` in sum."""
+
+    def per_step(self, total: float) -> float:
+        return total / self.steps_in_counters
+
+
+class TrainStepBenchmark:
+    """Measures modes by turns.
+
+    Args:
+        arguments: The command line.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.config = models.config_from(arguments)
+        self.measured: dict[str, Measured] = {mode: Measured() for mode in arguments.modes}
+
+    def spec(self, mode: str) -> TrainerSpec:
+        """What the trainers of a mode do."""
+        kind, _, lanes = mode.partition("_") if mode.startswith("shardwell") else (mode, "", "")
+        return TrainerSpec(
+            mode="plain" if mode == "plain2" else kind,
+            model=self.config,
+            batch_size=self.arguments.batch_size,
+            length=self.arguments.length,
+            dp=1 if mode == "plain" else _NUM_RANKS,
+            join={"lanes": lanes} if lanes else {},
+        )
+
+    def run(self) -> dict[str, str]:
+        """Takes all turns; returns why modes failed."""
+        num_shards = self.arguments.num_shards
+        sizes = [trainers.estimated_bytes(self.spec(mode), num_shards=num_shards) for mode in self.measured]
+        return workers.take_turns(
+            {mode: self._starter(mode) for mode in self.measured},
+            rounds=self.arguments.rounds,
+            resident=workers.fit_in_memory(sizes),
+            warm_up=lambda mode, group: self._note_losses(mode, group.run(steps=_WARM_UP_STEPS)),
+            turn=self._turn,
+        )
+
+    def _starter(self, mode: str) -> Callable[[], workers.GroupContext]:
+        spec = self.spec(mode)
+        if spec.mode == "shardwell":
+            return functools.partial(trainers.shardwell_group, spec, num_shards=self.arguments.num_shards)
+        return functools.partial(trainers.peer_group, spec)
+
+    def _turn(self, mode: str, group: Group) -> None:
+        measured = self.measured[mode]
+        pids = [*group.worker_pids, *group.server_pids]
+        wait_until_quiet(pids)
+        before = self._counters(group)
+        answers = group.run(steps=_LEAD_IN_STEPS + self.arguments.steps)
+        wait_until_quiet(pids)
+        after = self._counters(group)
+        measured.trainer_cpu_s += after[0] - before[0]
+        measured.server_cpu_s += after[1] - before[1]
+        measured.loopback_bytes += after[2] - before[2]
+        measured.steps_in_counters += _LEAD_IN_STEPS + self.arguments.steps
+        self._note_losses(mode, answers)
+        per_step = list(zip(*(answer["seconds"] for answer in answers), strict=True))[_LEAD_IN_STEPS:]
+        measured.seconds += [sum(seconds) / len(seconds) for seconds in per_step]
+        for answer in answers:
+            _note_details(measured, answer["totals"])
+        if not measured.trainer_peak:
+            self._measure_memory(mode, group)
+
+    def _counters(self, group: Group) -> tuple[float, float, int]:
+        return cpu_seconds(group.worker_pids), cpu_seconds(group.server_pids), loopback_bytes()
+
+    def _measure_memory(self, mode: str, group: Group) -> None:
+        measured = self.measured[mode]
+        with PeakMemory([*group.worker_pids, *group.server_pids]) as memory:
+            self._note_losses(mode, group.run(steps=_MEMORY_STEPS))
+        in_trainers = [memory.peaks[pid] for pid in group.worker_pids]
+        measured.trainer_peak = {
+            "rss_bytes": max(peak.rss_bytes for peak in in_trainers),
+            "uss_bytes": max(peak.uss_bytes for peak in in_trainers),
+        }
+        measured.server_peak = {"uss_bytes": sum(memory.peaks[pid].uss_bytes for pid in group.server_pids)}
+
+    def _note_losses(self, mode: str, answers: Sequence[Mapping[str, Any]]) -> None:
+        for dp_rank, answer in enumerate(answers):
+            by_step = self.measured[mode].losses.setdefault(dp_rank, {})
+            by_step.update(enumerate(answer["losses"], start=answer["first_step"]))
+
+
+def _note_details(measured: Measured, totals: Sequence[Mapping[str, float]]) -> None:
+    """From running totals to what each step added; the lead-in's is left out."""
+    for earlier, later in itertools.pairwise(totals[_LEAD_IN_STEPS - 1 :]):
+        for name, total in later.items():
+            measured.details.setdefault(name, []).append(total - earlier[name])
+
+
+def check_losses(measured: Mapping[str, Measured]) -> list[str]:
+    """Says of every rank whether the modes agree on its losses.
+
+    The first loss is of the same weights in all modes. Later ones are compared between modes that average
+    gradients over the same ranks, at the last step that all of them have taken.
+    """
+    lines = []
+    for dp_rank in range(_NUM_RANKS):
+        known = {mode: each.losses[dp_rank] for mode, each in measured.items() if each.losses.get(dp_rank)}
+        averaging = {mode: losses for mode, losses in known.items() if not mode.startswith("plain")}
+        if known:
+            lines.append(_agreement(known, 0, dp_rank))
+        if averaging:
+            lines.append(_agreement(averaging, min(max(losses) for losses in averaging.values()), dp_rank))
+    return lines
+
+
+def _agreement(losses: Mapping[str, Mapping[int, float]], step: int, dp_rank: int) -> str:
+    values = {mode: by_step[step] for mode, by_step in losses.items()}
+    low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+    verdict = "agree" if values[high] - values[low] <= _LOSS_TOLERANCE * abs(values[low]) else "DISAGREE"
+    return (
+        f"- rank {dp_rank}, step {step}: {len(values)} modes {verdict}: "
+        f"{values[low]:.5f} ({low}) to {values[high]:.5f} ({high})"
+    )
+
+
+# ---- the report ----
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    written = Report(arguments, title=_title(arguments))
+    benchmark = TrainStepBenchmark(arguments)
+    failures = benchmark.run()
+    measured = {mode: each for mode, each in benchmark.measured.items() if mode not in failures}
+    steps = {mode: summarize(each.seconds) for mode, each in measured.items()}
+    agreement = check_losses(measured)
+    written.write(
+        results={
+            "settings": {name: str(value) for name, value in vars(arguments).items()},
+            "parameters": models.count_parameters(benchmark.config),
+            "failures": failures,
+            "step_s": {mode: asdict(summary) for mode, summary in steps.items()},
+            "measured": {mode: asdict(each) for mode, each in measured.items()},
+            "losses": agreement,
+        },
+        sections=[
+            _step_table(arguments, measured, steps, failures),
+            _cost_table(measured),
+            *_details_section(measured),
+            "Losses:\n\n" + "\n".join(agreement),
+        ],
+        chart=_chart(steps),
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Whole training steps through Shardwell and through its peers.")
+    models.add_arguments(parser)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, metavar="MODE", help=" ".join(MODES))
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each mode per round")
+    parser.add_argument("--num-shards", type=int, default=2, help="shard servers of each Shardwell mode")
+    report.add_arguments(parser, name="train_step")
+    return parser.parse_args()
+
+
+def _title(arguments: argparse.Namespace) -> str:
+    parameters = models.count_parameters(models.config_from(arguments)) / 1e6
+    return (
+        f"A training step: GPT of {parameters:.1f} M parameters, batch {arguments.batch_size} x {arguments.length} "
+        f"tokens per trainer, {arguments.num_shards} shard servers"
+    )
+
+
+def _step_table(
+    arguments: argparse.Namespace,
+    measured: Mapping[str, Measured],
+    steps: Mapping[str, Summary],
+    failures: Mapping[str, str],
+) -> str:
+    header = ["mode", "step, ms (quartiles)", "steps", "tokens/s", "/ FSDP2's better", "/ DDP", "/ plain2"]
+    rows = []
+    for mode in arguments.modes:
+        if mode in failures:
+            rows.append(report.failure_row(mode, failures[mode], len(header)))
+            continue
+        step = steps[mode]
+        tokens = len(measured[mode].losses) * arguments.batch_size * arguments.length
+        bases = (_better_fsdp2(steps), steps.get("ddp"), steps.get("plain2"))
+        row = [mode, spread(step.scaled(1e3), ".1f"), str(step.count), f"{step.inverse(tokens).median:.0f}"]
+        rows.append(row + [ratio(step, base) for base in bases])
+    return report.to_table(header, rows)
+
+
+def _better_fsdp2(steps: Mapping[str, Summary]) -> Summary | None:
+    return min((steps[mode] for mode in _FSDP2_MODES if mode in steps), key=lambda step: step.median, default=None)
+
+
+def _cost_table(measured: Mapping[str, Measured]) -> str:
+    header = [
+        "mode",
+        "peak USS per trainer, MB",
+        "peak RSS per trainer, MB",
+        "peak USS of all servers, MB",
+        "CPU of trainers, s/step",
+        "CPU of servers, s/step",
+        "loopback, MB/step",
+    ]
+    rows = [
+        [
+            mode,
+            f"{each.trainer_peak['uss_bytes'] / 1e6:.0f}",
+            f"{each.trainer_peak['rss_bytes'] / 1e6:.0f}",
+            f"{each.server_peak['uss_bytes'] / 1e6:.0f}",
+            f"{each.per_step(each.trainer_cpu_s):.3f}",
+            f"{each.per_step(each.server_cpu_s):.3f}",
+            f"{each.per_step(each.loopback_bytes) / 1e6:.1f}",
+        ]
+        for mode, each in measured.items()
+    ]
+    return report.to_table(header, rows)
+
+
+def _details_section(measured: Mapping[str, Measured]) -> list[str]:
+    """What Shardwell's training thread waited for and its lanes carried; nothing if none of its modes ran."""
+    columns = {
+        "gather_wait_s": ("weights, ms", 1e3),
+        "push_wait_s": ("gradients on their way, ms", 1e3),
+        "finish_wait_s": ("the other trainer's work, ms", 1e3),
+        "commit_wait_s": ("the commit, ms", 1e3),
+        "received_bytes": ("received, MB", 1e-6),
+        "sent_bytes": ("sent, MB", 1e-6),
+    }
+    rows = [
+        [mode, *(spread(summarize(each.details[name]).scaled(factor), ".1f") for name, (_, factor) in columns.items())]
+        for mode, each in measured.items()
+        if each.details
+    ]
+    if not rows:
+        return []
+    header = ["mode", *(title for title, _ in columns.values())]
+    introduction = "What the training thread waits for and what the lanes carry, per step and trainer (quartiles):"
+    return [f"{introduction}\n\n{report.to_table(header, rows)}"]
+
+
+def _chart(steps: Mapping[str, Summary]) -> Chart:
+    bars = {mode: step.scaled(1e3) for mode, step in steps.items()}
+    roof = {"two trainers that do not communicate": bars["plain2"].median} if "plain2" in bars else {}
+    return Chart(axis="ms per step, median and quartiles; less is better", bars=bars, lines=roof)
+
+
+if __name__ == "__main__":
+    main()

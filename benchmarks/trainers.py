@@ -1,0 +1,213 @@
+"""Trainer processes of the peers and of Shardwell: ``python -m benchmarks.trainers SPEC`` is a worker that trains.
+
+The command ``{"steps": n}`` takes n steps and answers how long each took and what its loss was. What is not named
+below is the same for all: the model, its seeds, the data, one thread per process, the fused AdamW.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwell
+from benchmarks import workers
+from benchmarks.models import compute, count_parameters, make_model, make_tokens
+from benchmarks.workers import Group
+from examples.gpt import GPT, GPTConfig
+
+_ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+_WAITS = ("gather_wait_s", "push_wait_s", "finish_wait_s", "commit_wait_s")
+_CARRIED = ("received_bytes", "sent_bytes")
+_RUN = "benchmark"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSpec:
+    """What one trainer process does."""
+
+    mode: str
+    """``plain``, ``ddp``, ``fsdp2``, ``fsdp2_prefetch`` or ``shardwell``."""
+    model: GPTConfig
+    batch_size: int
+    length: int
+    dp: int = 1
+    dp_rank: int = 0
+    meeting_point: str = ""
+    """The coordinator's address for Shardwell; for the peers where ``torch.distributed`` meets."""
+    join: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of ``shardwell.join``."""
+
+    def tokens(self, step: int, dp_rank: int) -> torch.Tensor:
+        """A batch. [batch_size, length + 1]"""
+        return make_tokens(self.model, step=step, dp_rank=dp_rank, batch_size=self.batch_size, length=self.length)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainerSpec:
+        values = json.loads(text)
+        return cls(**{**values, "model": GPTConfig(**values["model"])})
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step tells of itself."""
+
+    loss: float
+    totals: dict[str, float] = field(default_factory=dict)
+    """Since the run began, of Shardwell: seconds that the training thread has waited, by ``session.stats()``'s
+    names, and bytes that lanes have carried, by ``session.lanes()``'s."""
+
+
+# ---- the peers ----
+
+
+def peer_steps(spec: TrainerSpec) -> Generator[StepResult, None, None]:
+    """Trains without Shardwell; takes a step each time it is asked for the next."""
+    model = make_model(spec.model)
+    trained: torch.nn.Module = model
+    if spec.mode != "plain":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        distributed.init_process_group("gloo", init_method=spec.meeting_point, rank=spec.dp_rank, world_size=spec.dp)
+    if spec.mode == "ddp":
+        trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    elif spec.mode in ("fsdp2", "fsdp2_prefetch"):
+        _shard_as_fsdp2(model, spec.dp)
+    prefetch = spec.mode == "fsdp2_prefetch"
+    if prefetch:
+        _gather_one_block_ahead(model)
+    optimizer = torch.optim.AdamW(trained.parameters(), fused=True, **_ADAMW)
+    for step in range(sys.maxsize):
+        if prefetch:
+            model.unshard(async_op=True)
+            model.blocks[0].unshard(async_op=True)
+        loss = compute(trained, spec.tokens(step, spec.dp_rank))
+        optimizer.step()
+        optimizer.zero_grad()
+        yield StepResult(loss)
+
+
+def _shard_as_fsdp2(model: GPT, dp: int) -> None:
+    mesh = init_device_mesh("cpu", (dp,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _gather_one_block_ahead(model: GPT) -> None:
+    """On CPU, FSDP2's own prefetch does not overlap (its streams are no-ops); asynchronous collectives do."""
+    model._set_unshard_async_op(True)
+    blocks = list(model.blocks)
+    for earlier, later in itertools.pairwise(blocks):
+        earlier.set_modules_to_forward_prefetch([later])
+        later.set_modules_to_backward_prefetch([earlier])
+
+
+# ---- Shardwell ----
+
+
+def shardwell_steps(spec: TrainerSpec) -> Generator[StepResult, None, None]:
+    """Trains through Shardwell: one unit per block and one for the rest."""
+    with shardwell.join(
+        spec.meeting_point,
+        run=_RUN,
+        world=shardwell.World(dp=spec.dp),
+        global_rank=spec.dp_rank,
+        **spec.join,
+    ) as session:
+        model = make_model(spec.model)
+        for block in model.blocks:
+            shardwell.fully_shard(block, session)
+        shardwell.fully_shard(model, session)
+        optimizer = shardwell.optim.AdamW(model.parameters(), **_ADAMW)
+        for step in session.steps(sys.maxsize):
+            losses = [compute(model, tokens) for tokens in step.batches(spec.tokens)]
+            optimizer.step()
+            optimizer.zero_grad()
+            stats, lanes = session.stats(), session.lanes()
+            totals = {name: stats[name] for name in _WAITS}
+            yield StepResult(losses[0], totals | {name: sum(lane[name] for lane in lanes) for name in _CARRIED})
+
+
+# ---- groups of them ----
+
+
+@contextmanager
+def peer_group(spec: TrainerSpec) -> Iterator[Group]:
+    """``spec.dp`` trainers of one of the peers; in the mode ``plain`` they know nothing of each other."""
+    with tempfile.TemporaryDirectory() as directory:
+        meeting_point = (Path(directory) / "meeting-point").as_uri()
+        with _trainers(replace(spec, meeting_point=meeting_point)) as group:
+            yield group
+
+
+@contextmanager
+def shardwell_group(spec: TrainerSpec, *, num_shards: int) -> Iterator[Group]:
+    """``spec.dp`` trainers through Shardwell, with a cluster of their own."""
+    with shardwell.LocalCluster(num_shards=num_shards) as cluster:
+        server_pids = [cluster.coordinator.pid, *(shard.pid for shard in cluster.shards)]
+        with _trainers(replace(spec, meeting_point=cluster.address), server_pids=server_pids) as group:
+            yield group
+
+
+def _trainers(spec: TrainerSpec, *, server_pids: Sequence[int] = ()) -> workers.GroupContext:
+    command_lines = [[replace(spec, dp_rank=dp_rank).to_json()] for dp_rank in range(spec.dp)]
+    return workers.started("benchmarks.trainers", command_lines, server_pids=server_pids)
+
+
+def estimated_bytes(spec: TrainerSpec, *, num_shards: int = 0) -> int:
+    """About how much memory a group takes, to decide whether several can be alive at once.
+
+    Per parameter: weights, gradient, two moments, and as much again for buckets, gathered weights or
+    contributions in flight.
+    """
+    interpreter = 300 << 20
+    per_process = interpreter + 16 * spec.batch_size * spec.length * spec.model.vocab_size
+    parameters = 24 * count_parameters(spec.model)
+    if spec.mode == "shardwell":
+        return parameters + spec.dp * (per_process + parameters // 3) + (num_shards + 1) * interpreter
+    return spec.dp * (per_process + parameters)
+
+
+# ---- the process ----
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    spec = TrainerSpec.from_json(sys.argv[1])
+    steps = shardwell_steps(spec) if spec.mode == "shardwell" else peer_steps(spec)
+    taken = 0
+
+    def answer(command: dict[str, Any]) -> dict[str, Any]:
+        nonlocal taken
+        first, seconds, results = taken, [], []
+        for _ in range(command["steps"]):
+            started = time.perf_counter()
+            results.append(next(steps))
+            seconds.append(time.perf_counter() - started)
+        taken += len(results)
+        losses, totals = [result.loss for result in results], [result.totals for result in results]
+        return {"first_step": first, "seconds": seconds, "losses": losses, "totals": totals}
+
+    workers.serve(answer)
+    steps.close()
+
+
+if __name__ == "__main__":
+    main()

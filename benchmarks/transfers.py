@@ -1,0 +1,330 @@
+"""Ways to bring a layer's weights to a trainer and its gradient away: ``python -m benchmarks.transfers SPEC``.
+
+A worker that answers ``{"repeats": n}`` with the seconds of n rounds. A round gathers the layer (``gather``), reads
+all of it once (``read``) and pushes a gradient of its size (``push``); ``in_place`` says that the gather moved nothing
+because the layer is read where the server has it. What has arrived is compared with what was
+sent, outside the timed parts; a difference ends the worker.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, distributed, nn
+
+import shardwell
+from benchmarks import workers
+from shardwell_wire.codec import memory_at
+
+_RUN = "transfers"
+_FLIGHT_BATCH_BYTES = 4 << 20
+
+
+class WrongBytesError(Exception):
+    """What arrived is not what was sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferSpec:
+    """What one worker does."""
+
+    kind: str
+    """``memcpy``, ``tcp``, ``gloo``, ``flight`` or ``shardwell``."""
+    size_bytes: int
+    """Of the layer: a multiple of 8."""
+    num_trainers: int = 1
+    dp_rank: int = 0
+    meeting_point: str = ""
+    """The coordinator's address for Shardwell; for gloo where ``torch.distributed`` meets."""
+    lane: str = ""
+    """Shardwell's: ``shm``, ``socket`` or ``grpc``."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+# ---- what is transferred ----
+
+
+def make_layer(size_bytes: int) -> Tensor:
+    """Weights: small integers, so that sums are exact, in a pattern that shows misplaced chunks. [numel]"""
+    return torch.arange(size_bytes // 4).remainder_(997).float()
+
+
+def make_gradient(size_bytes: int) -> Tensor:
+    """A gradient of the same kind. [numel]"""
+    return torch.arange(size_bytes // 4).remainder_(31).add_(1).float()
+
+
+def view_of(tensor: Tensor) -> memoryview:
+    """A contiguous tensor's memory, which the view does not keep alive."""
+    return memory_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def digest(tensor: Tensor) -> int:
+    """Reads all of a contiguous tensor."""
+    return xxhash.xxh3_64_intdigest(view_of(tensor))
+
+
+def require_equal(actual: int, expected: int, what: str) -> None:
+    """Compares digests.
+
+    Raises:
+        WrongBytesError: They differ.
+    """
+    if actual != expected:
+        raise WrongBytesError(f"{what}: digest {actual:016x}, expected {expected:016x}")
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """How long it took, in seconds."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+Rounds = Iterator[dict[str, float]]
+"""Takes a round each time it is asked for the next: seconds by the parts' names."""
+
+
+# ---- the peers ----
+
+
+def memcpy(spec: TransferSpec) -> Rounds:
+    """Copies into memory that is mapped already: what no transfer that copies can beat."""
+    layer, gradient = make_layer(spec.size_bytes), make_gradient(spec.size_bytes)
+    here, there, expected = torch.ones_like(layer), torch.ones_like(gradient), digest(layer)
+    while True:
+        gather = timed(lambda: here.copy_(layer))
+        read = timed(lambda: require_equal(digest(here), expected, "memcpy"))
+        yield {"gather": gather, "read": read, "push": timed(lambda: there.copy_(gradient))}
+
+
+def tcp(spec: TransferSpec) -> Rounds:
+    """One connection over the loopback interface, received into memory that is mapped already."""
+    here, gradient = torch.ones(spec.size_bytes // 4), make_gradient(spec.size_bytes)
+    expected = digest(make_layer(spec.size_bytes))
+    peer = _start_server(serve_tcp, spec.size_bytes)
+    with socket.create_connection(("127.0.0.1", peer)) as connection:
+
+        def gather() -> None:
+            connection.sendall(b"g")
+            _receive(connection, view_of(here))
+
+        def push() -> None:
+            connection.sendall(b"p")
+            connection.sendall(view_of(gradient))
+            acknowledgement = bytearray(1)
+            _receive(connection, memoryview(acknowledgement))
+
+        while True:
+            gather_s = timed(gather)
+            read_s = timed(lambda: require_equal(digest(here), expected, "TCP gather"))
+            yield {"gather": gather_s, "read": read_s, "push": timed(push)}
+
+
+def serve_tcp(size_bytes: int, ready: Connection) -> None:
+    """The other end: sends the layer, receives gradients."""
+    layer, received = make_layer(size_bytes), torch.ones(size_bytes // 4)
+    expected = digest(make_gradient(size_bytes))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ready.send(listener.getsockname()[1])
+        connection, _ = listener.accept()
+        with connection:
+            while command := connection.recv(1):
+                if command == b"g":
+                    connection.sendall(view_of(layer))
+                    continue
+                _receive(connection, view_of(received))
+                connection.sendall(b"k")
+                require_equal(digest(received), expected, "TCP push")
+
+
+def _receive(connection: socket.socket, target: memoryview) -> None:
+    filled = 0
+    while filled < len(target):
+        count = connection.recv_into(target[filled:])
+        if not count:
+            raise ConnectionError(f"the other end closed after {filled} of {len(target)} bytes")
+        filled += count
+
+
+def gloo(spec: TransferSpec) -> Rounds:
+    """All-gather and reduce-scatter of the layer, each rank owning an equal part of it."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    distributed.init_process_group(
+        "gloo", init_method=spec.meeting_point, rank=spec.dp_rank, world_size=spec.num_trainers
+    )
+    layer, gradient = make_layer(spec.size_bytes), make_gradient(spec.size_bytes)
+    own = layer.chunk(spec.num_trainers)[spec.dp_rank].clone()
+    own_gradient = gradient.chunk(spec.num_trainers)[spec.dp_rank] * spec.num_trainers
+    here, reduced, expected = torch.ones_like(layer), torch.ones_like(own), digest(layer)
+    while True:
+        gather = timed(lambda: distributed.all_gather_into_tensor(here, own))
+        read = timed(lambda: require_equal(digest(here), expected, "gloo all-gather"))
+        push = timed(lambda: distributed.reduce_scatter_tensor(reduced, gradient))
+        require_equal(digest(reduced), digest(own_gradient), "gloo reduce-scatter")
+        yield {"gather": gather, "read": read, "push": push}
+
+
+def flight(spec: TransferSpec) -> Rounds:
+    """Arrow Flight's DoGet and DoPut. What arrives stays in Arrow's batches: no copy makes one vector of it."""
+    from pyarrow import flight as arrow_flight
+
+    batches = _flight_batches(make_gradient(spec.size_bytes))
+    expected = digest(make_layer(spec.size_bytes))
+    client = arrow_flight.connect(("127.0.0.1", _start_server(serve_flight, spec.size_bytes)))
+    descriptor = arrow_flight.FlightDescriptor.for_path("gradient")
+    arrived: list[Any] = []
+
+    def gather() -> None:
+        arrived[:] = client.do_get(arrow_flight.Ticket(b"layer")).read_all().column(0).chunks
+
+    def read() -> None:
+        require_equal(_flight_digest(arrived), expected, "Flight DoGet")
+
+    def push() -> None:
+        writer, _ = client.do_put(descriptor, batches[0].schema)
+        for batch in batches:
+            writer.write_batch(batch)
+        writer.close()
+
+    while True:
+        seconds = {"gather": timed(gather), "read": timed(read), "push": timed(push)}
+        list(client.do_action("verify"))
+        yield seconds
+
+
+def serve_flight(size_bytes: int, ready: Connection) -> None:
+    """The other end: sends the layer, receives gradients, and compares the last one when asked to."""
+    import pyarrow
+    from pyarrow import flight as arrow_flight
+
+    batches = _flight_batches(make_layer(size_bytes))
+    expected = digest(make_gradient(size_bytes))
+
+    class Server(arrow_flight.FlightServerBase):  # type: ignore[misc, unused-ignore]
+        received: Any = None
+
+        def do_get(self, context: Any, ticket: Any) -> Any:
+            return arrow_flight.RecordBatchStream(pyarrow.RecordBatchReader.from_batches(batches[0].schema, batches))
+
+        def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+            self.received = reader.read_all().column(0).chunks
+
+        def do_action(self, context: Any, action: Any) -> list[bytes]:
+            require_equal(_flight_digest(self.received), expected, "Flight DoPut")
+            return []
+
+    server = Server(("127.0.0.1", 0))
+    ready.send(server.port)
+    server.serve()
+
+
+def _flight_batches(tensor: Tensor) -> list[Any]:
+    import pyarrow
+
+    arrays = (pyarrow.array(part.numpy()) for part in tensor.split(_FLIGHT_BATCH_BYTES // 4))
+    return [pyarrow.RecordBatch.from_arrays([array], ["values"]) for array in arrays]
+
+
+def _flight_digest(chunks: list[Any]) -> int:
+    state = xxhash.xxh3_64()
+    for chunk in chunks:
+        state.update(chunk.to_numpy(zero_copy_only=True))
+    return state.intdigest()
+
+
+def _start_server(serve: Callable[[int, Connection], None], size_bytes: int) -> int:
+    """Starts the other end as a process that ends with this one; returns its port."""
+    context = multiprocessing.get_context("spawn")
+    ready, theirs = context.Pipe(duplex=False)
+    context.Process(target=serve, args=(size_bytes, theirs), daemon=True).start()
+    theirs.close()
+    port: int = ready.recv()
+    return port
+
+
+# ---- Shardwell ----
+
+
+class Layer(nn.Module):
+    """One parameter."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+def shardwell_lane(spec: TransferSpec) -> Rounds:
+    """``module.unshard()``, and what the end of a backward does: push the gradient until every server has it.
+
+    Each round is a step of a run whose SGD subtracts the gradient in even steps and adds it in odd ones, so the
+    next round's weights tell whether it arrived. The commit and the update are not timed.
+    """
+    gradient = make_gradient(spec.size_bytes)
+    layer = make_layer(spec.size_bytes)
+    signed = (gradient, -gradient)
+    expected = (digest(layer), digest(layer - gradient))
+    world = shardwell.World(dp=spec.num_trainers)
+    with shardwell.join(
+        spec.meeting_point, run=_RUN, world=world, global_rank=spec.dp_rank, lanes=spec.lane
+    ) as session:
+        module = shardwell.fully_shard(Layer(layer), session)
+        del layer
+        optimizer = shardwell.optim.SGD(module.parameters(), lr=1.0)
+        unit = next(iter(session.units))
+
+        def push(gradient: Tensor) -> None:
+            session.store.push(unit.index, [(0, gradient)])
+            session.store.drain()
+
+        def take(odd: int) -> dict[str, float]:
+            module.unshard()  # waits for the update of the step before
+            module.reshard()
+            gather = timed(module.unshard)
+            read = timed(lambda: require_equal(digest(module.weight), expected[odd], "Shardwell"))
+            module.reshard()
+            in_place = session.store.in_place(unit.index) is not None
+            return {"gather": gather, "read": read, "push": timed(lambda: push(signed[odd])), "in_place": in_place}
+
+        for step in session.steps(sys.maxsize):
+            (seconds,) = [take(step.number % 2) for _ in step.batches(lambda step, dp_rank: None)]
+            optimizer.step()
+            yield seconds
+
+
+# ---- the process ----
+
+KINDS: Mapping[str, Callable[[TransferSpec], Rounds]] = {
+    "memcpy": memcpy,
+    "tcp": tcp,
+    "gloo": gloo,
+    "flight": flight,
+    "shardwell": shardwell_lane,
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    spec = TransferSpec(**json.loads(sys.argv[1]))
+    rounds = KINDS[spec.kind](spec)
+    workers.serve(lambda command: {"rounds": [next(rounds) for _ in range(command["repeats"])]})
+
+
+if __name__ == "__main__":
+    main()
