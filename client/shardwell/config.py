@@ -62,6 +62,9 @@ class JoinConfig:
     """Gradients that may be on their way to the servers before the backward waits."""
     keep_bytes: int = 0
     """Weights that may stay here between their uses in a step, so that they are fetched once."""
+    host_cache_bytes: int = 0
+    """Weights that the run's trainers of this host may keep in shared memory together, so that they are
+    fetched once for all. 0: none, because they take the memory for good."""
 
     def __post_init__(self) -> None:
         if not self.run or len(self.run) > 200 or not self.run.isprintable():
@@ -75,7 +78,7 @@ class JoinConfig:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(NAMES)}")
         if self.push_error_feedback and self.push_dtype == "float32":
             raise UsageError("push_error_feedback=True: nothing is left out with push_dtype='float32'")
-        for name in ("prefetch_bytes", "keep_bytes"):
+        for name in ("prefetch_bytes", "keep_bytes", "host_cache_bytes"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected at least 0")
         for name in ("wait_limit_s", "push_bytes"):
@@ -91,7 +94,8 @@ class JoinConfig:
         """Reads SHARDWELL_* once; arguments that are given (not None) win.
 
         ADDRESS, RUN, TRAINER, HOST, SEED, MIN_TRAINERS, RANK, WORLD_SIZE, LANES (such as ``shm,grpc``),
-        GATHER_DTYPE, PUSH_DTYPE, KEEP_BYTES, and DP, TP, PP, ORDER (such as ``dp,tp,pp``) for the world.
+        GATHER_DTYPE, PUSH_DTYPE, KEEP_BYTES, HOST_CACHE_BYTES, and DP, TP, PP, ORDER (such as ``dp,tp,pp``) for
+        the world.
         """
         source = os.environ if environment is None else environment
         env = {
@@ -105,6 +109,7 @@ class JoinConfig:
             ("MIN_TRAINERS", "min_trainers"),
             ("RANK", "global_rank"),
             ("KEEP_BYTES", "keep_bytes"),
+            ("HOST_CACHE_BYTES", "host_cache_bytes"),
         ):
             if key in env:
                 values[name] = _integer(key, env[key])

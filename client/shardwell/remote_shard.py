@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from shardwell.buffer_pool import BufferPool
+from shardwell.host_cache import CachedShard
 from shardwell.server_connection import ServerConnection
 from shardwell.shared_vector import SharedVector
 from shardwell_wire import wire_dtypes
@@ -61,6 +63,8 @@ class RemoteShard:
         self.start_bytes, self.stop_bytes = start_bytes, stop_bytes
         self.window: SharedVector | None = None
         """The shard in shared memory, if its server is on this host."""
+        self.cached: CachedShard | None = None
+        """The shard in this host's cache, as ``wire`` rounds it; if it has one, it is fetched into that only."""
 
     @property
     def _segments(self) -> list[Segment]:
@@ -77,6 +81,11 @@ class RemoteShard:
             exact: Without rounding.
         """
         wire_dtype = _AS_STORED if exact else self._wire.gather_dtype
+        if self.cached is not None and version is not None and wire_dtype == self._wire.gather_dtype:
+            return self.cached.read(version, target, partial(self._fetch, version, wire_dtype))
+        return self._fetch(version, wire_dtype, target)
+
+    def _fetch(self, version: int | None, wire_dtype: WireDType, target: memoryview) -> int:
         if self.window is not None:
             return self._copy(self.window, version, wire_dtype, target)
         if wire_dtype == _AS_STORED:
@@ -88,7 +97,17 @@ class RemoteShard:
         return fetched
 
     def await_version(self, version: int | None) -> int:
-        """Waits until a shard in shared memory is of a version; returns which it is."""
+        """Waits until a shard that is read in place is of a version; returns which it is."""
+        if self.cached is not None and version is not None:
+            return self.cached.ensure(version, partial(self._fetch, version, self._wire.gather_dtype))
+        return self._await_server(version)
+
+    def count_hit(self) -> None:
+        """The version wanted was there when somebody looked."""
+        if self.cached is not None:
+            self.cached.count_hit()
+
+    def _await_server(self, version: int | None) -> int:
         if self.window is not None and version is not None and self.window.shows(version):
             return version
         limit_s = self._wire.wait_limit_s
@@ -111,7 +130,7 @@ class RemoteShard:
         return fetched
 
     def _copy(self, window: SharedVector, version: int | None, wire_dtype: WireDType, target: memoryview) -> int:
-        there = self.await_version(version)
+        there = self._await_server(version)
         if wire_dtype == _AS_STORED:
             wire_dtypes.bytes_tensor(target).copy_(window.bytes)
         else:

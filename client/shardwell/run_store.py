@@ -14,6 +14,7 @@ import torch
 from shardwell.allocator import give_freed_layers_back, use_freed_gradients_again
 from shardwell.config import JoinConfig
 from shardwell.error_feedback import ErrorFeedback
+from shardwell.host_cache import HostCache, ShardRange
 from shardwell.membership import Membership
 from shardwell.progress import ItemProgress, StepProgress
 from shardwell.remote_shard import RemoteShard, Wire
@@ -49,6 +50,7 @@ class RunStore:
             wire_dtypes.NAMES[config.gather_dtype], wire_dtypes.NAMES[config.push_dtype], config.wait_limit_s
         )
         self._feedback = ErrorFeedback(self._wire.push_dtype) if config.push_error_feedback else None
+        self._cache = self._open_cache()
 
     @property
     def stats(self) -> dict[str, float]:
@@ -58,6 +60,7 @@ class RunStore:
             **self._traffic.stats.as_dict(),
             "received_bytes": sum(server.received_bytes for server in servers),
             "sent_bytes": sum(server.sent_bytes for server in servers),
+            "cache_hit_bytes": self._cache.hit_bytes if self._cache is not None else 0,
         }
 
     @property
@@ -111,20 +114,53 @@ class RunStore:
         return unit.index
 
     def _share(self, unit: RemoteUnit) -> RemoteUnit:
-        """Maps the shards that lie in shared memory: the unit as a whole, if all do."""
-        if not CAN_MAP:
+        """Maps the shards that lie in shared memory, of servers or of the host's cache: as a whole, if all do."""
+        if not CAN_MAP or not unit.layout.size_bytes:
             return unit
-        name, places = unit.layout.unit, [self._place(unit, shard) for shard in unit.shards]
+        name, exact = unit.layout.unit, not self._wire.gather_dtype
         try:
-            found = [place for place in places if place is not None]
-            if unit.layout.size_bytes and len(found) == len(places) and not self._wire.gather_dtype:
-                return replace(unit, vector=SharedVector(name, found))
-            for shard, place in zip(unit.shards, places, strict=True):
-                if place is not None and place.stop_bytes > place.start_bytes:
-                    shard.window = SharedVector(name, [place])
+            places = {}
+            for number, shard in enumerate(unit.shards):
+                if (place := self._place(unit, shard)) is not None:
+                    if place.stop_bytes > place.start_bytes:
+                        shard.window = SharedVector(name, [place])
+                    if exact:
+                        places[number] = place
+            places.update(self._cached_places(unit, [n for n in range(len(unit.shards)) if n not in places]))
+            if len(places) == len(unit.shards):
+                in_order = [places[number] for number in range(len(unit.shards))]
+                return replace(unit, vector=SharedVector(name, in_order, exact=exact))
         except OSError as error:
             logger.warning("unit %r is fetched, not read in place: %s", name, error)
         return unit
+
+    def _cached_places(self, unit: RemoteUnit, numbers: Sequence[int]) -> dict[int, SegmentPlace]:
+        """Takes shards that cannot be read where they are into the host's cache, if they fit; returns where."""
+        if self._cache is None or not numbers:
+            return {}
+        ranges = {
+            number: ShardRange(
+                unit.index, unit.shards[number].start_bytes, unit.shards[number].stop_bytes, self._config.gather_dtype
+            )
+            for number in numbers
+        }
+        admitted = self._cache.admit(unit.layout.unit, ranges)
+        for number, cached in admitted.items():
+            unit.shards[number].cached = cached
+        return {number: cached.place for number, cached in admitted.items()}
+
+    def _open_cache(self) -> HostCache | None:
+        config, run = self._config, self._membership.run
+        if not config.host_cache_bytes or not CAN_MAP:
+            return None
+        # A run that is deleted and made again is another one, though its name and its steps are the same.
+        described = self._membership.call("DescribeRun", coordinator_pb2.DescribeRunRequest(run=run))
+        key = config.address, run, described.summary.created.ToNanoseconds()
+        try:
+            return HostCache(key, config.host_cache_bytes, wait_limit_s=config.wait_limit_s)
+        except OSError as error:
+            logger.warning("host cache: every trainer fetches for itself, there is no shared memory: %s", error)
+            return None
 
     def _place(self, unit: RemoteUnit, shard: RemoteShard) -> SegmentPlace | None:
         if shard.server.shm is None:
@@ -188,6 +224,8 @@ class RunStore:
         self._traffic.close()
         for server in self._servers.values():
             server.close()
+        if self._cache is not None:
+            self._cache.close()
 
     def _declare(self, layout: UnitLayout) -> coordinator_pb2.DeclareUnitResponse:
         request = coordinator_pb2.DeclareUnitRequest(

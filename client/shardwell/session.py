@@ -48,6 +48,7 @@ def join(
     prefetch_bytes: int | None = None,
     push_bytes: int | None = None,
     keep_bytes: int | None = None,
+    host_cache_bytes: int | None = None,
     lanes: str | None = None,
     gather_dtype: str | None = None,
     push_dtype: str | None = None,
@@ -76,6 +77,9 @@ def join(
         push_bytes: Gradients that may be in flight before the backward waits.
         keep_bytes: Weights that may stay here from one use in a step to the next instead of being fetched
             again: memory for bytes on the wire. By default none; what is read in place costs neither.
+        host_cache_bytes: Weights that the run's trainers of this host may keep in shared memory together: what is on
+            servers of other hosts is fetched once per host and step, and read in place. By default none. The same
+            on all trainers of a host.
         lanes: Ways to the shard servers to use, the preferred one first; by default ``shm,socket,grpc``:
             shared memory on the same host, else plain TCP connections, else the rpcs.
         gather_dtype: How 32-bit weights travel: ``float32``, or rounded to ``bfloat16``, ``float16`` or
@@ -349,6 +353,7 @@ class Session:
             Counts, bytes and seconds: ``gather_count``, ``gathered_bytes`` (copied to here; what is read in
             place is not), ``gather_wait_s`` (training thread waiting for weights), ``push_count``,
             ``pushed_bytes``, ``push_wait_s``, ``received_bytes`` and ``sent_bytes`` (as they travelled),
+            ``cache_hit_bytes`` (found in this host's cache, with ``host_cache_bytes``),
             ``finish_wait_s`` (for other trainers' work), ``commit_wait_s``, ``live_unit_bytes`` and
             ``peak_unit_bytes`` (weights held here).
         """

@@ -1,4 +1,4 @@
-"""A unit's flat vector seen in place: the servers' shared memory, mapped into this process."""
+"""A unit's flat vector seen in place: shared memory of servers or of the host's cache, mapped into this process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ the kernel does not tell which pages were written (it may be hidden from contain
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlace:
-    """A server's segment and the range of the flat vector that it holds."""
+    """A segment, a server's or one of the host's cache, and the range of the flat vector that it holds."""
 
     path: str
     start_bytes: int
@@ -45,24 +45,23 @@ class SharedVector:
     """Consecutive shards of a unit, side by side as in the flat vector, without a copy.
 
     What this process writes stays its own: the kernel copies a page before the first write to it.
-    The servers' values cannot be changed from here.
+    What others see cannot be changed from here.
 
     Args:
         unit: Its name, for errors.
         places: Shards in order and without gaps.
+        exact: Whether the values are those that the servers store, not rounded.
 
     Raises:
         OSError: A segment cannot be opened here.
     """
 
-    def __init__(self, unit: str, places: Sequence[SegmentPlace]) -> None:
-        self._unit = unit
+    def __init__(self, unit: str, places: Sequence[SegmentPlace], *, exact: bool = True) -> None:
+        self._unit, self.exact = unit, exact
         self._start_bytes = places[0].start_bytes
         self._size_bytes = places[-1].stop_bytes - self._start_bytes
-        self._address = _map(None, self._size_bytes, _PROT_NONE, mmap.MAP_ANONYMOUS, -1, 0)
-        memory = (ctypes.c_char * self._size_bytes).from_address(self._address)
-        weakref.finalize(memory, _libc.munmap, self._address, self._size_bytes)
-        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._address = _map(None, self._size_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        self.bytes = torch.frombuffer(_mapped(self._address, self._size_bytes), dtype=torch.uint8)
         """[size_bytes]"""
         self._heads = [self._map_segment(place) for place in places if place.stop_bytes > place.start_bytes]
 
@@ -73,11 +72,11 @@ class SharedVector:
                 self._address + place.start_bytes - self._start_bytes,
                 place.stop_bytes - place.start_bytes,
                 mmap.PROT_READ | mmap.PROT_WRITE,
-                _MAP_FIXED,
+                mmap.MAP_PRIVATE | _MAP_FIXED,
                 descriptor,
                 HEAD_BYTES,
             )
-            return memoryview(mmap.mmap(descriptor, HEAD_BYTES, mmap.MAP_SHARED, mmap.PROT_READ))
+            return map_shared(descriptor, HEAD_BYTES, mmap.PROT_READ)
         finally:
             os.close(descriptor)
 
@@ -109,8 +108,21 @@ class SharedVector:
         return int(own[0]) * mmap.PAGESIZE
 
 
+def map_shared(descriptor: int, size_bytes: int, protection: int) -> memoryview:
+    """The first bytes of a file, as long as a view of them lives. ``mmap.mmap`` would keep a file open for each."""
+    address = _map(None, size_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
+    return memoryview(_mapped(address, size_bytes)).cast("B")
+
+
+def _mapped(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
+    """Memory that is unmapped when nobody refers to it any more; not at exit, when threads may still look at it."""
+    memory = (ctypes.c_char * size_bytes).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, size_bytes).atexit = False
+    return memory
+
+
 def _map(address: int | None, size_bytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
-    mapped: int = _libc.mmap(address, size_bytes, protection, mmap.MAP_PRIVATE | flags, descriptor, offset)
+    mapped: int = _libc.mmap(address, size_bytes, protection, flags, descriptor, offset)
     if mapped == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), f"mmap of {size_bytes} bytes: {os.strerror(ctypes.get_errno())}")
     return mapped

@@ -23,6 +23,11 @@ class InPlaceVector(Protocol):
         """Stays where it is; what this process writes there stays its own. uint8. [size_bytes]"""
         ...
 
+    @property
+    def exact(self) -> bool:
+        """Whether the values are those that the store holds, not rounded."""
+        ...
+
     def check(self, version: int) -> None:
         """Raises VersionGoneError unless the bytes have been of this version since they were waited for."""
         ...

@@ -28,7 +28,7 @@ class RemoteUnit:
     layout: UnitLayout
     shards: tuple[RemoteShard, ...]
     vector: SharedVector | None = None
-    """Its flat vector in shared memory, if all of it can be read in place."""
+    """Its flat vector in shared memory, of servers or of the host's cache, if all of it can be read in place."""
 
 
 @dataclass
@@ -115,6 +115,8 @@ class Traffic:
         assert unit.vector is not None
         self.stats.gather_count += 1
         if unit.vector.shows(version):
+            for shard in unit.shards:
+                shard.count_hit()
             there: Future[int] = Future()
             there.set_result(version)
             return there

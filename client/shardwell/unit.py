@@ -292,7 +292,7 @@ class Unit:
 
     def gather_copy(self) -> torch.Tensor:
         """The flat vector as bytes in memory of its own; the unit's state does not change. [size_bytes]"""
-        if self._shared is not None:
+        if self._shared is not None and self._shared.exact:
             version = self._store.await_version(self.index).result()
             copy = self._shared.bytes.clone()
             self._shared.check(version)

@@ -82,7 +82,7 @@ def main() -> None:
     if options.stop_at_step is not None:
         at_step, number = options.stop_at_step, signal.SIGSTOP
     _, state = train(session, steps=options.steps, clip=options.clip, signal_at_step=at_step, number=number)
-    print(json.dumps({"sha256": sha256(state)}), flush=True)
+    print(json.dumps({"sha256": sha256(state), "stats": session.stats()}), flush=True)
     session.close()
 
 

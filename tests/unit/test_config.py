@@ -17,6 +17,7 @@ ENVIRONMENT = {
     "SHARDWELL_MIN_TRAINERS": "2",
     "SHARDWELL_TRAINER": "t3",
     "SHARDWELL_WORLD_SIZE": "8",
+    "SHARDWELL_HOST_CACHE_BYTES": "4096",
     "OTHER": "x",
 }
 
@@ -26,6 +27,7 @@ def test_the_environment_is_read() -> None:
     assert config.world == World(dp=4, pp=2, order=("pp", "dp", "tp"))
     assert (config.address, config.run, config.seed, config.global_rank) == ("host:1", "gpt", 7, 3)
     assert (config.min_trainers, config.trainer, config.world_size) == (2, "t3", 8)
+    assert config.host_cache_bytes == 4096
 
 
 def test_explicit_arguments_win() -> None:
@@ -43,6 +45,7 @@ def test_explicit_arguments_win() -> None:
         ({"chunk_bytes": 1 << 30}, {}, UsageError, "chunk_bytes="),
         ({"min_trainers": 3, "world": World(dp=2)}, {}, WorldError, "min_trainers=3: expected 1 to 2"),
         ({"wait_limit_s": 0.0}, {}, UsageError, "wait_limit_s=0.0"),
+        ({"host_cache_bytes": -1}, {}, UsageError, "host_cache_bytes=-1: expected at least 0"),
     ],
 )
 def test_impossible_values_are_named(

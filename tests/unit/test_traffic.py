@@ -44,6 +44,9 @@ class FakeServer:
             raise self.error
         self.pushes.append((header, b"".join(pieces)))
 
+    def count(self, **_: int) -> None:
+        pass
+
 
 @pytest.fixture
 def client() -> FakeServer:

@@ -1,0 +1,197 @@
+"""A host's cache changes no bit, and the weights cross the network once per host."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+import shardwell
+from shardwell.coordinator_client import CoordinatorClient
+from shardwell.host_folder import MEMORY
+from shardwell_wire.codec import memory_at
+from shardwell_wire.v1 import coordinator_pb2
+from tests.support import transformer
+from tests.support.processes import TrainerProcess
+from tests.support.reference import ADAMW, sha256, train_plain
+from tests.support.trainer import train
+
+STEPS = 4
+REMOTE = "socket,grpc"
+"""Without shared memory a server of this host is like one of another."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[shardwell.LocalCluster]:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def impatient_cluster() -> Iterator[shardwell.LocalCluster]:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=5.0) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain_hash() -> str:
+    model = transformer.build()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    train_plain(model, optimizer, transformer.batch, dp=2, steps=STEPS)
+    return sha256(model.state_dict())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    assert not list(MEMORY.glob("shardwell_cache-*"))
+
+
+def play_both(address: str, **options: Any) -> tuple[str, dict[str, float], list[int]]:
+    """One trainer plays both ranks; the hash, what it moved, and the sizes of the units."""
+    with shardwell.join(
+        address, run=uuid.uuid4().hex, world=shardwell.World(dp=2), min_trainers=1, lanes=REMOTE, **options
+    ) as session:
+        _, state = train(session, steps=STEPS)
+        return sha256(state), session.stats(), [unit.layout.size_bytes for unit in session.units]
+
+
+def test_one_trainer_fetches_each_version_once(cluster: shardwell.LocalCluster, plain_hash: str) -> None:
+    hashed, stats, sizes = play_both(cluster.address, host_cache_bytes=1 << 30)
+    assert hashed == plain_hash
+    # Version 0, and what each step makes; the last for the state dict.
+    assert stats["received_bytes"] == (STEPS + 1) * sum(sizes)
+    assert stats["peak_unit_bytes"] == max(sizes), "no memory of its own beyond what declaring a unit takes"
+
+
+def test_what_exceeds_the_budget_is_fetched_as_without_a_cache(
+    cluster: shardwell.LocalCluster, plain_hash: str
+) -> None:
+    none, one_unit = (play_both(cluster.address, host_cache_bytes=size) for size in (0, unit_sizes()[0]))
+    assert (none[0], one_unit[0]) == (plain_hash, plain_hash)
+    model, (received, less) = sum(unit_sizes()), (each[1]["received_bytes"] for each in (none, one_unit))
+    assert received > 2 * STEPS * model, "in every pass"
+    # All but one unit, whose last version is fetched for the state dict only.
+    share = unit_sizes()[0] / model
+    assert (STEPS + 1) * model < less < received * (1 - share) + (STEPS + 1) * share * model
+    assert none[1]["cache_hit_bytes"] == 0
+
+
+def unit_sizes() -> list[int]:
+    """Of the flat vectors, as the trainer wraps the model."""
+    model = transformer.build()
+    units = [set(block.parameters()) for block in model.blocks]
+    units.append(set(model.parameters()).difference(*units))
+    return [sum(-(-parameter.nbytes // 64) * 64 for parameter in unit) for unit in units]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_rounded_weights_are_decoded_once_and_saved_exactly(cluster: shardwell.LocalCluster, dtype: str) -> None:
+    without, without_stats, _ = play_both(cluster.address, gather_dtype=dtype)
+    cached, stats, _ = play_both(cluster.address, gather_dtype=dtype, host_cache_bytes=1 << 30)
+    assert cached == without
+    assert 2 * stats["received_bytes"] < without_stats["received_bytes"]
+
+
+def test_rounding_is_the_same_where_servers_share_their_memory(cluster: shardwell.LocalCluster) -> None:
+    hashes = set()
+    for options in ({}, {"host_cache_bytes": 1 << 30}):
+        with shardwell.join(
+            cluster.address,
+            run=uuid.uuid4().hex,
+            world=shardwell.World(dp=2),
+            min_trainers=1,
+            gather_dtype="bfloat16",
+            **options,
+        ) as session:
+            hashes.add(sha256(train(session, steps=STEPS)[1]))
+            assert session.stats()["received_bytes"] == 0
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("lanes", [REMOTE, "shm,socket,grpc"])
+def test_what_is_not_read_in_place_is_copied_from_there(cluster: shardwell.LocalCluster, lanes: str) -> None:
+    """As for a unit on a GPU."""
+    run = uuid.uuid4().hex
+    with shardwell.join(cluster.address, run=run, lanes=lanes, host_cache_bytes=1 << 30) as session:
+        train(session, steps=1)
+        before = session.stats()["received_bytes"]
+        for unit in session.units:
+            flat = torch.empty(unit.layout.size_bytes, dtype=torch.uint8)
+            session.store.gather(unit.index, memory_at(flat.data_ptr(), flat.numel())).result(30)
+            in_place = session.store.in_place(unit.index)
+            assert in_place is not None
+            assert torch.equal(flat, in_place.bytes)
+        assert session.stats()["received_bytes"] == before
+
+
+def start(cluster: shardwell.LocalCluster, run: str, *options: object) -> TrainerProcess:
+    return TrainerProcess(cluster.address, run, "--dp", 2, "--steps", STEPS, *options)
+
+
+@pytest.fixture
+def _cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWELL_LANES", REMOTE)
+    monkeypatch.setenv("SHARDWELL_HOST_CACHE_BYTES", str(1 << 30))
+
+
+@pytest.mark.usefixtures("_cached")
+def test_two_trainers_fetch_one_model_per_step(cluster: shardwell.LocalCluster, plain_hash: str) -> None:
+    run = uuid.uuid4().hex
+    with start(cluster, run, "--global-rank", 1) as second, start(cluster, run, "--global-rank", 0) as first:
+        results = [first.finish(), second.finish()]
+    assert [result.get("sha256") for result in results] == [plain_hash] * 2, results
+    needed, moved = (STEPS + 1) * sum(unit_sizes()), [result["stats"] for result in results]
+    assert sum(stats["received_bytes"] for stats in moved) == needed, "once per host and version"
+    assert all(stats["received_bytes"] + stats["cache_hit_bytes"] >= needed for stats in moved)
+
+
+@pytest.mark.usefixtures("_cached")
+def test_a_trainer_that_is_killed_and_one_that_takes_its_place_change_nothing(
+    impatient_cluster: shardwell.LocalCluster, plain_hash: str
+) -> None:
+    run = uuid.uuid4().hex
+    with (
+        start(impatient_cluster, run, "--global-rank", 1, "--kill-at-step", 1) as lost,
+        start(impatient_cluster, run, "--global-rank", 0) as first,
+    ):
+        result = lost.finish()
+        assert result["returncode"] == -9, result
+        with start(impatient_cluster, run) as second:
+            results = [first.finish(), second.finish()]
+    assert [result.get("sha256") for result in results] == [plain_hash] * 2, results
+
+
+def test_a_run_that_is_made_again_reads_nothing_of_the_former_one(cluster: shardwell.LocalCluster) -> None:
+    options: dict[str, Any] = {"run": uuid.uuid4().hex, "lanes": REMOTE, "host_cache_bytes": 1 << 30}
+    first = shardwell.join(cluster.address, **options)
+    layer = torch.nn.Linear(8, 8)
+    shardwell.fully_shard(layer, first, name="layer")
+    before = shardwell.full_state_dict(layer)
+    delete(cluster.address, options["run"])
+    with shardwell.join(cluster.address, **options) as second:
+        # The former run's folder is still there, with its version 0.
+        assert len(list(MEMORY.glob("shardwell_cache-*"))) == 2
+        again = torch.nn.Linear(8, 8)
+        expected = again.weight.detach().clone()
+        shardwell.fully_shard(again, second, name="layer")
+        assert torch.equal(shardwell.full_state_dict(again)["weight"], expected)
+        assert not torch.equal(before["weight"], expected)
+    first.close()
+
+
+def delete(address: str, run: str) -> None:
+    with closing(CoordinatorClient(address)) as client:
+        client.call("DeleteRun", coordinator_pb2.DeleteRunRequest(run=run, force=True))
