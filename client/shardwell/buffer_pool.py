@@ -26,21 +26,29 @@ class BufferPool:
     @contextmanager
     def lend(self, size_bytes: int) -> Iterator[memoryview]:
         """A buffer with any content. [size_bytes]"""
-        buffer = self._take(size_bytes)
+        buffer = self.take(size_bytes)
         try:
             yield memory_at(buffer.data_ptr(), size_bytes)
         finally:
-            self._give(buffer)
+            self.give(buffer)
 
-    def _take(self, size_bytes: int) -> torch.Tensor:
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """A buffer with any content, until ``give``. uint8. [size_bytes]"""
         with self._lock:
             if idle := self._idle.get(size_bytes):
                 self._idle_bytes -= size_bytes
                 return idle.pop()
         return torch.empty(size_bytes, dtype=torch.uint8)
 
-    def _give(self, buffer: torch.Tensor) -> None:
+    def give(self, buffer: torch.Tensor) -> None:
+        """Takes a buffer back; nobody may use it any more."""
         with self._lock:
             if self._idle_bytes + buffer.numel() <= self._limit_bytes:
                 self._idle_bytes += buffer.numel()
                 self._idle.setdefault(buffer.numel(), []).append(buffer)
+
+    def trim(self) -> None:
+        """Frees what is idle."""
+        with self._lock:
+            self._idle.clear()
+            self._idle_bytes = 0

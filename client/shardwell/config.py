@@ -56,9 +56,9 @@ class JoinConfig:
     """How 32-bit gradients travel."""
     push_error_feedback: bool = False
     """Whether what rounding left out of a gradient is added to the next one."""
-    prefetch_bytes: int = 256 << 20
-    """Weights that may be fetched ahead of their use."""
-    push_bytes: int = 256 << 20
+    prefetch_bytes: int = 128 << 20
+    """Weights that may be fetched ahead of their use; so much memory of freed weights is kept for the next ones."""
+    push_bytes: int = 64 << 20
     """Gradients that may be on their way to the servers before the backward waits."""
     keep_bytes: int = 0
     """Weights that may stay here between their uses in a step, so that they are fetched once."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from shardwell.buffer_pool import BufferPool
 from shardwell_wire.codec import memory_at
 from shardwell_wire.layout import UnitLayout
+
+_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+"""Not in every version of torch; without it memory is freed and allocated, which page-faults."""
 
 
 @dataclass(slots=True)
 class Memory:
-    """Bytes that the flat vectors of all units take here."""
+    """Bytes that the flat vectors of all units take here, and memory to use for them again."""
 
+    pool: BufferPool = field(default_factory=lambda: BufferPool(0))
+    """For vectors on the CPU."""
     live_bytes: int = 0
     peak_bytes: int = 0
     fetching_bytes: int = 0
@@ -28,9 +34,9 @@ class Memory:
 
 
 class FlatVector:
-    """One storage that is resized to the unit's size and to nothing.
+    """One storage that gets memory of the unit's size, and loses it.
 
-    Tensors placed in it stay placed: when the storage is resized they, and whatever views of them
+    Tensors placed in it stay placed: when the storage's memory changes they, and whatever views of them
     autograd saved, lie in the new memory or in none. Bytes are written from outside torch, so no
     version counter moves. (``Tensor.numpy`` would make the storage unresizable for ever.)
 
@@ -46,6 +52,8 @@ class FlatVector:
         self._device = device
         self._memory = memory
         self._staging: torch.Tensor | None = None
+        self._lent: torch.Tensor | None = None
+        """What the pool lent; while it is in use its memory is the storage's."""
         self.in_place = False
         """Whether the memory is the store's, and is neither taken nor given back."""
 
@@ -55,16 +63,27 @@ class FlatVector:
 
     def allocate(self) -> None:
         """Takes the memory, with whatever is in it."""
-        if not self.in_place:
+        if self.in_place:
+            return
+        if self._device.type == "cpu" and _CAN_SWAP:
+            self._lent = self._memory.pool.take(self._layout.size_bytes)
+            self.storage._swap_data_ptr_(self._lent.untyped_storage())  # type: ignore[attr-defined]
+        else:
             self.storage.resize_(self._layout.size_bytes)
-            self._memory.take(self._layout.size_bytes)
+        self._memory.take(self._layout.size_bytes)
 
     def release(self) -> None:
         """Gives the memory back."""
         self._staging = None
-        if not self.in_place:
+        if self.in_place:
+            return
+        if self._lent is not None:
+            self.storage._swap_data_ptr_(self._lent.untyped_storage())  # type: ignore[attr-defined]
+            self._memory.pool.give(self._lent)
+            self._lent = None
+        else:
             self.storage.resize_(0)
-            self._memory.take(-self._layout.size_bytes)
+        self._memory.take(-self._layout.size_bytes)
 
     def clear(self) -> None:
         """Fills the vector with zeros; so are the gaps between parameters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -145,12 +145,18 @@ class RemoteShard:
 
     # ---- pushing ----
 
-    def send(self, header: shard_pb2.ReduceScatterHeader, flats: Mapping[int, torch.Tensor]) -> None:
-        """Pushes this shard's part of gradients.
+    def begin_send(
+        self, header: shard_pb2.ReduceScatterHeader, flats: Mapping[int, torch.Tensor]
+    ) -> Callable[[], None]:
+        """Takes this shard's part of gradients.
 
         Args:
             header: All but the range and the dtype.
             flats: Whole gradients by parameter index; contiguous, on the CPU. Each [numel].
+
+        Returns:
+            What pushes it; may be called in another thread. It holds the gradients only if they are streamed: those
+            that go through shared memory are copied already.
         """
         header.start_bytes, header.stop_bytes = self.start_bytes, self.stop_bytes
         segments = self._layout.packed_segments(flats, self.start_bytes, self.stop_bytes)
@@ -161,16 +167,21 @@ class RemoteShard:
         wire_dtype, limit_s = self._wire.push_dtype, self._wire.wait_limit_s
         if self.server.pushes_through_shm:
             try:
-                self.server.require_shm().deliver(header, pieces, wire_dtype, timeout_s=limit_s, retry_for_s=limit_s)
-                return
+                return self.server.require_shm().lay(header, pieces, wire_dtype, timeout_s=limit_s, retry_for_s=limit_s)
             except (CapacityError, OSError) as error:
                 self.server.stream_gradients(error)
         if wire_dtype == _AS_STORED:
-            self._stream_out(header, [memory_at(piece.values.data_ptr(), piece.values.nbytes) for piece in pieces])
-            return
+            return partial(self._send_as_stored, header, pieces)
         header.wire_dtype = wire_dtype
-        with self._wire.encoded.lend(wire_dtypes.stream_size(self._layout, segments, wire_dtype)) as encoded:
-            wire_dtypes.encode_pieces(pieces, wire_dtype, encoded)
+        size_bytes = wire_dtypes.stream_size(self._layout, segments, wire_dtype)
+        return partial(self._send_encoded, header, pieces, size_bytes)
+
+    def _send_as_stored(self, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[Piece]) -> None:
+        self._stream_out(header, [memory_at(piece.values.data_ptr(), piece.values.nbytes) for piece in pieces])
+
+    def _send_encoded(self, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[Piece], size_bytes: int) -> None:
+        with self._wire.encoded.lend(size_bytes) as encoded:
+            wire_dtypes.encode_pieces(pieces, header.wire_dtype, encoded)
             self._stream_out(header, [encoded])
 
     def _stream_out(self, header: shard_pb2.ReduceScatterHeader, data: Sequence[memoryview]) -> None:

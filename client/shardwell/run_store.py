@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from shardwell.allocator import give_freed_layers_back, use_freed_gradients_again
 from shardwell.config import JoinConfig
 from shardwell.error_feedback import ErrorFeedback
 from shardwell.host_cache import HostCache, ShardRange
@@ -107,10 +106,6 @@ class RunStore:
             delay = min(delay * 2, _LONGEST_PUBLISH_POLL_S)
             declared = self._declare(layout)
         self._units[unit.index] = self._share(unit)
-        if all(known.vector is not None for known in self._units.values()):
-            use_freed_gradients_again()
-        else:
-            give_freed_layers_back()
         return unit.index
 
     def _share(self, unit: RemoteUnit) -> RemoteUnit:

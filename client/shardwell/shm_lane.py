@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from shardwell.mailboxes import Mailbox, Mailboxes
 from shardwell.shard_client import ShardClient
@@ -76,7 +77,7 @@ class ShmLane:
         )
         return answer
 
-    def deliver(
+    def lay(
         self,
         header: shard_pb2.ReduceScatterHeader,
         pieces: Sequence[Piece],
@@ -84,24 +85,31 @@ class ShmLane:
         *,
         timeout_s: float,
         retry_for_s: float,
-    ) -> None:
-        """Pushes one part of a contribution: one copy, into a mailbox.
+    ) -> Callable[[], None]:
+        """Copies one part of a contribution, once, into a mailbox.
 
         Args:
             header: What it is of.
-            pieces: The parts of gradients that lie in the shard.
+            pieces: The parts of gradients that lie in the shard; not needed any more afterwards.
             wire_dtype: What to round them to.
-            timeout_s: Deadline of one try.
+            timeout_s: Deadline of one try to hand it over.
             retry_for_s: How long to try again while the server is unavailable.
+
+        Returns:
+            What hands the mailbox over; may be called in another thread.
 
         Raises:
             CapacityError: The server has no room for another mailbox.
         """
-        unit = header.unit
-        self._sizes[unit] = header.stop_bytes - header.start_bytes
-        mailbox = self._mailboxes.take(unit)
+        self._sizes[header.unit] = header.stop_bytes - header.start_bytes
+        mailbox = self._mailboxes.take(header.unit)
         for piece in pieces:
             mailbox.lay(piece.first_byte - header.start_bytes, piece, wire_dtype)
+        return partial(self._hand_over, header, mailbox, timeout_s, retry_for_s)
+
+    def _hand_over(
+        self, header: shard_pb2.ReduceScatterHeader, mailbox: Mailbox, timeout_s: float, retry_for_s: float
+    ) -> None:
         request = shard_pb2.ReduceMailboxRequest(header=header, lane=self._name, mailbox=mailbox.number)
         adopted = True  # for all this trainer knows, if there is no answer
         try:
@@ -111,9 +119,9 @@ class ShmLane:
             adopted = answer.adopted
         finally:
             if adopted:
-                self._mailboxes.note_adopted(unit, header.dp_rank, mailbox)
+                self._mailboxes.note_adopted(header.unit, header.dp_rank, mailbox)
             else:
-                self._mailboxes.give(unit, mailbox)
+                self._mailboxes.give(header.unit, mailbox)
 
     def release(self, dp_rank: int | None = None) -> None:
         """The contributions of a rank, or of all, are used up or withdrawn: their mailboxes are free again."""

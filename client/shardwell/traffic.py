@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 
@@ -138,7 +139,9 @@ class Traffic:
         self._raise_push_error()
         flats = {index: gradient.detach().cpu().contiguous().view(-1) for index, gradient in gradients}
         size = sum(flat.nbytes for flat in flats.values())
-        self._take_room(size)
+        # What goes through shared memory is copied before this returns, and held no longer.
+        held = size if any(not shard.server.pushes_through_shm for shard in unit.shards) else 0
+        self._take_room(held)
         self.stats.push_count += 1
         self.stats.pushed_bytes += size
         header.parameter_indices[:] = sorted(flats)
@@ -147,10 +150,10 @@ class Traffic:
             own = shard_pb2.ReduceScatterHeader()
             own.CopyFrom(header)
             previous = self._last_part.get((unit.index, number))
-            future = self._pushes.submit(_send, shard, own, flats, previous)
+            future = self._pushes.submit(_send, _begun(shard, own, flats), previous)
             self._last_part[unit.index, number] = future
             futures.append(future)
-        self._give_back_when_done(futures, size)
+        self._give_back_when_done(futures, held)
 
     def drain(self) -> None:
         """Waits until every push is acknowledged; raises what the first failed one met."""
@@ -207,13 +210,22 @@ class Traffic:
             raise error
 
 
-def _send(
-    shard: RemoteShard,
-    header: shard_pb2.ReduceScatterHeader,
-    flats: Mapping[int, torch.Tensor],
-    previous: Future[None] | None,
-) -> None:
+def _begun(
+    shard: RemoteShard, header: shard_pb2.ReduceScatterHeader, flats: Mapping[int, torch.Tensor]
+) -> Callable[[], None]:
+    """What pushes a shard's part, or raises why that is not possible."""
+    try:
+        return shard.begin_send(header, flats)
+    except ShardwellError as error:
+        return partial(_fail, error)
+
+
+def _fail(error: ShardwellError) -> None:
+    raise error
+
+
+def _send(push: Callable[[], None], previous: Future[None] | None) -> None:
     if previous is not None:
         # A server takes parts in order. The pool is first-in first-out: `previous` has a thread.
         previous.result()
-    shard.send(header, flats)
+    push()

@@ -154,6 +154,7 @@ class Unit:
             self._locals[number].data = placed[number]
             adopt(parameter, self, number)
         self._release()
+        self._memory.pool.trim()
         trim()  # of what the module's own memory was until now
         return index
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from shardwell.buffer_pool import BufferPool
 from shardwell.collect import FoundParameter
 from shardwell.flat_vector import Memory
 from shardwell.hooks import NO_TASK, ForwardCall, attach, backward_task
@@ -38,20 +39,21 @@ class Units:
 
     Args:
         store: Holds the parameters.
-        prefetch_bytes: How much may be gathered ahead of its use, beyond the units in use.
+        prefetch_bytes: How much may be gathered ahead of its use, beyond the units in use; so much memory of
+            freed units is kept for the next ones.
         keep_bytes: How much may stay between its uses in a step.
         name_prefix: Begins the names of all units and parameters; tells those of one pipeline stage or
             tensor-parallel rank from another's, which are made by the same code.
     """
 
     def __init__(
-        self, store: ParameterStore, *, prefetch_bytes: int = 256 << 20, keep_bytes: int = 0, name_prefix: str = ""
+        self, store: ParameterStore, *, prefetch_bytes: int = 128 << 20, keep_bytes: int = 0, name_prefix: str = ""
     ) -> None:
         self.name_prefix = name_prefix
         self._store = store
         self._prefetch_bytes, self._keep_bytes = prefetch_bytes, keep_bytes
         self._by_name: dict[str, Unit] = {}
-        self._memory = Memory()
+        self._memory = Memory(BufferPool(prefetch_bytes))
         self._order = Order()
         self._backwards: dict[int, _Backward] = {}
         self._outermost: list[Unit] = []
