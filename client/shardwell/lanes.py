@@ -17,6 +17,10 @@ def parse_kinds(text: str) -> tuple[str, ...]:
     kinds = tuple(part.strip() for part in text.split(",") if part.strip())
     if not kinds or any(kind not in KINDS for kind in kinds):
         raise UsageError(f"lanes={text!r}: expected some of {', '.join(KINDS)}, the preferred one first")
+    if "shm" in kinds[1:]:
+        raise UsageError(
+            f"lanes={text!r}: shm is of use in the first place only, where it is possible it is the fastest"
+        )
     return kinds
 
 

@@ -41,7 +41,7 @@ class ServerConnection:
         self.client = ShardClient(address, chunk_bytes=chunk_bytes)
         self.shm: ShmLane | None = None
         self._stream: Lane | None = None
-        if self._kinds[0] == "shm":
+        if self._shm_is_preferred:
             self.shm = self._try("shm", self._open_shm)
         self.pushes_through_shm = self.shm is not None
         if self.shm is None:
@@ -52,6 +52,11 @@ class ServerConnection:
         """Streamed, as they travelled."""
         self._count_lock = threading.Lock()
         logger.info("shard server at %s: lane %s, %.2f GB/s", address, self.kind, self.bytes_per_s / 1e9)
+
+    @property
+    def _shm_is_preferred(self) -> bool:
+        """A lane named before it, once open, would be used for everything."""
+        return self._kinds[0] == "shm"
 
     @property
     def kind(self) -> str:
@@ -130,16 +135,18 @@ class ServerConnection:
         return ShmLane(self.client, self._run, timeout_s=_OPEN_TIMEOUT_S)
 
     def _open_stream(self) -> Lane:
-        if "socket" in self._kinds:
-            lane = self._try("socket", lambda: SocketLane(self.client, self._run, timeout_s=_OPEN_TIMEOUT_S))
-            if lane is not None:
+        for kind in self._kinds:
+            if kind == "grpc":
+                return self.client
+            if kind == "socket" and (lane := self._try("socket", self._open_socket)) is not None:
                 return lane
-        if "grpc" in self._kinds:
-            return self.client
         raise UnavailableError(
             f"shard server at {self.address}: none of the lanes {', '.join(self._kinds)} can be opened; "
             "the log says why: allow grpc too"
         )
+
+    def _open_socket(self) -> SocketLane:
+        return SocketLane(self.client, self._run, timeout_s=_OPEN_TIMEOUT_S)
 
 
 def is_this_host(address: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import struct
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwell_wire.errors import ChunkError
+from shardwell_wire.codec import memory_at
 from shardwell_wire.layout import Parameter, UnitLayout, cut
 from shardwell_wire.v1 import common_pb2
 from shardwell_wire.v1.common_pb2 import (
@@ -20,8 +19,18 @@ from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_INT8,
     WIRE_DTYPE_UNSPECIFIED,
 )
-from shardwell_wire.wire_dtypes import INT8_BLOCK_NUMEL, Piece, WireDType, decode, encode, encoded_size, round_trip_
-from shardwell_wire.wire_streams import StreamDecoder, StreamEncoder
+from shardwell_wire.wire_dtypes import (
+    INT8_BLOCK_NUMEL,
+    Piece,
+    WireDType,
+    decode,
+    decode_pieces,
+    encode,
+    encode_pieces,
+    round_trip_,
+    segment_pieces,
+    stream_size,
+)
 
 EVERY = sorted(common_pb2.WireDType.values())
 LOSSY = [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_FLOAT16, WIRE_DTYPE_INT8]
@@ -224,8 +233,10 @@ def filled_unit() -> torch.Tensor:
     return flat
 
 
-def streamed(encoder: StreamEncoder) -> bytes:
-    return b"".join(bytes(chunk) for chunk in encoder.chunks())
+def streamed(pieces: Sequence[Piece], wire_dtype: WireDType) -> bytes:
+    stream = bytearray(sum(run.size_bytes for piece in pieces for run in piece.runs(wire_dtype)))
+    encode_pieces(pieces, wire_dtype, stream)
+    return bytes(stream)
 
 
 @pytest.mark.parametrize("wire_dtype", EVERY)
@@ -235,78 +246,43 @@ def test_a_units_stream_is_its_shards_streams_one_after_another(
     wire_dtype: WireDType, num_shards: int, indices: Sequence[int] | None
 ) -> None:
     flat = filled_unit()
-    whole = streamed(StreamEncoder(pieces_of(flat, 0, LAYOUT.size_bytes, indices), wire_dtype))
+    whole = streamed(pieces_of(flat, 0, LAYOUT.size_bytes, indices), wire_dtype)
     ranges = cut(LAYOUT.size_bytes, [1.0 + 0.3 * number for number in range(num_shards)], 4096)
     assert len([start for start, stop in ranges if start < stop]) == num_shards
-    shards = [streamed(StreamEncoder(pieces_of(flat, *at, indices), wire_dtype)) for at in ranges]
+    shards = [streamed(pieces_of(flat, *at, indices), wire_dtype) for at in ranges]
     assert b"".join(shards) == whole
     for (start, stop), shard in zip(ranges, shards, strict=True):
         segments = LAYOUT.packed_segments(indices or range(8), start, stop)
-        dtypes = [LAYOUT.parameters[at.parameter_index].dtype for at in segments]
-        sizes = [encoded_size(at, dtype, wire_dtype) for at, dtype in zip(segments, dtypes, strict=True)]
-        assert sum(sizes) == len(shard)
+        assert stream_size(LAYOUT, segments, wire_dtype) == len(shard)
 
 
 @pytest.mark.parametrize("wire_dtype", EVERY)
-@pytest.mark.parametrize("chunk_bytes", [1, 300, 9999, 65536, 1 << 20])
-def test_a_stream_in_chunks_is_the_stream_at_once(wire_dtype: WireDType, chunk_bytes: int) -> None:
-    flat = filled_unit()
-    pieces = pieces_of(flat, 0, 4096 * 4 if chunk_bytes < 9999 else LAYOUT.size_bytes)
-    at_once = b"".join(encoded(piece.values, piece.first_byte, wire_dtype) for piece in pieces)
-    encoder = StreamEncoder(pieces, wire_dtype, chunk_bytes=chunk_bytes)
-    assert encoder.total_bytes == len(at_once)
-    assert streamed(encoder) == at_once
-    former: memoryview | None = None
-    kept, position = b"", 0
-    for chunk in encoder.chunks():
-        assert former is None or former == kept, "a chunk changed while the next one was made"
-        assert 0 < len(chunk) <= max(chunk_bytes, 260)
-        assert chunk == at_once[position : position + len(chunk)]
-        former, kept, position = chunk, bytes(chunk), position + len(chunk)
-    assert former == kept
-
-
-@pytest.mark.parametrize("wire_dtype", EVERY)
-@pytest.mark.parametrize("largest", [7, 1000, 100_000])
-def test_a_stream_decodes_from_chunks_of_any_size(wire_dtype: WireDType, largest: int) -> None:
+def test_what_is_encoded_together_is_decoded_together(wire_dtype: WireDType) -> None:
     flat, arrived = filled_unit(), torch.zeros(LAYOUT.size_bytes, dtype=torch.uint8)
-    stop = 4096 * 3 if largest < 1000 else LAYOUT.size_bytes
-    data = streamed(StreamEncoder(pieces_of(flat, 0, stop), wire_dtype))
-    decoder = StreamDecoder(pieces_of(arrived, 0, stop), wire_dtype, "test")
-    assert decoder.total_bytes == len(data)
-    sizes, position = random.Random(largest), 0
-    while position < len(data):
-        assert not decoder.complete
-        size = sizes.randint(0, largest)
-        decoder.feed(memoryview(data)[position : position + size])
-        position += size
-    assert decoder.complete
-    for sent, got in zip(pieces_of(flat, 0, stop), pieces_of(arrived, 0, stop), strict=True):
-        assert same_bits(got.values, slow(sent.values, sent.first_byte, wire_dtype)[1])
-    padding = torch.ones(stop, dtype=torch.bool)
-    for at in LAYOUT.segments(0, stop):
+    segments = LAYOUT.segments(0, LAYOUT.size_bytes)
+    memory = [memory_at(tensor.data_ptr(), LAYOUT.size_bytes) for tensor in (flat, arrived)]
+    sent, got = [segment_pieces(LAYOUT, segments, whole, 0) for whole in memory]
+    decode_pieces(streamed(sent, wire_dtype), wire_dtype, got)
+    for before, after in zip(sent, got, strict=True):
+        assert same_bits(after.values, slow(before.values, before.first_byte, wire_dtype)[1])
+    padding = torch.ones(LAYOUT.size_bytes, dtype=torch.bool)
+    for at in segments:
         padding[at.start_bytes : at.stop_bytes] = False
-    assert not arrived[:stop][padding].any()
+    assert not arrived[padding].any()
 
 
 @pytest.mark.parametrize("wire_dtype", EVERY)
-def test_too_many_bytes_are_refused(wire_dtype: WireDType) -> None:
+def test_a_stream_of_another_length_is_refused(wire_dtype: WireDType) -> None:
     x, arrived = torch.ones(300), torch.zeros(300)
     data = encoded(x, 0, wire_dtype)
-    decoder = StreamDecoder([Piece(0, arrived)], wire_dtype, "push of 'block'")
-    decoder.feed(data[:-1])
-    with pytest.raises(ChunkError, match=f"push of 'block': {len(data) + 1} bytes or more, expected {len(data)}"):
-        decoder.feed(data[-1:] + b"x")
-    decoder.feed(data[-1:])
-    assert decoder.complete
-    assert torch.equal(arrived, x)
-    with pytest.raises(ValueError, match=f"expected room for {len(data)} encoded bytes, got {len(data) - 1}"):
-        decode(data[:-1], 0, wire_dtype, arrived)
+    for wrong in (data[:-1], data + b"x"):
+        with pytest.raises(ValueError, match=f"expected room for {len(data)} encoded bytes, got {len(wrong)}"):
+            decode_pieces(wrong, wire_dtype, [Piece(0, arrived)])
+    assert not arrived.any()
 
 
-def test_an_empty_stream_is_complete_at_once() -> None:
-    assert list(StreamEncoder([], WIRE_DTYPE_INT8).chunks()) == []
-    assert StreamDecoder([Piece(0, torch.empty(0))], WIRE_DTYPE_INT8, "test").complete
+def test_an_empty_stream() -> None:
+    decode_pieces(streamed([], WIRE_DTYPE_INT8), WIRE_DTYPE_INT8, [Piece(0, torch.empty(0))])
 
 
 def test_an_unknown_wire_dtype_is_named() -> None:
