@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwell.buffer_pool import BufferPool
+from shardwell.device_copies import Arrival
 from shardwell_wire.codec import memory_at
 from shardwell_wire.layout import UnitLayout
 
@@ -51,6 +52,7 @@ class FlatVector:
         self._layout = layout
         self._device = device
         self._memory = memory
+        self._arrival: Arrival | None = None
         self._staging: torch.Tensor | None = None
         self._lent: torch.Tensor | None = None
         """What the pool lent; while it is in use its memory is the storage's."""
@@ -74,7 +76,9 @@ class FlatVector:
 
     def release(self) -> None:
         """Gives the memory back."""
-        self._staging = None
+        if self._arrival is not None:
+            self._arrival.abandon()
+        self._staging = self._arrival = None
         if self.in_place:
             return
         if self._lent is not None:
@@ -101,21 +105,34 @@ class FlatVector:
         """Host memory to write the vector's bytes to; ``receive`` makes them the vector's. [size_bytes]"""
         if self._device.type == "cpu":
             return memory_at(self.storage.data_ptr(), self._layout.size_bytes)
-        self._staging = torch.empty(self._layout.size_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        if self._device.type == "cuda":
+            self._arrival = Arrival(self._bytes())
+            self._staging = self._arrival.staging
+        else:
+            self._staging = torch.empty(self._layout.size_bytes, dtype=torch.uint8)
         return memory_at(self._staging.data_ptr(), self._layout.size_bytes)
 
+    def received(self) -> None:
+        """Everything is written to the receive buffer: on a GPU the copy begins. From any thread."""
+        arrival = self._arrival
+        if arrival is not None:
+            arrival.begin()
+
     def receive(self) -> None:
-        """Takes over what was written to the receive buffer."""
-        if self._staging is not None:
+        """Takes over what was written to the receive buffer; on a GPU the compute stream waits, not the caller."""
+        if self._arrival is not None:
+            self._arrival.begin()
+            self._arrival.order()
+        elif self._staging is not None:
             self._bytes().copy_(self._staging)
-            self._staging = None
+        self._staging = self._arrival = None
 
     def send_buffer(self) -> memoryview:
         """Host memory with the vector's bytes, until it is released. [size_bytes]"""
-        buffer = self.receive_buffer()
-        if self._staging is not None:
-            self._staging.copy_(self._bytes())
-        return buffer
+        if self._device.type == "cpu":
+            return memory_at(self.storage.data_ptr(), self._layout.size_bytes)
+        self._staging = self._bytes().cpu()
+        return memory_at(self._staging.data_ptr(), self._layout.size_bytes)
 
     def _bytes(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(self.storage)

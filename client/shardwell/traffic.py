@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from shardwell.device_copies import to_host
 from shardwell.remote_shard import RemoteShard
 from shardwell.shared_vector import SharedVector
 from shardwell_wire.errors import ShardwellError
@@ -137,10 +138,12 @@ class Traffic:
             gradients: ``(parameter index, gradient)`` by rising index, owned by the callee from now on.
         """
         self._raise_push_error()
-        flats = {index: gradient.detach().cpu().contiguous().view(-1) for index, gradient in gradients}
+        copies, copied = to_host([gradient for _, gradient in gradients])
+        flats = {index: flat for (index, _), flat in zip(gradients, copies, strict=True)}
         size = sum(flat.nbytes for flat in flats.values())
-        # What goes through shared memory is copied before this returns, and held no longer.
-        held = size if any(not shard.server.pushes_through_shm for shard in unit.shards) else 0
+        # What goes from the CPU through shared memory is copied before this returns, and held no longer.
+        here = all(gradient.device.type == "cpu" for _, gradient in gradients)
+        held = size if not here or any(not shard.server.pushes_through_shm for shard in unit.shards) else 0
         self._take_room(held)
         self.stats.push_count += 1
         self.stats.pushed_bytes += size
@@ -150,7 +153,8 @@ class Traffic:
             own = shard_pb2.ReduceScatterHeader()
             own.CopyFrom(header)
             previous = self._last_part.get((unit.index, number))
-            future = self._pushes.submit(_send, _begun(shard, own, flats), previous)
+            push = _begun(shard, own, flats) if here else partial(_begin_later, copied, shard, own, flats)
+            future = self._pushes.submit(_send, push, previous)
             self._last_part[unit.index, number] = future
             futures.append(future)
         self._give_back_when_done(futures, held)
@@ -218,6 +222,17 @@ def _begun(
         return shard.begin_send(header, flats)
     except ShardwellError as error:
         return partial(_fail, error)
+
+
+def _begin_later(
+    copied: Callable[[], None],
+    shard: RemoteShard,
+    header: shard_pb2.ReduceScatterHeader,
+    flats: Mapping[int, torch.Tensor],
+) -> None:
+    """Pushes a shard's part once it has come from a GPU."""
+    copied()
+    shard.begin_send(header, flats)()
 
 
 def _fail(error: ShardwellError) -> None:

@@ -171,9 +171,14 @@ class Unit:
                 self._fetched = self._store.await_version(self.index)
             else:
                 self._fetched = self._store.gather(self.index, self._flat.receive_buffer())
+                self._fetched.add_done_callback(self._note_received)
         except BaseException:
             self.free()
             raise
+
+    def _note_received(self, fetched: Future[int]) -> None:
+        if not fetched.cancelled() and fetched.exception() is None:
+            self._flat.received()
 
     def unshard(self) -> None:
         """Makes the parameters usable; waits for their bytes.

@@ -1,0 +1,92 @@
+"""Copies between the host and a GPU that the compute stream does not wait for.
+
+Each device has one stream for them. Memory on the host is pinned; torch's allocator for it uses it again only when
+the copies from it are done.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class Arrival:
+    """One flat vector on its way to a GPU.
+
+    Args:
+        target: Its memory on the device, just allocated by the thread that computes. uint8. [size_bytes]
+    """
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self._target = target
+        self.staging = torch.empty(target.numel(), dtype=torch.uint8, pin_memory=True)
+        """Where the bytes are received. [size_bytes]"""
+        # Who had the memory before may still be computing with it.
+        self._free = torch.cuda.current_stream(target.device).record_event()
+        self._copied: torch.cuda.Event | None = None
+        self._abandoned = False
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """The bytes are there: starts to copy them. From any thread; once."""
+        with self._lock:
+            if self._copied is not None or self._abandoned:
+                return
+            stream = _copy_stream(self._target.device)
+            with torch.cuda.stream(stream):
+                stream.wait_event(self._free)
+                self._target.copy_(self.staging, non_blocking=True)
+                self._copied = stream.record_event()
+
+    def order(self) -> None:
+        """Has the compute stream run what follows after the copy; the caller does not wait."""
+        with self._lock:
+            assert self._copied is not None
+            torch.cuda.current_stream(self._target.device).wait_event(self._copied)
+
+    def abandon(self) -> None:
+        """The memory is given back: a copy that has begun ends before it is used again, none begins any more."""
+        with self._lock:
+            self._abandoned = True
+            if self._copied is not None:
+                torch.cuda.current_stream(self._target.device).wait_event(self._copied)
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], None]]:
+    """Starts to copy tensors to the host.
+
+    Args:
+        tensors: On any devices; changed by nobody from now on.
+
+    Returns:
+        The copies, flat and contiguous, those of tensors on the CPU being these themselves; and what waits, in
+        any thread, until they are complete.
+    """
+    events = []
+    copies = []
+    for tensor in tensors:
+        if tensor.device.type != "cuda":
+            copies.append(tensor.detach().cpu().contiguous().view(-1))
+            continue
+        source, stream = tensor.detach().contiguous().view(-1), _copy_stream(tensor.device)
+        copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            copy.copy_(source, non_blocking=True)
+            source.record_stream(stream)
+            events.append(stream.record_event())
+        copies.append(copy)
+
+    def wait() -> None:
+        for event in events:
+            event.synchronize()
+
+    return copies, wait
