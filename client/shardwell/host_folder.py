@@ -49,7 +49,7 @@ class HostFolder:
         while time.monotonic() < give_up:
             try:
                 return self._take_part()
-            except (FileNotFoundError, BlockingIOError):  # somebody is removing it at this moment
+            except (FileExistsError, FileNotFoundError, BlockingIOError):  # somebody is removing it at this moment
                 time.sleep(_LONGEST_DELAY_S)
         raise OSError(errno.EBUSY, f"somebody keeps a lock on it for more than {_ENTER_LIMIT_S:.0f} s", str(self.path))
 

@@ -105,8 +105,11 @@ class ServiceClient:
         Args:
             rpc_name: Its name in the proto file.
             request: Its request message.
-            timeout_s: How long the answer may take.
+            timeout_s: How long the answer may take, and how long to try again while the peer is unavailable.
         """
+        return self.attempt(lambda: self._open(rpc_name, request, timeout_s), retry_for_s=timeout_s)
+
+    def _open(self, rpc_name: str, request: Any, timeout_s: float) -> StandingRpc:
         call = self.byte_response_stub(rpc_name)(request)
         # Not the rpc's deadline: that would end it after the answer too.
         timer, give_up = threading.Timer(timeout_s, call.cancel), time.monotonic() + timeout_s
@@ -116,7 +119,7 @@ class ServiceClient:
         except grpc.RpcError as error:
             if time.monotonic() >= give_up:
                 raise DeadlineError(f"{self.peer} did not answer {rpc_name} within {timeout_s:g} s") from error
-            raise from_rpc_error(error, self.peer) from error
+            raise
         finally:
             timer.cancel()
         return StandingRpc(answer, call)

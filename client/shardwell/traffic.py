@@ -21,6 +21,11 @@ from shardwell_wire.v1 import shard_pb2
 _GATHER_THREADS, _PUSH_THREADS = 16, 8
 """Threads mostly wait for the network; a gather may also wait for a version."""
 
+_LOOKING_S = 0.1
+"""A version in shared memory is looked for so long before its servers are asked, who may know that it is gone."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteUnit:
@@ -78,6 +83,42 @@ class GatherFuture(Future[int]):
         self.set_result(self._parts[0].result())
 
 
+class VersionInPlace(Future[int]):
+    """A version that comes to be in memory that is read in place: one looks for it when it is needed, no sooner.
+
+    Args:
+        unit: The unit, all of whose servers share their memory.
+        version: The one to wait for.
+        stats: Counts the time waited for it.
+    """
+
+    def __init__(self, unit: RemoteUnit, version: int, stats: TrafficStats) -> None:
+        super().__init__()
+        self._unit, self._version, self._stats = unit, version, stats
+
+    def result(self, timeout: float | None = None) -> int:
+        if not self.done():
+            started = time.perf_counter()
+            try:
+                self.set_result(self._wait())
+            except ShardwellError as error:
+                self.set_exception(error)
+            self._stats.gather_wait_s += time.perf_counter() - started
+        return super().result(timeout)
+
+    def _wait(self) -> int:
+        vector = self._unit.vector
+        assert vector is not None
+        # An update takes milliseconds, and asking the server about one nearly as much of two processors' time.
+        give_up, pause_s = time.perf_counter() + _LOOKING_S, _FIRST_PAUSE_S
+        while not vector.shows(self._version):
+            if time.perf_counter() > give_up:
+                return min(shard.await_version(self._version) for shard in self._unit.shards)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return self._version
+
+
 class Traffic:
     """Background gathers and pushes of one trainer.
 
@@ -122,6 +163,8 @@ class Traffic:
             there: Future[int] = Future()
             there.set_result(version)
             return there
+        if all(shard.cached is None for shard in unit.shards):
+            return VersionInPlace(unit, version, self.stats)
         parts = [self._gathers.submit(shard.await_version, version) for shard in unit.shards]
         return GatherFuture(parts, self.stats)
 

@@ -219,7 +219,8 @@ class Unit:
         if self.state is UnitState.FREED:
             return
         if self._fetched is not None:
-            wait([self._fetched])
+            if self._shared is None:
+                wait([self._fetched])  # it is writing into the memory
             self._fetched = None
         self._release()
 

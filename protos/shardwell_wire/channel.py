@@ -24,11 +24,12 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
 ]
-"""A dead peer is noticed within 15 s even on an idle connection; a restarted one within about 1 s."""
+"""A dead peer is noticed within 15 s even on an idle connection; a restarted one within about 1 s. One that is
+busy gets 5 s to answer a connection attempt (gRPC calls that the least backoff)."""
 
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *_SHARED_OPTIONS,

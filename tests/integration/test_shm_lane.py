@@ -106,7 +106,7 @@ class LanedUnit:
         pieces = [
             Piece(segment.start_bytes, gradient) for segment, gradient in zip(self.one.segments, gradients, strict=True)
         ]
-        self.lane.deliver(self.header(**changes), pieces, AS_STORED, timeout_s=20.0, retry_for_s=0.0)
+        self.lane.lay(self.header(**changes), pieces, AS_STORED, timeout_s=20.0, retry_for_s=0.0)()
 
     def open_mailbox(self, **changes: Any) -> shard_pb2.OpenMailboxResponse:
         fields = {"run": self.one.run, "unit": self.one.layout.unit, "lane": self.lane._name}
@@ -461,7 +461,7 @@ def test_no_room_for_mailboxes_is_said_once_and_gradients_are_streamed(
     with closing(connect(one)) as connection:
         monkeypatch.setattr(laned.server._shared, "create", full)
         for rank in (0, 1):
-            remote(one, connection).send(laned.header(rank=rank), flats(one, 1.0))
+            remote(one, connection).begin_send(laned.header(rank=rank), flats(one, 1.0))()
     one.prepare(0)
     one.update(0)
     assert_all(one.gather(1)[1], -1.0)
@@ -550,7 +550,7 @@ def test_a_trainer_that_gives_ranks_up_gives_their_mailboxes_back() -> None:
         with closing(connect(units[0], "shm")) as both, closing(connect(units[0], "shm")) as late:
             for step, owners in enumerate([(both, both), (both, late)]):
                 for one, (rank, owner) in product(units, enumerate(owners)):
-                    remote(one, owner).send(header(one, step=step, rank=rank), flats(one, 1.0))
+                    remote(one, owner).begin_send(header(one, step=step, rank=rank), flats(one, 1.0))()
                 manifests = [
                     shard_pb2.RankManifest(
                         dp_rank=rank,
