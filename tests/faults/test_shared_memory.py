@@ -86,7 +86,8 @@ def test_a_trainer_that_was_stopped_past_its_lease_changes_nothing(
     assert len(result["losses"]) == STEPS + (STEPS - 2)
     assert late["returncode"] == 1
     assert "sha256" not in late
-    assert late["stderr"].splitlines()[-1].startswith("shardwell_wire.errors."), late["stderr"]
+    # Its log may go on after the error.
+    assert any(line.startswith("shardwell_wire.errors.") for line in late["stderr"].splitlines()), late["stderr"]
     wait_until(lambda: files() == UNITS * len(cluster.shards), "only the shards are left")
 
 
