@@ -21,7 +21,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "glibc's default": {"MALLOC_PERTURB_": "0"},  # changes nothing: only tells join to keep off
     "threshold 1 MB": {"MALLOC_MMAP_THRESHOLD_": "1000000"},
     "threshold 4 MB": {"MALLOC_MMAP_THRESHOLD_": "4000000"},
-    "as join sets it (4 MiB, two heaps)": {},
+    "as join sets it": {},
 }
 
 

@@ -17,6 +17,8 @@ from torch import nn
 import shardwell
 
 WIDTH, NUM_BLOCKS = 512, 12
+PUSH_BYTES = 16 << 20
+"""A block's gradients may be on their way, not the whole model's: what is measured is what is held."""
 
 
 class Block(nn.Module):
@@ -36,7 +38,11 @@ def own_bytes() -> int:
 def main(address: str, lanes: str | None = None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    session = None if address == "plain" else shardwell.join(address, run=f"memory over {lanes}", lanes=lanes)
+    session = (
+        None
+        if address == "plain"
+        else shardwell.join(address, run=f"memory over {lanes}", lanes=lanes, push_bytes=PUSH_BYTES)
+    )
     # What a first use costs once (kernels, connections, threads) is no part of the comparison.
     warm = Block() if session is None else shardwell.fully_shard(Block(), session)
     warm(torch.randn(2, WIDTH)).sum().backward()
