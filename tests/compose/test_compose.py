@@ -83,6 +83,7 @@ def test_containers_run_without_privileges() -> None:
 
 def test_the_train_profile_trains_on_all_servers() -> None:
     output = compose("--profile", "train", "up", "--no-log-prefix", "trainer")
+    assert "read weights in place" in " ".join(output.split()), "trainers see the shard servers' memory"
     assert f"step {STEPS:4d}/{STEPS}" in output and "The loss fell from" in output
     summary = next(run for run in call("ListRuns")["runs"] if run["run"] == "gpt")
     assert (summary["committed_step"], summary["live_trainer_count"]) == (str(STEPS), 0)
