@@ -121,7 +121,7 @@ def main() -> None:
     measured = [name for name in ways if name not in failures]
     written.write(
         results={
-            "settings": {name: str(value) for name, value in vars(arguments).items()},
+            "settings": {name: str(value) for name, value in vars(arguments).items() if name != "results"},
             "failures": failures,
             "in_place": sorted(in_place),
             "seconds": seconds,

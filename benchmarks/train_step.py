@@ -185,7 +185,7 @@ def main() -> None:
     agreement = check_losses(measured)
     written.write(
         results={
-            "settings": {name: str(value) for name, value in vars(arguments).items()},
+            "settings": {name: str(value) for name, value in vars(arguments).items() if name != "results"},
             "parameters": models.count_parameters(benchmark.config),
             "failures": failures,
             "step_s": {mode: asdict(summary) for mode, summary in steps.items()},

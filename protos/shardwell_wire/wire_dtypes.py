@@ -278,34 +278,6 @@ def decode_pieces(data: Buffer, wire_dtype: WireDType, pieces: Sequence[Piece]) 
         run.decode(0, cells)
 
 
-def encode(values: torch.Tensor, first_byte: int, wire_dtype: WireDType, out: memoryview) -> None:
-    """Encodes consecutive elements of one parameter.
-
-    Args:
-        values: Contiguous, on the CPU. [numel]
-        first_byte: Where they begin in the unit's flat vector.
-        wire_dtype: How float32 travels.
-        out: Receives the stream. [encoded_size(segment)]
-    """
-    stream = bytes_tensor(out)
-    for run, cells in _split(Piece(first_byte, values).runs(wire_dtype), stream):
-        run.encode(0, cells)
-
-
-def decode(data: Buffer, first_byte: int, wire_dtype: WireDType, out: torch.Tensor) -> None:
-    """Decodes what ``encode`` made.
-
-    Args:
-        data: The stream of one piece. [encoded_size(segment)]
-        first_byte: Where the piece begins in the unit's flat vector.
-        wire_dtype: How float32 travels.
-        out: Receives the values; contiguous, on the CPU. [numel]
-    """
-    stream = bytes_tensor(data)
-    for run, cells in _split(Piece(first_byte, out).runs(wire_dtype), stream):
-        run.decode(0, cells)
-
-
 def _split(runs: list[Run], stream: torch.Tensor) -> list[tuple[Run, torch.Tensor]]:
     """Each run with its part of the stream."""
     sizes = [run.size_bytes for run in runs]

@@ -10,13 +10,11 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-import torch
 
 import shardwell
-from tests.support import transformer
 from tests.support.cluster import small_run, wait_until
 from tests.support.processes import TrainerProcess
-from tests.support.reference import ADAMW, sha256, train_plain
+from tests.support.reference import undisturbed_sha256
 from tests.support.shared_files import SHARED_MEMORY, files_of, folder_of
 
 STEPS = 8
@@ -32,13 +30,7 @@ def cluster() -> Iterator[shardwell.LocalCluster]:
 
 @pytest.fixture(scope="module")
 def undisturbed_hash() -> str:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    model = transformer.build()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-    train_plain(model, optimizer, transformer.batch, dp=2, steps=STEPS)
-    torch.set_num_threads(threads)
-    return sha256(model.state_dict())
+    return undisturbed_sha256(dp=2, steps=STEPS)
 
 
 class FileCount:

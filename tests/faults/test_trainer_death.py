@@ -6,12 +6,10 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 import shardwell
-from tests.support import transformer
 from tests.support.processes import TrainerProcess
-from tests.support.reference import ADAMW, sha256, train_plain
+from tests.support.reference import undisturbed_sha256
 
 STEPS = 6
 
@@ -24,13 +22,7 @@ def cluster() -> Iterator[shardwell.LocalCluster]:
 
 @pytest.fixture(scope="module")
 def undisturbed_hash() -> str:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    model = transformer.build()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-    train_plain(model, optimizer, transformer.batch, dp=2, steps=STEPS)
-    torch.set_num_threads(threads)
-    return sha256(model.state_dict())
+    return undisturbed_sha256(dp=2, steps=STEPS)
 
 
 @pytest.mark.parametrize("killed_rank", [0, 1])

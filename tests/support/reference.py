@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwell.data import derive_seed
+from tests.support import transformer
 
 ADAMW: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 """What the parity tests train with, here and there."""
@@ -53,3 +54,15 @@ def sha256(state: Mapping[str, torch.Tensor]) -> str:
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def undisturbed_sha256(*, dp: int, steps: int) -> str:
+    """The weights of the small transformer after a run in which nothing fails."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = transformer.build()
+    train_plain(
+        model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), transformer.batch, dp=dp, steps=steps
+    )
+    torch.set_num_threads(threads)
+    return sha256(model.state_dict())

@@ -23,9 +23,7 @@ from shardwell_wire.wire_dtypes import (
     INT8_BLOCK_NUMEL,
     Piece,
     WireDType,
-    decode,
     decode_pieces,
-    encode,
     encode_pieces,
     round_trip_,
     segment_pieces,
@@ -110,7 +108,7 @@ def values_of(numel: int, seed: int = 0) -> torch.Tensor:
 def encoded(x: torch.Tensor, first_byte: int, wire_dtype: WireDType) -> bytes:
     piece = Piece(first_byte, x)
     out = bytearray(sum(run.size_bytes for run in piece.runs(wire_dtype)))
-    encode(x, first_byte, wire_dtype, memoryview(out))
+    encode_pieces([Piece(first_byte, x)], wire_dtype, memoryview(out))
     return bytes(out)
 
 
@@ -122,7 +120,7 @@ def test_every_bit_is_the_slow_references(wire_dtype: WireDType, first_byte: int
     stream, expected = slow(x, first_byte, wire_dtype)
     assert encoded(x, first_byte, wire_dtype) == stream
     arrived = torch.full_like(x, 3.0)
-    decode(stream, first_byte, wire_dtype, arrived)
+    decode_pieces(stream, wire_dtype, [Piece(first_byte, arrived)])
     assert same_bits(arrived, expected)
     round_trip_(x, first_byte, wire_dtype, arrived.fill_(5.0))
     assert same_bits(arrived, expected)
@@ -139,7 +137,7 @@ def test_more_than_is_converted_at_once_is_the_sum_of_its_blocks(wire_dtype: Wir
     parts = [encoded(x[a:b], first_byte + 4 * a, wire_dtype) for a, b in pairwise(bounds)]
     assert b"".join(parts) == whole
     arrived, rounded = torch.empty_like(x), torch.empty_like(x)
-    decode(whole, first_byte, wire_dtype, arrived)
+    decode_pieces(whole, wire_dtype, [Piece(first_byte, arrived)])
     round_trip_(x, first_byte, wire_dtype, rounded)
     assert same_bits(arrived, rounded)
 
@@ -151,7 +149,7 @@ def test_only_float32_is_converted(wire_dtype: WireDType, dtype: torch.dtype) ->
     stream = encoded(x, 64, wire_dtype)
     assert stream == bytes(x.view(torch.uint8).tolist())
     arrived, rounded = torch.zeros_like(x), torch.zeros_like(x)
-    decode(stream, 64, wire_dtype, arrived)
+    decode_pieces(stream, wire_dtype, [Piece(64, arrived)])
     round_trip_(x, 64, wire_dtype, rounded)
     assert same_bits(arrived, x)
     assert same_bits(rounded, x)
@@ -166,7 +164,7 @@ def test_what_is_not_finite_stays_not_finite_and_spoils_only_its_block(
     x = torch.ones(1000)
     x[where] = bad
     arrived = torch.empty_like(x)
-    decode(encoded(x, 0, wire_dtype), 0, wire_dtype, arrived)
+    decode_pieces(encoded(x, 0, wire_dtype), wire_dtype, [Piece(0, arrived)])
     assert not arrived[where].isfinite()
     block = slice(where // 256 * 256, where // 256 * 256 + 256)
     expected = torch.ones(1000)
@@ -297,5 +295,5 @@ def test_gradients_that_autograd_tracks_and_inference_mode_are_no_obstacle(wire_
     with torch.inference_mode():
         assert encoded(x, 0, wire_dtype) == stream
     arrived = torch.empty(300)
-    decode(stream, 0, wire_dtype, arrived)
+    decode_pieces(stream, wire_dtype, [Piece(0, arrived)])
     assert same_bits(arrived, slow(x.detach(), 0, wire_dtype)[1])
