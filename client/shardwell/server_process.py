@@ -34,6 +34,7 @@ class ServerProcess:
         self.log_path = log_path
         self._arguments = list(arguments)
         self._address: str | None = None
+        self._asked_to_stop = False
         self._process = self._start()
 
     @property
@@ -73,6 +74,7 @@ class ServerProcess:
         self.kill()
         listen = self._arguments.index("--listen") + 1
         self._arguments[listen] = self.address
+        self._asked_to_stop = False
         self._process = self._start()
         self.wait_ready(deadline)
 
@@ -91,8 +93,9 @@ class ServerProcess:
         self._reap()
 
     def ask_to_stop(self) -> None:
-        """Sends SIGTERM and returns; ``stop`` waits for it."""
-        if self.exit_code is None:
+        """Sends SIGTERM, once, and returns; ``stop`` waits for the end."""
+        if not self._asked_to_stop and self.exit_code is None:
+            self._asked_to_stop = True
             self._process.terminate()
 
     def _start(self) -> subprocess.Popen[bytes]:

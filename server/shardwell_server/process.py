@@ -135,8 +135,15 @@ async def _done_before(stop: asyncio.Event, starting: Coroutine[object, object, 
 def stop_event(endpoint: Endpoint) -> asyncio.Event:
     """Set at SIGTERM or SIGINT, and at the starter's end if the endpoint is to end with it."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def ask_to_stop(*_: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(stop.set)
+
+    # Not the loop's own handlers: they go with the loop, and a second signal would then kill a process that has
+    # stopped well.
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        signal.signal(number, ask_to_stop)
     if endpoint.exit_with_parent:
         threading.Thread(target=_stop_at_end_of_input, args=(loop, stop.set), daemon=True).start()
     return stop

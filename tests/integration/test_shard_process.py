@@ -81,6 +81,27 @@ def test_it_can_be_stopped_while_there_is_no_coordinator(how: str) -> None:
         assert "Traceback" not in shard.stderr.read()
 
 
+SECOND_SIGNAL = """
+import os, signal
+from shardwell_server import process
+
+async def main():
+    stop = process.stop_event(process.Endpoint())
+    os.kill(os.getpid(), signal.SIGTERM)
+    await stop.wait()
+
+process.run(main(), log_level="error")
+os.kill(os.getpid(), signal.SIGTERM)
+print("ended well")
+"""
+
+
+def test_a_second_signal_does_not_spoil_a_clean_end() -> None:
+    command = [sys.executable, "-c", SECOND_SIGNAL]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "ended well\n"), ended
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "complaint"),
     [
