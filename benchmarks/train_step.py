@@ -28,7 +28,18 @@ _MEMORY_STEPS = 2
 _LOSS_TOLERANCE = 1e-2
 """Relative. Sums in another order move a loss far less in a few steps; other data or weights move it more."""
 
-MODES = ("plain", "plain2", "ddp", "fsdp2", "fsdp2_prefetch", "shardwell_shm", "shardwell_socket", "shardwell_grpc")
+MODES = (
+    "plain",
+    "plain2",
+    "ddp",
+    "fsdp2",
+    "fsdp2_prefetch",
+    "shardwell_shm",
+    "shardwell_socket",
+    "shardwell_socket_keep",
+    "shardwell_grpc",
+)
+_ALL_BYTES = 1 << 40
 _FSDP2_MODES = ("fsdp2", "fsdp2_prefetch")
 
 
@@ -56,6 +67,11 @@ class Measured:
         return total / self.steps_in_counters
 
 
+def _join_options(lane: str = "", kept: str = "") -> dict[str, Any]:
+    """Of a mode's name: which lane alone is used, and whether weights stay from the forward to the backward."""
+    return ({"lanes": lane} if lane else {}) | ({"keep_bytes": _ALL_BYTES} if kept else {})
+
+
 class TrainStepBenchmark:
     """Measures modes by turns.
 
@@ -70,14 +86,14 @@ class TrainStepBenchmark:
 
     def spec(self, mode: str) -> TrainerSpec:
         """What the trainers of a mode do."""
-        kind, _, lanes = mode.partition("_") if mode.startswith("shardwell") else (mode, "", "")
+        kind, *options = mode.split("_") if mode.startswith("shardwell") else [mode]
         return TrainerSpec(
             mode="plain" if mode == "plain2" else kind,
             model=self.config,
             batch_size=self.arguments.batch_size,
             length=self.arguments.length,
             dp=1 if mode == "plain" else _NUM_RANKS,
-            join={"lanes": lanes} if lanes else {},
+            join=_join_options(*options),
         )
 
     def run(self) -> dict[str, str]:

@@ -1,42 +1,56 @@
-"""Has the C library use freed gradients again, and not return each to the system.
+"""Has the C library use freed gradients and activations again, and not return each to the system.
 
-By default glibc maps large blocks directly and unmaps them when they are freed: every gradient then costs
-the clearing of all its pages. Layers do not come from its heaps (``buffer_pool.py``, ``shared_vector.py``), so they
-leave no holes there.
+By default glibc maps large blocks directly and unmaps them when they are freed: every gradient of such a size then
+costs the clearing of all its pages, in every step. Layers do not come from its heaps (``buffer_pool.py``,
+``shared_vector.py``), so they leave no holes there. MALLOC_* or GLIBC_TUNABLES in the environment has precedence over
+all of this; without glibc it does nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 """From glibc's malloc.h."""
 
-_MMAP_THRESHOLD_BYTES = 32 << 20
-"""Most gradients are smaller. Glibc allows no more."""
-
-_TRIM_THRESHOLD_BYTES = 64 << 20
+_TRIM_THRESHOLD_BYTES = 1 << 30
 """So much may lie free at the end of a heap."""
 
 _NUM_ARENAS = 2
 """Background threads share heaps instead of keeping one each."""
 
 
-def use_freed_gradients_again() -> None:
-    """Sets it up for this process; MALLOC_* in the environment has precedence. No-op without glibc."""
-    if sys.platform != "linux" or any(key.startswith(("MALLOC_", "GLIBC_TUNABLES")) for key in os.environ):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
-        mallopt(_M_ARENA_MAX, _NUM_ARENAS)
+@functools.cache
+def share_heaps() -> None:
+    """Bounds the number of heaps of this process."""
+    _set(_M_ARENA_MAX, _NUM_ARENAS)
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """From now on all blocks come from the heaps, and what is freed stays there.
+
+    To be called when the first backward begins: the layers that were built before, and are on the servers now, were
+    mapped directly, so the heaps have no holes of them, and what a step needs at once is what they grow to.
+    """
+    _set(_M_MMAP_MAX, 0)
+    _set(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
 
 
 def trim() -> None:
     """Gives what lies free in the heaps back to the system, once."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if malloc_trim is not None:
+    if (malloc_trim := _of_glibc("malloc_trim")) is not None:
         malloc_trim(0)
+
+
+def _set(parameter: int, value: int) -> None:
+    mallopt = _of_glibc("mallopt")
+    if mallopt is not None and not any(key.startswith(("MALLOC_", "GLIBC_TUNABLES")) for key in os.environ):
+        mallopt(parameter, value)
+
+
+def _of_glibc(name: str) -> ctypes._NamedFuncPointer | None:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

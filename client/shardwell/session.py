@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwell.allocator import use_freed_gradients_again
+from shardwell.allocator import share_heaps
 from shardwell.config import JoinConfig
 from shardwell.coordinator_client import CoordinatorClient
 from shardwell.local_cluster import LocalCluster
@@ -116,7 +116,7 @@ class Session:
     """
 
     def __init__(self, config: JoinConfig) -> None:
-        use_freed_gradients_again()
+        share_heaps()
         self.config = config
         self._cluster = None if config.address else LocalCluster(num_shards=1).__enter__()
         address = config.address or (self._cluster.address if self._cluster else "")

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from shardwell.allocator import keep_freed_memory
 from shardwell.buffer_pool import BufferPool
 from shardwell.collect import FoundParameter
 from shardwell.flat_vector import Memory
@@ -264,6 +265,7 @@ class Units:
     def _current_backward(self) -> _Backward:
         task = backward_task()
         if task not in self._backwards:
+            keep_freed_memory()
             self._backwards[task] = _Backward()
             Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
         return self._backwards[task]

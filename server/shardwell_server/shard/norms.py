@@ -35,8 +35,7 @@ def block_squares(values: torch.Tensor, first_byte: int) -> list[float]:
 
 def _row_squares(rows: torch.Tensor) -> list[float]:
     """[num_rows, row] -> [num_rows]"""
-    wide = rows.double()
-    squares: list[float] = torch.linalg.vecdot(wide, wide).tolist()
+    squares: list[float] = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square().tolist()
     return squares
 
 

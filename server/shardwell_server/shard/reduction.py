@@ -95,12 +95,19 @@ def mean_in_rank_order(terms: Sequence[torch.Tensor], dp: int, out: torch.Tensor
         total = terms[0].float()
         for term in terms[1:]:
             total += term
-        out.copy_(total.div_(dp))
+        out.copy_(_divide(total, dp, out=total))
         return
     if len(terms) == 1:
-        torch.div(terms[0], dp, out=out)
+        _divide(terms[0], dp, out=out)
         return
     torch.add(terms[0], terms[1], out=out)
     for term in terms[2:]:
         out += term
-    out.div_(dp)
+    _divide(out, dp, out=out)
+
+
+def _divide(values: torch.Tensor, dp: int, *, out: torch.Tensor) -> torch.Tensor:
+    """The quotient. By a power of two it is the same as a product, which takes half the time."""
+    if dp & (dp - 1):
+        return torch.div(values, dp, out=out)
+    return torch.mul(values, 1.0 / dp, out=out)
