@@ -49,9 +49,9 @@ def test_a_version_that_is_not_there_is_waited_for_by_name(server: ShardServer) 
     assert isinstance(error, DeadlineError)
     assert "version 3 of unit 'u' of run 'r'; the newest is 0" in str(error)
     gone = one.open_gather(1)
-    server.until(lambda: len(one.shard._changed._waiters) == 1, "somebody waits")
+    server.until(lambda: len(one.shard.values._changed._waiters) == 1, "somebody waits")
     gone.cancel()
-    server.until(lambda: len(one.shard._changed._waiters) == 0, "nobody waits")
+    server.until(lambda: len(one.shard.values._changed._waiters) == 0, "nobody waits")
     train(one, 0)
     assert isinstance(error_of(lambda: one.gather(0)), VersionGoneError)
 
@@ -150,7 +150,9 @@ def test_a_reader_that_vanishes_releases_what_it_read(server: ShardServer) -> No
     reading = one.open_gather()
     next(iter(reading))
     reading.cancel()
-    server.until(lambda: one.shard.parameters is not None and one.shard.parameters.readers == 0, "it is released")
+    server.until(
+        lambda: one.shard.values.parameters is not None and one.shard.values.parameters.readers == 0, "it is released"
+    )
     train(one, 0)
     assert server.taken_bytes() == one.size
 
@@ -163,7 +165,7 @@ def test_deleting_a_run_ends_everything_that_waits_reads_or_sends(server: ShardS
     two = OneUnit(server, layout_of("v", a=((60_000,), "float32")), index=1)
     two.reserve()
     waiting = in_background(lambda: one.gather(1))
-    server.until(lambda: len(one.shard._changed._waiters) == 1, "somebody waits")
+    server.until(lambda: len(one.shard.values._changed._waiters) == 1, "somebody waits")
     reading = iter(one.open_gather())
     next(reading)
     pushing = one.open_push().send(*one.push_messages(one.filled(1.0))[:-1])

@@ -178,7 +178,7 @@ def test_a_range_outside_the_shard_cannot_be_gathered(server: ShardServer, start
     assert isinstance(error_of(lambda: list(stub(request, timeout=5))), InvalidRequestError)
     too_large = one.gather_request(chunk_bytes=codec.MAX_CHUNK_BYTES + 1)
     assert isinstance(error_of(lambda: list(stub(too_large, timeout=5))), InvalidRequestError)
-    assert server.look(lambda: one.shard.parameters is not None and one.shard.parameters.readers) == 0
+    assert server.look(lambda: one.shard.values.parameters is not None and one.shard.values.parameters.readers) == 0
 
 
 def test_reservations_are_checked_and_may_be_repeated(server: ShardServer) -> None:

@@ -346,7 +346,7 @@ def test_a_failed_update_is_never_read(server: ShardServer, monkeypatch: pytest.
     for ask in (one.gather, lambda: one.gather(0), lambda: one.update(0)):
         error = error_of(ask)
         assert isinstance(error, InternalError)
-        assert "the update of unit 'u' of run 'r' for step 0 failed midway" in str(error)
+        assert "the update of unit 'u' of run 'r' to version 1 failed midway" in str(error)
     one.drop()
     assert (server.taken_bytes(), server.staged_bytes()) == (0, 0)
 

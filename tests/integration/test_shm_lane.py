@@ -169,7 +169,7 @@ def test_a_shard_is_read_where_it_lies_and_seen_to_change(laned: LanedUnit) -> N
 
 def test_locating_waits_for_the_version(laned: LanedUnit) -> None:
     waiting = in_background(partial(laned.locate, 1))
-    laned.server.until(lambda: len(laned.one.shard._changed._waiters) == 1, "somebody waits")
+    laned.server.until(lambda: len(laned.one.shard.values._changed._waiters) == 1, "somebody waits")
     train(laned.one, 0)
     assert next(waiting).version == 1
 

@@ -237,7 +237,7 @@ def test_a_request_id_is_known_again_over_another_way(laned: LanedUnit) -> None:
 
 def test_a_version_is_waited_for(laned: LanedUnit) -> None:
     waiting = in_background(partial(laned.gather, 1))
-    laned.server.until(lambda: len(laned.one.shard._changed._waiters) == 1, "somebody waits")
+    laned.server.until(lambda: len(laned.one.shard.values._changed._waiters) == 1, "somebody waits")
     train(laned.one, 0)
     version, flat = next(waiting)
     assert version == 1
@@ -255,8 +255,8 @@ def test_waiting_ends_with_the_deadline_and_says_for_what(laned: LanedUnit) -> N
 def test_waiting_ends_with_the_connection(laned: LanedUnit) -> None:
     with Peer(laned) as peer:
         peer.request(Kind.GATHER, laned.one.gather_request(1))
-        laned.server.until(lambda: len(laned.one.shard._changed._waiters) == 1, "somebody waits")
-    laned.server.until(lambda: len(laned.one.shard._changed._waiters) == 0, "nobody waits")
+        laned.server.until(lambda: len(laned.one.shard.values._changed._waiters) == 1, "somebody waits")
+    laned.server.until(lambda: len(laned.one.shard.values._changed._waiters) == 0, "nobody waits")
 
 
 def test_two_gathers_at_once_are_not_mixed_up(big: LanedUnit) -> None:
@@ -317,7 +317,7 @@ def test_bytes_that_moved_under_a_reader_are_not_vouched_for(big: LanedUnit) -> 
         assert peer.frame()[0] is Kind.GATHERING
 
         def move() -> None:
-            parameters = big.one.shard.parameters
+            parameters = big.one.shard.values.parameters
             assert parameters is not None
             parameters.buffer = parameters.buffer.clone()
 
@@ -524,7 +524,7 @@ def test_a_reader_that_vanishes_releases_what_it_read(big: LanedUnit) -> None:
     with Peer(big) as peer:
         peer.request(Kind.GATHER, big.one.gather_request())
         assert peer.frame()[0] is Kind.GATHERING
-        parameters = big.one.shard.parameters
+        parameters = big.one.shard.values.parameters
         assert parameters is not None
         assert big.server.look(lambda: parameters.readers) == 1
     big.server.until(lambda: parameters.readers == 0, "nobody reads")
@@ -534,7 +534,7 @@ def test_a_deadline_within_a_frame_ends_the_connection_and_nothing_else(big: Lan
     with Peer(big) as slow:
         slow.send(frames.encode_request(Kind.GATHER, big.one.gather_request(), 1.0))
         assert slow.frame()[0] is Kind.GATHERING
-        parameters = big.one.shard.parameters
+        parameters = big.one.shard.values.parameters
         assert parameters is not None
         big.server.until(lambda: parameters.readers == 0, "nobody reads")
         rest = slow.read(big.one.size)
@@ -562,12 +562,12 @@ def test_a_connection_that_broke_while_idle_is_replaced(laned: LanedUnit) -> Non
 def test_a_connection_that_breaks_is_tried_again_for_as_long_as_asked(laned: LanedUnit) -> None:
     for retry_for_s, outcome in ((0.0, "fails"), (20.0, "succeeds")):
         waiting = in_background(partial(laned.gather, 1, retry_for_s=retry_for_s))
-        laned.server.until(lambda: len(laned.one.shard._changed._waiters) == 1, "somebody waits")
+        laned.server.until(lambda: len(laned.one.shard.values._changed._waiters) == 1, "somebody waits")
         cut(laned)
         if outcome == "fails":
             assert isinstance(error_of(partial(next, waiting)), UnavailableError)
             continue
-        laned.server.until(lambda: len(laned.one.shard._changed._waiters) == 1, "it waits again")
+        laned.server.until(lambda: len(laned.one.shard.values._changed._waiters) == 1, "it waits again")
         train(laned.one, 0)
         assert next(waiting)[0] == 1
 
@@ -588,7 +588,7 @@ def test_a_server_that_does_not_answer_is_given_up_in_time() -> None:
 def test_closing_the_lane_closes_its_connections_and_ends_what_is_in_flight(server: ShardServer) -> None:
     with closing_lane(LanedUnit(server)) as laned, closing_lane(LanedUnit(server)) as other, Peer(laned) as peer:
         waiting = in_background(partial(laned.gather, 1, retry_for_s=20.0))
-        server.until(lambda: len(laned.one.shard._changed._waiters) == 1, "somebody waits")
+        server.until(lambda: len(laned.one.shard.values._changed._waiters) == 1, "somebody waits")
         laned.lane.close()
         assert isinstance(error_of(partial(next, waiting)), UnavailableError)
         assert peer.is_closed()
@@ -604,7 +604,7 @@ def test_a_lane_that_the_server_closed_fails_at_once() -> None:
     with ShardServer() as server:
         laned = LanedUnit(server)
         waiting = in_background(partial(laned.gather, 1, retry_for_s=1000.0))
-        server.until(lambda: len(laned.one.shard._changed._waiters) == 1, "somebody waits")
+        server.until(lambda: len(laned.one.shard.values._changed._waiters) == 1, "somebody waits")
     assert isinstance(error_of(partial(next, waiting)), UnavailableError)
     assert isinstance(error_of(lambda: laned.gather(retry_for_s=1000.0)), UnavailableError)
 

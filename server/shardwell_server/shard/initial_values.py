@@ -44,15 +44,15 @@ async def receive(
                 name = shard.layout.parameters[shard.segments[number].parameter_index].name
                 raise NonFiniteError(f"the initial value of parameter {name!r} has NaN or infinity", parameter=name)
             if shard.version is None:
-                shard.accept_initial(epoch, received)
+                shard.values.accept_initial(epoch, received)
 
     await shard.streams.replace("initial values", (epoch,), what, take)
 
 
 def _check_epoch(shard: UnitShard, epoch: int) -> None:
-    if epoch < shard.initial_epoch:
+    if epoch < shard.values.initial_epoch:
         raise StaleEpochError(
-            f"{shard.what}: epoch {epoch} is over, the initial values of epoch {shard.initial_epoch} are here",
+            f"{shard.what}: epoch {epoch} is over, the initial values of epoch {shard.values.initial_epoch} are here",
             epoch=epoch,
-            newest=shard.initial_epoch,
+            newest=shard.values.initial_epoch,
         )

@@ -119,11 +119,11 @@ async def peek(store: ShardStore, request: shard_pb2.PeekRequest) -> shard_pb2.P
 
 
 def _peeked(shard: UnitShard, number: int, request: shard_pb2.PeekRequest) -> torch.Tensor:
-    shard.check_whole()
-    if shard.version is None or shard.parameters is None:
+    shard.values.check_whole()
+    if shard.version is None or shard.values.parameters is None:
         raise StepStateError(f"{shard.what} has no published values yet")
     if request.source in (shard_pb2.PEEK_SOURCE_UNSPECIFIED, shard_pb2.PEEK_SOURCE_PARAMETER):
-        return shard.views(shard.parameters.buffer)[number]
+        return shard.views(shard.values.parameters.buffer)[number]
     if request.source == shard_pb2.PEEK_SOURCE_GRADIENT:
         gradient = None if shard.reduced is None else shard.reduced.gradients[number]
         if gradient is None:

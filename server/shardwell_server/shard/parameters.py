@@ -72,6 +72,11 @@ class Home:
         memory.note_shared(self.buffer.numel())
         self.buffer = self.segment.buffer
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the shard."""
+        return self.buffer.numel()
+
     def show(self, version: int) -> None:
         """Says to those who map the bytes which version they are, or ``UPDATING``."""
         if self.segment is not None:

@@ -56,7 +56,7 @@ class ShardServicer:
         self._store.check_term(request.coordinator_epoch)
         self._note(call, request.context, request)
         shard = self._store.run(request.context.run).shard(request.unit)
-        return shard_pb2.PublishUnitResponse(version=shard.publish(request.context.epoch))
+        return shard_pb2.PublishUnitResponse(version=shard.values.publish(request.context.epoch))
 
     async def Fence(self, request: shard_pb2.FenceRequest, call: Call) -> shard_pb2.FenceResponse:
         run = self._coordinated(request, call)
@@ -127,12 +127,13 @@ class ShardServicer:
         self._shm_lanes().lane(request.lane, request.run)
         shard = self._store.run(request.run).shard(request.unit)
         wanted = request.version if request.HasField("version") else None
-        version, parameters = await shard.read(wanted, call.remaining_s())
-        shard.release(parameters)
-        assert shard.home is not None
-        if shard.home.segment is None:
-            raise ConflictError(f"{shard.what} is not in shared memory: {shard.home.why_not_shared}")
-        segment = shard_pb2.SharedSegment(path=shard.home.segment.path, size_bytes=shard.size_bytes)
+        version, parameters = await shard.values.read(wanted, call.remaining_s())
+        shard.values.release(parameters)
+        home = shard.values.home
+        assert home is not None
+        if home.segment is None:
+            raise ConflictError(f"{shard.what} is not in shared memory: {home.why_not_shared}")
+        segment = shard_pb2.SharedSegment(path=home.segment.path, size_bytes=shard.size_bytes)
         return shard_pb2.LocateShardResponse(version=version, segment=segment)
 
     async def OpenMailbox(self, request: shard_pb2.OpenMailboxRequest, call: Call) -> shard_pb2.OpenMailboxResponse:

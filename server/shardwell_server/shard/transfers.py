@@ -68,7 +68,7 @@ async def reading(store: ShardStore, request: shard_pb2.GatherRequest, wait_s: f
     if request.chunk_bytes > codec.MAX_CHUNK_BYTES:
         raise InvalidRequestError(f"chunk_bytes is {request.chunk_bytes}: at most {codec.MAX_CHUNK_BYTES}")
     wanted = request.version if request.HasField("version") else None
-    version, parameters = await shard.read(wanted, wait_s)
+    version, parameters = await shard.values.read(wanted, wait_s)
     header = shard_pb2.GatherHeader(version=version, start_bytes=start, stop_bytes=stop)
     try:
         if not request.wire_dtype:
@@ -82,7 +82,7 @@ async def reading(store: ShardStore, request: shard_pb2.GatherRequest, wait_s: f
         finally:
             shard.encoded.release(encoded)
     finally:
-        shard.release(parameters)
+        shard.values.release(parameters)
 
 
 def _range(shard: UnitShard, request: shard_pb2.GatherRequest) -> tuple[int, int]:

@@ -1,8 +1,7 @@
-"""One shard of one unit: its parameters and their version, who reads them, and how the next version comes."""
+"""One shard of one unit: its values, the gradient of the step in flight, and how the next version is made of both."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -13,24 +12,19 @@ from shardwell_server.shard import segments
 from shardwell_server.shard.concurrency import OpenStreams
 from shardwell_server.shard.contributions import Contributions
 from shardwell_server.shard.encoded_versions import EncodedVersions
-from shardwell_server.shard.memory import Cover, IncomingBuffer, Memory
+from shardwell_server.shard.memory import Cover, Memory
 from shardwell_server.shard.optimizer import ShardOptimizer
-from shardwell_server.shard.parameters import Home, Parameters
 from shardwell_server.shard.reduction import Reduced, reduce_shard
 from shardwell_server.shard.shared_memory import SharedMemory
 from shardwell_server.shard.threads import InThread
+from shardwell_server.shard.values import Values
 from shardwell_wire.errors import (
-    DeadlineError,
-    InternalError,
     InvalidRequestError,
     NonFiniteError,
     NotFoundError,
-    ShardwellError,
     StepStateError,
-    VersionGoneError,
 )
 from shardwell_wire.layout import UnitLayout
-from shardwell_wire.shared_segment import UPDATING
 from shardwell_wire.v1 import common_pb2
 
 Result = TypeVar("Result")
@@ -67,11 +61,7 @@ class UnitShard:
         self.start_bytes, self.stop_bytes = start_bytes, stop_bytes
         self.segments = layout.segments(start_bytes, stop_bytes)
         self.segment_of = {segment.parameter_index: number for number, segment in enumerate(self.segments)}
-        self.version: int | None = None
-        self.parameters: Parameters | None = None
-        self.home: Home | None = None
-        self.initial_epoch = -1
-        """Under which the values that wait for publication came."""
+        self.values = Values(self.what, self.unit, memory, shared)
         self.streams = OpenStreams()
         """Of initial values and, by rank, of contributions."""
         self.contributions = Contributions()
@@ -80,13 +70,12 @@ class UnitShard:
         self.optimizer_bytes = 0
         self.initial_cover, self.contribution_cover = Cover(1), Cover(dp)
         self.encoded = EncodedVersions(layout, self.segments, start_bytes, memory)
-        self._memory, self._shared = memory, shared
-        self._superseded: Parameters | None = None
-        """The version before, in a copy, while somebody reads it."""
-        self._updating = False
-        self._failure: ShardwellError | None = None
-        """Why there are no values any more."""
-        self._changed = asyncio.Event()
+        self._memory = memory
+
+    @property
+    def version(self) -> int | None:
+        """The newest that can be read."""
+        return self.values.version
 
     @property
     def unit(self) -> str:
@@ -113,129 +102,18 @@ class UnitShard:
                 f"got [{start_bytes}, {stop_bytes})"
             )
 
-    # ---- reading ----
-
-    async def read(self, version: int | None, wait_s: float) -> tuple[int, Parameters]:
-        """The bytes of a version, kept as they are until ``release`` or until they are revoked.
-
-        Args:
-            version: None: the newest there is.
-            wait_s: How long to wait for it to exist.
-
-        Raises:
-            VersionGoneError: It has been overwritten.
-            DeadlineError: It does not exist yet.
-            NotFoundError: The run was deleted meanwhile.
-            InternalError: An update failed.
-        """
-        try:
-            async with asyncio.timeout(wait_s):
-                while not self._readable(version):
-                    await self._changed.wait()
-        except TimeoutError:
-            wanted = "any version" if version is None else f"version {version}"
-            newest = "there is none yet" if self.version is None else f"the newest is {self.version}"
-            raise DeadlineError(
-                f"waited {wait_s:.1f} s for {wanted} of {self.what}; {newest}",
-                unit=self.unit,
-                version=version,
-                newest=self.version,
-            ) from None
-        # From here to the return nothing is awaited: no update can begin in between.
-        self.check_whole()
-        assert self.version is not None and self.parameters is not None
-        if version is not None and version < self.version:
-            raise self._gone(version, self.version)
-        self.parameters.readers += 1
-        return self.version, self.parameters
-
-    def release(self, parameters: Parameters) -> None:
-        """A reader is done."""
-        parameters.readers -= 1
-        if parameters is self._superseded and parameters.readers == 0:
-            self._forget_superseded()
-
     def make_room(self) -> None:
         """Gives back what can be done without."""
         self.encoded.forget()
-        self.revoke_superseded()
-
-    def revoke_superseded(self) -> None:
-        """Takes the version before from those who still read it."""
-        if self._superseded is not None:
-            assert self.version is not None
-            self._superseded.revoked = self._gone(self.version - 1, self.version)
-            self._forget_superseded()
-
-    def _readable(self, version: int | None) -> bool:
-        if self._failure is not None:
-            return True
-        return not self._updating and self.version is not None and (version is None or self.version >= version)
-
-    def check_whole(self) -> None:
-        """Raises why there are no values any more: the run was deleted, or an update failed midway."""
-        if self._failure is not None:
-            raise type(self._failure)(str(self._failure), **self._failure.data)
-
-    def _gone(self, version: int, newest: int) -> VersionGoneError:
-        return VersionGoneError(
-            f"version {version} of {self.what} has been overwritten by version {newest}",
-            unit=self.unit,
-            version=version,
-            newest=newest,
-        )
-
-    def _forget_superseded(self) -> None:
-        assert self._superseded is not None
-        self._memory.pool.give(self._superseded.buffer)
-        self._memory.staging.give(self.size_bytes)
-        self._superseded = None
-
-    def _notify(self) -> None:
-        """Wakes those who wait for a change; they look for themselves."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    # ---- the first version, and the last ----
-
-    def accept_initial(self, epoch: int, received: IncomingBuffer) -> None:
-        """Takes complete initial values, replacing those that were here."""
-        assert self.version is None
-        if self.home is not None:
-            self.home.close()
-        self.home = Home(received, self._shared, self.what)
-        self.parameters, self.initial_epoch = Parameters(self.home.buffer), epoch
-
-    def publish(self, epoch: int) -> int:
-        """Makes the initial values of an epoch version 0, once; returns the version.
-
-        Raises:
-            StepStateError: They are not complete.
-        """
-        if self.version is not None:
-            return self.version
-        if self.parameters is None or self.initial_epoch != epoch:
-            raise StepStateError(f"{self.what}: the initial values of epoch {epoch} are not complete here")
-        assert self.home is not None
-        self.version = 0
-        self.home.show(self.version)
-        self._notify()
-        return self.version
+        self.values.revoke_superseded()
 
     def drop(self) -> None:
         """Forgets everything; those who wait, read or send are told that the run was deleted."""
-        self._failure = NotFoundError(f"run {self.run!r} was deleted", run=self.run)
-        self._notify()
-        self.streams.end_all(self._failure)
+        deleted = NotFoundError(f"run {self.run!r} was deleted", run=self.run)
+        self.streams.end_all(deleted)
         self.drop_contributions()
-        if self._superseded is not None:
-            self._superseded.revoked = self._failure
-            self._forget_superseded()
-        if self.parameters is not None and self.home is not None:
-            self.parameters.revoked, self.parameters.newest = self._failure, False
-            self.encoded.forget()
-            self.home.close()
-            self.parameters = self.home = None
+        self.encoded.forget()
+        self.values.drop(deleted)
 
     # ---- reducing ----
 
@@ -329,7 +207,7 @@ class UnitShard:
             ConflictError: The optimizer's state is another algorithm's.
             InternalError: An earlier update failed.
         """
-        self.check_whole()
+        self.values.check_whole()
         if self.version != step or self.reduced is None:
             raise StepStateError(
                 f"{self.what} is at version {self.version} and {'has a' if self.reduced else 'has no'} reduced "
@@ -354,59 +232,24 @@ class UnitShard:
     ) -> None:
         """Makes version ``step + 1`` of version ``step`` and the reduced gradient.
 
-        An update that fails midway leaves nothing that could be read or updated: its values are neither
-        of the two versions.
+        An update that fails midway leaves nothing that could be read or updated.
         """
-        assert self.home is not None
-        self._updating = True
-        try:
-            await self._leave_to_readers(in_thread)
-            self.home.show(UPDATING)
+        self.encoded.forget()
+        async with self.values.becoming(step + 1, in_thread):
             await self._work(in_thread, lambda: self.compute_update(optimizer, groups, clip_coefficient))
-        except BaseException as error:
-            self._failure = InternalError(
-                f"the update of {self.what} for step {step} failed midway and its values are lost "
-                f"({type(error).__name__}); the server's log has the details",
-                unit=self.unit,
-            )
-            raise
-        else:
-            self.version = step + 1
-            self.home.show(self.version)
-            self.forget_reduced()
-            self.contributions.end_step()
-            self._note_optimizer()
-        finally:
-            self._updating = False
-            self._notify()
+        self.forget_reduced()
+        self.contributions.end_step()
+        self._note_optimizer()
 
     def compute_update(
         self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, clip_coefficient: float
     ) -> None:
         """Applies the optimizer in place."""
-        assert self.reduced is not None and self.home is not None
+        assert self.reduced is not None and self.values.home is not None
         if self.optimizer is None:
-            self.optimizer = ShardOptimizer(optimizer.algorithm, self.views(self.home.buffer))
+            self.optimizer = ShardOptimizer(optimizer.algorithm, self.views(self.values.home.buffer))
         chosen = [-1 if groups is None else groups[segment.parameter_index] for segment in self.segments]
         self.optimizer.step(self.reduced.gradients, optimizer.groups, chosen, clip_coefficient)
-
-    async def _leave_to_readers(self, in_thread: InThread) -> None:
-        """Has those who read the present version go on in a copy, if there is room for one."""
-        assert self.home is not None and self.parameters is not None and self.version is not None
-        before, live = self.parameters, self.home.buffer
-        before.newest, self.parameters = False, Parameters(live)
-        self.encoded.forget()
-        if before.readers == 0:
-            return
-        self.revoke_superseded()
-        if not self._memory.staging.try_take(self.size_bytes):
-            before.revoked = self._gone(self.version, self.version + 1)
-            return
-        copy = self._memory.pool.take(self.size_bytes)
-        await in_thread(lambda: copy.copy_(live))
-        before.buffer, self._superseded = copy, before
-        if before.readers == 0:
-            self._forget_superseded()
 
     def _note_optimizer(self) -> None:
         assert self.optimizer is not None
