@@ -12,7 +12,9 @@ from functools import partial
 import torch
 
 from shardwell.device_copies import to_host
+from shardwell.fetch_queue import FetchQueue
 from shardwell.remote_shard import RemoteShard
+from shardwell.server_connection import ServerConnection
 from shardwell.shared_vector import SharedVector
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.layout import UnitLayout
@@ -131,6 +133,7 @@ class Traffic:
         self._push_limit = push_bytes
         self._gathers = ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="shardwell-gather")
         self._pushes = ThreadPoolExecutor(_PUSH_THREADS, thread_name_prefix="shardwell-push")
+        self._queues: dict[ServerConnection, FetchQueue] = {}
         self._changed = threading.Condition()
         self._bytes_in_flight, self._parts_in_flight = 0, 0
         self._push_error: BaseException | None = None
@@ -148,7 +151,10 @@ class Traffic:
         self.stats.gather_count += 1
         self.stats.gathered_bytes += unit.layout.size_bytes
         parts = [
-            self._gathers.submit(shard.fetch, version, target[shard.start_bytes : shard.stop_bytes], exact=exact)
+            self._queue(shard).submit(
+                shard.stop_bytes - shard.start_bytes,
+                partial(shard.fetch, version, target[shard.start_bytes : shard.stop_bytes], exact=exact),
+            )
             for shard in unit.shards
         ]
         return GatherFuture(parts, self.stats)
@@ -165,7 +171,10 @@ class Traffic:
             return there
         if all(shard.cached is None for shard in unit.shards):
             return VersionInPlace(unit, version, self.stats)
-        parts = [self._gathers.submit(shard.await_version, version) for shard in unit.shards]
+        parts = [
+            self._queue(shard).submit(shard.stop_bytes - shard.start_bytes, partial(shard.await_version, version))
+            for shard in unit.shards
+        ]
         return GatherFuture(parts, self.stats)
 
     def push(
@@ -218,8 +227,15 @@ class Traffic:
         except ShardwellError:
             return
 
+    def _queue(self, shard: RemoteShard) -> FetchQueue:
+        if shard.server not in self._queues:
+            self._queues[shard.server] = FetchQueue(self._gathers)
+        return self._queues[shard.server]
+
     def close(self) -> None:
-        self._gathers.shutdown(wait=False, cancel_futures=True)
+        for queue in self._queues.values():
+            queue.close()
+        self._gathers.shutdown(wait=False)
         self._pushes.shutdown(wait=False, cancel_futures=True)
 
     def _take_room(self, size: int) -> None:
