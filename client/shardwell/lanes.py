@@ -65,6 +65,11 @@ class Lane(Protocol):
         """Receives bytes without meaning; returns bytes per second."""
         ...
 
+    @property
+    def broke(self) -> bool:
+        """Whether it ended though nobody gave it up: another may be opened."""
+        ...
+
     def close(self) -> None:
         """Gives the lane up; what is in flight fails."""
         ...

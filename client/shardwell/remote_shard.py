@@ -125,7 +125,9 @@ class RemoteShard:
             wire_dtype=wire_dtype,
         )
         limit_s = self._wire.wait_limit_s
-        fetched = self.server.stream.gather(request, target, timeout_s=limit_s, retry_for_s=limit_s)
+        fetched = self.server.streamed(
+            lambda lane: lane.gather(request, target, timeout_s=limit_s, retry_for_s=limit_s)
+        )
         self.server.count(received_bytes=len(target))
         return fetched
 
@@ -186,5 +188,5 @@ class RemoteShard:
 
     def _stream_out(self, header: shard_pb2.ReduceScatterHeader, data: Sequence[memoryview]) -> None:
         limit_s = self._wire.wait_limit_s
-        self.server.stream.reduce_scatter(header, data, timeout_s=limit_s, retry_for_s=limit_s)
+        self.server.streamed(lambda lane: lane.reduce_scatter(header, data, timeout_s=limit_s, retry_for_s=limit_s))
         self.server.count(sent_bytes=sum(len(part) for part in data))

@@ -34,13 +34,14 @@ def retry(action: Callable[[], Result], *, retry_for_s: float, while_open: Calla
         delay = min(delay * 2, _LONGEST_DELAY_S)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StandingRpc:
     """An rpc that has answered and stands until one side ends it."""
 
     answer: Any
     """Its one response message."""
     _call: Any
+    _ended: bool = False
 
     def when_ended(self, callback: Callable[[], None]) -> None:
         """Has ``callback`` called once the rpc is over, in another thread, or here if it is over already."""
@@ -49,7 +50,13 @@ class StandingRpc:
 
     def end(self) -> None:
         """Ends it from this side."""
+        self._ended = True
         self._call.cancel()
+
+    @property
+    def broke(self) -> bool:
+        """Whether it is over though neither side ended it."""
+        return not self._ended and not self._call.is_active() and self._call.code() is not grpc.StatusCode.OK
 
 
 class ServiceClient:

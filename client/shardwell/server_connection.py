@@ -17,6 +17,7 @@ from shardwell_wire.errors import ShardwellError, UnavailableError
 logger = logging.getLogger(__name__)
 
 AnyLane = TypeVar("AnyLane")
+Result = TypeVar("Result")
 
 _OPEN_TIMEOUT_S = 60.0
 """A server that takes in a large upload may be slow to answer; a lane given up too early costs more."""
@@ -39,6 +40,7 @@ class ServerConnection:
     def __init__(self, address: str, run: str, *, kinds: Sequence[str], chunk_bytes: int) -> None:
         self.address, self._run, self._kinds = address, run, tuple(kinds)
         self.client = ShardClient(address, chunk_bytes=chunk_bytes)
+        self._count_lock, self._open_lock = threading.Lock(), threading.RLock()
         self.shm: ShmLane | None = None
         self._stream: Lane | None = None
         if self._shm_is_preferred:
@@ -50,7 +52,6 @@ class ServerConnection:
         """Of the lane, measured when it was opened."""
         self.received_bytes = self.sent_bytes = 0
         """Streamed, as they travelled."""
-        self._count_lock = threading.Lock()
         logger.info("shard server at %s: lane %s, %.2f GB/s", address, self.kind, self.bytes_per_s / 1e9)
 
     @property
@@ -65,15 +66,31 @@ class ServerConnection:
 
     @property
     def stream(self) -> Lane:
-        """The lane for what cannot go through shared memory."""
-        if self._stream is None:
-            self._stream = self._open_stream()
-        return self._stream
+        """The lane for what cannot go through shared memory; another one if it broke."""
+        with self._open_lock:
+            if self._stream is None or self._stream.broke:
+                self._stream = self._open_stream()
+            return self._stream
+
+    def streamed(self, action: Callable[[Lane], Result]) -> Result:
+        """Does something over ``stream``, which may be done twice: once more if the lane breaks meanwhile."""
+        lane = self.stream
+        try:
+            return action(lane)
+        except UnavailableError as error:
+            if not lane.broke:
+                raise
+            logger.warning("shard server at %s: lane %s broke, opening another: %s", self.address, lane.kind, error)
+        return action(self.stream)
 
     def require_shm(self) -> ShmLane:
-        """The lane through shared memory, of a unit that is read in place."""
-        assert self.shm is not None
-        return self.shm
+        """The lane through shared memory, of a unit that is read in place; another one if it broke."""
+        with self._open_lock:
+            assert self.shm is not None
+            if self.shm.broke:
+                logger.warning("shard server at %s: lane shm broke, opening another", self.address)
+                self.shm = self._open_shm()
+            return self.shm
 
     def count(self, *, received_bytes: int = 0, sent_bytes: int = 0) -> None:
         """Notes what was streamed; from any thread."""

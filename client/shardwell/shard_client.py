@@ -19,6 +19,8 @@ class ShardClient(ServiceClient):
     """
 
     kind = "grpc"
+    broke = False
+    """Every rpc is one of its own."""
 
     def __init__(self, address: str, *, chunk_bytes: int = codec.DEFAULT_CHUNK_BYTES) -> None:
         super().__init__(address, shard_pb2.DESCRIPTOR.services_by_name["ShardService"])

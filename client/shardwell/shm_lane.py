@@ -132,6 +132,11 @@ class ShmLane:
         """Whether the server keeps memory for this trainer's gradients."""
         return bool(self._sizes)
 
+    @property
+    def broke(self) -> bool:
+        """Whether it ended though nobody gave it up."""
+        return self._rpc.broke
+
     def close(self) -> None:
         """Gives the lane up, and with it the mailboxes."""
         self._rpc.end()

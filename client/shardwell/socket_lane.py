@@ -91,6 +91,11 @@ class SocketLane:
         )
         return size_bytes / (time.perf_counter() - started)
 
+    @property
+    def broke(self) -> bool:
+        """Whether it ended though nobody gave it up."""
+        return self._rpc.broke
+
     def close(self) -> None:
         """Gives the lane up; what is in flight fails."""
         self._rpc.end()

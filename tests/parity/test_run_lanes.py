@@ -193,3 +193,34 @@ def test_units_lie_in_shared_memory_where_all_their_servers_offer_it(triple: str
         else:
             assert kinds == {"grpc"}
             assert not any(vectors) and not any(windows)
+
+
+# Lanes that break.
+
+
+@pytest.mark.parametrize(
+    ("lanes", "when"),
+    [("socket", "before the forward"), ("socket", "after the backward"), ("shm,grpc", "before the forward")],
+)
+def test_a_lane_that_breaks_is_opened_anew(single: str, lanes: str, when: str) -> None:
+    with shardwell.join(single, run=uuid.uuid4().hex, world=shardwell.World(), lanes=lanes) as session:
+        model = transformer.build()
+        shardwell.fully_shard(model.blocks[0], session)
+        shardwell.fully_shard(model, session)
+        optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
+        (server,) = session.store._servers.values()
+        seen = set()
+        for step in session.steps(STEPS):
+            for tokens in step.batches(transformer.batch):
+                if when == "after the backward":
+                    model(tokens).backward()
+                lane: Any = server.shm or server.stream
+                seen.add(lane)
+                lane._rpc._call.cancel()  # as if its connection had been lost
+                if when == "before the forward":
+                    model(tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(seen) == STEPS
+        assert server.kind == lanes.partition(",")[0]
+        assert sha256(shardwell.full_state_dict(model)) == plain_hash(1)
