@@ -11,7 +11,7 @@ from typing import Self
 from shardwell.server_process import ServerProcess
 from shardwell_wire.errors import UsageError
 
-_STOP_GRACE_S = 15.0
+_STOP_GRACE_S = 30.0
 """Ending an interpreter with torch in it takes a second, and several on a machine that is busy."""
 _LISTEN = "127.0.0.1:0"
 

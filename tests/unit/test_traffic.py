@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -46,6 +46,9 @@ class FakeServer:
 
     def count(self, **_: int) -> None:
         pass
+
+    def streamed(self, action: Callable[[FakeServer], int]) -> int:
+        return action(self)
 
 
 @pytest.fixture
