@@ -295,8 +295,24 @@ class Session:
         response: coordinator_pb2.PrepareGradientsResponse = self._membership.call("PrepareGradients", request)
         return response.max_abs if request.with_max_abs else response.grad_norm
 
-    def commit(self, step: int, optimizer: common_pb2.OptimizerStep, clip_coefficient: float) -> None:
+    def commit(
+        self,
+        step: int,
+        optimizer: common_pb2.OptimizerStep,
+        clip_coefficient: float,
+        *,
+        skip_non_finite: bool = False,
+    ) -> bool:
         """Hands in the step's hyper-parameters; returns when the step is committed.
+
+        Args:
+            step: The step.
+            optimizer: The hyper-parameters.
+            clip_coefficient: What gradients are multiplied by.
+            skip_non_finite: Commit without any gradient if one is not finite, instead of raising.
+
+        Returns:
+            Whether the parameters were updated; False: a gradient was not finite. The same on every trainer.
 
         Raises:
             HyperparameterMismatchError: Another rank handed in different ones.
@@ -313,6 +329,7 @@ class Session:
             optimizer=optimizer,
             clip_coefficient=clip_coefficient,
             unit_order=self.units.forward_order(),
+            skip_non_finite=skip_non_finite,
             state=coordinator_pb2.RunState(
                 step=step, tracked_json=self._tracked.to_json(), buffers=self._buffers.to_proto()
             ),
@@ -330,6 +347,7 @@ class Session:
                 self._buffers.committed(response.state.buffers)
                 self.progress = StepProgress(response.next_work.step, response.next_work.items)
                 self.store.advance(self.progress)
+        return not response.skipped
 
     def _finish_loose_work(self) -> None:
         """In a plain loop nothing has finished this trainer's item yet."""

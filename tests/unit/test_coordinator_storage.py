@@ -107,7 +107,7 @@ def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / FILE_NAME) as database:
         database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(ConflictError, match="has schema version 99, expected 1"):
+    with pytest.raises(ConflictError, match="has schema version 99, expected 2"):
         Storage(tmp_path)
 
 
