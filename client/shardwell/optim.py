@@ -105,7 +105,6 @@ class ShardedOptimizer(Optimizer):
             self._session.loop_step,
             self._to_proto(),
             self._clip_coefficient / (self._loss_scale or 1.0),
-            skip_non_finite=self._loss_scale is not None,
         )
         self._clip_coefficient, self._loss_scale = 1.0, None
         return loss
@@ -148,6 +147,7 @@ class ShardedOptimizer(Optimizer):
             algorithm=self.algorithm,
             groups=groups,
             units=[common_pb2.UnitGroups(unit_index=index, group_indices=group) for index, group in indices.items()],
+            skip_non_finite=self._loss_scale is not None,
         )
 
     def _locate(self, parameter: torch.Tensor) -> tuple[int, int]:

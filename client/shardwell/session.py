@@ -295,24 +295,12 @@ class Session:
         response: coordinator_pb2.PrepareGradientsResponse = self._membership.call("PrepareGradients", request)
         return response.max_abs if request.with_max_abs else response.grad_norm
 
-    def commit(
-        self,
-        step: int,
-        optimizer: common_pb2.OptimizerStep,
-        clip_coefficient: float,
-        *,
-        skip_non_finite: bool = False,
-    ) -> bool:
+    def commit(self, step: int, optimizer: common_pb2.OptimizerStep, clip_coefficient: float) -> bool:
         """Hands in the step's hyper-parameters; returns when the step is committed.
 
-        Args:
-            step: The step.
-            optimizer: The hyper-parameters.
-            clip_coefficient: What gradients are multiplied by.
-            skip_non_finite: Commit without any gradient if one is not finite, instead of raising.
-
         Returns:
-            Whether the parameters were updated; False: a gradient was not finite. The same on every trainer.
+            Whether the parameters were updated, the same on every trainer. False: a gradient was not finite, and
+            ``optimizer.skip_non_finite`` said to commit without any then.
 
         Raises:
             HyperparameterMismatchError: Another rank handed in different ones.
@@ -329,7 +317,6 @@ class Session:
             optimizer=optimizer,
             clip_coefficient=clip_coefficient,
             unit_order=self.units.forward_order(),
-            skip_non_finite=skip_non_finite,
             state=coordinator_pb2.RunState(
                 step=step, tracked_json=self._tracked.to_json(), buffers=self._buffers.to_proto()
             ),

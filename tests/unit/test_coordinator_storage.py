@@ -43,7 +43,7 @@ UNIT = UnitRecord(0, b"spec", True, (ShardRecord(0, 4096, "s9", "i"), ShardRecor
 
 
 def commit_record(step: int) -> CommitRecord:
-    return CommitRecord(step, 1.5, "rank 0", b"optimizer", 0.25, (1, 0), float("inf"), None)
+    return CommitRecord(step, 1.5, "rank 0", b"optimizer", 0.25, (1, 0), float("inf"), None, skipped=step % 2 == 1)
 
 
 def test_everything_comes_back_as_it_was_stored(tmp_path: Path) -> None:

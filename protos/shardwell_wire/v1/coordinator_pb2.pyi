@@ -854,15 +854,12 @@ class CommitStepRequest(google.protobuf.message.Message):
     UNIT_ORDER_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
-    SKIP_NON_FINITE_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     clip_coefficient: builtins.float
     """1: no clipping."""
     wait_s: builtins.float
     """Longest time to wait, in seconds. 0: only look."""
-    skip_non_finite: builtins.bool
-    """Commit the step without any gradient if one is not finite, instead of failing."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """context.epoch: of the membership."""
@@ -889,10 +886,9 @@ class CommitStepRequest(google.protobuf.message.Message):
         unit_order: collections.abc.Iterable[builtins.int] | None = ...,
         state: global___RunState | None = ...,
         wait_s: builtins.float = ...,
-        skip_non_finite: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_state", b"_state", "context", b"context", "optimizer", b"optimizer", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "clip_coefficient", b"clip_coefficient", "context", b"context", "optimizer", b"optimizer", "skip_non_finite", b"skip_non_finite", "state", b"state", "trainer", b"trainer", "unit_order", b"unit_order", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_state", b"_state", "clip_coefficient", b"clip_coefficient", "context", b"context", "optimizer", b"optimizer", "state", b"state", "trainer", b"trainer", "unit_order", b"unit_order", "wait_s", b"wait_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___CommitStepRequest = CommitStepRequest

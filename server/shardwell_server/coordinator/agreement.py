@@ -23,8 +23,6 @@ class HandIn:
     clip_coefficient: float
     unit_order: tuple[int, ...]
     state: coordinator_pb2.RunState | None
-    skip_non_finite: bool = False
-    """Whether the step goes on without any gradient if one is not finite."""
 
 
 def validate(hand_in: HandIn, layouts: Sequence[UnitLayout]) -> None:
@@ -84,8 +82,8 @@ def _first_difference(
                 return f"{name} of parameter group {index}", expected, got
     if decider.clip_coefficient != other.clip_coefficient:
         return "clip coefficient", decider.clip_coefficient, other.clip_coefficient
-    if decider.skip_non_finite != other.skip_non_finite:
-        return "whether steps are skipped (loss scaling)", decider.skip_non_finite, other.skip_non_finite
+    if ours.skip_non_finite != theirs.skip_non_finite:
+        return "whether losses are scaled", ours.skip_non_finite, theirs.skip_non_finite
     return _first_group_difference(_groups(ours), _groups(theirs), layouts)
 
 

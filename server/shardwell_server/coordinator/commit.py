@@ -150,7 +150,7 @@ class Committer:
             if step is None or step is not run.step or not step.all_finished:
                 raise
             decision = run.decision()
-            if decision is None or not decision.skip_non_finite:
+            if decision is None or not decision.optimizer.skip_non_finite:
                 raise
             step.skipped, step.failure = True, None
             return await self.prepare(run)

@@ -207,7 +207,6 @@ class CoordinatorServicer:
             clip_coefficient=request.clip_coefficient,
             unit_order=tuple(request.unit_order),
             state=request.state if request.HasField("state") else None,
-            skip_non_finite=request.skip_non_finite,
         )
         with heard(member, self._state.clock):
             return await self._coordinator.steps.commit(

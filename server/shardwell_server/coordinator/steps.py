@@ -189,7 +189,7 @@ class Steps:
         if record is not None:
             # A trainer that joined later goes through the step without having seen its gradients.
             clip = record.clip_coefficient if number >= member.joined_step else hand_in.clip_coefficient
-            require_same(_hand_in_of(record, clip, skip_non_finite=hand_in.skip_non_finite), hand_in, run.layouts)
+            require_same(_hand_in_of(record, clip), hand_in, run.layouts)
         response = coordinator_pb2.CommitStepResponse(
             committed=True,
             grad_norm=record.grad_norm if record is not None else 0.0,
@@ -260,6 +260,6 @@ def _prepared_for(run: Run, number: int, *, with_max_abs: bool) -> Prepared:
     return Prepared(record.grad_norm, record.max_abs)
 
 
-def _hand_in_of(record: CommitRecord, clip_coefficient: float, *, skip_non_finite: bool) -> HandIn:
+def _hand_in_of(record: CommitRecord, clip_coefficient: float) -> HandIn:
     optimizer = common_pb2.OptimizerStep.FromString(record.optimizer)
-    return HandIn(record.decider, record.decider, optimizer, clip_coefficient, record.unit_order, None, skip_non_finite)
+    return HandIn(record.decider, record.decider, optimizer, clip_coefficient, record.unit_order, None)
