@@ -73,11 +73,12 @@ class Precision:
     def __init__(self, policy: MixedPrecisionPolicy, stored: UnitLayout) -> None:
         self._stored_dtypes: list[torch.dtype] = [getattr(torch, parameter.dtype) for parameter in stored.parameters]
         self._reduce_dtype = policy.reduce_dtype
-        self._keeps_low = policy.keep_low_precision_grads
         self.layout = stored if policy.param_dtype is None else layout_in(stored, policy.param_dtype)
         """Of the flat vector here."""
         self.casts = self.layout != stored
         """Whether it differs from that on the servers."""
+        self.sums_apart = not policy.keep_low_precision_grads and (self.casts or policy.reduce_dtype is not None)
+        """Whether gradients of several backwards are summed in another dtype than they come in."""
         self._sums: dict[int, torch.Tensor] = {}
 
     def stored_dtype(self, index: int) -> torch.dtype:
@@ -85,13 +86,13 @@ class Precision:
         return self._stored_dtypes[index]
 
     def put_by(self, index: int, gradient: torch.Tensor) -> bool:
-        """Adds a gradient to the sum kept here, as FSDP2 does, if sums are of another dtype than gradients.
+        """Adds a gradient to the sum kept here, as FSDP2 does, if that is of another dtype.
 
         Returns:
             Whether it did; else the gradient stays in ``parameter.grad``.
         """
         dtype = self._reduce_dtype or self._stored_dtypes[index]
-        if self._keeps_low or gradient.dtype == dtype:
+        if not self.sums_apart or gradient.dtype == dtype:
             return False
         if index in self._sums:
             self._sums[index] += gradient

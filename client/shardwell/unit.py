@@ -352,6 +352,8 @@ class Unit:
 
     def put_gradients_by(self) -> None:
         """Sums the local gradients in the dtype to sum in, if that is not the one they are of."""
+        if not self.precision.sums_apart:
+            return
         with torch._C.DisableTorchFunctionSubclass():
             for index, parameter in enumerate(self.parameters):
                 if parameter.grad is not None and self.precision.put_by(index, _plain(parameter.grad, parameter)):

@@ -313,7 +313,9 @@ class Units:
             for following in chosen:
                 following.start_fetch()
             return
-        ahead = self._memory.fetching_bytes - (unit.own_bytes if unit.state is UnitState.FETCHING else 0)
+        ahead = self._memory.fetching_bytes - (
+            unit.precision.layout.size_bytes if unit.state is UnitState.FETCHING else 0
+        )
         for following in self._order.upcoming():
             if following.state is not UnitState.FREED:
                 continue

@@ -304,7 +304,7 @@ def test_inputs_are_left_alone_when_asked(sharded: Sharded) -> None:
     shardwell.fully_shard(model, sharded.session, mp_policy=MixedPrecisionPolicy(BF16, cast_forward_inputs=False))
     output = call(model)
     assert model.seen == [FP32, torch.int64, FP32]
-    assert output["nested"][0].dtype == FP32  # a bf16 result times an fp32 scalar tensor of no dimension is bf16 only
+    assert output["nested"][0].dtype == BF16
 
 
 def test_a_method_registered_as_forward_casts_too(sharded: Sharded) -> None:
@@ -388,7 +388,10 @@ def test_buffers_are_cast_but_not_those_of_units_inside(sharded: Sharded) -> Non
     assert outer.running_mean.dtype == outer.running_var.dtype == BF16
     assert outer.num_batches_tracked.dtype == torch.int64
     assert inner.running_mean.dtype == FP32
-    assert model[1](torch.randn(4, 5)).dtype == FP32  # called by itself it is no unit: nothing is cast
+    before = outer.running_mean.clone()
+    assert model(torch.randn(4, 5)).dtype == BF16
+    assert outer.running_mean.dtype == BF16
+    assert not torch.equal(outer.running_mean, before)
 
 
 def test_the_dtype_of_a_parameter_freed_and_unsharded(sharded: Sharded) -> None:
@@ -442,6 +445,13 @@ def test_a_dtype_that_can_not_be_is_refused(name: str) -> None:
     message = rf"MixedPrecisionPolicy\({name}=torch.int8\): expected one of torch.float32, .*torch.float16, or None"
     with pytest.raises(shardwell.UsageError, match=message):
         MixedPrecisionPolicy(**{name: torch.int8})
+
+
+def test_tensor_parallel_parameters_are_refused(sharded: Sharded) -> None:
+    model = mlp((7, 5))
+    model[0].weight.placements = ()  # what tells a DTensor
+    with pytest.raises(shardwell.UsageError, match=r"unit 'Sequential-0' has DTensor parameters, .* leave param_dtype"):
+        shardwell.fully_shard(model, sharded.session, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
 
 
 # Autocast.
