@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -484,8 +483,3 @@ def test_autocast_does_not_warn_where_it_copies_no_weight(sharded: Sharded) -> N
     plain = shard_all(sharded, mlp(), MixedPrecisionPolicy())
     with torch.autocast("cpu", BF16), torch.no_grad():
         plain(batch(0))
-
-
-def test_layer_norm_stays_in_its_dtype_outside_of_the_policy() -> None:
-    """The reference's own assumption: functional layers follow the dtype of their arguments."""
-    assert F.layer_norm(torch.ones(3, dtype=BF16), [3]).dtype == BF16
