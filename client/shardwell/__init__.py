@@ -11,9 +11,10 @@
 ...     optimizer.step()
 """
 
-from shardwell import optim
+from shardwell import amp, optim
 from shardwell.fully_shard import ShardedModule, fully_shard, register_forward_method
 from shardwell.local_cluster import LocalCluster
+from shardwell.mixed_precision import MixedPrecisionPolicy
 from shardwell.session import Session, join
 from shardwell.state_dict import full_state_dict, iter_full_state_dict
 from shardwell.step import Step
@@ -61,6 +62,7 @@ __all__ = [
     "InternalError",
     "InvalidRequestError",
     "LocalCluster",
+    "MixedPrecisionPolicy",
     "ModuleTypePolicy",
     "NoWrapPolicy",
     "NonFiniteError",
@@ -80,6 +82,7 @@ __all__ = [
     "VersionGoneError",
     "World",
     "WorldError",
+    "amp",
     "auto_wrap",
     "full_state_dict",
     "fully_shard",

@@ -11,6 +11,7 @@ from torch import nn
 from shardwell import guards
 from shardwell.collect import collect_parameters
 from shardwell.hooks import hooked_method
+from shardwell.mixed_precision import AS_STORED, MixedPrecisionPolicy, attach_casts, cast_buffers, casting_method
 from shardwell.unit import Unit
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
@@ -37,6 +38,7 @@ class _Sharding:
     units: Units
     unit: Unit | None
     """None if all its parameters belong to nested units, or it has none."""
+    policy: MixedPrecisionPolicy = AS_STORED
 
 
 class UnshardHandle:
@@ -112,6 +114,8 @@ class ShardedModule(nn.Module):
         """
         guards.refuse_zero_grad_after_push(list(_units_in(self, recurse=True)))
         super().zero_grad(set_to_none)
+        for unit in _units_in(self, recurse=True):
+            unit.precision.drop()
 
     def _require_unit(self) -> Unit:
         unit = _sharding(self).unit
@@ -136,6 +140,7 @@ def fully_shard(
     session: HasUnits,
     *,
     reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy = AS_STORED,
     ignored_params: Collection[nn.Parameter] = (),
     name: str | None = None,
 ) -> Shardable:
@@ -151,13 +156,14 @@ def fully_shard(
     raises. A forward may hand out results as return values, by changing arguments and as attributes of
     its modules; a tensor handed out in another way must not be differentiated. Under
     ``torch.autocast`` autograd keeps a cast copy of every weight until the backward, which no freeing
-    of parameters can avoid.
+    of parameters can avoid: use ``mp_policy``.
 
     Args:
         module: A module, or several that share one unit, such as an embedding and the head tied to it.
         session: Where the parameters go.
         reshard_after_forward: Whether to free the parameters after the forward. The default is to do so,
             except for the unit around all others when gradients are needed: its backward comes at once.
+        mp_policy: What to compute in; the values on the servers keep their dtype.
         ignored_params: Parameters to leave alone.
         name: The unit's name in the run, under which parameters are inspected; by default the class
             and a count, such as ``Block-0``. ``auto_wrap`` gives the names in the model.
@@ -179,6 +185,7 @@ def fully_shard(
         prefixes=[f"{unit_name}."] if len(modules) == 1 else [f"{unit_name}.{index}." for index in range(len(modules))],
         ignored_params=ignored_params,
         reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy,
     )
     return module
 
@@ -191,6 +198,7 @@ def shard_modules(
     prefixes: Sequence[str],
     ignored_params: Collection[nn.Parameter] = (),
     reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy = AS_STORED,
 ) -> None:
     """``fully_shard`` with the names decided, but for ``units.name_prefix``, which all begin with.
 
@@ -203,11 +211,14 @@ def shard_modules(
     unit = None
     if found:
         layout = UnitLayout(f"{units.name_prefix}{name}", tuple(entry.describe() for entry in found))
-        unit = units.add(layout, found, modules)
+        unit = units.add(layout, found, modules, mp_policy)
         unit.settings.reshard_after_forward = reshard_after_forward
     units.contain(modules, unit)
+    attach_casts(modules, mp_policy)
+    if mp_policy.buffer_dtype is not None:
+        cast_buffers(modules, mp_policy.buffer_dtype, lambda part: isinstance(part, ShardedModule))
     for module in modules:
-        setattr(module, _STATE, _Sharding(units, unit))
+        setattr(module, _STATE, _Sharding(units, unit, mp_policy))
         module.__class__ = _sharded_class(type(module))
         guards.guard_state_dict(module)
 
@@ -219,9 +230,11 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         module: A sharded module.
         method_name: Such as ``generate``.
     """
-    unit = _sharding(module).unit
-    if unit is not None:
-        setattr(module, method_name, hooked_method(unit, _sharding(module).units, module, method_name))
+    sharding = _sharding(module)
+    method = getattr(module, method_name)
+    if sharding.unit is not None:
+        method = hooked_method(sharding.unit, sharding.units, module, method_name)
+    setattr(module, method_name, casting_method(method, sharding.policy))
 
 
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}

@@ -123,11 +123,12 @@ def converted(units: Sequence[Unit], function: Callable[[torch.Tensor], torch.Te
         UsageError: The conversion would change the parameters' dtype or device.
     """
     for unit in units:
-        for parameter in unit.parameters:
-            probe = function(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
-            if (probe.dtype, probe.device) != (parameter.dtype, parameter.device):
+        for index, parameter in enumerate(unit.parameters):
+            dtype = unit.precision.stored_dtype(index)
+            probe = function(torch.empty(0, dtype=dtype, device=parameter.device))
+            if (probe.dtype, probe.device) != (dtype, parameter.device):
                 raise UsageError(
-                    f"unit {unit.name!r} is {parameter.dtype} on {parameter.device} and can not become {probe.dtype} "
+                    f"unit {unit.name!r} is {dtype} on {parameter.device} and can not become {probe.dtype} "
                     f"on {probe.device} after fully_shard: convert or move the module before",
                     unit=unit.name,
                 )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwell.mixed_precision import warn_of_autocast
 from shardwell.tensors import attribute_tensors, find_tensors, map_tensors, share_storage
 from shardwell_wire.errors import UsageError
 
@@ -70,6 +71,7 @@ class _Hooks:
         self._own_parts = [part for part in _parts(unit) if id(part) not in others and _may_keep_results(part)]
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        warn_of_autocast(self._unit.precision.layout, self._unit.device_type)
         call = ForwardCall(self._unit, self._units.generation)
         self._unit.usage.forward_calls.append(call)
         self._units.enter_forward(self._unit)

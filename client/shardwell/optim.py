@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardwell.session import Session, session_of
-from shardwell_wire.errors import UsageError
+from shardwell_wire.errors import NonFiniteError, UsageError
 from shardwell_wire.v1 import common_pb2
 
 _CLIP_EPSILON = 1e-6
@@ -37,6 +37,9 @@ class ShardedOptimizer(Optimizer):
         self._session = self._find_session()
         self._session.note_buffers()
         self._clip_coefficient = 1.0
+        self._loss_scale: float | None = None
+        self.skipped = False
+        """Whether the last step changed no parameter, since a gradient of a scaled loss was not finite."""
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = True
@@ -51,7 +54,8 @@ class ShardedOptimizer(Optimizer):
             error_if_nonfinite: Must be True: a step with a non-finite gradient is never committed.
 
         Returns:
-            The norm before clipping: a 0-dim float64 tensor, the same on every trainer.
+            The norm before clipping: a 0-dim float64 tensor, the same on every trainer. After
+            ``GradScaler.unscale_`` it is that of the unscaled gradient, and infinity if the step will be skipped.
 
         Raises:
             NonFiniteError: A gradient has NaN or infinity; names the parameter and the ranks.
@@ -62,9 +66,26 @@ class ShardedOptimizer(Optimizer):
             raise UsageError("clip_grad_norm_(error_if_nonfinite=False): a non-finite gradient is never committed")
         if not max_norm > 0:
             raise UsageError(f"clip_grad_norm_({max_norm!r}): expected a positive norm")
-        norm = self._session.grad_norm(self._session.loop_step, float(norm_type))
+        norm = self._grad_norm(float(norm_type))
         self._clip_coefficient = min(1.0, max_norm / (norm + _CLIP_EPSILON)) if math.isfinite(norm) else 1.0
         return torch.tensor(norm, dtype=torch.float64)
+
+    def _grad_norm(self, norm_type: float) -> float:
+        """Of the unscaled mean gradient."""
+        if self._loss_scale is None:
+            return self._session.grad_norm(self._session.loop_step, norm_type)
+        try:
+            return self._session.grad_norm(self._session.loop_step, norm_type) / self._loss_scale
+        except NonFiniteError:
+            return math.inf
+
+    def unscale(self, loss_scale: float) -> None:
+        """From now until the end of the step gradients count as divided by the scale that the loss had.
+
+        ``shardwell.amp.GradScaler`` calls it. The division travels with the commit, as clipping does, and ``step``
+        skips the update instead of raising NonFiniteError.
+        """
+        self._loss_scale = loss_scale
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commits the step: returns when every rank's gradient is reduced and the commit is durable.
@@ -80,8 +101,12 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._session.commit(self._session.loop_step, self._to_proto(), self._clip_coefficient)
-        self._clip_coefficient = 1.0
+        self.skipped = not self._session.commit(
+            self._session.loop_step,
+            self._to_proto(),
+            self._clip_coefficient / (self._loss_scale or 1.0),
+        )
+        self._clip_coefficient, self._loss_scale = 1.0, None
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -91,7 +116,7 @@ class ShardedOptimizer(Optimizer):
         ``step.batches`` it drops those of all items computed here: ``step`` then commits without them.
         """
         self._session.zero_grad()
-        self._clip_coefficient = 1.0
+        self._clip_coefficient, self._loss_scale = 1.0, None
 
     def state_dict(self) -> dict[str, Any]:
         """The hyper-parameters of every group; the state itself lives on the servers."""
@@ -122,6 +147,7 @@ class ShardedOptimizer(Optimizer):
             algorithm=self.algorithm,
             groups=groups,
             units=[common_pb2.UnitGroups(unit_index=index, group_indices=group) for index, group in indices.items()],
+            skip_non_finite=self._loss_scale is not None,
         )
 
     def _locate(self, parameter: torch.Tensor) -> tuple[int, int]:

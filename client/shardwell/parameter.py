@@ -57,6 +57,13 @@ _NEEDS_NO_VALUES: frozenset[Callable[..., Any]] = frozenset(
 )
 """What torch may do with a parameter whose memory is gone: it reads and writes no values."""
 
+_TELLS_DTYPE: frozenset[Callable[..., Any]] = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in ("dtype", "nbytes", "itemsize")]
+    + [getattr(torch.Tensor, name) for name in ("element_size", "new_empty", "new_zeros", "new_ones", "new_full")]
+    + [getattr(torch, name) for name in ("empty_like", "zeros_like", "ones_like", "full_like")]
+)
+"""What depends on the dtype: that of a freed parameter is the servers', also where another is computed in."""
+
 _CLIP_FILE = clip_grad.__file__
 
 
@@ -101,6 +108,8 @@ class FreedParameter(torch.Tensor):
         if func in _GRAD_ACCESS:
             _check_grad_access(args[0], writes=func != _GET_GRAD, caller=sys._getframe(1).f_code)
         with torch._C.DisableTorchFunctionSubclass():
+            if func in _TELLS_DTYPE and args and isinstance(args[0], FreedParameter):
+                args = (_as_stored(args[0]), *args[1:])
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -122,6 +131,15 @@ class FreedParameter(torch.Tensor):
 def freed_class(original: type[nn.Parameter]) -> type[nn.Parameter]:
     """The class to give to a parameter of some class while it is freed."""
     return type(f"Freed{original.__name__}", (FreedParameter, original), {"__module__": __name__})
+
+
+def _as_stored(parameter: torch.Tensor) -> torch.Tensor:
+    """Something of the shape and dtype that a freed parameter has on the servers."""
+    owner: Owner = getattr(parameter, _OWNER)
+    dtype = owner.unit.precision.stored_dtype(owner.index)
+    if parameter.dtype == dtype:
+        return parameter
+    return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
 
 
 def _raise_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:

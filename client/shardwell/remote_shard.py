@@ -96,6 +96,54 @@ class RemoteShard:
             wire_dtypes.decode_pieces(encoded, wire_dtype, self._pieces(target))
         return fetched
 
+    def fetch_cast(self, version: int, layout: UnitLayout, target: memoryview) -> int:
+        """Reads one version as other dtypes than it is stored in, with as few copies as its way here allows.
+
+        Args:
+            version: Waited for until it exists.
+            layout: The unit's parameters in the dtypes to deliver.
+            target: The whole unit's flat vector in that layout; receives this shard's values. [layout.size_bytes]
+        """
+        outs = self._cast_pieces(layout, target)
+        if (
+            self.cached is None
+            and self.window is not None
+            and (not self._wire.gather_dtype or self._travels_as(layout))
+        ):
+            there = self._await_server(version)
+            source = memory_at(self.window.bytes.data_ptr(), self.window.bytes.numel())
+            _copy_values(self._pieces(source), outs)
+            self.window.check(there)
+            return there
+        if self.cached is None and self.window is None and self._travels_as(layout):
+            size_bytes = wire_dtypes.stream_size(self._layout, self._segments, self._wire.gather_dtype)
+            with self._wire.encoded.lend(size_bytes) as encoded:
+                fetched = self._stream(version, self._wire.gather_dtype, encoded)
+                wire_dtypes.decode_pieces(encoded, self._wire.gather_dtype, outs)
+            return fetched
+        with self._wire.encoded.lend(self.stop_bytes - self.start_bytes) as stored:
+            fetched = self.fetch(version, stored)
+            _copy_values(self._pieces(stored), outs)
+        return fetched
+
+    def _travels_as(self, layout: UnitLayout) -> bool:
+        """Whether the values have a layout's dtypes on the wire."""
+        return all(
+            own.dtype == other.dtype
+            if own.dtype != "float32"
+            else wire_dtypes.NAMES.get(other.dtype) == self._wire.gather_dtype
+            for own, other in zip(self._layout.parameters, layout.parameters, strict=True)
+        )
+
+    def _cast_pieces(self, layout: UnitLayout, target: memoryview) -> list[Piece]:
+        whole, pieces = wire_dtypes.bytes_tensor(target), []
+        for segment in self._segments:
+            parameter, start = layout.parameters[segment.parameter_index], layout.starts[segment.parameter_index]
+            size = parameter.item_size
+            part = whole[start + segment.start_element * size : start + segment.stop_element * size]
+            pieces.append(Piece(segment.start_bytes, part.view(getattr(torch, parameter.dtype))))
+        return pieces
+
     def await_version(self, version: int | None) -> int:
         """Waits until a shard that is read in place is of a version; returns which it is."""
         if self.cached is not None and version is not None:
@@ -190,3 +238,8 @@ class RemoteShard:
         limit_s = self._wire.wait_limit_s
         self.server.streamed(lambda lane: lane.reduce_scatter(header, data, timeout_s=limit_s, retry_for_s=limit_s))
         self.server.count(sent_bytes=sum(len(part) for part in data))
+
+
+def _copy_values(sources: Sequence[Piece], targets: Sequence[Piece]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.values.copy_(source.values)

@@ -168,10 +168,16 @@ class RunStore:
             return None
         return SegmentPlace(answer.segment.path, shard.start_bytes, shard.stop_bytes)
 
-    def gather(self, unit_index: int, target: memoryview, *, exact: bool = False) -> Future[int]:
+    def gather(
+        self, unit_index: int, target: memoryview, *, exact: bool = False, layout: UnitLayout | None = None
+    ) -> Future[int]:
         """See ``ParameterStore.gather``."""
         self._membership.check()
-        return self._traffic.gather(self._units[unit_index], self.progress.number, target, exact=exact)
+        unit, version = self._units[unit_index], self.progress.number
+        if layout is not None and layout != unit.layout:
+            assert not exact
+            return self._traffic.gather_cast(unit, version, target, layout)
+        return self._traffic.gather(unit, version, target, exact=exact)
 
     def in_place(self, unit_index: int) -> SharedVector | None:
         """See ``ParameterStore.in_place``."""

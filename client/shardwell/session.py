@@ -295,8 +295,12 @@ class Session:
         response: coordinator_pb2.PrepareGradientsResponse = self._membership.call("PrepareGradients", request)
         return response.max_abs if request.with_max_abs else response.grad_norm
 
-    def commit(self, step: int, optimizer: common_pb2.OptimizerStep, clip_coefficient: float) -> None:
+    def commit(self, step: int, optimizer: common_pb2.OptimizerStep, clip_coefficient: float) -> bool:
         """Hands in the step's hyper-parameters; returns when the step is committed.
+
+        Returns:
+            Whether the parameters were updated, the same on every trainer. False: a gradient was not finite, and
+            ``optimizer.skip_non_finite`` said to commit without any then.
 
         Raises:
             HyperparameterMismatchError: Another rank handed in different ones.
@@ -330,6 +334,7 @@ class Session:
                 self._buffers.committed(response.state.buffers)
                 self.progress = StepProgress(response.next_work.step, response.next_work.items)
                 self.store.advance(self.progress)
+        return not response.skipped
 
     def _finish_loose_work(self) -> None:
         """In a plain loop nothing has finished this trainer's item yet."""

@@ -59,7 +59,9 @@ class ParameterStore(Protocol):
         """
         ...
 
-    def gather(self, unit_index: int, target: memoryview, *, exact: bool = False) -> Future[int]:
+    def gather(
+        self, unit_index: int, target: memoryview, *, exact: bool = False, layout: UnitLayout | None = None
+    ) -> Future[int]:
         """Starts to fetch the version that the current step reads.
 
         Args:
@@ -67,6 +69,8 @@ class ParameterStore(Protocol):
             target: Receives the flat vector, padding included; the caller keeps the memory alive and
                 in place until the future is done. [layout.size_bytes]
             exact: As it is stored, also where the trainer computes with rounded values.
+            layout: The unit's parameters in the dtypes to deliver, if those are others than it is stored in;
+                then the gaps in ``target`` stay as they are.
 
         Returns:
             A future of the version fetched.

@@ -159,6 +159,20 @@ class Traffic:
         ]
         return GatherFuture(parts, self.stats)
 
+    def gather_cast(self, unit: RemoteUnit, version: int, target: memoryview, layout: UnitLayout) -> Future[int]:
+        """Starts to fetch a unit as other dtypes than it is stored in.
+
+        Args:
+            unit: The unit.
+            version: Of it.
+            target: Receives the values; must stay in place until the future is done. [layout.size_bytes]
+            layout: The same parameters in the dtypes to deliver.
+        """
+        self.stats.gather_count += 1
+        self.stats.gathered_bytes += layout.size_bytes
+        parts = [self._gathers.submit(shard.fetch_cast, version, layout, target) for shard in unit.shards]
+        return GatherFuture(parts, self.stats)
+
     def await_version(self, unit: RemoteUnit, version: int) -> Future[int]:
         """Starts to wait until a unit that is read in place is of a version."""
         assert unit.vector is not None

@@ -19,6 +19,7 @@ from torch import nn
 from shardwell.allocator import trim
 from shardwell.collect import FoundParameter
 from shardwell.flat_vector import FlatVector, Memory
+from shardwell.mixed_precision import AS_STORED, MixedPrecisionPolicy, Precision
 from shardwell.parameter import adopt, freed_class
 from shardwell.store import InPlaceVector, ParameterStore
 from shardwell.tensors import local_part
@@ -87,6 +88,7 @@ class Unit:
         modules: The modules whose forward uses them.
         store: Holds the values.
         memory: Counts this unit's memory among others.
+        policy: What to compute in.
     """
 
     def __init__(
@@ -96,8 +98,10 @@ class Unit:
         modules: Sequence[nn.Module],
         store: ParameterStore,
         memory: Memory,
+        policy: MixedPrecisionPolicy = AS_STORED,
     ) -> None:
         self.layout = layout
+        self.precision = Precision(policy, layout)
         self.parameters = tuple(entry.parameter for entry in found)
         self.sites = tuple(tuple(entry.sites) for entry in found)
         self.modules = tuple(modules)
@@ -108,7 +112,8 @@ class Unit:
         self.state = UnitState.FREED
         self._store = store
         self._memory = memory
-        self._flat = FlatVector(layout, self.parameters[0].device, memory)
+        self._device = self.parameters[0].device
+        self._flat = FlatVector(self.precision.layout, self._device, memory)
         self._shared: InPlaceVector | None = None
         self._fetched: Future[int] | None = None
         self._version = -1
@@ -116,6 +121,12 @@ class Unit:
         self._loaded: list[tuple[int, int]] = []
         # Of a DTensor the part of this process: sharding and tensor parallelism need not know of each other.
         self._locals = [local_part(parameter) for parameter in self.parameters]
+        if self.precision.casts and any(hasattr(parameter, "placements") for parameter in self.parameters):
+            raise UsageError(
+                f"unit {layout.unit!r} has DTensor parameters, which mixed precision can not compute with in another "
+                "dtype: leave param_dtype out for it, or convert the module before fully_shard",
+                unit=layout.unit,
+            )
         self._classes = [(parameter, type(parameter), freed_class(type(parameter))) for parameter in self.parameters]
         self._places = [
             (site.module._parameters, site.name, entry.parameter) for entry in found for site in entry.sites
@@ -127,24 +138,35 @@ class Unit:
         return self.layout.unit
 
     @property
+    def device_type(self) -> str:
+        """Where it computes."""
+        return self._device.type
+
+    @property
     def storage(self) -> torch.UntypedStorage:
         """The flat vector's memory; empty while freed."""
         return self._flat.storage
 
     def _upload(self) -> int:
-        """Moves the parameters into the flat vector, hands it to the store and frees it."""
-        self._flat.allocate()
-        self._flat.clear()
-        placed = [self._flat.place(index) for index in range(len(self.parameters))]
+        """Moves the parameters into a flat vector as it is stored, hands it to the store and frees it."""
+        casts = self.precision.casts
+        flat = FlatVector(self.layout, self._device, self._memory) if casts else self._flat
+        flat.allocate()
+        flat.clear()
+        placed = [flat.place(index) for index in range(len(self.parameters))]
         with torch.no_grad():
             for view, local in zip(placed, self._locals, strict=True):
                 view.copy_(local)
         try:
-            index = self._store.declare(self.layout, self._flat.send_buffer())
+            index = self._store.declare(self.layout, flat.send_buffer())
         except BaseException:
-            self._flat.release()
+            flat.release()
             raise
-        shared = self._store.in_place(index) if self._locals[0].device.type == "cpu" else None
+        if casts:
+            flat.release()
+            self._flat.allocate()
+            placed = [self._flat.place(number) for number in range(len(self.parameters))]
+        shared = self._store.in_place(index) if self.device_type == "cpu" and not casts else None
         if shared is not None:
             self._flat.release()
             self._flat.lie_in(shared.bytes)
@@ -170,7 +192,9 @@ class Unit:
             if self._shared is not None:
                 self._fetched = self._store.await_version(self.index)
             else:
-                self._fetched = self._store.gather(self.index, self._flat.receive_buffer())
+                self._fetched = self._store.gather(
+                    self.index, self._flat.receive_buffer(), layout=self.precision.layout
+                )
                 self._fetched.add_done_callback(self._note_received)
         except BaseException:
             self.free()
@@ -242,7 +266,7 @@ class Unit:
     @property
     def own_bytes(self) -> int:
         """What the flat vector takes of this process's memory while gathered."""
-        return 0 if self._flat.in_place else self.layout.size_bytes
+        return 0 if self._flat.in_place else self.precision.layout.size_bytes
 
     # Checks.
 
@@ -311,22 +335,33 @@ class Unit:
     def read(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """A parameter's values, as a view of what ``gather_copy`` returned."""
         spec, start = self.layout.parameters[index], self.layout.starts[index]
-        return flat[start : start + spec.size_bytes].view(self.parameters[index].dtype).view(spec.shape)
+        return flat[start : start + spec.size_bytes].view(self.precision.stored_dtype(index)).view(spec.shape)
 
     # Gradients.
 
     def take_gradients(self) -> list[tuple[int, torch.Tensor]]:
-        """The local gradients by parameter index, dense and contiguous; they are not local any more."""
+        """The local gradients by parameter index, dense, contiguous and as stored; they are not local any more."""
         taken = []
         with torch._C.DisableTorchFunctionSubclass():
             for index, parameter in enumerate(self.parameters):
-                if (gradient := parameter.grad) is not None:
+                own = None if parameter.grad is None else _plain(parameter.grad, parameter)
+                if (gradient := self.precision.finish(index, own)) is not None:
                     parameter.grad = None
-                    taken.append((index, _plain(gradient, parameter)))
+                    taken.append((index, gradient))
         return taken
+
+    def put_gradients_by(self) -> None:
+        """Sums the local gradients in the dtype to sum in, if that is not the one they are of."""
+        if not self.precision.sums_apart:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, parameter in enumerate(self.parameters):
+                if parameter.grad is not None and self.precision.put_by(index, _plain(parameter.grad, parameter)):
+                    parameter.grad = None
 
     def drop_gradients(self) -> None:
         """Forgets the local gradients."""
+        self.precision.drop()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self.parameters:
                 parameter.grad = None

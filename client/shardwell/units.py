@@ -15,6 +15,7 @@ from shardwell.buffer_pool import BufferPool
 from shardwell.collect import FoundParameter
 from shardwell.flat_vector import Memory
 from shardwell.hooks import NO_TASK, ForwardCall, attach, backward_task
+from shardwell.mixed_precision import AS_STORED, MixedPrecisionPolicy
 from shardwell.parameter import owner_of
 from shardwell.prefetch import Order, Phase
 from shardwell.store import ParameterStore
@@ -71,6 +72,7 @@ class Units:
         layout: UnitLayout,
         found: Sequence[FoundParameter],
         modules: Sequence[nn.Module],
+        policy: MixedPrecisionPolicy = AS_STORED,
     ) -> Unit:
         """Uploads a unit's parameters and hooks its modules.
 
@@ -81,7 +83,7 @@ class Units:
             raise UsageError(
                 f"this session has a unit named {layout.unit!r} already: choose another name", unit=layout.unit
             )
-        unit = Unit(layout, found, modules, self._store, self._memory)
+        unit = Unit(layout, found, modules, self._store, self._memory, policy)
         self._by_name[unit.name] = unit
         attach(unit, self)
         self._outermost.append(unit)
@@ -285,6 +287,8 @@ class Units:
     def _finish_backward(self, unit: Unit) -> None:
         if unit.settings.requires_gradient_sync:
             self._push(unit)
+        else:
+            unit.put_gradients_by()
         if unit.settings.reshard_after_backward:
             self.free_unused(unit)
 
@@ -309,11 +313,13 @@ class Units:
             for following in chosen:
                 following.start_fetch()
             return
-        ahead = self._memory.fetching_bytes - (unit.layout.size_bytes if unit.state is UnitState.FETCHING else 0)
+        ahead = self._memory.fetching_bytes - (
+            unit.precision.layout.size_bytes if unit.state is UnitState.FETCHING else 0
+        )
         for following in self._order.upcoming():
             if following.state is not UnitState.FREED:
                 continue
-            ahead += following.layout.size_bytes
+            ahead += following.precision.layout.size_bytes
             if ahead > self._prefetch_bytes:
                 return
             following.start_fetch()

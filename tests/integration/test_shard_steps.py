@@ -151,6 +151,30 @@ def test_nan_names_parameter_and_ranks_and_the_step_can_be_mended(server: ShardS
     assert_all(one.gather(1)[1], -2.0)
 
 
+def test_a_skipped_step_makes_the_next_version_of_the_same_values(server: ShardServer) -> None:
+    one = unit(server, dp=2)
+    before = server.taken_bytes()
+    one.push(one.filled(float("inf")))
+    one.push(one.filled(1.0), rank=1)
+    assert isinstance(error_of(lambda: one.prepare(0)), NonFiniteError)
+    skip = one.prepare_request(0, (0, 0, 1), (1, 0, 1))
+    skip.skip = True
+    assert not server.call("PrepareStep", skip).units
+    # A coordinator that has forgotten what it decided asks again, and learns again what is wrong.
+    assert isinstance(error_of(lambda: one.prepare(0)), NonFiniteError)
+    server.call("PrepareStep", skip)
+    one.update(0)
+    version, values = one.gather(1)
+    assert version == 1
+    assert_all(values, 0.0)
+    assert server.taken_bytes() == before
+    one.push(one.filled(1.0), step=1)
+    one.push(one.filled(3.0), rank=1, step=1)
+    one.prepare(1)
+    one.update(1)
+    assert_all(one.gather(2)[1], -2.0)
+
+
 def test_an_overflow_of_the_sum_blames_no_single_rank(server: ShardServer) -> None:
     one = unit(server, dp=2)
     for rank in range(2):

@@ -93,18 +93,30 @@ class InMemoryStore:
         self.units.append(unit)
         return len(self.units) - 1
 
-    def gather(self, unit_index: int, target: memoryview, *, exact: bool = False) -> Future[int]:
+    def gather(
+        self, unit_index: int, target: memoryview, *, exact: bool = False, layout: UnitLayout | None = None
+    ) -> Future[int]:
         unit = self.units[unit_index]
-        assert len(target) == unit.layout.size_bytes
+        layout = layout or unit.layout
+        assert len(target) == layout.size_bytes
         with self._lock:
             self.gathers[unit.layout.unit] += 1
             self.events.append(f"gather {unit.layout.unit}")
-        return self._pool.submit(self._copy, unit_index, target)
+        return self._pool.submit(self._copy, unit_index, target, layout)
 
-    def _copy(self, unit_index: int, target: memoryview) -> int:
+    def _copy(self, unit_index: int, target: memoryview, layout: UnitLayout) -> int:
         self.before_gather(unit_index)
-        for start, stop, shard in self.units[unit_index].shards:
-            target[start:stop] = shard.numpy().tobytes()
+        unit = self.units[unit_index]
+        if layout == unit.layout:
+            for start, stop, shard in unit.shards:
+                target[start:stop] = shard.numpy().tobytes()
+            return 0
+        whole = torch.frombuffer(target, dtype=torch.uint8)
+        for (index, first), values in unit.segments.items():
+            spec = layout.parameters[index]
+            start = layout.starts[index] + first * spec.item_size
+            part = whole[start : start + values.numel() * spec.item_size]
+            part.view(getattr(torch, spec.dtype)).copy_(values)
         return 0
 
     def in_place(self, unit_index: int) -> None:

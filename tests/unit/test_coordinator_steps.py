@@ -499,6 +499,30 @@ def test_a_gradient_that_is_not_finite_fails_the_step_until_work_begins_anew(tmp
     run_async(scenario())
 
 
+def test_a_step_is_skipped_for_all_if_the_trainers_want_that(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = trainers = await team_with_unit(cluster, "a", "b")
+            error = NonFiniteError("bad")
+            cluster.shards["s1"].fail = fail_times("PrepareStep", 1, error)
+            await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
+            scaled = optimizer()
+            scaled.skip_non_finite = True
+            with pytest.raises(NonFiniteError):
+                await a.prepare(0)
+            first = await a.commit(0, wait_s=5, optimizer=scaled)
+            assert (first.committed, first.skipped, first.grad_norm) == (True, True, math.inf)
+            assert (await b.prepare(0)).grad_norm == math.inf, "asked for after the commit"
+            with pytest.raises(HyperparameterMismatchError, match=r"whether losses are scaled: True at .* but False"):
+                await b.commit(0, wait_s=5)
+            assert (await b.commit(0, wait_s=5, optimizer=scaled)).skipped
+            assert [manifest.skip for manifest in cluster.shards["s1"].manifests] == [True]
+            await take_step(trainers, 1, optimizer=scaled)
+            assert not (await b.commit(1, optimizer=scaled)).skipped
+
+    run_async(scenario())
+
+
 def test_hyperparameters_that_were_refused_do_not_count_later(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:

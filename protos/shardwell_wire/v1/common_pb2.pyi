@@ -478,8 +478,11 @@ class OptimizerStep(google.protobuf.message.Message):
     ALGORITHM_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     UNITS_FIELD_NUMBER: builtins.int
+    SKIP_NON_FINITE_FIELD_NUMBER: builtins.int
     algorithm: builtins.str
     """"sgd", "adam" or "adamw"."""
+    skip_non_finite: builtins.bool
+    """Commit the step without any gradient if one is not finite, instead of failing: losses are scaled."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterGroup]:
         """The parameter groups, referred to by index."""
@@ -494,8 +497,9 @@ class OptimizerStep(google.protobuf.message.Message):
         algorithm: builtins.str = ...,
         groups: collections.abc.Iterable[global___ParameterGroup] | None = ...,
         units: collections.abc.Iterable[global___UnitGroups] | None = ...,
+        skip_non_finite: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["algorithm", b"algorithm", "groups", b"groups", "units", b"units"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["algorithm", b"algorithm", "groups", b"groups", "skip_non_finite", b"skip_non_finite", "units", b"units"]) -> None: ...
 
 global___OptimizerStep = OptimizerStep
 

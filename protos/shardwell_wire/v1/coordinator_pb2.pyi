@@ -903,12 +903,15 @@ class CommitStepResponse(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     NEXT_WORK_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
+    SKIPPED_FIELD_NUMBER: builtins.int
     committed: builtins.bool
     """False: still waiting; ask again."""
     grad_norm: builtins.float
     """Euclidean norm of the mean gradient, before clipping."""
     version: builtins.int
     """The version that the commit makes: step + 1."""
+    skipped: builtins.bool
+    """A gradient was not finite: the step changed no parameter, and grad_norm is infinite."""
     @property
     def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """While waiting: what for, one line each."""
@@ -930,9 +933,10 @@ class CommitStepResponse(google.protobuf.message.Message):
         version: builtins.int = ...,
         next_work: global___StepWork | None = ...,
         state: global___RunState | None = ...,
+        skipped: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_state", b"_state", "next_work", b"next_work", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "next_work", b"next_work", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "next_work", b"next_work", "skipped", b"skipped", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___CommitStepResponse = CommitStepResponse

@@ -831,10 +831,13 @@ class PrepareStepRequest(google.protobuf.message.Message):
     RANKS_FIELD_NUMBER: builtins.int
     DP_FIELD_NUMBER: builtins.int
     WITH_MAX_ABS_FIELD_NUMBER: builtins.int
+    SKIP_FIELD_NUMBER: builtins.int
     dp: builtins.int
     """Logical data ranks of the run: the sum of contributions is divided by it."""
     with_max_abs: builtins.bool
     """Whether max_abs is wanted too."""
+    skip: builtins.bool
+    """Go on as if nobody had pushed: a gradient was not finite. No norm is reported then."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, epoch, step and request id."""
@@ -850,9 +853,10 @@ class PrepareStepRequest(google.protobuf.message.Message):
         ranks: collections.abc.Iterable[global___RankManifest] | None = ...,
         dp: builtins.int = ...,
         with_max_abs: builtins.bool = ...,
+        skip: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "ranks", b"ranks", "with_max_abs", b"with_max_abs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "ranks", b"ranks", "skip", b"skip", "with_max_abs", b"with_max_abs"]) -> None: ...
 
 global___PrepareStepRequest = PrepareStepRequest
 

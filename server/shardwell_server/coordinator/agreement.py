@@ -82,6 +82,8 @@ def _first_difference(
                 return f"{name} of parameter group {index}", expected, got
     if decider.clip_coefficient != other.clip_coefficient:
         return "clip coefficient", decider.clip_coefficient, other.clip_coefficient
+    if ours.skip_non_finite != theirs.skip_non_finite:
+        return "whether losses are scaled", ours.skip_non_finite, theirs.skip_non_finite
     return _first_group_difference(_groups(ours), _groups(theirs), layouts)
 
 

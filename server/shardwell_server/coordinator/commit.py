@@ -79,6 +79,7 @@ class Committer:
                 ranks=_manifest(run, step, server_id),
                 dp=run.settings.world.dp,
                 with_max_abs=with_max_abs,
+                skip=step.skipped,
             )
 
         try:
@@ -90,10 +91,15 @@ class Committer:
             self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
             run.changed.notify()
             raise
-        if generation == step.generation:
-            step.prepared = combine_norms(
+        if generation != step.generation:
+            return
+        step.prepared = (
+            Prepared(grad_norm=math.inf, max_abs=math.inf)
+            if step.skipped
+            else combine_norms(
                 (norm for response in responses.values() for norm in response.units), with_max_abs=with_max_abs
             )
+        )
 
     async def commit(self, run: Run) -> None:
         """Commits the step in flight if every item is finished and the hyper-parameters are there.
@@ -104,7 +110,7 @@ class Committer:
         await run.committing(lambda: self._commit(run))
 
     async def _commit(self, run: Run) -> None:
-        step, prepared = run.step, await self.prepare(run)
+        step, prepared = run.step, await self._prepare_or_skip(run)
         if step is None or prepared is None or run.deleted or (decision := run.decision()) is None:
             return
         record = CommitRecord(
@@ -116,6 +122,7 @@ class Committer:
             unit_order=decision.unit_order,
             grad_norm=prepared.grad_norm,
             max_abs=prepared.max_abs,
+            skipped=step.skipped,
         )
         state = merge_state(run.state, decision, step.number)
         run.writing_commit = True
@@ -129,11 +136,24 @@ class Committer:
             run.writing_commit = False
             run.changed.notify()
         run.advance(record, state)
-        self._state.events.add(
-            EventKind.STEP_COMMITTED, f"step {step.number}: gradient norm {prepared.grad_norm:.6g}", run=run.name
-        )
+        what = "skipped" if step.skipped else f"gradient norm {prepared.grad_norm:.6g}"
+        self._state.events.add(EventKind.STEP_COMMITTED, f"step {step.number}: {what}", run=run.name)
         self.start_updates(run)
         self._trainers.start_fencing(run)
+
+    async def _prepare_or_skip(self, run: Run) -> Prepared | None:
+        """``prepare``; if a gradient is not finite and the trainers want that, the step goes on without any."""
+        step = run.step
+        try:
+            return await self.prepare(run)
+        except NonFiniteError:
+            if step is None or step is not run.step or not step.all_finished:
+                raise
+            decision = run.decision()
+            if decision is None or not decision.optimizer.skip_non_finite:
+                raise
+            step.skipped, step.failure = True, None
+            return await self.prepare(run)
 
     def start_updates(self, run: Run) -> None:
         """Begins to tell every server of the last commit, in the background."""

@@ -100,6 +100,7 @@ class CommitRecord:
     unit_order: tuple[int, ...]
     grad_norm: float
     max_abs: float | None
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

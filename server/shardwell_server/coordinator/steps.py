@@ -194,6 +194,7 @@ class Steps:
             committed=True,
             grad_norm=record.grad_norm if record is not None else 0.0,
             version=number + 1,
+            skipped=record is not None and record.skipped,
             next_work=run.work_of(member.name),
         )
         if run.state is not None and run.state.buffers:

@@ -28,7 +28,7 @@ from shardwell_server.coordinator.records import (
 )
 from shardwell_wire.errors import ConflictError, UnavailableError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 FILE_NAME = "coordinator.sqlite"
 
@@ -74,6 +74,7 @@ CREATE TABLE finished (
 CREATE TABLE commits (
     run TEXT NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL, decider TEXT NOT NULL, optimizer BLOB NOT NULL,
     clip_coefficient REAL NOT NULL, unit_order TEXT NOT NULL, grad_norm REAL NOT NULL, max_abs REAL,
+    skipped INTEGER NOT NULL,
     PRIMARY KEY (run, step)
 ) WITHOUT ROWID;
 CREATE TABLE states (run TEXT PRIMARY KEY, step INTEGER NOT NULL, state BLOB NOT NULL) WITHOUT ROWID;
@@ -167,9 +168,10 @@ class Storage:
             order,
             record.grad_norm,
             record.max_abs,
+            int(record.skipped),
         )
         writes: list[_Write] = [
-            (_upsert("commits", 9), [row]),
+            (_upsert("commits", 10), [row]),
             ("DELETE FROM commits WHERE run = ? AND step <= ?", [(run, record.step - KEPT_COMMITS)]),
             _clear("finished", run),
         ]
@@ -258,8 +260,12 @@ class Storage:
             for _, trainer, host, incarnation, epoch, rank, live, accepts in self._rows("members", run)
         ]
         commits = [
-            CommitRecord(step, time, decider, optimizer, clip, tuple(map(int, order.split())), grad_norm, max_abs)
-            for _, step, time, decider, optimizer, clip, order, grad_norm, max_abs in self._rows("commits", run)
+            CommitRecord(
+                step, time, decider, optimizer, clip, tuple(map(int, order.split())), grad_norm, max_abs, bool(skipped)
+            )
+            for _, step, time, decider, optimizer, clip, order, grad_norm, max_abs, skipped in self._rows(
+                "commits", run
+            )
         ]
         step = commits[-1].step + 1 if commits else 0
         states = self._rows("states", run)

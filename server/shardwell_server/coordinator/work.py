@@ -87,6 +87,8 @@ class Step:
     prepared: Prepared | None = None
     failure: ShardwellError | None = None
     """Why the step cannot be prepared as its contributions are."""
+    skipped: bool = False
+    """Whether a gradient is not finite, and the step goes on without any."""
     norm_told: dict[str, int] = field(default_factory=dict)
     """Generation of which each trainer knows the gradient norm."""
 
@@ -189,6 +191,7 @@ class Step:
         self.generation += 1
         self.finished_s, self.recorded = None, False
         self.prepared = self.failure = None
+        self.skipped = False
         self.hand_ins.clear()
 
     def _item_of(self, global_rank: int) -> Item:

@@ -26,6 +26,8 @@ class Reduced:
     square_partials: list[float]
     non_finite: int | None = None
     """The first segment with NaN or infinity; then the rest was not looked at."""
+    skipped: bool = False
+    """Whether it is nothing because the step is skipped, not because nothing was pushed."""
 
     def max_abs(self) -> float:
         """The largest absolute value; 0 if there is no gradient."""

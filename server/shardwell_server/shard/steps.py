@@ -51,6 +51,9 @@ async def prepare(
     run.prepared = PreparedStep(step, asked, None)  # from here on pushes are refused
     try:
         for shard in list(run.shards.values()):
+            if request.skip:
+                shard.reduce_to_nothing()
+                continue
             reduced = await shard.reduce(in_thread)
             norm = shard_pb2.UnitNorm(unit_index=shard.index, square_partials=reduced.square_partials)
             if request.with_max_abs:

@@ -123,11 +123,16 @@ class UnitShard:
         Raises:
             NonFiniteError: It has NaN or infinity; names the parameter and the ranks.
         """
-        if self.reduced is None:
+        if self.reduced is None or self.reduced.skipped:
             self.reduced = await self._reduce(in_thread)
         if self.reduced.non_finite is not None:
             raise await in_thread(partial(self.compute_blame, self.reduced.non_finite))
         return self.reduced
+
+    def reduce_to_nothing(self) -> None:
+        """Leaves the step without a gradient. Contributions stay until the commit: ``reduce`` looks at them again."""
+        self.forget_reduced()
+        self.reduced = Reduced([None] * len(self.segments), None, [], skipped=True)
 
     async def reduce_ahead(self, in_thread: InThread) -> None:
         """Does the work of ``reduce`` if everything seems to be here, before it is asked for.

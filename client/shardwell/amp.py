@@ -1,0 +1,95 @@
+"""Loss scaling: ``torch.amp.GradScaler`` for gradients that are on the shard servers.
+
+Small gradients vanish in float16, so the loss is multiplied by a large scale before the backward. Whether a gradient
+then became infinite only the servers can tell, and they tell all trainers alike: the commit of a step either updates
+every parameter on every server or none, and says which.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from shardwell.optim import ShardedOptimizer
+from shardwell_wire.errors import UsageError
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for the optimizers of ``shardwell.optim``: same methods, same rule for the scale.
+
+    >>> scaler = shardwell.amp.GradScaler()
+    >>> session.track(scaler=scaler)
+    >>> for step in session.steps(1000):
+    ...     for batch in step.batches(dataset, batch_size=8):
+    ...         scaler.scale(model(batch).loss).backward()
+    ...     scaler.unscale_(optimizer)  # optional, before clipping
+    ...     optimizer.clip_grad_norm_(1.0)
+    ...     scaler.step(optimizer)
+    ...     scaler.update()
+
+    ``step`` commits the step on every trainer, also where it skips the update because a gradient on any server is
+    not finite: the parameters and the optimizer's state are unchanged then, and ``update`` lowers the scale on all.
+    A local ``torch.optim`` optimizer is treated as torch does.
+
+    Args:
+        device: Of the optimizers that are not sharded; sharded ones need none.
+        init_scale: The first scale. A power of two leaves the gradients' bits alone.
+        growth_factor: What the scale is multiplied by after ``growth_interval`` steps without a skip.
+        backoff_factor: What the scale is multiplied by after a step that was skipped.
+        growth_interval: Number of steps.
+        enabled: If False, ``step`` is the optimizer's, and all else does nothing.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        if self._enabled:
+            # A trainer that joins a run goes through the end of its last step without having scaled a loss.
+            self._lazy_init_scale_growth_tracker(torch.device("cpu"))
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Has the optimizer count its gradients as divided by the scale; needed before clipping only.
+
+        Raises:
+            RuntimeError: It was called before in this step, or after ``step``.
+        """
+        if not isinstance(optimizer, ShardedOptimizer) or not self._enabled:
+            super().unscale_(optimizer)
+            return
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        optimizer.unscale(self.get_scale())
+        state["stage"] = OptState.UNSCALED
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Commits the step; the parameters change only if every gradient on every server is finite.
+
+        Raises:
+            RuntimeError: It was called before in this step.
+            UsageError: A closure was passed.
+        """
+        if not isinstance(optimizer, ShardedOptimizer) or not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        if args or kwargs:
+            raise UsageError("GradScaler.step takes no closure: compute the loss before, and scale it")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        optimizer.step()
+        state["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(float(optimizer.skipped))}
+        state["stage"] = OptState.STEPPED
+        return None
