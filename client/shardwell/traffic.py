@@ -170,7 +170,12 @@ class Traffic:
         """
         self.stats.gather_count += 1
         self.stats.gathered_bytes += layout.size_bytes
-        parts = [self._gathers.submit(shard.fetch_cast, version, layout, target) for shard in unit.shards]
+        parts = [
+            self._queue(shard).submit(
+                shard.stop_bytes - shard.start_bytes, partial(shard.fetch_cast, version, layout, target)
+            )
+            for shard in unit.shards
+        ]
         return GatherFuture(parts, self.stats)
 
     def await_version(self, unit: RemoteUnit, version: int) -> Future[int]:
