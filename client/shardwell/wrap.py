@@ -107,7 +107,7 @@ def auto_wrap(model: nn.Module, session: HasUnits, policy: WrapPolicy, **options
         model: The whole model.
         session: Where the parameters go.
         policy: ``SizePolicy``, ``ModuleTypePolicy``, ``CustomPolicy``, ``NoWrapPolicy`` or the like.
-        **options: ``reshard_after_forward`` and ``ignored_params`` of ``fully_shard``, for every unit.
+        **options: ``reshard_after_forward``, ``ignored_params`` and ``placement`` of ``fully_shard``, for every unit.
 
     Returns:
         The model.
