@@ -1,8 +1,4 @@
-"""Optimizers whose state and arithmetic live on the shard servers.
-
-They are ``torch.optim.Optimizer`` objects: parameter groups, LR schedulers and per-group changes
-between steps work as in torch. Their hyper-parameters travel with every step's commit.
-"""
+"""What all optimizers share whose state and arithmetic live on the shard servers."""
 
 from __future__ import annotations
 
@@ -29,6 +25,7 @@ class ShardedOptimizer(Optimizer):
     """
 
     algorithm: ClassVar[str]
+    """Its name in an ``OptimizerStep``."""
     _numbers: ClassVar[tuple[str, ...]]
     """Hyper-parameters that travel as they are."""
 
@@ -37,6 +34,14 @@ class ShardedOptimizer(Optimizer):
         self._session = self._find_session()
         self._session.note_buffers()
         self._clip_coefficient = 1.0
+        self._combined: ShardedOptimizer | None = None
+        """The optimizer that this one is a part of: it commits the steps."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; not once the optimizer is part of a ``Combined``."""
+        if getattr(self, "_combined", None) is not None:
+            raise UsageError(f"add parameter groups to {type(self).__name__} before it becomes part of a Combined")
+        super().add_param_group(param_group)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = True
@@ -56,6 +61,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             NonFiniteError: A gradient has NaN or infinity; names the parameter and the ranks.
         """
+        self._refuse_if_combined("clip_grad_norm_")
         if norm_type not in (2.0, math.inf):
             raise UsageError(f"clip_grad_norm_(norm_type={norm_type!r}): expected 2.0 or infinity")
         if not error_if_nonfinite:
@@ -76,6 +82,7 @@ class ShardedOptimizer(Optimizer):
             HyperparameterMismatchError: Ranks disagree; names the value and both sides.
             NonFiniteError: A gradient has NaN or infinity; the parameters are unchanged.
         """
+        self._refuse_if_combined("step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -107,14 +114,27 @@ class ShardedOptimizer(Optimizer):
             group.update({key: value for key, value in values.items() if key != "params"})
 
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, float]:
-        return {name: float(group[name]) for name in self._numbers}
+        numbers = {name: float(group[name]) for name in self._numbers}
+        if "betas" in group:
+            numbers["beta1"], numbers["beta2"] = map(float, group["betas"])
+        return numbers
+
+    def _refuse_if_combined(self, method: str) -> None:
+        if self._combined is not None:
+            raise UsageError(
+                f"this {type(self).__name__} is part of a Combined, and one step commits all of it: call {method} of "
+                "the Combined"
+            )
+
+    def _group_to_proto(self, number: int) -> common_pb2.ParameterGroup:
+        return common_pb2.ParameterGroup(hyperparameters=self._hyperparameters(self.param_groups[number]))
 
     def _to_proto(self) -> common_pb2.OptimizerStep:
         units = self._session.units
         indices: dict[int, list[int]] = {unit.index: [-1] * len(unit.layout.parameters) for unit in units}
         groups = []
         for number, group in enumerate(self.param_groups):
-            groups.append(common_pb2.ParameterGroup(hyperparameters=self._hyperparameters(group)))
+            groups.append(self._group_to_proto(number))
             for parameter in group["params"]:
                 unit_index, parameter_index = self._locate(parameter)
                 indices[unit_index][parameter_index] = number
@@ -147,86 +167,15 @@ class ShardedOptimizer(Optimizer):
         )
 
 
-class SGD(ShardedOptimizer):
-    """``torch.optim.SGD`` on the servers, by torch's fused kernel; same arguments and meaning."""
-
-    algorithm = "sgd"
-    _numbers = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-    ) -> None:
-        _require_at_least_zero(lr=lr, momentum=momentum, weight_decay=weight_decay)
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise UsageError("SGD(nesterov=True): expected momentum > 0 and dampening = 0")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
-
-
-class Adam(ShardedOptimizer):
-    """``torch.optim.Adam`` on the servers, by torch's fused kernel; same arguments and meaning."""
-
-    algorithm = "adam"
-    _numbers = ("lr", "eps", "weight_decay", "amsgrad", "maximize")
-    _default_weight_decay: ClassVar[float] = 0.0
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float | None = None,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-    ) -> None:
-        decay = self._default_weight_decay if weight_decay is None else weight_decay
-        _require_at_least_zero(lr=lr, eps=eps, weight_decay=decay)
-        for index, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise UsageError(f"betas[{index}]={beta!r}: expected 0 <= beta < 1")
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
-
-    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, float]:
-        beta1, beta2 = group["betas"]
-        return {**super()._hyperparameters(group), "beta1": float(beta1), "beta2": float(beta2)}
-
-
-class AdamW(Adam):
-    """``torch.optim.AdamW`` on the servers, by torch's fused kernel; same arguments and meaning."""
-
-    algorithm = "adamw"
-    _default_weight_decay = 1e-2
-
-
-def _require_at_least_zero(**values: float) -> None:
+def require_at_least_zero(**values: float) -> None:
+    """Raises UsageError naming the first of some hyper-parameters that is negative or not a number."""
     for name, value in values.items():
         if not float(value) >= 0.0:
             raise UsageError(f"{name}={value!r}: expected at least 0")
 
 
-__all__ = ["SGD", "Adam", "AdamW", "ShardedOptimizer"]
+def require_betas(betas: tuple[float, float]) -> None:
+    """Raises UsageError unless both are in [0, 1)."""
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise UsageError(f"betas[{index}]={beta!r}: expected 0 <= beta < 1")
