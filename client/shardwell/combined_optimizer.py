@@ -14,7 +14,7 @@ class Combined(ShardedOptimizer):
     """Optimizers of different kinds as one, such as ``Muon`` for matrices and ``AdamW`` for the rest.
 
     Its parameter groups are theirs, in order. LR schedulers may be of the whole or of a part;
-    ``step``, ``clip_grad_norm_`` and ``zero_grad`` are called here.
+    ``step``, ``clip_grad_norm_``, ``zero_grad`` and ``ema_decay`` are used here.
 
     Args:
         optimizers: At least one; no parameter may be in two.
@@ -33,6 +33,8 @@ class Combined(ShardedOptimizer):
         for part in self._parts:
             if part._combined is not None or isinstance(part, Combined):
                 raise UsageError(f"Combined takes optimizers that are not combined yet, got {type(part).__name__}")
+            if part.ema_decay is not None:
+                raise UsageError(f"set ema_decay of the Combined, not of its {type(part).__name__}")
         self._group_parts = [(part, number) for part in self._parts for number in range(len(part.param_groups))]
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         for part in self._parts:

@@ -173,6 +173,12 @@ class RunStore:
         self._membership.check()
         return self._traffic.gather(self._units[unit_index], self.progress.number, target, exact=exact)
 
+    def gather_average(self, unit_index: int, target: memoryview) -> None:
+        """See ``ParameterStore.gather_average``."""
+        self._membership.check()
+        for shard in self._units[unit_index].shards:
+            shard.fetch_average(self.progress.number, target[shard.start_bytes : shard.stop_bytes])
+
     def in_place(self, unit_index: int) -> SharedVector | None:
         """See ``ParameterStore.in_place``."""
         return self._units[unit_index].vector

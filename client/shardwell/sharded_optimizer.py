@@ -34,8 +34,26 @@ class ShardedOptimizer(Optimizer):
         self._session = self._find_session()
         self._session.note_buffers()
         self._clip_coefficient = 1.0
+        self._ema_decay: float | None = None
         self._combined: ShardedOptimizer | None = None
         """The optimizer that this one is a part of: it commits the steps."""
+
+    @property
+    def ema_decay(self) -> float | None:
+        """Has the servers keep an exponential moving average of the weights, from the next step on.
+
+        After every step ``average += (1 - ema_decay) * (weight - average)``, as
+        ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn``; the first is a copy of the weights.
+        ``full_state_dict(model, ema=True)`` reads it. None, the default, leaves averages as they are.
+        """
+        return self._ema_decay
+
+    @ema_decay.setter
+    def ema_decay(self, decay: float | None) -> None:
+        self._refuse_if_combined("ema_decay")
+        if decay is not None and not 0.0 <= decay <= 1.0:
+            raise UsageError(f"ema_decay={decay!r}: expected 0 to 1, or None")
+        self._ema_decay = decay
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; not once the optimizer is part of a ``Combined``."""
@@ -103,7 +121,7 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The hyper-parameters of every group; the state itself lives on the servers."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return {"param_groups": groups}
+        return {"param_groups": groups, "ema_decay": self._ema_decay}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over the hyper-parameters of every group."""
@@ -112,6 +130,7 @@ class ShardedOptimizer(Optimizer):
             raise UsageError(f"the state has {len(saved)} parameter groups, the optimizer {len(self.param_groups)}")
         for group, values in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
+        self.ema_decay = state_dict.get("ema_decay")
 
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, float]:
         numbers = {name: float(group[name]) for name in self._numbers}
@@ -122,7 +141,7 @@ class ShardedOptimizer(Optimizer):
     def _refuse_if_combined(self, method: str) -> None:
         if self._combined is not None:
             raise UsageError(
-                f"this {type(self).__name__} is part of a Combined, and one step commits all of it: call {method} of "
+                f"this {type(self).__name__} is part of a Combined, and one step commits all of it: use {method} of "
                 "the Combined"
             )
 
@@ -141,6 +160,7 @@ class ShardedOptimizer(Optimizer):
         return common_pb2.OptimizerStep(
             algorithm=self.algorithm,
             groups=groups,
+            ema_decay=self._ema_decay,
             units=[common_pb2.UnitGroups(unit_index=index, group_indices=group) for index, group in indices.items()],
         )
 

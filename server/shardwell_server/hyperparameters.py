@@ -87,6 +87,8 @@ def validate(optimizer: common_pb2.OptimizerStep) -> None:
             )
         for name, value in group.hyperparameters.items():
             _check_value(index, name, value)
+    if optimizer.HasField("ema_decay") and not 0.0 <= optimizer.ema_decay <= 1.0:
+        raise InvalidRequestError(f"ema_decay={optimizer.ema_decay!r}: expected 0 <= ema_decay <= 1")
     if not optimizer.groups:
         _require_known(optimizer.algorithm)
     for unit in optimizer.units:

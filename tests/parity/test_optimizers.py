@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwell
 from shardwell.coordinator_client import CoordinatorClient
 from shardwell.peek import peek_everywhere
 from shardwell_wire.v1 import shard_pb2
-from tests.support.optimizer_parity import compare, two_groups
+from tests.support.optimizer_parity import OddModel, compare, compare_weights, two_groups
 from tests.support.reference_optimizers import Lion
 
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
@@ -64,11 +65,14 @@ def test_the_same_bits_as_torch(cluster: shardwell.LocalCluster, case: str) -> N
             lambda params: getattr(shardwell.optim, name)(params, **settings),
             lambda params: plain(params, **settings, **implementation),
             groups,
+            # torch's fused SGD cannot begin with one parameter later than with another.
+            always_rare=name == "SGD",
         )
 
 
 def test_every_setting_of_torch_has_the_same_default(cluster: shardwell.LocalCluster) -> None:
     ways = {"foreach", "capturable", "differentiable", "fused"}
+    named_otherwise = {"Adam": {"decoupled_weight_decay"}, "AdamW": {"decoupled_weight_decay"}}
     with shardwell.join(cluster.address, run=uuid.uuid4().hex) as session:
         model = shardwell.fully_shard(torch.nn.Linear(2, 2, bias=False), session)
         for name in shardwell.optim.__all__:
@@ -76,9 +80,7 @@ def test_every_setting_of_torch_has_the_same_default(cluster: shardwell.LocalClu
                 expected = torch_class([torch.zeros(2, 2)]).defaults
                 defaults = getattr(shardwell.optim, name)(model.parameters()).defaults
                 assert defaults.items() <= expected.items(), name
-                assert expected.keys() - defaults.keys() <= ways | (
-                    {"decoupled_weight_decay"} if "Adam" in name else {}
-                ), name
+                assert expected.keys() - defaults.keys() <= ways | named_otherwise.get(name, set()), name
 
 
 def test_state_can_be_looked_at_piece_by_piece(cluster: shardwell.LocalCluster) -> None:
@@ -100,3 +102,42 @@ def test_state_can_be_looked_at_piece_by_piece(cluster: shardwell.LocalCluster) 
             state = expected.state[plain.wide.weight][name]
             assert list(pieces[0].values) == state.flatten()[:8].tolist()
             assert math.fsum(piece.norm**2 for piece in pieces) == pytest.approx(state.double().square().sum().item())
+
+
+def test_averages_equal_those_of_torch(cluster: shardwell.LocalCluster) -> None:
+    plain, model = OddModel(), OddModel()
+    frozen_at_first = "tall.weight"
+    averaged = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
+    with shardwell.join(cluster.address, run=uuid.uuid4().hex) as session:
+        shardwell.fully_shard(model, session, name="odd")
+        optimizer = shardwell.optim.AdamW(model.parameters(), lr=0.01)
+        for trained in (plain, model):
+            trained.get_parameter(frozen_at_first).requires_grad_(False)
+        for step in session.steps(6):
+            x = torch.randn(5, 101, generator=torch.Generator().manual_seed(step.number))
+            for trained in (plain, model):
+                trained.get_parameter(frozen_at_first).requires_grad_(step.number > 2)
+                trained(x, use_rare=step.number % 3 == 1).backward()
+            optimizer.ema_decay = 0.9 if step.number != 4 else None
+            for each in (expected, optimizer):
+                each.step()
+                each.zero_grad()
+            if step.number != 4:
+                averaged.update_parameters(plain)
+            got = shardwell.full_state_dict(model, ema=True)
+            for name, value in averaged.module.state_dict().items():
+                assert torch.equal(got[name], value), f"{name} in step {step.number}"
+        compare_weights(model, plain)
+
+
+def test_averages_that_were_never_asked_for_are_not_made_up(cluster: shardwell.LocalCluster) -> None:
+    with shardwell.join(cluster.address, run=uuid.uuid4().hex) as session:
+        model = shardwell.fully_shard(torch.nn.Linear(2, 2), session)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        with pytest.raises(shardwell.StepStateError, match=r"no moving average: set optimizer\.ema_decay"):
+            shardwell.full_state_dict(model, ema=True)
+        with pytest.raises(shardwell.UsageError, match=r"ema_decay=1\.5: expected 0 to 1"):
+            optimizer.ema_decay = 1.5

@@ -25,16 +25,21 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def cluster(request: pytest.FixtureRequest) -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=request.param, min_shard_bytes=4096) as running:
-        yield running
-
-
 @pytest.fixture(scope="module")
 def cluster_of_three() -> Iterator[shardwell.LocalCluster]:
     with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def cluster_of_one() -> Iterator[shardwell.LocalCluster]:
+    with shardwell.LocalCluster(num_shards=1) as running:
+        yield running
+
+
+@pytest.fixture(params=["cluster_of_one", "cluster_of_three"])
+def cluster(request: pytest.FixtureRequest) -> shardwell.LocalCluster:
+    return request.getfixturevalue(request.param)
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -164,7 +169,7 @@ def test_what_is_combined_wrongly_is_explained(cluster_of_three: shardwell.Local
             shardwell.optim.Combined([muon, shardwell.optim.AdamW(model.parameters())])
         optimizer = shardwell.optim.Combined([muon, adamw])
         for call in (muon.step, lambda: adamw.clip_grad_norm_(1.0)):
-            with pytest.raises(shardwell.UsageError, match=r"call .* of the Combined"):
+            with pytest.raises(shardwell.UsageError, match=r"use .* of the Combined"):
                 call()
         with pytest.raises(shardwell.UsageError, match="not combined yet"):
             shardwell.optim.Combined([muon])

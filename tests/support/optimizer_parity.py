@@ -47,6 +47,8 @@ def compare(
     make: Make,
     make_plain: Make,
     groups: Callable[[nn.Module], Groups] = two_groups,
+    *,
+    always_rare: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Trains with clipping, an LR scheduler and a change in between; raises unless all bits are the same.
@@ -56,6 +58,7 @@ def compare(
         make: Makes the optimizer on the servers.
         make_plain: Makes the one it must equal.
         groups: The parameter groups.
+        always_rare: Whether every parameter has a gradient in every step.
         **options: Of ``fully_shard``.
 
     Returns:
@@ -67,7 +70,7 @@ def compare(
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.8) for each in (expected, optimizer)]
     for step in session.steps(STEPS):
         x = torch.randn(5, 101, generator=torch.Generator().manual_seed(step.number))
-        losses = [each(x, use_rare=step.number % 3 == 1) for each in (plain, model)]
+        losses = [each(x, use_rare=always_rare or step.number % 3 == 1) for each in (plain, model)]
         assert torch.equal(*losses), f"step {step.number}"
         for loss in losses:
             loss.backward()

@@ -506,8 +506,13 @@ class OptimizerStep(google.protobuf.message.Message):
     ALGORITHM_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     UNITS_FIELD_NUMBER: builtins.int
+    EMA_DECAY_FIELD_NUMBER: builtins.int
     algorithm: builtins.str
     """Such as "adamw"; docs/optimizers.md has all. Empty: every group names its own."""
+    ema_decay: builtins.float
+    """The servers keep an exponential moving average of what is optimised; this is the weight of what
+    it was before, in [0, 1]. Unset: averages stay as they are.
+    """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterGroup]:
         """The parameter groups, referred to by index."""
@@ -522,8 +527,11 @@ class OptimizerStep(google.protobuf.message.Message):
         algorithm: builtins.str = ...,
         groups: collections.abc.Iterable[global___ParameterGroup] | None = ...,
         units: collections.abc.Iterable[global___UnitGroups] | None = ...,
+        ema_decay: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["algorithm", b"algorithm", "groups", b"groups", "units", b"units"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ema_decay", b"_ema_decay", "ema_decay", b"ema_decay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ema_decay", b"_ema_decay", "algorithm", b"algorithm", "ema_decay", b"ema_decay", "groups", b"groups", "units", b"units"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_ema_decay", b"_ema_decay"]) -> typing.Literal["ema_decay"] | None: ...
 
 global___OptimizerStep = OptimizerStep
 

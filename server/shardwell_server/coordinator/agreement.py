@@ -115,6 +115,9 @@ def _first_difference(
                 return f"{name} of parameter group {index}", expected, got
     if decider.clip_coefficient != other.clip_coefficient:
         return "clip coefficient", decider.clip_coefficient, other.clip_coefficient
+    averaged = [each.ema_decay if each.HasField("ema_decay") else None for each in (ours, theirs)]
+    if averaged[0] != averaged[1]:
+        return "ema_decay", averaged[0], averaged[1]
     return _first_group_difference(_groups(ours), _groups(theirs), layouts)
 
 

@@ -10,8 +10,12 @@ from torch import nn
 
 from shardwell_server.hyperparameters import algorithm_of
 from shardwell_server.shard.algorithms.engines import Engine, make_engine, torch_settings
+from shardwell_server.shard.averages import Averages
 from shardwell_wire.errors import ConflictError
 from shardwell_wire.v1 import common_pb2
+
+_AVERAGE = "ema"
+"""Name of the moving average among the state."""
 
 
 class ShardOptimizer:
@@ -29,6 +33,7 @@ class ShardOptimizer:
         self._algorithms: list[str | None] = [None] * len(self._parameters)
         self._engines: dict[str, Engine] = {}
         self._step_counts = [0] * len(self._parameters)
+        self.averages = Averages([parameter.data for parameter in self._parameters])
         self.state_names: list[str] = []
         """Names of the state's tensors, such as ``exp_avg``, after the last step."""
         self.size_bytes = 0
@@ -58,6 +63,20 @@ class ShardOptimizer:
             group_of: The group of each part; -1: not optimised.
             clip_coefficient: What gradients are multiplied by first.
         """
+        optimised = [group >= 0 for group in group_of]
+        self.averages.before_update(optimised)
+        self._update(gradients, optimizer, group_of, clip_coefficient)
+        if optimizer.HasField("ema_decay"):
+            self.averages.after_update(optimised, optimizer.ema_decay)
+        self._take_stock()
+
+    def _update(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        optimizer: common_pb2.OptimizerStep,
+        group_of: Sequence[int],
+        clip_coefficient: float,
+    ) -> None:
         members: list[list[nn.Parameter]] = [[] for _ in optimizer.groups]
         names = [algorithm_of(optimizer, group) for group in range(len(optimizer.groups))]
         for number, (parameter, gradient, group) in enumerate(zip(self._parameters, gradients, group_of, strict=True)):
@@ -76,7 +95,6 @@ class ShardOptimizer:
             self._engine(algorithm).step(groups)
         for parameter in self._parameters:
             parameter.grad = None
-        self._take_stock()
 
     def _engine(self, algorithm: str) -> Engine:
         if algorithm not in self._engines:
@@ -85,13 +103,15 @@ class ShardOptimizer:
 
     def _take_stock(self) -> None:
         tensors = [tensor for engine in self._engines.values() for tensor in engine.tensors()]
-        self.state_names = sorted({name for name, _ in tensors if name != "step"})
-        self.size_bytes = sum(value.nbytes for _, value in tensors)
+        names = {name for name, _ in tensors if name != "step"}
+        self.state_names = sorted(names | {_AVERAGE} if self.averages.begun else names)
+        self.size_bytes = sum(value.nbytes for _, value in tensors) + self.averages.size_bytes
 
     def state(self, part: int) -> Mapping[str, Any]:
         """The state of one part's parameter; empty before its first update."""
-        algorithm = self._algorithms[part]
-        return {} if algorithm is None else self._engines[algorithm].state(self._parameters[part])
+        algorithm, average = self._algorithms[part], self.averages[part]
+        own = {} if algorithm is None else self._engines[algorithm].state(self._parameters[part])
+        return own if average is None else {**own, _AVERAGE: average}
 
     def steps_of(self, part: int) -> int:
         """Updates that a part has seen."""

@@ -254,6 +254,22 @@ class UnitShard:
             self.optimizer = ShardOptimizer([segments.shaped(part, self.layout, segment) for part, segment in parts])
         self.optimizer.step(self.reduced.gradients, optimizer, self._chosen_groups(groups), clip_coefficient)
 
+    def check_averaged(self) -> None:
+        """Raises StepStateError if there are no averages to read."""
+        if self.optimizer is None or not self.optimizer.averages.begun:
+            raise StepStateError(
+                f"{self.what} has no moving average: set optimizer.ema_decay before a step", unit=self.unit
+            )
+
+    def compute_averages(self, out: torch.Tensor) -> None:
+        """Writes the shard with averages in the place of values. [size_bytes]"""
+        assert self.optimizer is not None and self.values.home is not None
+        out.copy_(self.values.home.buffer)
+        for number, view in enumerate(self.views(out)):
+            average = self.optimizer.averages[number]
+            if average is not None:
+                view.copy_(average.reshape(-1))
+
     def _chosen_groups(self, groups: Sequence[int] | None) -> list[int]:
         """The group of each segment's parameter; -1: not optimised."""
         return [-1 if groups is None else groups[segment.parameter_index] for segment in self.segments]
