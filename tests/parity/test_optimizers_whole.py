@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 import shardwell
+from shardwell.coordinator_client import CoordinatorClient
+from shardwell_wire.v1 import coordinator_pb2
 from tests.support.optimizer_parity import OddModel, compare, compare_weights
 from tests.support.reference_optimizers import Lamb
 
@@ -123,6 +126,9 @@ def test_parts_have_schedulers_and_groups_of_their_own(cluster_of_three: shardwe
     reference = Both([{"params": matrices(plain)}, {"params": others(plain)}])
     with shardwell.join(cluster_of_three.address, run=uuid.uuid4().hex) as session:
         model = shardwell.auto_wrap(OddModel(), session, shardwell.NoWrapPolicy(), placement="tensor")
+        with closing(CoordinatorClient(cluster_of_three.address)) as coordinator:
+            (unit,) = coordinator.call("ListUnits", coordinator_pb2.ListUnitsRequest(run=session.run)).units
+            assert len({shard.server_id for shard in unit.shards}) == 3
         muon = shardwell.optim.Muon(matrices(model), **MUON)
         adamw = shardwell.optim.AdamW(others(model), **ADAMW)
         optimizer = shardwell.optim.Combined([muon, adamw])
