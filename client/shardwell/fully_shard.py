@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
 
 from torch import nn
 
@@ -18,6 +18,8 @@ from shardwell_wire.layout import UnitLayout
 
 if TYPE_CHECKING:
     from shardwell.units import Units
+
+Placement = Literal["flat", "tensor"]
 
 Shardable = TypeVar("Shardable", bound=nn.Module | Sequence[nn.Module])
 
@@ -143,6 +145,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = AS_STORED,
     ignored_params: Collection[nn.Parameter] = (),
     name: str | None = None,
+    placement: Placement = "flat",
 ) -> Shardable:
     """Moves a module's parameters to the shard servers; they are gathered when the module runs.
 
@@ -167,6 +170,8 @@ def fully_shard(
         ignored_params: Parameters to leave alone.
         name: The unit's name in the run, under which parameters are inspected; by default the class
             and a count, such as ``Block-0``. ``auto_wrap`` gives the names in the model.
+        placement: How the unit is cut over servers. ``flat``: evenly. ``tensor``: between parameters, as the
+            optimizers need that work on whole tensors, such as ``Muon``.
 
     Returns:
         What was passed: its class is changed in place to a subclass with the methods of ``ShardedModule``.
@@ -186,6 +191,7 @@ def fully_shard(
         ignored_params=ignored_params,
         reshard_after_forward=reshard_after_forward,
         mp_policy=mp_policy,
+        placement=placement,
     )
     return module
 
@@ -199,6 +205,7 @@ def shard_modules(
     ignored_params: Collection[nn.Parameter] = (),
     reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy = AS_STORED,
+    placement: Placement = "flat",
 ) -> None:
     """``fully_shard`` with the names decided, but for ``units.name_prefix``, which all begin with.
 
@@ -210,7 +217,7 @@ def shard_modules(
     guards.check_parameters([(entry.names[0], entry.parameter) for entry in found])
     unit = None
     if found:
-        layout = UnitLayout(f"{units.name_prefix}{name}", tuple(entry.describe() for entry in found))
+        layout = UnitLayout(f"{units.name_prefix}{name}", tuple(entry.describe() for entry in found), placement)
         unit = units.add(layout, found, modules, mp_policy)
         unit.settings.reshard_after_forward = reshard_after_forward
     units.contain(modules, unit)

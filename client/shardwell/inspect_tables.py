@@ -101,9 +101,10 @@ def _work(work: Sequence[coordinator_pb2.WorkSummary]) -> RenderableType:
 
 
 def _optimizer(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
-    if not response.optimizer.algorithm:
+    algorithms = [group.algorithm or response.optimizer.algorithm for group in response.optimizer.groups]
+    if not algorithms:
         return "no step committed yet"
-    lines = [f"last committed step: {response.optimizer.algorithm}, gradient norm {response.grad_norm:.6g}"]
+    lines = [f"last committed step: {', '.join(dict.fromkeys(algorithms))}, gradient norm {response.grad_norm:.6g}"]
     for index, group in enumerate(response.optimizer.groups):
         numbers = ", ".join(f"{name}={value:g}" for name, value in sorted(group.hyperparameters.items()))
         lines.append(f"    group {index}: {numbers}")

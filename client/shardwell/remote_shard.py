@@ -144,6 +144,10 @@ class RemoteShard:
             pieces.append(Piece(segment.start_bytes, part.view(getattr(torch, parameter.dtype))))
         return pieces
 
+    def fetch_average(self, version: int, target: memoryview) -> int:
+        """``fetch`` of the values' moving average."""
+        return self._stream(version, _AS_STORED, target, ema=True)
+
     def await_version(self, version: int | None) -> int:
         """Waits until a shard that is read in place is of a version; returns which it is."""
         if self.cached is not None and version is not None:
@@ -163,7 +167,7 @@ class RemoteShard:
             self.server.require_shm().locate(self._layout.unit, version, timeout_s=limit_s, retry_for_s=limit_s).version
         )
 
-    def _stream(self, version: int | None, wire_dtype: WireDType, target: memoryview) -> int:
+    def _stream(self, version: int | None, wire_dtype: WireDType, target: memoryview, *, ema: bool = False) -> int:
         request = shard_pb2.GatherRequest(
             run=self._run,
             unit=self._layout.unit,
@@ -171,6 +175,7 @@ class RemoteShard:
             start_bytes=self.start_bytes,
             stop_bytes=self.stop_bytes,
             wire_dtype=wire_dtype,
+            ema=ema,
         )
         limit_s = self._wire.wait_limit_s
         fetched = self.server.streamed(

@@ -179,6 +179,12 @@ class RunStore:
             return self._traffic.gather_cast(unit, version, target, layout)
         return self._traffic.gather(unit, version, target, exact=exact)
 
+    def gather_average(self, unit_index: int, target: memoryview) -> None:
+        """See ``ParameterStore.gather_average``."""
+        self._membership.check()
+        for shard in self._units[unit_index].shards:
+            shard.fetch_average(self.progress.number, target[shard.start_bytes : shard.stop_bytes])
+
     def in_place(self, unit_index: int) -> SharedVector | None:
         """See ``ParameterStore.in_place``."""
         return self._units[unit_index].vector

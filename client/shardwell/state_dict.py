@@ -12,25 +12,31 @@ from shardwell.parameter import owner_of
 from shardwell.unit import Unit
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Any]:
+def full_state_dict(model: nn.Module, *, ema: bool = False) -> dict[str, Any]:
     """The model's state as a plain PyTorch ``state_dict``: same names, same order, on the CPU.
 
     Args:
         model: A model with sharded modules in it.
+        ema: The moving average of the weights (``optimizer.ema_decay``) instead of the weights. Buffers and
+            parameters that are not optimised are as they are.
 
     Returns:
         Copies of all parameters, under tied names too, and of persistent buffers. Loads with
         ``load_state_dict`` into the model as it was before ``fully_shard``. Parameters split by tensor
         parallelism are put together, so all ranks that hold parts must call.
+
+    Raises:
+        StepStateError: The moving average is wanted, and no step was averaged.
     """
-    return dict(iter_full_state_dict(model))
+    return dict(iter_full_state_dict(model, ema=ema))
 
 
-def iter_full_state_dict(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def iter_full_state_dict(model: nn.Module, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
     """``full_state_dict`` one value at a time: holds one unit, however large the model is.
 
     Args:
         model: A model with sharded modules in it.
+        ema: As ``full_state_dict``.
 
     Yields:
         Names and values in the order of ``state_dict``. A unit whose parameters are not next to each
@@ -44,7 +50,7 @@ def iter_full_state_dict(model: nn.Module) -> Iterator[tuple[str, Any]]:
         if owner is not None:
             if owner.unit is not gathered:
                 gathered, flat = None, torch.empty(0)
-                gathered, flat = owner.unit, owner.unit.gather_copy()
+                gathered, flat = owner.unit, owner.unit.gather_average() if ema else owner.unit.gather_copy()
             yield name, _whole(owner.unit.read(flat, owner.index), value)
         elif isinstance(value, torch.Tensor):
             yield name, value.detach().cpu().clone()

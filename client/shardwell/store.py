@@ -77,6 +77,14 @@ class ParameterStore(Protocol):
         """
         ...
 
+    def gather_average(self, unit_index: int, target: memoryview) -> None:
+        """Fetches the moving average of the version that the current step reads. [layout.size_bytes]
+
+        Raises:
+            StepStateError: No step was averaged.
+        """
+        ...
+
     def in_place(self, unit_index: int) -> InPlaceVector | None:
         """The unit's flat vector where the store keeps it, if this process can read it there; never another."""
         ...

@@ -332,6 +332,12 @@ class Unit:
         self._store.gather(self.index, memory_at(flat.data_ptr(), self.layout.size_bytes), exact=True).result()
         return flat
 
+    def gather_average(self) -> torch.Tensor:
+        """``gather_copy`` of the values' moving average. [size_bytes]"""
+        flat = torch.empty(self.layout.size_bytes, dtype=torch.uint8)
+        self._store.gather_average(self.index, memory_at(flat.data_ptr(), self.layout.size_bytes))
+        return flat
+
     def read(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """A parameter's values, as a view of what ``gather_copy`` returned."""
         spec, start = self.layout.parameters[index], self.layout.starts[index]

@@ -107,7 +107,8 @@ def auto_wrap(model: nn.Module, session: HasUnits, policy: WrapPolicy, **options
         model: The whole model.
         session: Where the parameters go.
         policy: ``SizePolicy``, ``ModuleTypePolicy``, ``CustomPolicy``, ``NoWrapPolicy`` or the like.
-        **options: ``reshard_after_forward``, ``mp_policy`` and ``ignored_params`` of ``fully_shard``, for every unit.
+        **options: ``reshard_after_forward``, ``mp_policy``, ``ignored_params`` and ``placement`` of ``fully_shard``,
+            for every unit.
 
     Returns:
         The model.

@@ -3,6 +3,8 @@
 A unit's flat vector is bytes: parameter after parameter in declaration order, each beginning at a
 multiple of ``ALIGNMENT_BYTES``, the gaps filled with zeros. Shards are half-open byte ranges whose
 inner cuts fall on multiples of ``BLOCK_BYTES``. Both numbers are part of the wire format.
+
+A unit of placement ``tensor`` aligns parameters to ``BLOCK_BYTES``, so that it can be cut between them.
 """
 
 from __future__ import annotations
@@ -37,6 +39,15 @@ DTYPE_NAMES: dict[int, str] = {
 DTYPE_NUMBERS: dict[str, common_pb2.DType.ValueType] = {
     name: common_pb2.DType.Value(f"DTYPE_{name.upper()}") for name in DTYPE_NAMES.values()
 }
+
+
+PLACEMENT_NUMBERS: dict[str, common_pb2.Placement.ValueType] = {
+    "flat": common_pb2.PLACEMENT_UNSPECIFIED,
+    "tensor": common_pb2.PLACEMENT_TENSOR,
+}
+"""How a unit may be laid out and cut, by the names users give."""
+
+_PLACEMENT_NAMES: dict[int, str] = {number: name for name, number in PLACEMENT_NUMBERS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +97,26 @@ class UnitLayout:
     """Where each parameter of a unit lies in its flat vector.
 
     Raises:
-        InvalidRequestError: A name is repeated or empty, a dtype cannot be a parameter's, or the
-            unit is too large.
+        InvalidRequestError: A name is repeated or empty, a dtype cannot be a parameter's, the placement is
+            unknown, or the unit is too large.
     """
 
     unit: str
     parameters: tuple[Parameter, ...]
+    placement: str = "flat"
+    """``flat``: may be cut anywhere. ``tensor``: between parameters only."""
     starts: tuple[int, ...] = field(init=False)
     """First byte of each parameter."""
     size_bytes: int = field(init=False)
-    """Length of the flat vector, a multiple of ``ALIGNMENT_BYTES``."""
+    """Length of the flat vector, a multiple of the alignment of its parameters."""
 
     def __post_init__(self) -> None:
         self._validate()
         starts, position = [], 0
+        alignment = BLOCK_BYTES if self.placement == "tensor" else ALIGNMENT_BYTES
         for parameter in self.parameters:
             starts.append(position)
-            position = align(position + parameter.size_bytes)
+            position = align(position + parameter.size_bytes, alignment)
         if position > MAX_UNIT_BYTES:
             raise InvalidRequestError(
                 f"unit {self.unit!r} has {position} bytes, more than the limit of {MAX_UNIT_BYTES}: "
@@ -115,6 +129,11 @@ class UnitLayout:
     def _validate(self) -> None:
         if not self.unit:
             raise InvalidRequestError("a unit needs a name")
+        if self.placement not in PLACEMENT_NUMBERS:
+            raise InvalidRequestError(
+                f"unit {self.unit!r} has placement {self.placement!r}: expected one of {', '.join(PLACEMENT_NUMBERS)}",
+                unit=self.unit,
+            )
         if len(self.parameters) > MAX_UNIT_PARAMETERS:
             raise InvalidRequestError(
                 f"unit {self.unit!r} has {len(self.parameters)} parameters, more than {MAX_UNIT_PARAMETERS}",
@@ -157,6 +176,16 @@ class UnitLayout:
                 found.append(Segment(index, low, high, (low - begin) // size, (high - begin) // size))
         return found
 
+    def parameters_cut_at(self, cuts: Iterable[int]) -> set[int]:
+        """Indices of the parameters that some bytes of the flat vector are strictly inside of."""
+        found = set()
+        for byte in cuts:
+            # The last that begins there: those before it that do too have no elements.
+            index = bisect_right(self.starts, byte) - 1
+            if index >= 0 and self.starts[index] < byte < self.starts[index] + self.parameters[index].size_bytes:
+                found.add(index)
+        return found
+
     def packed_segments(self, parameter_indices: Iterable[int], start_bytes: int, stop_bytes: int) -> list[Segment]:
         """The segments of some parameters only: a contribution's stream is these, one after another."""
         wanted = set(parameter_indices)
@@ -169,6 +198,7 @@ class UnitLayout:
                 common_pb2.ParameterSpec(name=p.name, shape=p.shape, dtype=DTYPE_NUMBERS[p.dtype], aliases=p.aliases)
                 for p in self.parameters
             ],
+            placement=PLACEMENT_NUMBERS[self.placement],
         )
 
     @classmethod
@@ -178,12 +208,31 @@ class UnitLayout:
             Parameter(p.name, tuple(p.shape), DTYPE_NAMES.get(p.dtype, "unspecified"), tuple(p.aliases))
             for p in spec.parameters
         )
-        return cls(spec.name, tuple(parameters))
+        placement = _PLACEMENT_NAMES.get(spec.placement, str(spec.placement))
+        return cls(spec.name, tuple(parameters), placement)
 
 
 def align(position: int, alignment: int = ALIGNMENT_BYTES) -> int:
     """The next multiple of ``alignment`` at or after ``position``."""
     return -(-position // alignment) * alignment
+
+
+def cut_between(layout: UnitLayout, weights: Sequence[float], min_shard_bytes: int) -> list[tuple[int, int]]:
+    """Cuts a unit of placement ``tensor`` into one range per weight, close to proportion, between parameters.
+
+    Args:
+        layout: The unit.
+        weights: As ``cut``.
+        min_shard_bytes: As ``cut``.
+
+    Returns:
+        As ``cut``. The first range is not empty unless the unit is.
+    """
+    bounds, allowed = [0], [*layout.starts, layout.size_bytes]
+    for _, wanted in cut(layout.size_bytes, weights, min_shard_bytes):
+        rest = [byte for byte in allowed[bisect_right(allowed, 0) :] if byte >= bounds[-1]]
+        bounds.append(min(rest, key=lambda byte: (abs(byte - wanted), -byte), default=layout.size_bytes))
+    return list(pairwise(bounds))
 
 
 def cut(size_bytes: int, weights: Sequence[float], min_shard_bytes: int) -> list[tuple[int, int]]:

@@ -3,21 +3,70 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2
 
-ADAM = frozenset({"lr", "beta1", "beta2", "eps", "weight_decay", "amsgrad", "maximize"})
 
-NAMES: dict[str, frozenset[str]] = {
-    "sgd": frozenset({"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"}),
-    "adam": ADAM,
-    "adamw": ADAM,
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """What must be known of an optimizer without running it."""
+
+    names: frozenset[str]
+    """Its hyper-parameters; all of them are required."""
+    whole_tensors: bool = False
+    """Whether an update needs the whole parameter: it may not be cut over servers."""
+    only_ndim: int | None = None
+    """Dimensions that a parameter must have; None: any number."""
+
+
+_MOMENTS = frozenset({"lr", "beta1", "beta2", "eps", "weight_decay", "maximize"})
+_ADAM = Algorithm(_MOMENTS | {"amsgrad"})
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "sgd": Algorithm(frozenset({"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"})),
+    "adam": _ADAM,
+    "adamw": _ADAM,
+    "nadam": Algorithm(_MOMENTS | {"momentum_decay", "decoupled_weight_decay"}),
+    "radam": Algorithm(_MOMENTS | {"decoupled_weight_decay"}),
+    "adamax": Algorithm(_MOMENTS),
+    "rmsprop": Algorithm(frozenset({"lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"})),
+    "adagrad": Algorithm(frozenset({"lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value", "maximize"})),
+    "adadelta": Algorithm(frozenset({"lr", "rho", "eps", "weight_decay", "maximize"})),
+    "lion": Algorithm(frozenset({"lr", "beta1", "beta2", "weight_decay", "maximize"})),
+    "lamb": Algorithm(_MOMENTS, whole_tensors=True),
+    "adafactor": Algorithm(
+        frozenset({"lr", "beta2_decay", "eps1", "eps2", "d", "weight_decay", "maximize"}), whole_tensors=True
+    ),
+    "muon": Algorithm(
+        frozenset({"lr", "weight_decay", "momentum", "nesterov", "eps", "ns_steps", "match_rms_adamw"})
+        | {"ns_a", "ns_b", "ns_c"},
+        whole_tensors=True,
+        only_ndim=2,
+    ),
 }
-"""Hyper-parameters by algorithm; all of them are required."""
+"""By the names they have in an ``OptimizerStep``."""
 
-FLAGS = frozenset({"amsgrad", "nesterov", "maximize"})
+FLAGS = frozenset(
+    {"amsgrad", "nesterov", "maximize", "centered", "decoupled_weight_decay", "match_rms_adamw"},
+)
 """Booleans, sent as 0 and 1."""
+
+MAX_NS_STEPS = 99
+"""Newton-Schulz iterations that torch accepts."""
+
+_AT_LEAST_ZERO = frozenset(
+    {"lr", "eps", "eps1", "eps2", "weight_decay", "momentum", "momentum_decay", "alpha", "lr_decay", "ns_steps"}
+    | {"initial_accumulator_value"}
+)
+
+
+def algorithm_of(optimizer: common_pb2.OptimizerStep, group_index: int) -> str:
+    """The algorithm of one parameter group."""
+    return optimizer.groups[group_index].algorithm or optimizer.algorithm
 
 
 def validate(optimizer: common_pb2.OptimizerStep) -> None:
@@ -27,25 +76,74 @@ def validate(optimizer: common_pb2.OptimizerStep) -> None:
         InvalidRequestError: The algorithm is unknown, a hyper-parameter is missing, unknown, not finite
             or out of its range, or a group index does not exist.
     """
-    names = NAMES.get(optimizer.algorithm)
-    if names is None:
-        raise InvalidRequestError(f"optimizer {optimizer.algorithm!r} is not known: expected one of {', '.join(NAMES)}")
     for index, group in enumerate(optimizer.groups):
-        given = set(group.hyperparameters)
-        if given != names:
-            wrong = ", ".join(sorted(given ^ names))
+        name = algorithm_of(optimizer, index)
+        known, given = _require_known(name), set(group.hyperparameters)
+        if given != known.names:
+            wrong = ", ".join(sorted(given ^ known.names))
             raise InvalidRequestError(
-                f"parameter group {index} of {optimizer.algorithm}: {wrong} missing or unknown; "
-                f"expected exactly {', '.join(sorted(names))}"
+                f"parameter group {index} of {name}: {wrong} missing or unknown; "
+                f"expected exactly {', '.join(sorted(known.names))}"
             )
         for name, value in group.hyperparameters.items():
             _check_value(index, name, value)
+    if optimizer.HasField("ema_decay") and not 0.0 <= optimizer.ema_decay <= 1.0:
+        raise InvalidRequestError(f"ema_decay={optimizer.ema_decay!r}: expected 0 <= ema_decay <= 1")
+    if not optimizer.groups:
+        _require_known(optimizer.algorithm)
     for unit in optimizer.units:
         for group_index in unit.group_indices:
             if not -1 <= group_index < len(optimizer.groups):
                 raise InvalidRequestError(
                     f"unit {unit.unit_index} names parameter group {group_index}: there are {len(optimizer.groups)}"
                 )
+
+
+def check_fit(
+    optimizer: common_pb2.OptimizerStep, groups: Sequence[int], layout: UnitLayout, cuts: Sequence[int]
+) -> None:
+    """Checks that the optimizer can be applied to a unit where it lies.
+
+    Args:
+        optimizer: Valid by itself.
+        groups: The group of each parameter; -1: not optimised.
+        layout: Of the unit.
+        cuts: Where shards begin or end, in bytes of the flat vector.
+
+    Raises:
+        InvalidRequestError: A parameter that must be whole is cut over servers, or has other dimensions than
+            its algorithm works on.
+    """
+    algorithms = {
+        index: algorithm_of(optimizer, group)
+        for index, group in enumerate(groups)
+        if group >= 0 and ALGORITHMS[algorithm_of(optimizer, group)].whole_tensors
+    }
+    if not algorithms:
+        return
+    cut = layout.parameters_cut_at(cuts)
+    for index, algorithm in algorithms.items():
+        parameter, ndim = layout.parameters[index], ALGORITHMS[algorithm].only_ndim
+        what = f"parameter {parameter.name!r} of unit {layout.unit!r}"
+        if ndim not in (None, len(parameter.shape)):
+            raise InvalidRequestError(
+                f"{algorithm} takes parameters of {ndim} dimensions; {what} has shape {parameter.shape}: put it into "
+                "another optimizer, shardwell.optim.Combined([...])",
+                parameter=parameter.name,
+            )
+        if index in cut:
+            raise InvalidRequestError(
+                f"{algorithm} needs whole tensors, but {what} is cut over several servers: make its unit with "
+                'fully_shard(..., placement="tensor"), in a new run',
+                parameter=parameter.name,
+            )
+
+
+def _require_known(name: str) -> Algorithm:
+    known = ALGORITHMS.get(name)
+    if known is None:
+        raise InvalidRequestError(f"optimizer {name!r} is not known: expected one of {', '.join(ALGORITHMS)}")
+    return known
 
 
 def _check_value(group: int, name: str, value: float) -> None:
@@ -56,5 +154,13 @@ def _check_value(group: int, name: str, value: float) -> None:
         raise InvalidRequestError(f"{where}: expected 0 or 1")
     if name in ("beta1", "beta2") and not 0.0 <= value < 1.0:
         raise InvalidRequestError(f"{where}: expected 0 <= {name} < 1")
-    if name in ("lr", "eps", "weight_decay", "momentum") and value < 0.0:
+    if name == "rho" and not 0.0 <= value <= 1.0:
+        raise InvalidRequestError(f"{where}: expected 0 <= rho <= 1")
+    if name in _AT_LEAST_ZERO and value < 0.0:
         raise InvalidRequestError(f"{where}: expected at least 0")
+    if name == "beta2_decay" and value > 0.0:
+        raise InvalidRequestError(f"{where}: expected at most 0")
+    if name == "d" and value < 1.0:
+        raise InvalidRequestError(f"{where}: expected at least 1")
+    if name == "ns_steps" and (value > MAX_NS_STEPS or value != int(value)):
+        raise InvalidRequestError(f"{where}: expected a whole number of at most {MAX_NS_STEPS}")

@@ -297,7 +297,7 @@ def test_an_update_that_cannot_be_applied_changes_nothing(server: ShardServer) -
     for wrong in (
         changed(lambda request: setattr(request, "clip_coefficient", NAN)),
         changed(lambda request: setattr(request, "clip_coefficient", -1.0)),
-        changed(lambda request: setattr(request.optimizer, "algorithm", "lion")),
+        changed(lambda request: setattr(request.optimizer, "algorithm", "sdg")),
         changed(lambda request: request.optimizer.units[1].group_indices.append(0)),
         changed(lambda request: request.optimizer.units[1].group_indices.pop()),
         changed(lambda request: request.optimizer.groups[0].hyperparameters.pop("lr")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from shardwell_server.coordinator.placement import Candidate, place
-from shardwell_wire.layout import BLOCK_BYTES
+from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
 
 MIB = 1 << 20
 
@@ -14,8 +14,16 @@ def servers(**free_bytes: int) -> list[Candidate]:
     return [Candidate(name, free) for name, free in free_bytes.items()]
 
 
+def flat(size_bytes: int) -> UnitLayout:
+    return UnitLayout("unit", (Parameter("p", (size_bytes // 4,), "float32"),))
+
+
+def tensors(*sizes: int) -> UnitLayout:
+    return UnitLayout("unit", tuple(Parameter(f"p{n}", (size,), "float32") for n, size in enumerate(sizes)), "tensor")
+
+
 def test_ranges_cover_the_unit_in_proportion_to_free_memory() -> None:
-    ranges = place(8 * MIB, servers(a=100, b=300), 4096)
+    ranges = place(flat(8 * MIB), servers(a=100, b=300), 4096)
     assert [(at.server_id, at.start_bytes, at.stop_bytes) for at in ranges] == [
         ("b", 0, 6 * MIB),
         ("a", 6 * MIB, 8 * MIB),
@@ -25,25 +33,52 @@ def test_ranges_cover_the_unit_in_proportion_to_free_memory() -> None:
 
 def test_the_order_of_the_candidates_does_not_matter() -> None:
     candidates = servers(a=5, b=5, c=7, d=5)
-    expected = place(10 * MIB + 64, candidates, 4096)
+    expected = place(flat(10 * MIB + 64), candidates, 4096)
     for seed in range(20):
         random.Random(seed).shuffle(candidates)
-        assert place(10 * MIB + 64, candidates, 4096) == expected
+        assert place(flat(10 * MIB + 64), candidates, 4096) == expected
 
 
 def test_a_small_unit_goes_whole_to_the_server_with_most_room() -> None:
-    ranges = place(70_000, servers(a=10, b=30, c=20), 64 << 10)
-    assert [(at.server_id, at.start_bytes, at.stop_bytes) for at in ranges] == [("b", 0, 70_000)]
+    ranges = place(flat(70_016), servers(a=10, b=30, c=20), 64 << 10)
+    assert [(at.server_id, at.start_bytes, at.stop_bytes) for at in ranges] == [("b", 0, 70_016)]
 
 
 def test_a_full_server_gets_nothing() -> None:
-    assert [at.server_id for at in place(8 * MIB, servers(a=0, b=1 << 30, c=1 << 30), 4096)] == ["b", "c"]
+    assert [at.server_id for at in place(flat(8 * MIB), servers(a=0, b=1 << 30, c=1 << 30), 4096)] == ["b", "c"]
 
 
 def test_an_empty_unit_has_one_owner() -> None:
-    (only,) = place(0, servers(a=1, b=2), 4096)
+    (only,) = place(flat(0), servers(a=1, b=2), 4096)
     assert (only.server_id, only.start_bytes, only.stop_bytes) == ("b", 0, 0)
 
 
 def test_without_any_room_the_servers_are_asked_all_the_same() -> None:
-    assert [at.server_id for at in place(2 * MIB, servers(a=0, b=0), 4096)] == ["a", "b"]
+    assert [at.server_id for at in place(flat(2 * MIB), servers(a=0, b=0), 4096)] == ["a", "b"]
+
+
+def test_tensors_are_kept_whole_and_spread_in_proportion() -> None:
+    layout = tensors(5_000, 3, 0, 40_000, 11, 20_000, 25_000, 1)
+    ranges = place(layout, servers(a=100, b=100, c=50), 4096)
+    assert [at.server_id for at in ranges] == ["a", "b", "c"]
+    assert ranges[0].start_bytes == 0 and ranges[-1].stop_bytes == layout.size_bytes
+    assert [at.start_bytes for at in ranges[1:]] == [layout.starts[4], layout.starts[6]]
+    assert layout.parameters_cut_at([at.start_bytes for at in ranges]) == set()
+
+
+def test_one_tensor_goes_to_the_server_with_most_room() -> None:
+    layout = tensors(1_000_003)
+    assert [(at.server_id, at.stop_bytes) for at in place(layout, servers(a=1, b=3, c=2), 4096)] == [
+        ("b", layout.size_bytes)
+    ]
+
+
+def test_random_units_are_never_cut_inside_a_tensor() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        layout = tensors(*(rng.choice([0, 1, 1000, 1024, 99_991]) for _ in range(rng.randrange(12))))
+        candidates = [Candidate(str(n), rng.randrange(3) * rng.randrange(1000)) for n in range(rng.randrange(1, 6))]
+        ranges = place(layout, candidates, 4096)
+        bounds = [0, *(at.stop_bytes for at in ranges)]
+        assert [at.start_bytes for at in ranges] == bounds[:-1] and bounds[-1] == layout.size_bytes
+        assert layout.parameters_cut_at(bounds) == set()

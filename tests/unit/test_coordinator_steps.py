@@ -188,7 +188,7 @@ def test_hyperparameters_that_differ_are_named(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"optimizer": optimizer(lr=math.nan)}, "lr=nan is not finite"),
-        ({"optimizer": optimizer("lion")}, "optimizer 'lion' is not known"),
+        ({"optimizer": optimizer("sdg")}, "optimizer 'sdg' is not known"),
         ({"optimizer": optimizer(groups=(0, 0))}, "unit 'u' has 1 parameters, but optimizer.units names groups for 2"),
         ({"optimizer": optimizer(groups=(3,))}, "names parameter group 3"),
         ({"clip_coefficient": math.nan}, "clip_coefficient is nan"),
@@ -219,9 +219,12 @@ def test_the_optimizer_of_a_run_stays(tmp_path: Path) -> None:
             await take_step(trainers, 0)
             for trainer in trainers:
                 await trainer.finish(1)
-            adam = common_pb2.OptimizerStep(algorithm="adam")
-            with pytest.raises(ConflictError, match="is optimised by 'sgd'"):
-                await trainers[0].commit(1, optimizer=adam)
+            lion = optimizer()
+            lion.groups[0].algorithm = "lion"
+            lion.groups[0].hyperparameters.clear()
+            lion.groups[0].hyperparameters.update(lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, maximize=0.0)
+            with pytest.raises(ConflictError, match=r"parameter 'u\.0' is optimised by 'sgd'.*'lion' needs a new run"):
+                await trainers[0].commit(1, optimizer=lion)
 
     run_async(scenario())
 

@@ -7,6 +7,7 @@ import pytest
 
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import ALIGNMENT_BYTES, BLOCK_BYTES, Parameter, Segment, UnitLayout, cut
+from shardwell_wire.v1 import common_pb2
 
 
 def awkward_layout() -> UnitLayout:
@@ -80,3 +81,19 @@ def test_impossible_units_are_refused(parameters: tuple[Parameter, ...], message
 def test_proto_round_trip() -> None:
     layout = UnitLayout("u", (*awkward_layout().parameters, Parameter("tied", (2,), "float32", aliases=("other",))))
     assert UnitLayout.from_proto(layout.to_proto()) == layout
+
+
+def test_whole_tensors_begin_on_blocks_and_are_not_cut() -> None:
+    flat = awkward_layout()
+    layout = UnitLayout("u", flat.parameters, "tensor")
+    assert all(start % BLOCK_BYTES == 0 for start in (*layout.starts, layout.size_bytes))
+    assert UnitLayout.from_proto(layout.to_proto()) == layout != flat == UnitLayout.from_proto(flat.to_proto())
+    assert layout.parameters_cut_at([*layout.starts, layout.size_bytes]) == set()
+    assert layout.parameters_cut_at([layout.starts[2] + 64, layout.starts[3] + 64, layout.starts[4] + 64]) == {2, 4}
+
+
+def test_an_unknown_placement_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="placement 'row': expected one of flat, tensor"):
+        UnitLayout("u", (), "row")
+    with pytest.raises(InvalidRequestError, match="placement '7'"):
+        UnitLayout.from_proto(common_pb2.UnitSpec(name="u", placement=7))

@@ -16,7 +16,7 @@ from shardwell_server import hyperparameters
 from shardwell_server.shard.norms import block_squares, exact_partials
 from shardwell_server.shard.optimizer import ShardOptimizer
 from shardwell_server.shard.reduction import mean_in_rank_order, reduce_shard
-from shardwell_wire.errors import ConflictError, InvalidRequestError
+from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.v1 import common_pb2
 
@@ -100,8 +100,12 @@ def test_a_sum_that_is_not_finite_is_reported(bad: float) -> None:
     assert not math.isfinite(sum(exact_partials([1.0, bad])))
 
 
-def groups(values: dict[str, float]) -> list[common_pb2.ParameterGroup]:
-    return [common_pb2.ParameterGroup(hyperparameters=values)]
+def groups(*values: dict[str, float]) -> list[common_pb2.ParameterGroup]:
+    return [common_pb2.ParameterGroup(hyperparameters=each) for each in values]
+
+
+def step_of(algorithm: str, *settings: dict[str, float]) -> common_pb2.OptimizerStep:
+    return common_pb2.OptimizerStep(algorithm=algorithm, groups=groups(*settings))
 
 
 def plain(algorithm: str, values: torch.Tensor) -> tuple[nn.Parameter, torch.optim.Optimizer]:
@@ -121,12 +125,12 @@ def test_cut_parameters_update_like_whole_ones(algorithm: str, settings: dict[st
     values = torch.randn(7919)
     parameter, reference = plain(algorithm, values)
     parts = [values.clone()[:cut], values.clone()[cut:]]
-    served = ShardOptimizer(algorithm, parts)
+    served = ShardOptimizer(parts)
     for _ in range(5):
         gradient = torch.randn(7919)
         parameter.grad = gradient.clone()
         reference.step()
-        served.step([gradient.clone()[:cut], gradient.clone()[cut:]], groups(settings), [0, 0], 1.0)
+        served.step([gradient.clone()[:cut], gradient.clone()[cut:]], step_of(algorithm, settings), [0, 0], 1.0)
     assert bits(torch.cat(parts)) == bits(parameter)
 
 
@@ -134,14 +138,14 @@ def test_cut_parameters_update_like_whole_ones(algorithm: str, settings: dict[st
 def test_parameters_without_a_gradient_are_skipped(algorithm: str, settings: dict[str, float]) -> None:
     torch.manual_seed(0)
     values = [torch.randn(100), torch.randn(50)]
-    parameters, served = [value.clone() for value in values], ShardOptimizer(algorithm, values)
+    parameters, served = [value.clone() for value in values], ShardOptimizer(values)
     references = [plain(algorithm, value) for value in parameters]
     for step in range(4):
         gradients: list[torch.Tensor | None] = [torch.randn(100), torch.randn(50) if step % 2 else None]
         for (parameter, reference), gradient in zip(references, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
             reference.step()
-        served.step(gradients, groups(settings), [0, 0], 1.0)
+        served.step(gradients, step_of(algorithm, settings), [0, 0], 1.0)
     assert [bits(value) for value in values] == [bits(parameter) for parameter, _ in references]
     if algorithm == "adamw":
         assert [served.steps_of(part) for part in (0, 1)] == [4, 2]
@@ -149,8 +153,8 @@ def test_parameters_without_a_gradient_are_skipped(algorithm: str, settings: dic
 
 def test_groups_and_parameters_that_are_not_optimised() -> None:
     values = [torch.ones(4), torch.ones(4), torch.ones(4)]
-    served = ShardOptimizer("sgd", values)
-    two = [*groups({**SGD, "momentum": 0.0, "nesterov": 0.0, "weight_decay": 0.0}), *groups({**SGD, "lr": 0.0})]
+    served = ShardOptimizer(values)
+    two = step_of("sgd", {**SGD, "momentum": 0.0, "nesterov": 0.0, "weight_decay": 0.0}, {**SGD, "lr": 0.0})
     served.step([torch.ones(4)] * 3, two, [0, 1, -1], 1.0)
     assert [value[0].item() for value in values] == [pytest.approx(0.9), 1.0, 1.0]
 
@@ -158,19 +162,23 @@ def test_groups_and_parameters_that_are_not_optimised() -> None:
 def test_clipping_scales_the_gradient() -> None:
     values = torch.zeros(4)
     plain_sgd = {**SGD, "momentum": 0.0, "nesterov": 0.0, "weight_decay": 0.0}
-    ShardOptimizer("sgd", [values]).step([torch.ones(4)], groups(plain_sgd), [0], 0.5)
+    ShardOptimizer([values]).step([torch.ones(4)], step_of("sgd", plain_sgd), [0], 0.5)
     assert values[0].item() == pytest.approx(-0.05)
 
 
-def test_another_algorithm_is_refused() -> None:
-    with pytest.raises(ConflictError, match="adamw and cannot become sgd"):
-        ShardOptimizer("adamw", [torch.zeros(1)]).check_algorithm("sgd")
+def test_a_parameter_begins_anew_under_another_algorithm() -> None:
+    served = ShardOptimizer([torch.zeros(1)])
+    served.step([torch.ones(1)], step_of("adamw", ADAM), [0], 1.0)
+    served.step([torch.ones(1)], step_of("adamw", ADAM), [-1], 1.0)
+    served.step([torch.ones(1)], step_of("sgd", SGD), [0], 1.0)
+    assert served.state_names == ["momentum_buffer"]
+    assert served.steps_of(0) == 1
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"algorithm": "rmsprop"}, "'rmsprop' is not known"),
+        ({"algorithm": "sdg"}, "'sdg' is not known"),
         ({"hyperparameters": {**ADAM, "lr": math.nan}}, "lr=nan is not finite"),
         ({"hyperparameters": {**ADAM, "lr": -1.0}}, "at least 0"),
         ({"hyperparameters": {**ADAM, "beta1": 1.0}}, "0 <= beta1 < 1"),
@@ -198,9 +206,9 @@ def test_every_element_of_every_dtype_moves(algorithm: str, settings: dict[str, 
     for numel in (1, 15, 16, 64, 997):
         served, wide = torch.ones(numel, dtype=dtype), torch.ones(numel, dtype=torch.float64)
         for values in (served, wide):
-            optimizer = ShardOptimizer(algorithm, [values])
+            optimizer = ShardOptimizer([values])
             for _ in range(3):
-                optimizer.step([torch.full_like(values, 0.5)], groups(settings), [0], 1.0)
+                optimizer.step([torch.full_like(values, 0.5)], step_of(algorithm, settings), [0], 1.0)
         assert torch.allclose(served.double(), wide, atol=0.01), numel
 
 
@@ -215,18 +223,20 @@ def test_cuts_on_blocks_change_no_bit_of_16_bit_updates(
     results = []
     for cuts in ([9_000], [32, 2048, 6_920], [2048 - 96, 2048, 2048, 9_000 - 3 * 2048 + 96]):
         values = [piece.clone() for piece in start.split(cuts)]
-        optimizer = ShardOptimizer(algorithm, values)
+        optimizer = ShardOptimizer(values)
         for gradient in gradients:
-            optimizer.step([g.clone() for g in gradient.split(cuts)], groups(settings), [0] * len(cuts), 0.5)
+            optimizer.step(
+                [g.clone() for g in gradient.split(cuts)], step_of(algorithm, settings), [0] * len(cuts), 0.5
+            )
         results.append(bits(torch.cat(values)))
     assert results[1:] == results[:1] * 2
 
 
 def test_amsgrad_that_begins_in_one_of_two_groups_is_applied_to_both_once() -> None:
     values = [torch.ones(4), torch.ones(4)]
-    served, both = ShardOptimizer("adam", values), [*groups(ADAM), *groups({**ADAM, "amsgrad": 1.0})]
-    served.step([torch.ones(4), torch.ones(4)], [both[0], both[0]], [0, 1], 1.0)
-    served.step([torch.ones(4), torch.ones(4)], both, [0, 1], 1.0)
+    served, later = ShardOptimizer(values), {**ADAM, "amsgrad": 1.0}
+    served.step([torch.ones(4), torch.ones(4)], step_of("adam", ADAM, ADAM), [0, 1], 1.0)
+    served.step([torch.ones(4), torch.ones(4)], step_of("adam", ADAM, later), [0, 1], 1.0)
     assert (served.steps_of(0), served.steps_of(1)) == (2, 2)
     assert served.state_names == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
     assert torch.allclose(values[0], values[1])

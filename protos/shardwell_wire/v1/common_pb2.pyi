@@ -5,7 +5,7 @@ What both services speak of: runs, worlds, units and shards.
 
 Ranges are half-open, offsets and sizes are bytes unless a name says otherwise, and a unit's
 flat vector is laid out by the rules in docs/wire-format.md (each parameter starts at a
-multiple of 64 bytes, cuts fall on multiples of 4096 bytes).
+multiple of 64 bytes, cuts fall on multiples of 4096 bytes; see Placement).
 """
 
 import builtins
@@ -137,6 +137,26 @@ LANE_KIND_SOCKET: LaneKind.ValueType  # 2
 LANE_KIND_SHM: LaneKind.ValueType  # 3
 """Memory that both processes map. Only on one host."""
 global___LaneKind = LaneKind
+
+class _Placement:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PlacementEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Placement.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PLACEMENT_UNSPECIFIED: _Placement.ValueType  # 0
+    """Parameters start at multiples of 64 bytes; any multiple of 4096 may be a cut."""
+    PLACEMENT_TENSOR: _Placement.ValueType  # 1
+    """Parameters start at multiples of 4096 bytes and cuts fall between them: each is whole on one server."""
+
+class Placement(_Placement, metaclass=_PlacementEnumTypeWrapper):
+    """How a unit is laid out and cut over servers."""
+
+PLACEMENT_UNSPECIFIED: Placement.ValueType  # 0
+"""Parameters start at multiples of 64 bytes; any multiple of 4096 may be a cut."""
+PLACEMENT_TENSOR: Placement.ValueType  # 1
+"""Parameters start at multiples of 4096 bytes and cuts fall between them: each is whole on one server."""
+global___Placement = Placement
 
 class _Axis:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -305,8 +325,11 @@ class UnitSpec(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     PARAMETERS_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Unique in the run: the module's qualified name."""
+    placement: global___Placement.ValueType
+    """Part of the layout: every trainer must declare the same."""
     @property
     def parameters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterSpec]:
         """In layout order."""
@@ -316,8 +339,9 @@ class UnitSpec(google.protobuf.message.Message):
         *,
         name: builtins.str = ...,
         parameters: collections.abc.Iterable[global___ParameterSpec] | None = ...,
+        placement: global___Placement.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "parameters", b"parameters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "parameters", b"parameters", "placement", b"placement"]) -> None: ...
 
 global___UnitSpec = UnitSpec
 
@@ -432,6 +456,9 @@ class ParameterGroup(google.protobuf.message.Message):
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     HYPERPARAMETERS_FIELD_NUMBER: builtins.int
+    ALGORITHM_FIELD_NUMBER: builtins.int
+    algorithm: builtins.str
+    """As in OptimizerStep, for this group alone. Empty: OptimizerStep.algorithm."""
     @property
     def hyperparameters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Numbers (booleans as 0 and 1) by torch's names: lr, weight_decay, momentum, beta1, ..."""
@@ -440,8 +467,9 @@ class ParameterGroup(google.protobuf.message.Message):
         self,
         *,
         hyperparameters: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        algorithm: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["hyperparameters", b"hyperparameters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["algorithm", b"algorithm", "hyperparameters", b"hyperparameters"]) -> None: ...
 
 global___ParameterGroup = ParameterGroup
 
@@ -479,10 +507,15 @@ class OptimizerStep(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     UNITS_FIELD_NUMBER: builtins.int
     SKIP_NON_FINITE_FIELD_NUMBER: builtins.int
+    EMA_DECAY_FIELD_NUMBER: builtins.int
     algorithm: builtins.str
-    """"sgd", "adam" or "adamw"."""
+    """Such as "adamw"; docs/optimizers.md has all. Empty: every group names its own."""
     skip_non_finite: builtins.bool
     """Commit the step without any gradient if one is not finite, instead of failing: losses are scaled."""
+    ema_decay: builtins.float
+    """The servers keep an exponential moving average of what is optimised; this is the weight of what
+    it was before, in [0, 1]. Unset: averages stay as they are.
+    """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterGroup]:
         """The parameter groups, referred to by index."""
@@ -498,8 +531,11 @@ class OptimizerStep(google.protobuf.message.Message):
         groups: collections.abc.Iterable[global___ParameterGroup] | None = ...,
         units: collections.abc.Iterable[global___UnitGroups] | None = ...,
         skip_non_finite: builtins.bool = ...,
+        ema_decay: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["algorithm", b"algorithm", "groups", b"groups", "skip_non_finite", b"skip_non_finite", "units", b"units"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ema_decay", b"_ema_decay", "ema_decay", b"ema_decay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ema_decay", b"_ema_decay", "algorithm", b"algorithm", "ema_decay", b"ema_decay", "groups", b"groups", "skip_non_finite", b"skip_non_finite", "units", b"units"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_ema_decay", b"_ema_decay"]) -> typing.Literal["ema_decay"] | None: ...
 
 global___OptimizerStep = OptimizerStep
 

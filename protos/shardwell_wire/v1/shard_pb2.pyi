@@ -241,6 +241,7 @@ class GatherRequest(google.protobuf.message.Message):
     STOP_BYTES_FIELD_NUMBER: builtins.int
     CHUNK_BYTES_FIELD_NUMBER: builtins.int
     WIRE_DTYPE_FIELD_NUMBER: builtins.int
+    EMA_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     unit: builtins.str
@@ -257,6 +258,10 @@ class GatherRequest(google.protobuf.message.Message):
     """How 32-bit floats are sent. If it is lossy the stream has the parameters of the range only,
     one after the other, without padding.
     """
+    ema: builtins.bool
+    """The exponential moving average of the values (OptimizerStep.ema_decay) instead of the values, as
+    it is stored. FAILED_PRECONDITION if no step was averaged.
+    """
     def __init__(
         self,
         *,
@@ -267,9 +272,10 @@ class GatherRequest(google.protobuf.message.Message):
         stop_bytes: builtins.int = ...,
         chunk_bytes: builtins.int = ...,
         wire_dtype: shardwell_wire.v1.common_pb2.WireDType.ValueType = ...,
+        ema: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "chunk_bytes", b"chunk_bytes", "run", b"run", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "version", b"version", "wire_dtype", b"wire_dtype"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "chunk_bytes", b"chunk_bytes", "ema", b"ema", "run", b"run", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "version", b"version", "wire_dtype", b"wire_dtype"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___GatherRequest = GatherRequest

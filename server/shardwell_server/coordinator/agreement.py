@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwell_server import hyperparameters
-from shardwell_wire.errors import HyperparameterMismatchError, InvalidRequestError
+from shardwell_wire.errors import ConflictError, HyperparameterMismatchError, InvalidRequestError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -25,8 +25,14 @@ class HandIn:
     state: coordinator_pb2.RunState | None
 
 
-def validate(hand_in: HandIn, layouts: Sequence[UnitLayout]) -> None:
-    """Raises InvalidRequestError if a hand-in could not be applied to the run's units."""
+def validate(hand_in: HandIn, layouts: Sequence[UnitLayout], cuts: Sequence[Sequence[int]]) -> None:
+    """Raises InvalidRequestError if a hand-in could not be applied to the run's units.
+
+    Args:
+        hand_in: A trainer's.
+        layouts: Of the units.
+        cuts: Where each unit's shards begin, in bytes of its flat vector.
+    """
     hyperparameters.validate(hand_in.optimizer)
     clip = hand_in.clip_coefficient
     if not math.isfinite(clip) or clip < 0:
@@ -43,6 +49,32 @@ def validate(hand_in: HandIn, layouts: Sequence[UnitLayout]) -> None:
                 f"{len(unit.group_indices)}",
                 unit=layout.unit,
             )
+        hyperparameters.check_fit(hand_in.optimizer, unit.group_indices, layout, cuts[unit.unit_index])
+
+
+def require_same_algorithms(
+    former: common_pb2.OptimizerStep, optimizer: common_pb2.OptimizerStep, layouts: Sequence[UnitLayout]
+) -> None:
+    """Raises ConflictError if a parameter that a step optimised gets another algorithm in the next."""
+    algorithms = {
+        hyperparameters.algorithm_of(each, group) for each in (former, optimizer) for group in range(len(each.groups))
+    }
+    if len(algorithms) < 2:
+        return
+    before, now = _groups(former), _groups(optimizer)
+    for index, layout in enumerate(layouts):
+        for parameter, left, right in zip(layout.parameters, before.get(index, ()), now.get(index, ()), strict=False):
+            if left < 0 or right < 0:
+                continue
+            expected, got = hyperparameters.algorithm_of(former, left), hyperparameters.algorithm_of(optimizer, right)
+            if expected != got:
+                raise ConflictError(
+                    f"parameter {parameter.name!r} is optimised by {expected!r} and its state is that optimizer's: "
+                    f"{got!r} needs a new run",
+                    parameter=parameter.name,
+                    expected=expected,
+                    actual=got,
+                )
 
 
 def _check_indices(what: str, indices: Sequence[int], count: int) -> None:
@@ -71,20 +103,29 @@ def _first_difference(
     decider: HandIn, other: HandIn, layouts: Sequence[UnitLayout]
 ) -> tuple[str, object, object] | None:
     ours, theirs = decider.optimizer, other.optimizer
-    if ours.algorithm != theirs.algorithm:
-        return "optimizer algorithm", repr(ours.algorithm), repr(theirs.algorithm)
     if len(ours.groups) != len(theirs.groups):
         return "number of parameter groups", len(ours.groups), len(theirs.groups)
     for index, (left, right) in enumerate(zip(ours.groups, theirs.groups, strict=True)):
+        algorithms = hyperparameters.algorithm_of(ours, index), hyperparameters.algorithm_of(theirs, index)
+        if algorithms[0] != algorithms[1]:
+            return f"algorithm of parameter group {index}", repr(algorithms[0]), repr(algorithms[1])
         for name in sorted({*left.hyperparameters, *right.hyperparameters}):
             expected, got = _value(left, name), _value(right, name)
             if expected != got:
                 return f"{name} of parameter group {index}", expected, got
-    if decider.clip_coefficient != other.clip_coefficient:
-        return "clip coefficient", decider.clip_coefficient, other.clip_coefficient
-    if ours.skip_non_finite != theirs.skip_non_finite:
-        return "whether losses are scaled", ours.skip_non_finite, theirs.skip_non_finite
+    whole_step = {
+        "clip coefficient": (decider.clip_coefficient, other.clip_coefficient),
+        "whether losses are scaled": (ours.skip_non_finite, theirs.skip_non_finite),
+        "ema_decay": (_decay(ours), _decay(theirs)),
+    }
+    for what, (expected, got) in whole_step.items():
+        if expected != got:
+            return what, expected, got
     return _first_group_difference(_groups(ours), _groups(theirs), layouts)
+
+
+def _decay(optimizer: common_pb2.OptimizerStep) -> float | None:
+    return optimizer.ema_decay if optimizer.HasField("ema_decay") else None
 
 
 def _value(group: common_pb2.ParameterGroup, name: str) -> object:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwell_wire.layout import cut
+from shardwell_wire.layout import UnitLayout, cut, cut_between
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ class Range:
     stop_bytes: int
 
 
-def place(size_bytes: int, candidates: Sequence[Candidate], min_shard_bytes: int) -> list[Range]:
-    """Cuts a unit over servers in proportion to their free memory.
+def place(layout: UnitLayout, candidates: Sequence[Candidate], min_shard_bytes: int) -> list[Range]:
+    """Cuts a unit over servers in proportion to their free memory, as far as its placement allows.
 
     A unit that is too small for all goes to those with the most. The result depends on the
     candidates, not on their order.
 
     Args:
-        size_bytes: Length of the unit's flat vector.
+        layout: The unit.
         candidates: At least one.
         min_shard_bytes: Smaller units are not cut further.
 
@@ -48,6 +48,9 @@ def place(size_bytes: int, candidates: Sequence[Candidate], min_shard_bytes: int
     if not any(weights):
         # Nobody has room: the servers themselves shall say so, with their advice.
         weights = [1.0] * len(ranked)
-    bounds = cut(size_bytes, weights, min_shard_bytes)
+    if layout.placement == "tensor":
+        bounds = cut_between(layout, weights, min_shard_bytes)
+    else:
+        bounds = cut(layout.size_bytes, weights, min_shard_bytes)
     ranges = [Range(candidate.server_id, start, stop) for candidate, (start, stop) in zip(ranked, bounds, strict=True)]
     return [piece for piece in ranges if piece.start_bytes < piece.stop_bytes] or ranges[:1]

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from shardwell_server.coordinator.agreement import HandIn, require_same
+from shardwell_server.coordinator.agreement import HandIn, require_same, require_same_algorithms
 from shardwell_server.coordinator.assignment import Applicant, Seats, assign, claim, distribute, natural_key
 from shardwell_server.coordinator.membership import Member, Membership
 from shardwell_server.coordinator.records import CommitRecord, ShardRecord
@@ -18,7 +18,7 @@ from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.storage import KEPT_COMMITS
 from shardwell_server.coordinator.waiting import SharedCall, Signal
 from shardwell_server.coordinator.work import Item, Step, WorkState
-from shardwell_wire.errors import ConflictError, DuplicateError, HyperparameterMismatchError, NotFoundError
+from shardwell_wire.errors import DuplicateError, HyperparameterMismatchError, NotFoundError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -108,6 +108,11 @@ class Run:
     @property
     def layouts(self) -> list[UnitLayout]:
         return [unit.layout for unit in self.units]
+
+    @property
+    def cuts(self) -> list[list[int]]:
+        """Where the shards of each unit begin, in bytes of its flat vector."""
+        return [[shard.start_bytes for shard in unit.shards] for unit in self.units]
 
     @property
     def servers(self) -> dict[str, str]:
@@ -322,17 +327,11 @@ class Run:
         self.touch()
         self.changed.notify()
 
-    def check_algorithm(self, algorithm: str) -> None:
+    def check_algorithms(self, optimizer: common_pb2.OptimizerStep) -> None:
         """Raises ConflictError if the run's optimizer state is another algorithm's."""
         if self.commits:
-            former = common_pb2.OptimizerStep.FromString(self.commits[-1].optimizer).algorithm
-            if algorithm != former:
-                raise ConflictError(
-                    f"run {self.name!r} is optimised by {former!r} and its state is that optimizer's: "
-                    f"{algorithm!r} needs a new run",
-                    expected=former,
-                    actual=algorithm,
-                )
+            former = common_pb2.OptimizerStep.FromString(self.commits[-1].optimizer)
+            require_same_algorithms(former, optimizer, self.layouts)
 
     def decision(self) -> HandIn | None:
         """The hyper-parameters that count: those of whoever plays the lowest logical rank."""

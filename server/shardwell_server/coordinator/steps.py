@@ -160,10 +160,10 @@ class Steps:
             HyperparameterMismatchError: They differ from those that count.
             StepStateError: The trainer's own work is not finished.
         """
-        validate(hand_in, run.layouts)
+        validate(hand_in, run.layouts, run.cuts)
         step = _step_in_flight(run, number)
         if step is not None:
-            run.check_algorithm(hand_in.optimizer.algorithm)
+            run.check_algorithms(hand_in.optimizer)
             _check_ready(step, member, hand_in)
             step.hand_ins[member.name] = hand_in
 

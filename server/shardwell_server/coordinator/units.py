@@ -76,7 +76,7 @@ class Units:
     def _place(self, run: Run, layout: UnitLayout) -> Unit:
         _check_new(run, layout)
         cluster = self._state.cluster
-        ranges = place(layout.size_bytes, cluster.candidates(), self._state.settings.min_shard_bytes)
+        ranges = place(layout, cluster.candidates(), self._state.settings.min_shard_bytes)
         shards = []
         for piece in ranges:
             server = cluster.servers[piece.server_id]
@@ -198,6 +198,14 @@ def _check_new(run: Run, layout: UnitLayout) -> None:
 def require_same_layout(declared: UnitLayout, layout: UnitLayout) -> None:
     """Raises UnitMismatchError naming the first difference between two layouts of a unit."""
     unit = layout.unit
+    if declared.placement != layout.placement:
+        raise UnitMismatchError(
+            f"unit {unit!r} was declared with placement {declared.placement!r}, now with {layout.placement!r}: every "
+            "trainer must pass the same to fully_shard",
+            unit=unit,
+            expected=declared.placement,
+            actual=layout.placement,
+        )
     for expected, got in zip(declared.parameters, layout.parameters, strict=False):
         for what in ("name", "shape", "dtype", "aliases"):
             left, right = getattr(expected, what), getattr(got, what)

@@ -141,7 +141,7 @@ def _peeked(shard: UnitShard, number: int, request: shard_pb2.PeekRequest) -> to
                 f"there is {', '.join(names) or 'none yet'}"
             )
         tensor: torch.Tensor = state[request.state_name]
-        return tensor
+        return tensor.reshape(-1)
     raise InvalidRequestError(f"source {request.source} is not known")
 
 

@@ -1,22 +1,20 @@
-"""Where the optimizer is applied: torch's fused CPU kernels on the parts of parameters in a shard."""
+"""Where the optimizer is applied, to the parts of parameters in a shard."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwell_server.hyperparameters import FLAGS
-from shardwell_wire.errors import ConflictError
+from shardwell_server.hyperparameters import algorithm_of
+from shardwell_server.shard.algorithms.engines import Engine, make_engine, torch_settings
+from shardwell_server.shard.averages import Averages
 from shardwell_wire.v1 import common_pb2
 
-_CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
+_AVERAGE = "ema"
+"""Name of the moving average among the state."""
 
 
 class ShardOptimizer:
@@ -25,123 +23,95 @@ class ShardOptimizer:
     A parameter without a gradient is skipped, as torch does: its state does not advance.
 
     Args:
-        algorithm: ``sgd``, ``adam`` or ``adamw``.
-        values: The parts of parameters in the shard. Each [numel].
+        values: The parts of parameters in the shard: of their own shape where they are whole, else
+            [numel].
     """
 
-    def __init__(self, algorithm: str, values: Sequence[torch.Tensor]) -> None:
-        self.algorithm = algorithm
+    def __init__(self, values: Sequence[torch.Tensor]) -> None:
         self._parameters = [nn.Parameter(value) for value in values]
-        self._torch = _CLASSES[algorithm](self._parameters or [nn.Parameter(torch.zeros(0))], fused=True)
+        self._algorithms: list[str | None] = [None] * len(self._parameters)
+        self._engines: dict[str, Engine] = {}
         self._step_counts = [0] * len(self._parameters)
+        self.averages = Averages([parameter.data for parameter in self._parameters])
         self.state_names: list[str] = []
         """Names of the state's tensors, such as ``exp_avg``, after the last step."""
         self.size_bytes = 0
         """What the state takes, after the last step."""
-        self._template = {key: value for key, value in self._torch.param_groups[0].items() if key != "params"}
-
-    def check_algorithm(self, algorithm: str) -> None:
-        """Raises ConflictError if the state is another algorithm's."""
-        if algorithm != self.algorithm:
-            raise ConflictError(
-                f"the run's optimizer is {self.algorithm} and cannot become {algorithm}: start another run"
-            )
 
     @torch.no_grad()
     def step(
         self,
         gradients: Sequence[torch.Tensor | None],
-        groups: Sequence[common_pb2.ParameterGroup],
+        optimizer: common_pb2.OptimizerStep,
         group_of: Sequence[int],
         clip_coefficient: float,
     ) -> None:
         """Updates the parameters in place.
 
         Args:
-            gradients: One per part; None: no rank had one. They are changed when clipped.
-            groups: The step's parameter groups.
+            gradients: One per part; None: no rank had one. They are changed when clipped. [numel]
+            optimizer: The step's.
             group_of: The group of each part; -1: not optimised.
             clip_coefficient: What gradients are multiplied by first.
         """
-        members: list[list[nn.Parameter]] = [[] for _ in groups]
-        for parameter, gradient, group in zip(self._parameters, gradients, group_of, strict=True):
-            if gradient is None or group < 0:
-                continue
-            parameter.grad = gradient.mul_(clip_coefficient) if clip_coefficient != 1.0 else gradient
-            members[group].append(parameter)
-        settings = [_torch_settings(group.hyperparameters) for group in groups]
-        self._add_missing_state(settings, members)
-        # Taken together before the first call: it gives parameters their buffers.
-        for fused, together in list(self._split(members)):
-            way = self._template if fused else {**self._template, "fused": False, "foreach": False}
-            self._torch.param_groups = [
-                {**way, **own, "params": chosen} for own, chosen in zip(settings, together, strict=True)
-            ]
-            self._torch.step()
-        for number, parameter in enumerate(self._parameters):
-            self._step_counts[number] += parameter.grad is not None
-            parameter.grad = None
+        optimised = [group >= 0 for group in group_of]
+        self.averages.before_update(optimised)
+        self._update(gradients, optimizer, group_of, clip_coefficient)
+        if optimizer.HasField("ema_decay"):
+            self.averages.after_update(optimised, optimizer.ema_decay)
         self._take_stock()
 
-    def _add_missing_state(
-        self, settings: Sequence[Mapping[str, Any]], members: Sequence[Sequence[nn.Parameter]]
+    def _update(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        optimizer: common_pb2.OptimizerStep,
+        group_of: Sequence[int],
+        clip_coefficient: float,
     ) -> None:
-        """Where amsgrad is switched on later torch misses its maxima, in the middle of a step."""
-        for own, chosen in zip(settings, members, strict=True):
-            for parameter in chosen if own.get("amsgrad") else ():
-                state = self._torch.state.get(parameter)
-                if state and "max_exp_avg_sq" not in state:
-                    state["max_exp_avg_sq"] = torch.zeros_like(parameter)
+        members: list[list[nn.Parameter]] = [[] for _ in optimizer.groups]
+        names = [algorithm_of(optimizer, group) for group in range(len(optimizer.groups))]
+        for number, (parameter, gradient, group) in enumerate(zip(self._parameters, gradients, group_of, strict=True)):
+            if gradient is None or group < 0:
+                continue
+            clipped = gradient.mul_(clip_coefficient) if clip_coefficient != 1.0 else gradient
+            parameter.grad = clipped.view_as(parameter)
+            members[group].append(parameter)
+            self._begin(number, names[group])
+            self._step_counts[number] += 1
+        settings = [torch_settings(group.hyperparameters) for group in optimizer.groups]
+        for algorithm in dict.fromkeys(names):
+            groups = [
+                (own, chosen) for name, own, chosen in zip(names, settings, members, strict=True) if name == algorithm
+            ]
+            self._engine(algorithm).step(groups)
+        for parameter in self._parameters:
+            parameter.grad = None
 
-    def _split(self, members: list[list[nn.Parameter]]) -> Iterator[tuple[bool, list[list[nn.Parameter]]]]:
-        """Which parameters may share one call of torch's optimizer, and whether by its fused kernels.
+    def _begin(self, number: int, algorithm: str) -> None:
+        """A parameter that was left out for a step may come back under another algorithm: it begins anew then."""
+        former = self._algorithms[number]
+        if former not in (None, algorithm):
+            self._engines[former].forget(self._parameters[number])
+            self._step_counts[number] = 0
+        self._algorithms[number] = algorithm
 
-        Fused SGD refuses groups in which only some parameters have a momentum buffer yet. For 16-bit
-        parameters it leaves all but the last few elements as they are (torch 2.13, CPU), so those go
-        through the plain loop.
-        """
-        if self.algorithm != "sgd":
-            yield True, members
-            return
-        for fused in (True, False):
-            for with_buffer in (True, False):
-                yield (
-                    fused,
-                    [
-                        [p for p in group if (p.element_size() > 2, self._has_buffer(p)) == (fused, with_buffer)]
-                        for group in members
-                    ],
-                )
-
-    def _has_buffer(self, parameter: nn.Parameter) -> bool:
-        return self._torch.state.get(parameter, {}).get("momentum_buffer") is not None
+    def _engine(self, algorithm: str) -> Engine:
+        if algorithm not in self._engines:
+            self._engines[algorithm] = make_engine(algorithm)
+        return self._engines[algorithm]
 
     def _take_stock(self) -> None:
-        tensors = [
-            (name, value)
-            for state in self._torch.state.values()
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor)
-        ]
-        self.state_names = sorted({name for name, _ in tensors if name != "step"})
-        self.size_bytes = sum(value.nbytes for _, value in tensors)
+        tensors = [tensor for engine in self._engines.values() for tensor in engine.tensors()]
+        names = {name for name, _ in tensors if name != "step"}
+        self.state_names = sorted(names | {_AVERAGE} if self.averages.begun else names)
+        self.size_bytes = sum(value.nbytes for _, value in tensors) + self.averages.size_bytes
 
     def state(self, part: int) -> Mapping[str, Any]:
         """The state of one part's parameter; empty before its first update."""
-        state: Mapping[str, Any] = self._torch.state.get(self._parameters[part], {})
-        return state
+        algorithm, average = self._algorithms[part], self.averages[part]
+        own = {} if algorithm is None else self._engines[algorithm].state(self._parameters[part])
+        return own if average is None else {**own, _AVERAGE: average}
 
     def steps_of(self, part: int) -> int:
         """Updates that a part has seen."""
         return self._step_counts[part]
-
-
-def _torch_settings(hyperparameters: Mapping[str, float]) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        name: bool(value) if name in FLAGS else value
-        for name, value in hyperparameters.items()
-        if name not in ("beta1", "beta2")
-    }
-    if "beta1" in hyperparameters:
-        settings["betas"] = (hyperparameters["beta1"], hyperparameters["beta2"])
-    return settings

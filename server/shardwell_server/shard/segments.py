@@ -30,3 +30,9 @@ def views(
 ) -> list[torch.Tensor]:
     """``view`` of several segments."""
     return [view(buffer, layout, segment, start_bytes) for segment in segments]
+
+
+def shaped(part: torch.Tensor, layout: UnitLayout, segment: Segment) -> torch.Tensor:
+    """A part in the shape of its parameter if it is the whole parameter, else as it is."""
+    parameter = layout.parameters[segment.parameter_index]
+    return part.view(parameter.shape) if part.numel() == parameter.numel else part

@@ -87,7 +87,7 @@ async def update(run: Run, in_thread: InThread, request: shard_pb2.UpdateRequest
         raise StepStateError(f"step {step} of run {run.name!r} is not prepared here: it cannot be updated")
     groups = {unit.unit_index: unit.group_indices for unit in request.optimizer.units}
     for shard in waiting:
-        shard.check_update(step, request.optimizer.algorithm, groups.get(shard.index))
+        shard.check_update(step, request.optimizer, groups.get(shard.index))
     for shard in waiting:
         await shard.update(in_thread, step, request.optimizer, groups.get(shard.index), clip)
     run.prepared = None

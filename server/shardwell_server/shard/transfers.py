@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from shardwell_server.shard import average_reading
 from shardwell_server.shard.parameters import Parameters
 from shardwell_server.shard.pushes import Push, check_wire_dtype
 from shardwell_server.shard.store import ShardStore
@@ -62,12 +63,19 @@ async def reading(store: ShardStore, request: shard_pb2.GatherRequest, wait_s: f
         InvalidRequestError: The range is not the shard's, or the chunks are too large.
         DeadlineError: The version does not exist yet.
         VersionGoneError: It has been overwritten.
+        StepStateError: Averages are wanted, and there are none.
     """
-    shard = store.run(request.run).shard(request.unit)
+    run = store.run(request.run)
+    shard = run.shard(request.unit)
     start, stop = _range(shard, request)
     if request.chunk_bytes > codec.MAX_CHUNK_BYTES:
         raise InvalidRequestError(f"chunk_bytes is {request.chunk_bytes}: at most {codec.MAX_CHUNK_BYTES}")
     wanted = request.version if request.HasField("version") else None
+    if request.ema:
+        async with average_reading.reading(store, run, shard, wanted, wait_s) as (version, averages):
+            header = shard_pb2.GatherHeader(version=version, start_bytes=start, stop_bytes=stop)
+            yield Reading(shard, averages, header, start - shard.start_bytes, stop - start)
+        return
     version, parameters = await shard.values.read(wanted, wait_s)
     header = shard_pb2.GatherHeader(version=version, start_bytes=start, stop_bytes=stop)
     try:
@@ -88,6 +96,8 @@ async def reading(store: ShardStore, request: shard_pb2.GatherRequest, wait_s: f
 def _range(shard: UnitShard, request: shard_pb2.GatherRequest) -> tuple[int, int]:
     start, stop = request.start_bytes, request.stop_bytes
     check_wire_dtype(request.wire_dtype)
+    if request.ema and request.wire_dtype:
+        raise InvalidRequestError(f"{shard.what}: averages are sent as they are stored only")
     if start == stop == 0:
         return shard.start_bytes, shard.stop_bytes
     if request.wire_dtype and (start, stop) != (shard.start_bytes, shard.stop_bytes):

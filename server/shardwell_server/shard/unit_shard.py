@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from shardwell_server import hyperparameters
 from shardwell_server.shard import segments
 from shardwell_server.shard.concurrency import OpenStreams
 from shardwell_server.shard.contributions import Contributions
@@ -198,12 +199,12 @@ class UnitShard:
 
     # ---- updating ----
 
-    def check_update(self, step: int, algorithm: str, groups: Sequence[int] | None) -> None:
+    def check_update(self, step: int, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None) -> None:
         """Raises what keeps ``update`` from making version ``step + 1``.
 
         Args:
             step: The step.
-            algorithm: Of the optimizer.
+            optimizer: Valid by itself.
             groups: The group of each parameter of the unit; None: none is optimised.
 
         Raises:
@@ -219,13 +220,13 @@ class UnitShard:
                 f"gradient: it cannot be updated for step {step}",
                 unit=self.unit,
             )
-        if self.optimizer is not None:
-            self.optimizer.check_algorithm(algorithm)
         if groups is not None and len(groups) != len(self.layout.parameters):
             raise InvalidRequestError(
                 f"{self.what} has {len(self.layout.parameters)} parameters, but the optimizer names groups "
                 f"for {len(groups)}"
             )
+        if groups is not None:
+            hyperparameters.check_fit(optimizer, groups, self.layout, (self.start_bytes, self.stop_bytes))
 
     async def update(
         self,
@@ -252,9 +253,29 @@ class UnitShard:
         """Applies the optimizer in place."""
         assert self.reduced is not None and self.values.home is not None
         if self.optimizer is None:
-            self.optimizer = ShardOptimizer(optimizer.algorithm, self.views(self.values.home.buffer))
-        chosen = [-1 if groups is None else groups[segment.parameter_index] for segment in self.segments]
-        self.optimizer.step(self.reduced.gradients, optimizer.groups, chosen, clip_coefficient)
+            parts = zip(self.views(self.values.home.buffer), self.segments, strict=True)
+            self.optimizer = ShardOptimizer([segments.shaped(part, self.layout, segment) for part, segment in parts])
+        self.optimizer.step(self.reduced.gradients, optimizer, self._chosen_groups(groups), clip_coefficient)
+
+    def check_averaged(self) -> None:
+        """Raises StepStateError if there are no averages to read."""
+        if self.optimizer is None or not self.optimizer.averages.begun:
+            raise StepStateError(
+                f"{self.what} has no moving average: set optimizer.ema_decay before a step", unit=self.unit
+            )
+
+    def compute_averages(self, out: torch.Tensor) -> None:
+        """Writes the shard with averages in the place of values. [size_bytes]"""
+        assert self.optimizer is not None and self.values.home is not None
+        out.copy_(self.values.home.buffer)
+        for number, view in enumerate(self.views(out)):
+            average = self.optimizer.averages[number]
+            if average is not None:
+                view.copy_(average.reshape(-1))
+
+    def _chosen_groups(self, groups: Sequence[int] | None) -> list[int]:
+        """The group of each segment's parameter; -1: not optimised."""
+        return [-1 if groups is None else groups[segment.parameter_index] for segment in self.segments]
 
     def _note_optimizer(self) -> None:
         assert self.optimizer is not None

@@ -1,0 +1,175 @@
+"""Every algorithm of the servers: no cut changes a bit, late settings work, impossible settings are named."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from shardwell_server import hyperparameters
+from shardwell_server.hyperparameters import ALGORITHMS
+from shardwell_server.shard.optimizer import ShardOptimizer
+from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.v1 import common_pb2
+
+MOMENTS = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.1, "maximize": 0.0}
+SETTINGS: dict[str, dict[str, float]] = {
+    "sgd": {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.01, "nesterov": 1.0, "maximize": 0.0},
+    "adam": {**MOMENTS, "amsgrad": 1.0},
+    "adamw": {**MOMENTS, "amsgrad": 0.0},
+    "nadam": {**MOMENTS, "momentum_decay": 0.004, "decoupled_weight_decay": 0.0},
+    "radam": {**MOMENTS, "beta2": 0.8, "decoupled_weight_decay": 1.0},
+    "adamax": MOMENTS,
+    "rmsprop": {
+        "lr": 0.01,
+        "alpha": 0.9,
+        "eps": 1e-6,
+        "weight_decay": 0.1,
+        "momentum": 0.9,
+        "centered": 1.0,
+        "maximize": 1.0,
+    },
+    "adagrad": {
+        "lr": 0.1,
+        "lr_decay": 0.1,
+        "eps": 1e-6,
+        "weight_decay": 0.1,
+        "initial_accumulator_value": 0.5,
+        "maximize": 0.0,
+    },
+    "adadelta": {"lr": 1.0, "rho": 0.9, "eps": 1e-4, "weight_decay": 0.1, "maximize": 0.0},
+    "lion": {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "maximize": 0.0},
+    "lamb": MOMENTS,
+    "adafactor": {
+        "lr": 0.01,
+        "beta2_decay": -0.8,
+        "eps1": 1e-7,
+        "eps2": 1e-3,
+        "d": 1.0,
+        "weight_decay": 0.1,
+        "maximize": 0.0,
+    },
+    "muon": {
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        "momentum": 0.95,
+        "nesterov": 1.0,
+        "eps": 1e-7,
+        "ns_steps": 5.0,
+        "match_rms_adamw": 0.0,
+        "ns_a": 3.4445,
+        "ns_b": -4.775,
+        "ns_c": 2.0315,
+    },
+}
+BY_RANGE = [name for name, known in ALGORITHMS.items() if not known.whole_tensors]
+
+
+def step_of(algorithm: str, **changes: float) -> common_pb2.OptimizerStep:
+    group = common_pb2.ParameterGroup(hyperparameters=SETTINGS[algorithm] | changes)
+    return common_pb2.OptimizerStep(algorithm=algorithm, groups=[group])
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_every_algorithm_is_tried_here() -> None:
+    assert SETTINGS.keys() == ALGORITHMS.keys()
+    for algorithm in ALGORITHMS:
+        hyperparameters.validate(step_of(algorithm))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("algorithm", BY_RANGE)
+def test_cuts_on_blocks_change_no_bit(algorithm: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(9_001, generator=generator).to(dtype) for _ in range(6))
+    # A parameter may begin at any multiple of 64 bytes, so a shard may hold a first part of that size.
+    aligned, block = 64 // dtype.itemsize, 4096 // dtype.itemsize
+    results = []
+    for cuts in ([], [aligned], [3 * aligned, 3 * aligned + block], [block - 5 * aligned]):
+        sizes = [stop - first for first, stop in zip([0, *cuts], [*cuts, 9_001], strict=True)]
+        values = [piece.clone() for piece in start.split(sizes)]
+        optimizer = ShardOptimizer(values)
+        for gradient in gradients:
+            pieces = [piece.clone() for piece in gradient.split(sizes)]
+            optimizer.step(pieces, step_of(algorithm), [0] * len(sizes), 0.5)
+        results.append(bits(torch.cat(values)))
+    assert bits(start) not in results
+    assert bool(torch.isfinite(torch.cat(values)).all())
+    assert results[1:] == results[:1] * 3
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "late", "state"),
+    [
+        ("adam", {"amsgrad": 1.0}, "max_exp_avg_sq"),
+        ("rmsprop", {"centered": 1.0}, "grad_avg"),
+        ("rmsprop", {"momentum": 0.9}, "momentum_buffer"),
+    ],
+)
+def test_settings_that_need_more_state_may_come_later(algorithm: str, late: dict[str, float], state: str) -> None:
+    optimizer, without = ShardOptimizer([torch.ones(4)]), dict.fromkeys(("amsgrad", "centered", "momentum"), 0.0)
+    early = {name: value for name, value in without.items() if name in SETTINGS[algorithm]}
+    optimizer.step([torch.ones(4)], step_of(algorithm, **early), [0], 1.0)
+    assert state not in optimizer.state_names
+    before = optimizer.size_bytes
+    optimizer.step([torch.ones(4)], step_of(algorithm, **{**early, **late}), [0], 1.0)
+    assert state in optimizer.state_names
+    assert optimizer.size_bytes == before + 16
+
+
+def test_groups_may_have_algorithms_of_their_own() -> None:
+    values = [torch.ones(3, 2), torch.ones(5)]
+    groups = [common_pb2.ParameterGroup(algorithm=name, hyperparameters=SETTINGS[name]) for name in ("muon", "rmsprop")]
+    both = common_pb2.OptimizerStep(groups=groups)
+    hyperparameters.validate(both)
+    optimizer = ShardOptimizer(values)
+    optimizer.step([torch.ones(6), torch.ones(5)], both, [0, 1], 1.0)
+    assert optimizer.state_names == ["grad_avg", "momentum_buffer", "square_avg"]
+    assert sorted(optimizer.state(0)) == ["momentum_buffer"] and optimizer.state(0)["momentum_buffer"].shape == (3, 2)
+    assert not any(bool((value == 1.0).any()) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "message"),
+    [
+        ("adadelta", {"rho": 1.5}, "0 <= rho <= 1"),
+        ("nadam", {"decoupled_weight_decay": 2.0}, "expected 0 or 1"),
+        ("adagrad", {"lr_decay": -0.1}, "at least 0"),
+        ("adafactor", {"d": 0.5}, "at least 1"),
+        ("adafactor", {"beta2_decay": 0.5}, "at most 0"),
+        ("muon", {"ns_steps": 2.5}, "whole number"),
+        ("muon", {"ns_steps": 100.0}, "at most 99"),
+        ("lion", {"eps": 1e-8}, "eps missing or unknown"),
+        ("lamb", {"eps": math.inf}, "not finite"),
+    ],
+)
+def test_impossible_settings_are_named(algorithm: str, changes: dict[str, float], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        hyperparameters.validate(step_of(algorithm, **changes))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "groups", "cuts", "message"),
+    [
+        ("adamw", [0, 0, 0], [0, 4096], None),
+        ("lamb", [0, 0, 0], [0, 12_288], None),
+        ("lamb", [-1, 0, 0], [0, 4096], None),
+        ("lamb", [0, 0, 0], [0, 4096], r"'big' of unit 'u' is cut over several servers.*placement=\"tensor\""),
+        ("muon", [0, 0, -1], [0], None),
+        ("muon", [0, -1, 0], [0], r"muon takes parameters of 2 dimensions; parameter 'flat'.*\(7,\).*Combined"),
+    ],
+)
+def test_where_an_algorithm_fits(algorithm: str, groups: list[int], cuts: list[int], message: Any) -> None:
+    shapes = {"big": (32, 64), "after": (16, 64), "flat": (7,)}
+    layout = UnitLayout("u", tuple(Parameter(name, shape, "float32") for name, shape in shapes.items()))
+    if message is None:
+        hyperparameters.check_fit(step_of(algorithm), groups, layout, cuts)
+    else:
+        with pytest.raises(InvalidRequestError, match=message):
+            hyperparameters.check_fit(step_of(algorithm), groups, layout, cuts)
