@@ -14,9 +14,11 @@
 from shardwell import optim
 from shardwell.fully_shard import ShardedModule, fully_shard, register_forward_method
 from shardwell.local_cluster import LocalCluster
+from shardwell.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
 from shardwell.session import Session, join
 from shardwell.state_dict import full_state_dict, iter_full_state_dict
 from shardwell.step import Step
+from shardwell.tiled_linear import TiledLinear
 from shardwell.wrap import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, auto_wrap
 from shardwell_wire.errors import (
     AccessError,
@@ -61,6 +63,7 @@ __all__ = [
     "InternalError",
     "InvalidRequestError",
     "LocalCluster",
+    "MemoryReport",
     "ModuleTypePolicy",
     "NoWrapPolicy",
     "NonFiniteError",
@@ -74,7 +77,9 @@ __all__ = [
     "Step",
     "StepStateError",
     "TiedParameterError",
+    "TiledLinear",
     "UnavailableError",
+    "UnitMemory",
     "UnitMismatchError",
     "UsageError",
     "VersionGoneError",
@@ -85,6 +90,8 @@ __all__ = [
     "fully_shard",
     "iter_full_state_dict",
     "join",
+    "local_ratio",
+    "num_parameters",
     "optim",
     "register_forward_method",
 ]
