@@ -100,6 +100,9 @@ def check(case: Case, dp: int, address: str, policy: Any = None) -> nn.Module:
     expected_losses, plain = train_plain(case, dp)
     with shardwell.join(address, run=uuid.uuid4().hex, world=shardwell.World(dp=dp), min_trainers=1) as session:
         losses, state, model = train_sharded(case, session, policy)
+        report, stats = session.memory(), session.stats()
+    assert report.num_parameters == shardwell.num_parameters(model)
+    assert (report.gather_count, report.reduce_scatter_count) == (stats["gather_count"], stats["push_count"])
     assert losses == expected_losses
     expected = plain.state_dict()
     assert list(state) == list(expected)
