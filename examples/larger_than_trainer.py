@@ -8,7 +8,7 @@ layer alone is larger than the limit; it is a ``shardwell.TiledLinear``. Two sha
 state; they are reached over sockets, as on other hosts: in memory that they share, weights would count twice. FSDP2
 gets the same model, with the same tiles as units, built without values and cut in two before a tensor has memory.
 
-A run takes about a minute and 5 GB on two cores.
+A run took 50 s of processor time, all processes together; the servers need about 5 GB.
 """
 
 from __future__ import annotations
