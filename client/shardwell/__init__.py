@@ -14,10 +14,12 @@
 from shardwell import amp, optim
 from shardwell.fully_shard import ShardedModule, fully_shard, register_forward_method
 from shardwell.local_cluster import LocalCluster
+from shardwell.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
 from shardwell.mixed_precision import MixedPrecisionPolicy
 from shardwell.session import Session, join
 from shardwell.state_dict import full_state_dict, iter_full_state_dict
 from shardwell.step import Step
+from shardwell.tiled_linear import TiledLinear
 from shardwell.wrap import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, auto_wrap
 from shardwell_wire.errors import (
     AccessError,
@@ -62,6 +64,7 @@ __all__ = [
     "InternalError",
     "InvalidRequestError",
     "LocalCluster",
+    "MemoryReport",
     "MixedPrecisionPolicy",
     "ModuleTypePolicy",
     "NoWrapPolicy",
@@ -76,7 +79,9 @@ __all__ = [
     "Step",
     "StepStateError",
     "TiedParameterError",
+    "TiledLinear",
     "UnavailableError",
+    "UnitMemory",
     "UnitMismatchError",
     "UsageError",
     "VersionGoneError",
@@ -88,6 +93,8 @@ __all__ = [
     "fully_shard",
     "iter_full_state_dict",
     "join",
+    "local_ratio",
+    "num_parameters",
     "optim",
     "register_forward_method",
 ]

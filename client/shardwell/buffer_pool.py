@@ -23,6 +23,11 @@ class BufferPool:
         self._idle: dict[int, list[torch.Tensor]] = {}
         self._lock = threading.Lock()
 
+    @property
+    def idle_bytes(self) -> int:
+        """What is kept for later now."""
+        return self._idle_bytes
+
     @contextmanager
     def lend(self, size_bytes: int) -> Iterator[memoryview]:
         """A buffer with any content. [size_bytes]"""

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from shardwell import inspect_commands, launch
+from shardwell import inspect_commands, launch, plan_command
 from shardwell_wire.errors import ShardwellError
 
 _EPILOG = """\
 Train on this machine:             shardwell launch --num-trainers 2 --num-shards 2 train.py
 Train on a cluster:                shardwell launch --coordinator HOST:PORT --run NAME train.py
+What will a run take?              shardwell plan MODEL --dp 8 --servers 4 --bandwidth 10gbit
 See what a cluster does:           shardwell runs; shardwell run NAME; shardwell servers
 Why does nothing move?             shardwell stall NAME
 Look at a weight while it trains:  shardwell peek NAME blocks.0.mlp.0.weight
@@ -30,6 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"shardwell {version('shardwell')}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     launch.add_parser(subparsers)
+    plan_command.add_parser(subparsers)
     inspect_commands.add_parsers(subparsers)
     return parser
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwell.unit import Unit
 
-_MAX_UNITS_AHEAD = 8
+MAX_UNITS_AHEAD = 8
 """A longer look-ahead hides no more latency, and each unit would walk the rest of the model."""
 
 
@@ -51,7 +51,7 @@ class Order:
     def upcoming(self) -> Iterator[Unit]:
         """The units that the current phase is expected to need next, nearest first."""
         before, event = self._before, self._latest
-        for _ in range(_MAX_UNITS_AHEAD):
+        for _ in range(MAX_UNITS_AHEAD):
             if event is None:
                 return
             before, event = event, self._following.get((before, event))

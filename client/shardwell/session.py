@@ -16,6 +16,7 @@ from shardwell.config import JoinConfig
 from shardwell.coordinator_client import CoordinatorClient
 from shardwell.local_cluster import LocalCluster
 from shardwell.membership import Membership
+from shardwell.memory_report import MemoryReport, measure
 from shardwell.mesh import device_mesh
 from shardwell.progress import ItemProgress, StepProgress
 from shardwell.run_state import RunBuffers, TrackedObjects
@@ -369,6 +370,10 @@ class Session:
             "live_unit_bytes": self.units.live_bytes,
             "peak_unit_bytes": self.units.peak_bytes,
         }
+
+    def memory(self) -> MemoryReport:
+        """What this trainer holds of its sharded modules now and held at most, unit by unit; prints as a table."""
+        return measure(self.units, self.store.stats)
 
     def lanes(self) -> list[dict[str, Any]]:
         """How this trainer reaches each shard server, one entry per server.

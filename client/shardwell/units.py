@@ -133,6 +133,21 @@ class Units:
         """The most that ``live_bytes`` has been."""
         return self._memory.peak_bytes
 
+    @property
+    def fetching_bytes(self) -> int:
+        """Memory of units that are on their way here, or wait for their first use."""
+        return self._memory.fetching_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of units that wait for their next use in the step."""
+        return self._memory.kept_bytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Memory of freed units that is kept for the next ones."""
+        return self._memory.pool.idle_bytes
+
     def forward_order(self) -> list[int]:
         """Indices of the units in the order in which the last forward first used them."""
         return self._order.forward

@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from shardwell.default_policy import BlockPolicy
 from shardwell.fully_shard import HasUnits, ShardedModule, shard_modules
 from shardwell.guards import has_forward
 from shardwell.parameter import owner_of
+from shardwell.tiled_linear import Tile
 from shardwell_wire.errors import UsageError
 
 _READS_CHILDREN = (nn.MultiheadAttention,)
@@ -74,6 +76,8 @@ class CustomPolicy:
 class SizePolicy:
     """A unit for every module with enough parameters that are in no inner unit.
 
+    Parameters of smaller modules go to the unit around them.
+
     Args:
         min_num_params: Number of elements.
     """
@@ -96,38 +100,55 @@ class SizePolicy:
         return chosen
 
 
-def auto_wrap(model: nn.Module, session: HasUnits, policy: WrapPolicy, **options: Any) -> Any:
+def auto_wrap(
+    model: nn.Module,
+    session: HasUnits,
+    policy: WrapPolicy | None = None,
+    *,
+    ignored_params: Collection[nn.Parameter] = (),
+    **options: Any,
+) -> Any:
     """Calls ``fully_shard`` on the modules that a policy chooses, inner ones first, and on the model.
 
     Units and parameters get their names in the model; the last unit, which takes what is left, is
     named for the model's class. A module that shares a parameter with one outside it is not made a
-    unit: its parameters go to the unit around both.
+    unit: its parameters go to the unit around both. Modules that are sharded already stay as they are.
+    The tiles of a ``TiledLinear`` are units under every policy.
 
     Args:
         model: The whole model.
         session: Where the parameters go.
-        policy: ``SizePolicy``, ``ModuleTypePolicy``, ``CustomPolicy``, ``NoWrapPolicy`` or the like.
-        **options: ``reshard_after_forward``, ``mp_policy``, ``ignored_params`` and ``placement`` of ``fully_shard``,
-            for every unit.
+        policy: ``SizePolicy``, ``ModuleTypePolicy``, ``CustomPolicy``, ``NoWrapPolicy`` or the like. None:
+            the model's repeated blocks and what is as large as one, see ``default_policy.BlockPolicy``.
+        ignored_params: Parameters to leave alone: they stay ordinary ones in this process.
+        **options: Further ones of ``fully_shard``, for every unit, such as ``reshard_after_forward``.
 
     Returns:
         The model.
     """
-    candidates = dict(_candidates(model))
-    chosen = {id(module) for module in policy.choose(list(candidates.values()))}
-    for name, module in candidates.items():
-        if id(module) in chosen:
-            shard_modules([module], session.units, name=name, prefixes=[f"{name}."], **options)
+    options["ignored_params"] = ignored_params
+    for name, module in choose_units(model, policy, ignored_params):
+        shard_modules([module], session.units, name=name, prefixes=[f"{name}."], **options)
     root = session.units.unused_name(type(model).__name__)
     shard_modules([model], session.units, name=root, prefixes=[""], **options)
     return model
 
 
-def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def choose_units(
+    model: nn.Module, policy: WrapPolicy | None = None, ignored_params: Collection[nn.Parameter] = ()
+) -> list[tuple[str, nn.Module]]:
+    """The modules inside a model that ``auto_wrap`` makes units, each after all inside it, with their names."""
+    candidates = dict(_candidates(model, ignored_params))
+    chosen = {id(module) for module in (policy or BlockPolicy(model)).choose(list(candidates.values()))}
+    return [(name, module) for name, module in candidates.items() if id(module) in chosen or isinstance(module, Tile)]
+
+
+def _candidates(model: nn.Module, ignored: Collection[nn.Parameter]) -> Iterator[tuple[str, nn.Module]]:
     """Modules inside a model that can be units, each after all modules inside it, with their names."""
+    left_alone = {id(parameter) for parameter in ignored}
     holders = _count_holders(model)
     for name, module in _inner_first(model, "", {id(model)}):
-        own = _count_holders(module)
+        own = {key: count for key, count in _count_holders(module).items() if key not in left_alone}
         is_tied_to_outside = any(holders[parameter] > count for parameter, count in own.items())
         if has_forward(module) and not isinstance(module, ShardedModule) and not is_tied_to_outside:
             yield name, module

@@ -20,7 +20,7 @@ NAMES = """
     ModuleTypePolicy NoWrapPolicy NonFiniteError NotFoundError RunMismatchError Session ShardedModule ShardwellError
     SizePolicy StaleEpochError Step StepStateError TiedParameterError UnavailableError UnitMismatchError UsageError
     VersionGoneError World WorldError auto_wrap full_state_dict fully_shard iter_full_state_dict join optim
-    register_forward_method
+    register_forward_method MemoryReport UnitMemory num_parameters local_ratio TiledLinear
 """
 
 OPTIMIZERS = """

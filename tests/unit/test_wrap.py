@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwell.fully_shard import fully_shard
+from shardwell.parameter import owner_of
 from shardwell.units import Units
 from shardwell.wrap import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, WrapPolicy, auto_wrap
 from shardwell_wire.errors import UsageError
@@ -17,7 +18,7 @@ from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Block, Gpt, Pair, gpt, gpt_loss
 
 
-def wrapped(model: nn.Module, policy: WrapPolicy, **options: Any) -> dict[str, list[str]]:
+def wrapped(model: nn.Module, policy: WrapPolicy | None, **options: Any) -> dict[str, list[str]]:
     """Parameter names by unit, in the order of the calls."""
     session = SimpleNamespace(units=Units(InMemoryStore()))
     assert auto_wrap(model, session, policy, **options) is model
@@ -140,6 +141,81 @@ def test_options_reach_every_unit() -> None:
     session = SimpleNamespace(units=Units(InMemoryStore()))
     auto_wrap(gpt(), session, ModuleTypePolicy({Block}), reshard_after_forward=False)
     assert {unit.settings.reshard_after_forward for unit in session.units} == {False}
+
+
+def test_ignored_parameters_stay_and_do_not_tie() -> None:
+    """The embedding is tied to the head, but neither belongs to any unit."""
+    model = gpt()
+    found = wrapped(model, SizePolicy(min_num_params=1), ignored_params={model.tokens.weight})
+    assert not any(name.startswith(("tokens", "head")) for names in found.values() for name in names)
+    assert owner_of(model.tokens.weight) is None and model.tokens.weight.sum().isfinite()
+    assert owner_of(model.positions.weight) is not None
+
+
+def test_default_is_the_repeated_blocks() -> None:
+    assert list(wrapped(gpt(), None)) == ["blocks.0", "blocks.1", "blocks.2", "Gpt"]
+
+
+def test_default_takes_the_outermost_of_nested_blocks() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts[1](self.parts[0](x))
+
+    model = nn.Sequential(nn.Sequential(Layer(), Layer()), nn.ModuleDict({"a": Layer(), "b": Layer()}), nn.ReLU())
+    assert list(wrapped(model, None)) == ["0.0", "0.1", "1.a", "1.b"]
+
+
+def test_default_makes_units_of_what_is_as_large_as_a_block() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(100, 8), nn.Embedding(10, 8)
+            self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 80)])
+            self.head = nn.Linear(8, 100)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    assert list(wrapped(Model(), None)) == ["tokens", "layers.0", "layers.1", "layers.2", "head", "Model"]
+
+
+def test_default_without_repeated_blocks_goes_by_size() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.small = nn.Linear(1024, 1024), nn.Linear(1024, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.small(self.large(x))
+
+    assert list(wrapped(Model(), None)) == ["large", "Model"]
+
+
+def test_default_heeds_what_a_model_names() -> None:
+    """As Hugging Face's models do."""
+    model = gpt()
+    model._no_split_modules = ["LayerNorm"]
+    assert "blocks.0.norm1" in wrapped(model, None) and "blocks.0" not in wrapped(gpt_named("LayerNorm"), None)
+    assert list(wrapped(gpt_named("Absent"), None)) == ["blocks.0", "blocks.1", "blocks.2", "Gpt"]
+
+
+def gpt_named(name: str) -> Gpt:
+    model = gpt()
+    model._no_split_modules = [name]
+    return model
+
+
+def test_modules_that_share_a_unit_stay_together() -> None:
+    """A tied embedding and its head as one unit, before the rest is wrapped."""
+    model = gpt()
+    session = SimpleNamespace(units=Units(InMemoryStore()))
+    fully_shard([model.tokens, model.head], session, name="vocabulary")
+    auto_wrap(model, session)
+    assert [unit.name for unit in session.units] == ["vocabulary", "blocks.0", "blocks.1", "blocks.2", "Gpt"]
 
 
 @pytest.mark.parametrize("make", [lambda: SizePolicy(0), lambda: ModuleTypePolicy({"Block"})])
