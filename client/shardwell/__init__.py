@@ -11,8 +11,9 @@
 ...     optimizer.step()
 """
 
-from shardwell import optim
+from shardwell import init, optim
 from shardwell.fully_shard import ShardedModule, fully_shard, register_forward_method
+from shardwell.loading import from_safetensors
 from shardwell.local_cluster import LocalCluster
 from shardwell.session import Session, join
 from shardwell.state_dict import full_state_dict, iter_full_state_dict
@@ -81,8 +82,10 @@ __all__ = [
     "World",
     "WorldError",
     "auto_wrap",
+    "from_safetensors",
     "full_state_dict",
     "fully_shard",
+    "init",
     "iter_full_state_dict",
     "join",
     "optim",

@@ -6,11 +6,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from shardwell import guards
 from shardwell.collect import collect_parameters
 from shardwell.hooks import hooked_method
+from shardwell.initialization import InitFunction, ValueSource, fill_ignored, plan_values
+from shardwell.meta import made_real
 from shardwell.unit import Unit
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
@@ -138,6 +141,8 @@ def fully_shard(
     reshard_after_forward: bool | None = None,
     ignored_params: Collection[nn.Parameter] = (),
     name: str | None = None,
+    source: ValueSource | InitFunction | None = None,
+    device: torch.device | str = "cpu",
 ) -> Shardable:
     """Moves a module's parameters to the shard servers; they are gathered when the module runs.
 
@@ -161,6 +166,11 @@ def fully_shard(
         ignored_params: Parameters to leave alone.
         name: The unit's name in the run, under which parameters are inspected; by default the class
             and a count, such as ``Block-0``. ``auto_wrap`` gives the names in the model.
+        source: Where values come from that the run starts with: ``shardwell.from_safetensors(model, path)``,
+            ``shardwell.init.drawn(model)``, or a function that initialises a module's own parameters and buffers in
+            place. By default parameters keep the values they hold, and modules on the meta device are
+            initialised by their ``reset_parameters``, with the run's seed.
+        device: Where the module is computed with, for what is on the meta device.
 
     Returns:
         What was passed: its class is changed in place to a subclass with the methods of ``ShardedModule``.
@@ -179,6 +189,8 @@ def fully_shard(
         prefixes=[f"{unit_name}."] if len(modules) == 1 else [f"{unit_name}.{index}." for index in range(len(modules))],
         ignored_params=ignored_params,
         reshard_after_forward=reshard_after_forward,
+        source=source,
+        device=device,
     )
     return module
 
@@ -191,6 +203,8 @@ def shard_modules(
     prefixes: Sequence[str],
     ignored_params: Collection[nn.Parameter] = (),
     reshard_after_forward: bool | None = None,
+    source: ValueSource | InitFunction | None = None,
+    device: torch.device | str = "cpu",
 ) -> None:
     """``fully_shard`` with the names decided, but for ``units.name_prefix``, which all begin with.
 
@@ -199,12 +213,19 @@ def shard_modules(
     guards.install()
     guards.check_modules(modules)
     found = collect_parameters(modules, [f"{units.name_prefix}{prefix}" for prefix in prefixes], ignored_params)
-    guards.check_parameters([(entry.names[0], entry.parameter) for entry in found])
+    meta_device = torch.device(device)
+    guards.check_parameters([(entry.names[0], entry.parameter) for entry in found], meta_device)
     unit = None
-    if found:
+    # The block of `with torch.device("meta")` may still be open.
+    with meta_device, made_real(found, modules, meta_device) as blanks:
         layout = UnitLayout(f"{units.name_prefix}{name}", tuple(entry.describe() for entry in found))
-        unit = units.add(layout, found, modules)
-        unit.settings.reshard_after_forward = reshard_after_forward
+        values = plan_values(source, layout, found, modules, blanks, units.naming)
+        if found:
+            unit = units.add(layout, found, modules, values)
+            unit.settings.reshard_after_forward = reshard_after_forward
+        else:
+            values.initialize()
+    fill_ignored(source, modules)
     units.contain(modules, unit)
     for module in modules:
         setattr(module, _STATE, _Sharding(units, unit))

@@ -8,7 +8,7 @@ saved of the parameters, because that lies in the vector too.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +19,7 @@ from torch import nn
 from shardwell.allocator import trim
 from shardwell.collect import FoundParameter
 from shardwell.flat_vector import FlatVector, Memory
+from shardwell.initialization import FlatValues, NewValues
 from shardwell.parameter import adopt, freed_class
 from shardwell.store import InPlaceVector, ParameterStore
 from shardwell.tensors import local_part
@@ -87,6 +88,7 @@ class Unit:
         modules: The modules whose forward uses them.
         store: Holds the values.
         memory: Counts this unit's memory among others.
+        values: Where the values come from.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Unit:
         modules: Sequence[nn.Module],
         store: ParameterStore,
         memory: Memory,
+        values: NewValues,
     ) -> None:
         self.layout = layout
         self.parameters = tuple(entry.parameter for entry in found)
@@ -120,7 +123,7 @@ class Unit:
         self._places = [
             (site.module._parameters, site.name, entry.parameter) for entry in found for site in entry.sites
         ]
-        self.index = self._upload()
+        self.index = self._upload(values)
 
     @property
     def name(self) -> str:
@@ -131,16 +134,17 @@ class Unit:
         """The flat vector's memory; empty while freed."""
         return self._flat.storage
 
-    def _upload(self) -> int:
-        """Moves the parameters into the flat vector, hands it to the store and frees it."""
+    def _upload(self, values: NewValues) -> int:
+        """Hands the unit's values to the store and frees the parameters."""
         self._flat.allocate()
-        self._flat.clear()
         placed = [self._flat.place(index) for index in range(len(self.parameters))]
-        with torch.no_grad():
-            for view, local in zip(placed, self._locals, strict=True):
-                view.copy_(local)
         try:
-            index = self._store.declare(self.layout, self._flat.send_buffer())
+            for number in values.blank:
+                self._locals[number].data = placed[number]
+            if values.elsewhere is None:
+                self._lay_in_flat(placed, values.blank)
+            values.initialize()
+            index = self._store.declare(self.layout, values.elsewhere or FlatValues(self._flat.send_buffer()))
         except BaseException:
             self._flat.release()
             raise
@@ -157,6 +161,12 @@ class Unit:
         self._memory.pool.trim()
         trim()  # of what the module's own memory was until now
         return index
+
+    def _lay_in_flat(self, placed: Sequence[torch.Tensor], blank: Collection[int]) -> None:
+        with torch.no_grad():
+            for number, (view, local) in enumerate(zip(placed, self._locals, strict=True)):
+                if number not in blank:
+                    view.copy_(local)
 
     # Gathering and freeing.
 

@@ -18,8 +18,8 @@ NAMES = """
     FreedParameterError HyperparameterMismatchError IncompleteStepError InternalError InvalidRequestError LocalCluster
     ModuleTypePolicy NoWrapPolicy NonFiniteError NotFoundError RunMismatchError Session ShardedModule ShardwellError
     SizePolicy StaleEpochError Step StepStateError TiedParameterError UnavailableError UnitMismatchError UsageError
-    VersionGoneError World WorldError auto_wrap full_state_dict fully_shard iter_full_state_dict join optim
-    register_forward_method
+    VersionGoneError World WorldError auto_wrap from_safetensors full_state_dict fully_shard init iter_full_state_dict
+    join optim register_forward_method
 """
 
 
