@@ -15,7 +15,9 @@ from shardwell import init, optim
 from shardwell.fully_shard import ShardedModule, fully_shard, register_forward_method
 from shardwell.loading import from_safetensors
 from shardwell.local_cluster import LocalCluster
+from shardwell.saving import save_dcp, save_safetensors
 from shardwell.session import Session, join
+from shardwell.sharded_state import TensorSlice, sharded_state_dict
 from shardwell.state_dict import full_state_dict, iter_full_state_dict
 from shardwell.step import Step
 from shardwell.wrap import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, auto_wrap
@@ -74,6 +76,7 @@ __all__ = [
     "StaleEpochError",
     "Step",
     "StepStateError",
+    "TensorSlice",
     "TiedParameterError",
     "UnavailableError",
     "UnitMismatchError",
@@ -90,4 +93,7 @@ __all__ = [
     "join",
     "optim",
     "register_forward_method",
+    "save_dcp",
+    "save_safetensors",
+    "sharded_state_dict",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeGuard
+from typing import Protocol, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -118,7 +118,7 @@ def plan_values(
     elif source is None:
         holders = dict.fromkeys([found[index].sites[0].module for index in sorted(blanks.parameters)]) | holders
     else:
-        function = source
+        function = cast(InitFunction, source)
         _require_blank(found, blanks)
         holders = dict.fromkeys(_outside_units(modules)) if blanks else {}
     names = _names(holders, layout, found, naming)

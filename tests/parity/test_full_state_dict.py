@@ -66,7 +66,9 @@ def test_one_unit_at_a_time_and_copies() -> None:
         values[name] = value
     assert seen["tokens.weight"] == 1 and seen["blocks.0.norm1.weight"] == 2 and seen["head.weight"] == 5
     assert sharded.units.live_bytes == 0 and sharded.units.peak_bytes == peak
-    assert all(value.untyped_storage().nbytes() == value.nbytes and not value.requires_grad for value in values())
+    assert all(
+        value.untyped_storage().nbytes() == value.nbytes and not value.requires_grad for value in values.values()
+    )
     values["tokens.weight"].zero_()
     assert full_state_dict(sharded.model)["tokens.weight"].abs().sum() > 0
 

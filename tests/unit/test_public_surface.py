@@ -19,7 +19,7 @@ NAMES = """
     ModuleTypePolicy NoWrapPolicy NonFiniteError NotFoundError RunMismatchError Session ShardedModule ShardwellError
     SizePolicy StaleEpochError Step StepStateError TiedParameterError UnavailableError UnitMismatchError UsageError
     VersionGoneError World WorldError auto_wrap from_safetensors full_state_dict fully_shard init iter_full_state_dict
-    join optim register_forward_method
+    TensorSlice join optim register_forward_method save_dcp save_safetensors sharded_state_dict
 """
 
 
