@@ -57,8 +57,7 @@ def save_safetensors(
         if not is_storable(tensor.dtype):
             raise UsageError(f"{name!r} is of {tensor.dtype}, which safetensors files can not have", parameter=name)
     files = _cut(tensors, max_shard_bytes)
-    marker = INDEX_NAME if len(files) > 1 else SINGLE_NAME
-    with staged(folder, marker=marker, is_ours=lambda name: bool(_OF_AN_EXPORT.fullmatch(name))) as stage:
+    with staged(folder, markers=(INDEX_NAME, SINGLE_NAME), is_ours=_is_of_an_export) as stage:
         values = read_values(tensors)
         for file in files:
             _write(stage / file.name, file.tensors, values, {"format": "pt", **(metadata or {})})
@@ -86,8 +85,12 @@ def save_dcp(model: nn.Module, folder: str | Path) -> None:
     from shardwell.dcp_writing import write_checkpoint
 
     tensors = _in_order_of_units(_unique_tensors(model))
-    with staged(Path(folder), marker=".metadata", is_ours=lambda name: name.endswith(".distcp")) as stage:
+    with staged(Path(folder), markers=(".metadata",), is_ours=lambda name: name.endswith(".distcp")) as stage:
         write_checkpoint(stage, tensors, read_values(tensors))
+
+
+def _is_of_an_export(name: str) -> bool:
+    return _OF_AN_EXPORT.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,4 +175,4 @@ def _write(
 def memory_of(value: torch.Tensor) -> memoryview:
     """A tensor's bytes where they lie; they stay while the tensor does."""
     flat = value.contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

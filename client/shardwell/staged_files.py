@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 @contextmanager
-def staged(folder: Path, *, marker: str, is_ours: Callable[[str], bool]) -> Iterator[Path]:
+def staged(folder: Path, *, markers: Collection[str], is_ours: Callable[[str], bool]) -> Iterator[Path]:
     """Has files written beside a folder's own, and moved into it when all of them are complete.
 
-    Whoever reads the folder meanwhile, or after a crash at any moment, finds the marker only if every file of one
+    Whoever reads the folder meanwhile, or after a crash at any moment, finds a marker only if every file of one
     export is there. If the block raises, as when the disk is full, the folder stays as it was.
 
     Args:
         folder: Where the files shall be; made if it does not exist.
-        marker: The file without which the others are no checkpoint: removed first, moved in last.
+        markers: Names of files without which the others are no checkpoint: removed first, moved in last.
         is_ours: Whether a file with some name belongs to an earlier export; those are removed.
 
     Yields:
@@ -37,11 +37,12 @@ def staged(folder: Path, *, marker: str, is_ours: Callable[[str], bool]) -> Iter
             folder.rmdir()
         raise
     names = {path.name for path in stage.iterdir()}
-    (folder / marker).unlink(missing_ok=True)
+    for marker in markers:
+        (folder / marker).unlink(missing_ok=True)
     for path in folder.iterdir():
         if path.is_file() and path.name not in names and is_ours(path.name):
             path.unlink()
-    for name in sorted(names, key=lambda name: (name == marker, name)):
+    for name in sorted(names, key=lambda name: (name in markers, name)):
         (stage / name).replace(folder / name)
     stage.rmdir()
     _sync(folder)
