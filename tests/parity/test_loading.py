@@ -13,7 +13,10 @@ import psutil
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import shardwell
 from shardwell import SizePolicy, auto_wrap, from_safetensors, fully_shard, loading
@@ -307,3 +310,30 @@ def test_memory_of_a_file_larger_than_the_trainer_may_hold(
         assert len(used) >= BIG_BYTES // loading.WINDOW_BYTES
         sample = next(shardwell.iter_full_state_dict(model))[1][::100_003]
         assert torch.equal(sample, torch.arange(0, BIG_BYTES // 8, 100_003, dtype=torch.float32))
+
+
+@pytest.fixture
+def two_process_mesh() -> Iterable[Any]:
+    """The second of two processes, the first of which is not there: nothing is communicated."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_of_parameters_that_tensor_parallelism_splits(two_process_mesh: Any, dim: int, tmp_path: Path) -> None:
+    plain = nn.Linear(6, 5, bias=False)
+    path = write(tmp_path / "m.safetensors", plain.state_dict())
+    expected = plain.weight.detach().tensor_split([3], dim)[1]
+    local = torch.empty_like(expected, device="meta")
+    whole = DTensor.from_local(
+        local, two_process_mesh, [Shard(dim)], run_check=False, shape=plain.weight.shape, stride=plain.weight.stride()
+    )
+    model = nn.Linear(6, 5, bias=False, device="meta")
+    model.weight = parameter = nn.Parameter(whole)
+    fully_shard(model, session(), source=from_safetensors(model, path))
+    model.unshard()  # type: ignore[operator]
+    assert model.weight is parameter and model.weight.shape == (5, 6) and model.weight.device.type == "cpu"
+    assert torch.equal(model.weight.to_local(), expected)  # type: ignore[attr-defined]
