@@ -11,12 +11,15 @@
 ...     optimizer.step()
 """
 
-from shardwell import amp, optim
+from shardwell import amp, init, optim
 from shardwell.fully_shard import ShardedModule, fully_shard, register_forward_method
+from shardwell.loading import from_safetensors
 from shardwell.local_cluster import LocalCluster
 from shardwell.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
 from shardwell.mixed_precision import MixedPrecisionPolicy
+from shardwell.saving import save_dcp, save_safetensors
 from shardwell.session import Session, join
+from shardwell.sharded_state import TensorSlice, sharded_state_dict
 from shardwell.state_dict import full_state_dict, iter_full_state_dict
 from shardwell.step import Step
 from shardwell.tiled_linear import TiledLinear
@@ -78,6 +81,7 @@ __all__ = [
     "StaleEpochError",
     "Step",
     "StepStateError",
+    "TensorSlice",
     "TiedParameterError",
     "TiledLinear",
     "UnavailableError",
@@ -89,12 +93,17 @@ __all__ = [
     "WorldError",
     "amp",
     "auto_wrap",
+    "from_safetensors",
     "full_state_dict",
     "fully_shard",
+    "init",
     "iter_full_state_dict",
     "join",
     "local_ratio",
     "num_parameters",
     "optim",
     "register_forward_method",
+    "save_dcp",
+    "save_safetensors",
+    "sharded_state_dict",
 ]

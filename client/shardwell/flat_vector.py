@@ -89,10 +89,6 @@ class FlatVector:
             self.storage.resize_(0)
         self._memory.take(-self._layout.size_bytes)
 
-    def clear(self) -> None:
-        """Fills the vector with zeros; so are the gaps between parameters."""
-        self._bytes().zero_()
-
     def place(self, index: int) -> torch.Tensor:
         """A contiguous tensor on a parameter's part; for autograd it is no view of anything."""
         spec, start = self._layout.parameters[index], self._layout.starts[index]

@@ -6,11 +6,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from shardwell import guards
 from shardwell.collect import collect_parameters
 from shardwell.hooks import hooked_method
+from shardwell.initialization import InitFunction, ValueSource, fill_ignored, plan_values
+from shardwell.meta import made_real
 from shardwell.mixed_precision import AS_STORED, MixedPrecisionPolicy, attach_casts, cast_buffers, casting_method
 from shardwell.unit import Unit
 from shardwell_wire.errors import UsageError
@@ -146,6 +149,8 @@ def fully_shard(
     ignored_params: Collection[nn.Parameter] = (),
     name: str | None = None,
     placement: Placement = "flat",
+    source: ValueSource | InitFunction | None = None,
+    device: torch.device | str = "cpu",
 ) -> Shardable:
     """Moves a module's parameters to the shard servers; they are gathered when the module runs.
 
@@ -172,6 +177,11 @@ def fully_shard(
             and a count, such as ``Block-0``. ``auto_wrap`` gives the names in the model.
         placement: How the unit is cut over servers. ``flat``: evenly. ``tensor``: between parameters, as the
             optimizers need that work on whole tensors, such as ``Muon``.
+        source: Where values come from that the run starts with: ``shardwell.from_safetensors(model, path)``,
+            ``shardwell.init.drawn(model)``, or a function that initialises a module's own parameters and buffers in
+            place. By default parameters keep the values they hold, and modules on the meta device are
+            initialised by their ``reset_parameters``, with the run's seed.
+        device: Where the module is computed with, for what is on the meta device.
 
     Returns:
         What was passed: its class is changed in place to a subclass with the methods of ``ShardedModule``.
@@ -192,6 +202,8 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         mp_policy=mp_policy,
         placement=placement,
+        source=source,
+        device=device,
     )
     return module
 
@@ -206,6 +218,8 @@ def shard_modules(
     reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy = AS_STORED,
     placement: Placement = "flat",
+    source: ValueSource | InitFunction | None = None,
+    device: torch.device | str = "cpu",
 ) -> None:
     """``fully_shard`` with the names decided, but for ``units.name_prefix``, which all begin with.
 
@@ -214,12 +228,19 @@ def shard_modules(
     guards.install()
     guards.check_modules(modules)
     found = collect_parameters(modules, [f"{units.name_prefix}{prefix}" for prefix in prefixes], ignored_params)
-    guards.check_parameters([(entry.names[0], entry.parameter) for entry in found])
+    meta_device = torch.device(device)
+    guards.check_parameters([(entry.names[0], entry.parameter) for entry in found], meta_device)
     unit = None
-    if found:
+    # The block of `with torch.device("meta")` may still be open.
+    with meta_device, made_real(found, modules, meta_device) as blanks:
         layout = UnitLayout(f"{units.name_prefix}{name}", tuple(entry.describe() for entry in found), placement)
-        unit = units.add(layout, found, modules, mp_policy)
-        unit.settings.reshard_after_forward = reshard_after_forward
+        values = plan_values(source, layout, found, modules, blanks, units.naming)
+        if found:
+            unit = units.add(layout, found, modules, values, mp_policy)
+            unit.settings.reshard_after_forward = reshard_after_forward
+        else:
+            values.initialize()
+    fill_ignored(source, modules)
     units.contain(modules, unit)
     attach_casts(modules, mp_policy)
     if mp_policy.buffer_dtype is not None:

@@ -59,19 +59,14 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
         raise UsageError(f"fully_shard needs different modules, got {[type(module).__name__ for module in modules]}")
 
 
-def check_parameters(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raises UsageError for parameters that can not be in one unit."""
+def check_parameters(named_parameters: Sequence[tuple[str, nn.Parameter]], meta_device: torch.device) -> None:
+    """Raises UsageError for parameters that can not be in one unit; those on the meta device go to ``meta_device``."""
     for name, parameter in named_parameters:
         if is_lazy(parameter):
             raise UsageError(f"parameter {name!r} has no shape yet: run the lazy module once before fully_shard")
-        if parameter.is_meta:
-            raise UsageError(
-                f"parameter {name!r} is on the meta device and has no values: use to_empty and initialise it before "
-                "fully_shard, one module at a time if the model is too large for this process"
-            )
         if parameter.is_inference() or parameter.layout is not torch.strided:
             raise UsageError(f"parameter {name!r} is an inference or sparse tensor: make it an ordinary one first")
-    devices = {str(parameter.device): name for name, parameter in named_parameters}
+    devices = {str(meta_device if item.is_meta else item.device): name for name, item in named_parameters}
     if len(devices) > 1:
         raise UsageError(f"parameters of one unit must be on one device, got {devices}; shard the modules separately")
 
@@ -85,14 +80,15 @@ def guard_state_dict(module: nn.Module) -> None:
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if not keep_vars:  # else only the parameter objects are asked for, as full_state_dict does
         raise UsageError(
-            "state_dict() of a sharded module has no values to return: use shardwell.full_state_dict(model)"
+            "state_dict() of a sharded module has no values to return: use shardwell.full_state_dict(model), or "
+            "shardwell.save_safetensors(model, folder), which does not hold them all"
         )
 
 
 def _refuse_load(module: nn.Module, *args: object) -> None:
     raise UsageError(
-        "load_state_dict() of a sharded module would change nothing on the shard servers: load before fully_shard, "
-        "in a run that has no values yet"
+        "load_state_dict() of a sharded module would change nothing on the shard servers: load before fully_shard, or "
+        "call fully_shard(..., source=shardwell.from_safetensors(model, path)), in a run that has no values yet"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from shardwell.progress import ItemProgress, StepProgress
 from shardwell.remote_shard import RemoteShard, Wire
 from shardwell.server_connection import ServerConnection
 from shardwell.shared_vector import CAN_MAP, SegmentPlace, SharedVector
+from shardwell.store import InitialValues
 from shardwell.traffic import RemoteUnit, Traffic
 from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import ConflictError, DeadlineError
@@ -26,6 +28,9 @@ from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
+
+_UPLOAD_THREADS = 8
+"""Each holds a piece of the values."""
 
 _FIRST_PUBLISH_POLL_S, _LONGEST_PUBLISH_POLL_S = 0.005, 0.25
 
@@ -79,7 +84,7 @@ class RunStore:
         if self._feedback is not None:
             self._feedback.commit()
 
-    def declare(self, layout: UnitLayout, initial_values: memoryview) -> int:
+    def declare(self, layout: UnitLayout, initial_values: InitialValues) -> int:
         """See ``ParameterStore.declare``. Returns once the run has initial values for the unit."""
         declared = self._declare(layout)
         shards = tuple(
@@ -243,20 +248,31 @@ class RunStore:
         response: coordinator_pb2.DeclareUnitResponse = self._membership.call("DeclareUnit", request)
         return response
 
-    def _initialize(self, unit: RemoteUnit, values: memoryview, epoch: int) -> None:
+    def _initialize(self, unit: RemoteUnit, values: InitialValues, epoch: int) -> None:
         context = self._membership.context(0, epoch=epoch)
 
         def upload(shard: RemoteShard) -> None:
+            segments = [
+                segment
+                for segment in unit.layout.segments(shard.start_bytes, shard.stop_bytes)
+                if segment.parameter_index not in values.draws
+            ]
             header = shard_pb2.InitializeUnitHeader(
                 context=self._membership.context(0, epoch=epoch),
                 unit=unit.layout.unit,
                 start_bytes=shard.start_bytes,
                 stop_bytes=shard.stop_bytes,
+                draws=values.draws.values(),
             )
-            view, limit = values[shard.start_bytes : shard.stop_bytes], self._config.wait_limit_s
-            shard.server.client.initialize(header, view, timeout_s=limit, retry_for_s=limit)
+            shard.server.client.initialize(
+                header,
+                lambda: itertools.chain.from_iterable(map(values.read, segments)),
+                sum(segment.size_bytes for segment in segments),
+                timeout_s=self._config.wait_limit_s,
+                retry_for_s=self._config.wait_limit_s,
+            )
 
-        with ThreadPoolExecutor(max(1, len(unit.shards))) as uploads:
+        with ThreadPoolExecutor(min(_UPLOAD_THREADS, max(1, len(unit.shards)))) as uploads:
             list(uploads.map(upload, unit.shards))
         self._membership.call(
             "PublishInitialUnit",

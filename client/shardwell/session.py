@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwell.allocator import share_heaps
 from shardwell.config import JoinConfig
 from shardwell.coordinator_client import CoordinatorClient
+from shardwell.data import derive_seed
 from shardwell.local_cluster import LocalCluster
 from shardwell.membership import Membership
 from shardwell.memory_report import MemoryReport, measure
@@ -137,6 +138,7 @@ class Session:
             prefetch_bytes=config.prefetch_bytes,
             keep_bytes=config.keep_bytes,
             name_prefix=self._name_prefix(),
+            init_seed=derive_seed(self.seed, "stage", self.pp_rank or 0),
         )
         self._tracked = TrackedObjects(joined.state.tracked_json)
         self._buffers = RunBuffers(lambda: ((unit.name, module) for unit in self.units for module in unit.modules))

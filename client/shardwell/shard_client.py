@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from shardwell.rpc import ServiceClient
 from shardwell_wire import codec
+from shardwell_wire.errors import ShardwellError
 from shardwell_wire.v1 import shard_pb2
 
 
@@ -64,17 +65,42 @@ class ShardClient(ServiceClient):
         return self.attempt(fetch, retry_for_s=retry_for_s)
 
     def initialize(
-        self, header: shard_pb2.InitializeUnitHeader, values: memoryview, *, timeout_s: float, retry_for_s: float
+        self,
+        header: shard_pb2.InitializeUnitHeader,
+        pieces: Callable[[], Iterable[codec.Buffer]],
+        size_bytes: int,
+        *,
+        timeout_s: float,
+        retry_for_s: float,
     ) -> shard_pb2.InitializeUnitResponse:
-        """Uploads the initial values of a shard. [stop_bytes - start_bytes]"""
+        """Uploads the initial values of a shard.
+
+        Args:
+            header: Which shard, and what is drawn there.
+            pieces: Called for each try: the rest of the values, made as they are sent.
+            size_bytes: Of them all.
+            timeout_s: Deadline of one try.
+            retry_for_s: How long to try again while the server is unavailable.
+
+        Raises:
+            Exception: What making a piece raised.
+        """
         first = shard_pb2.InitializeUnitRequest(header=header)
+        failures: list[Exception] = []
 
         def send() -> shard_pb2.InitializeUnitResponse:
-            stream = codec.encode_stream(first, [values], chunk_bytes=self._chunk_bytes)
+            stream = codec.encode_stream(
+                first, _noting(pieces(), failures), chunk_bytes=self._chunk_bytes, total_bytes=size_bytes
+            )
             response: shard_pb2.InitializeUnitResponse = self._initialize(stream, timeout=timeout_s)
             return response
 
-        return self.attempt(send, retry_for_s=retry_for_s)
+        try:
+            return self.attempt(send, retry_for_s=retry_for_s)
+        except ShardwellError as error:
+            if failures:  # of which gRPC says only that there was one
+                raise failures[0] from error
+            raise
 
     def reduce_scatter(
         self,
@@ -103,3 +129,11 @@ class ShardClient(ServiceClient):
             return sum(len(data) for data in self._measure(request, timeout=timeout_s))
 
         return self.attempt(fetch, retry_for_s=0.0) / (time.perf_counter() - started)
+
+
+def _noting(pieces: Iterable[codec.Buffer], failures: list[Exception]) -> Iterator[codec.Buffer]:
+    try:
+        yield from pieces
+    except Exception as error:
+        failures.append(error)
+        raise

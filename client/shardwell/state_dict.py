@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwell.allocator import trim
 from shardwell.parameter import owner_of
 from shardwell.unit import Unit
 
@@ -42,14 +43,20 @@ def iter_full_state_dict(model: nn.Module, *, ema: bool = False) -> Iterator[tup
         Names and values in the order of ``state_dict``. A unit whose parameters are not next to each
         other in that order is gathered more than once.
     """
+    # With keep_vars nothing is computed with the parameters, and modules that add to or rename their state do so.
+    yield from read_values(model.state_dict(keep_vars=True), ema=ema)
+
+
+def read_values(state: Mapping[str, Any], *, ema: bool = False) -> Iterator[tuple[str, Any]]:
+    """The values of a state with the parameters themselves in it, in its order: holds one unit."""
     gathered: Unit | None = None
     flat = torch.empty(0)
-    # With keep_vars nothing is computed with the parameters, and modules that add to or rename their state do so.
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in state.items():
         owner = owner_of(value) if isinstance(value, torch.Tensor) else None
         if owner is not None:
             if owner.unit is not gathered:
                 gathered, flat = None, torch.empty(0)
+                trim()  # streams leave holes in the heaps, which would add up over the units
                 gathered, flat = owner.unit, owner.unit.gather_average() if ema else owner.unit.gather_copy()
             yield name, _whole(owner.unit.read(flat, owner.index), value)
         elif isinstance(value, torch.Tensor):

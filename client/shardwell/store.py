@@ -6,13 +6,14 @@ what it uses): the module knows nothing of steps, ranks and servers, the run not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
 import torch
 
-from shardwell_wire.layout import UnitLayout
+from shardwell_wire.layout import Segment, UnitLayout
+from shardwell_wire.v1 import initialization_pb2
 
 
 class InPlaceVector(Protocol):
@@ -37,18 +38,31 @@ class InPlaceVector(Protocol):
         ...
 
 
+class InitialValues(Protocol):
+    """The values of a new unit; asked for them only where this trainer is the one to upload them."""
+
+    @property
+    def draws(self) -> Mapping[int, initialization_pb2.ParameterDraw]:
+        """By parameter index: what the servers draw; the other parameters are read."""
+        ...
+
+    def read(self, segment: Segment) -> Iterator[bytes | memoryview]:
+        """The bytes of a part of a parameter, in pieces that stay valid; from any thread, and again if asked again."""
+        ...
+
+
 class ParameterStore(Protocol):
     """Holds every unit's parameters and takes their gradients.
 
     Methods are called from the training thread and from autograd's threads, never concurrently.
     """
 
-    def declare(self, layout: UnitLayout, initial_values: memoryview) -> int:
+    def declare(self, layout: UnitLayout, initial_values: InitialValues) -> int:
         """Makes a unit known and, where this trainer is the one to do it, uploads its values.
 
         Args:
             layout: The unit.
-            initial_values: Its flat vector, padding included. [layout.size_bytes]
+            initial_values: What it holds at first.
 
         Returns:
             The unit's index in the run.

@@ -8,7 +8,7 @@ saved of the parameters, because that lies in the vector too.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +19,7 @@ from torch import nn
 from shardwell.allocator import trim
 from shardwell.collect import FoundParameter
 from shardwell.flat_vector import FlatVector, Memory
+from shardwell.initialization import FlatValues, NewValues
 from shardwell.mixed_precision import AS_STORED, MixedPrecisionPolicy, Precision
 from shardwell.parameter import adopt, freed_class
 from shardwell.store import InPlaceVector, ParameterStore
@@ -88,6 +89,7 @@ class Unit:
         modules: The modules whose forward uses them.
         store: Holds the values.
         memory: Counts this unit's memory among others.
+        values: Where the values come from.
         policy: What to compute in.
     """
 
@@ -98,6 +100,7 @@ class Unit:
         modules: Sequence[nn.Module],
         store: ParameterStore,
         memory: Memory,
+        values: NewValues,
         policy: MixedPrecisionPolicy = AS_STORED,
     ) -> None:
         self.layout = layout
@@ -131,7 +134,7 @@ class Unit:
         self._places = [
             (site.module._parameters, site.name, entry.parameter) for entry in found for site in entry.sites
         ]
-        self.index = self._upload()
+        self.index = self._upload(values)
 
     @property
     def name(self) -> str:
@@ -147,18 +150,19 @@ class Unit:
         """The flat vector's memory; empty while freed."""
         return self._flat.storage
 
-    def _upload(self) -> int:
-        """Moves the parameters into a flat vector as it is stored, hands it to the store and frees it."""
+    def _upload(self, values: NewValues) -> int:
+        """Hands the unit's values to the store, as they are stored, and frees the parameters."""
         casts = self.precision.casts
         flat = FlatVector(self.layout, self._device, self._memory) if casts else self._flat
         flat.allocate()
-        flat.clear()
         placed = [flat.place(index) for index in range(len(self.parameters))]
-        with torch.no_grad():
-            for view, local in zip(placed, self._locals, strict=True):
-                view.copy_(local)
         try:
-            index = self._store.declare(self.layout, flat.send_buffer())
+            for number in values.blank:
+                self._locals[number].data = placed[number]
+            if values.elsewhere is None:
+                self._lay_in_flat(placed, values.blank)
+            values.initialize()
+            index = self._store.declare(self.layout, values.elsewhere or FlatValues(flat.send_buffer()))
         except BaseException:
             flat.release()
             raise
@@ -179,6 +183,12 @@ class Unit:
         self._memory.pool.trim()
         trim()  # of what the module's own memory was until now
         return index
+
+    def _lay_in_flat(self, placed: Sequence[torch.Tensor], blank: Collection[int]) -> None:
+        with torch.no_grad():
+            for number, (view, local) in enumerate(zip(placed, self._locals, strict=True)):
+                if number not in blank:
+                    view.copy_(local)
 
     # Gathering and freeing.
 

@@ -15,6 +15,7 @@ from shardwell.buffer_pool import BufferPool
 from shardwell.collect import FoundParameter
 from shardwell.flat_vector import Memory
 from shardwell.hooks import NO_TASK, ForwardCall, attach, backward_task
+from shardwell.initialization import Naming, NewValues
 from shardwell.mixed_precision import AS_STORED, MixedPrecisionPolicy
 from shardwell.parameter import owner_of
 from shardwell.prefetch import Order, Phase
@@ -46,12 +47,20 @@ class Units:
         keep_bytes: How much may stay between its uses in a step.
         name_prefix: Begins the names of all units and parameters; tells those of one pipeline stage or
             tensor-parallel rank from another's, which are made by the same code.
+        init_seed: What random initial values depend on, beside names without that prefix.
     """
 
     def __init__(
-        self, store: ParameterStore, *, prefetch_bytes: int = 128 << 20, keep_bytes: int = 0, name_prefix: str = ""
+        self,
+        store: ParameterStore,
+        *,
+        prefetch_bytes: int = 128 << 20,
+        keep_bytes: int = 0,
+        name_prefix: str = "",
+        init_seed: int = 0,
     ) -> None:
         self.name_prefix = name_prefix
+        self.naming = Naming(init_seed, name_prefix)
         self._store = store
         self._prefetch_bytes, self._keep_bytes = prefetch_bytes, keep_bytes
         self._by_name: dict[str, Unit] = {}
@@ -72,9 +81,10 @@ class Units:
         layout: UnitLayout,
         found: Sequence[FoundParameter],
         modules: Sequence[nn.Module],
+        values: NewValues,
         policy: MixedPrecisionPolicy = AS_STORED,
     ) -> Unit:
-        """Uploads a unit's parameters and hooks its modules.
+        """Uploads a unit's values and hooks its modules.
 
         Raises:
             UsageError: The session has a unit of that name.
@@ -83,7 +93,7 @@ class Units:
             raise UsageError(
                 f"this session has a unit named {layout.unit!r} already: choose another name", unit=layout.unit
             )
-        unit = Unit(layout, found, modules, self._store, self._memory, policy)
+        unit = Unit(layout, found, modules, self._store, self._memory, values, policy)
         self._by_name[unit.name] = unit
         attach(unit, self)
         self._outermost.append(unit)

@@ -10,7 +10,7 @@ that protobuf allows is understood; the one that the encoder writes is fast.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -92,7 +92,11 @@ class StreamEncoder:
 
 
 def encode_stream(
-    first: _Streamed, pieces: Sequence[Buffer], *, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    first: _Streamed,
+    pieces: Iterable[Buffer],
+    *,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    total_bytes: int | None = None,
 ) -> Iterator[bytes]:
     """Serialises a stream of bytes as messages.
 
@@ -100,15 +104,19 @@ def encode_stream(
         first: The first message, without its chunk: it carries the header.
         pieces: The stream, as consecutive buffers; small neighbours share a message.
         chunk_bytes: Payload per message.
+        total_bytes: Of all pieces; must be given if they are made one after another as they are sent.
 
     Yields:
         Serialised messages; at least one, also for an empty stream. Each is one copy of its payload.
     """
-    encoder = StreamEncoder(first, sum(len(piece) for piece in pieces))
+    if total_bytes is None:
+        pieces = list(pieces)
+        total_bytes = sum(len(piece) for piece in pieces)
+    encoder = StreamEncoder(first, total_bytes)
     return (encoder.encode(parts) for parts in batches(pieces, chunk_bytes))
 
 
-def batches(pieces: Sequence[Buffer], chunk_bytes: int) -> Iterator[list[Buffer]]:
+def batches(pieces: Iterable[Buffer], chunk_bytes: int) -> Iterator[list[Buffer]]:
     """Cuts consecutive buffers into lists of views of ``chunk_bytes`` together; at least one, perhaps empty."""
     batch: list[Buffer] = []
     room, sent = chunk_bytes, False

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shardwell.store import InitialValues
+from shardwell_server.shard import drawing
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import BLOCK_BYTES, UnitLayout, cut
 
@@ -72,9 +74,8 @@ class InMemoryStore:
 
     # ParameterStore.
 
-    def declare(self, layout: UnitLayout, initial_values: memoryview) -> int:
-        assert len(initial_values) == layout.size_bytes
-        values = torch.frombuffer(bytearray(initial_values), dtype=torch.uint8) if layout.size_bytes else torch.empty(0)
+    def declare(self, layout: UnitLayout, initial_values: InitialValues) -> int:
+        values = torch.zeros(layout.size_bytes, dtype=torch.uint8)
         unit = StoredUnit(
             layout,
             [
@@ -82,14 +83,16 @@ class InMemoryStore:
                 for start, stop in cut(layout.size_bytes, [1.0] * self._num_shards, BLOCK_BYTES)
             ],
         )
-        ends = [start + spec.size_bytes for start, spec in zip(layout.starts, layout.parameters, strict=True)]
-        for end, following in zip(ends, [*layout.starts[1:], layout.size_bytes], strict=True):
-            assert not values[end:following].any(), "the gaps are not zero"
         for start, stop, shard in unit.shards:
             for segment in layout.segments(start, stop):
                 dtype = getattr(torch, layout.parameters[segment.parameter_index].dtype)
                 view = shard[segment.start_bytes - start : segment.stop_bytes - start].view(dtype)
                 unit.segments[segment.parameter_index, segment.start_element] = view
+                if (draw := initial_values.draws.get(segment.parameter_index)) is not None:
+                    drawing.fill(view, segment.start_element, draw)
+                else:
+                    data = bytearray().join(initial_values.read(segment))
+                    view.view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
         self.units.append(unit)
         return len(self.units) - 1
 

@@ -297,7 +297,7 @@ class OneUnit:
             "stop_bytes": self.stop,
         }
         header = shard_pb2.InitializeUnitHeader(**{**fields, **changes})
-        data = self.flat(values).numpy().tobytes()
+        data = b"".join(value.view(torch.uint8).numpy().tobytes() for value in values)
         first = shard_pb2.InitializeUnitRequest(header=header)
         return list(codec.encode_stream(first, [data], chunk_bytes=chunk_bytes))
 

@@ -21,6 +21,7 @@ NAMES = """
     SizePolicy StaleEpochError Step StepStateError TiedParameterError UnavailableError UnitMismatchError UsageError
     VersionGoneError World WorldError auto_wrap full_state_dict fully_shard iter_full_state_dict join optim
     register_forward_method MemoryReport UnitMemory num_parameters local_ratio TiledLinear
+    from_safetensors init TensorSlice save_dcp save_safetensors sharded_state_dict
 """
 
 OPTIMIZERS = """

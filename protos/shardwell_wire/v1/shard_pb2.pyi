@@ -10,6 +10,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import shardwell_wire.v1.common_pb2
+import shardwell_wire.v1.initialization_pb2
 import sys
 import typing
 
@@ -121,6 +122,7 @@ class InitializeUnitHeader(google.protobuf.message.Message):
     UNIT_FIELD_NUMBER: builtins.int
     START_BYTES_FIELD_NUMBER: builtins.int
     STOP_BYTES_FIELD_NUMBER: builtins.int
+    DRAWS_FIELD_NUMBER: builtins.int
     unit: builtins.str
     """Name of the unit."""
     start_bytes: builtins.int
@@ -131,6 +133,10 @@ class InitializeUnitHeader(google.protobuf.message.Message):
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, epoch, step and request id."""
 
+    @property
+    def draws(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.initialization_pb2.ParameterDraw]:
+        """Parameters whose values the server draws, each at most once; the stream leaves them out."""
+
     def __init__(
         self,
         *,
@@ -138,9 +144,10 @@ class InitializeUnitHeader(google.protobuf.message.Message):
         unit: builtins.str = ...,
         start_bytes: builtins.int = ...,
         stop_bytes: builtins.int = ...,
+        draws: collections.abc.Iterable[shardwell_wire.v1.initialization_pb2.ParameterDraw] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "draws", b"draws", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
 
 global___InitializeUnitHeader = InitializeUnitHeader
 
@@ -152,7 +159,9 @@ class InitializeUnitRequest(google.protobuf.message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     @property
     def header(self) -> global___InitializeUnitHeader:
-        """On the first message only. The stream is the flat vector over the range, padding included."""
+        """On the first message only. The stream is the parameters that are not drawn, as far as they lie
+        in the range, in layout order and without padding.
+        """
 
     @property
     def chunk(self) -> shardwell_wire.v1.common_pb2.Chunk:

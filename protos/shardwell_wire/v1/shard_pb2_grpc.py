@@ -157,8 +157,8 @@ class ShardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def InitializeUnit(self, request_iterator, context):
-        """Trainer: streams the initial values of a reserved shard. A higher epoch replaces what a lower
-        one sent, until the unit is published; afterwards values are acknowledged and dropped.
+        """Trainer: streams the initial values of a reserved shard, or says how to draw them. A higher epoch
+        replaces what a lower one sent, until the unit is published; afterwards values are acknowledged and dropped.
         DATA_LOSS: checksum mismatch; ABORTED: stale epoch; FAILED_PRECONDITION: non-finite values.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

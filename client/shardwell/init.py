@@ -1,0 +1,193 @@
+"""Initial values that the servers draw themselves: nothing is computed in a trainer and nothing is sent.
+
+>>> shardwell.auto_wrap(model, session, policy, source=shardwell.init.drawn())
+
+A value is a function of the run's seed, the parameter's name and the element's number: not of how many servers
+there are, nor of which modules form units. Names are those in the run (``auto_wrap`` gives those in the model).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.modules.rnn import RNNBase, RNNCellBase
+
+from shardwell.boxes import local_box
+from shardwell.collect import FoundParameter, Site
+from shardwell.initialization import InitFunction, Naming
+from shardwell.store import InitialValues
+from shardwell_wire.errors import UsageError
+from shardwell_wire.layout import Segment, UnitLayout
+from shardwell_wire.v1 import initialization_pb2
+
+__all__ = [
+    "Draw",
+    "constant",
+    "default_rule",
+    "drawn",
+    "normal",
+    "ones",
+    "trunc_normal",
+    "uniform",
+    "zeros",
+]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How one parameter's values are distributed; made by ``normal``, ``uniform`` and so on."""
+
+    distribution: initialization_pb2.Distribution
+
+
+Rule = Callable[[nn.Module, str, nn.Parameter], Draw | None]
+"""``(module that holds it, name, parameter) -> Draw``; None leaves it to ``default_rule``."""
+
+
+def zeros() -> Draw:
+    """0 everywhere."""
+    return constant(0.0)
+
+
+def ones() -> Draw:
+    """1 everywhere."""
+    return constant(1.0)
+
+
+def constant(value: float) -> Draw:
+    """The same value everywhere."""
+    return Draw(initialization_pb2.Distribution(constant=value))
+
+
+def uniform(low: float = 0.0, high: float = 1.0) -> Draw:
+    """Evenly distributed over ``[low, high)``."""
+    return Draw(initialization_pb2.Distribution(uniform=initialization_pb2.Uniform(low=low, high=high)))
+
+
+def normal(mean: float = 0.0, std: float = 1.0) -> Draw:
+    """Normally distributed."""
+    return Draw(initialization_pb2.Distribution(normal=initialization_pb2.Normal(mean=mean, standard_deviation=std)))
+
+
+def trunc_normal(mean: float = 0.0, std: float = 1.0, low: float = -2.0, high: float = 2.0) -> Draw:
+    """Normally distributed, without values outside ``[low, high]``; as ``torch.nn.init.trunc_normal_``."""
+    cut = initialization_pb2.Normal(mean=mean, standard_deviation=std, low=low, high=high)
+    return Draw(initialization_pb2.Distribution(normal=cut))
+
+
+def drawn(rule: Rule | None = None, *, init: InitFunction | None = None) -> DrawnValues:
+    """A source for ``fully_shard`` and ``auto_wrap``: the servers draw all parameters.
+
+    Args:
+        rule: How; where it returns None, and by default, the distributions of ``default_rule``.
+        init: Initialises modules that have buffers on the meta device; by default their ``reset_parameters``.
+    """
+    return DrawnValues(rule or (lambda module, name, parameter: None), init)
+
+
+def default_rule(module: nn.Module, name: str, parameter: nn.Parameter) -> Draw:
+    """The distributions that torch's own modules have after construction.
+
+    Args:
+        module: What holds the parameter.
+        name: Its name; the part after the last dot is that in the module.
+        parameter: It.
+
+    Raises:
+        UsageError: A module of another kind, or an embedding with a row that must stay zero.
+    """
+    draw = _of_torchs_module(module, name, parameter)
+    if draw is None:
+        raise UsageError(
+            f"shardwell.init.default_rule knows no distribution for {name!r} of {type(module).__name__}: give one, "
+            "shardwell.init.drawn(lambda module, name, parameter: ...)",
+            parameter=name,
+        )
+    return draw
+
+
+def _of_torchs_module(module: nn.Module, name: str, parameter: nn.Parameter) -> Draw | None:
+    own_name, draw = name.rpartition(".")[2], None
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        draw = _of_embedding(module, name)
+    elif isinstance(module, nn.LayerNorm | nn.GroupNorm | nn.RMSNorm | _NormBase):
+        draw = zeros() if own_name == "bias" else ones()
+    elif isinstance(module, NonDynamicallyQuantizableLinear) and own_name == "bias":
+        draw = zeros()
+    elif isinstance(module, nn.Linear | _ConvNd | nn.Bilinear):
+        draw = _symmetric(1 / math.sqrt(max(1, _fan_in(module))))
+    elif isinstance(module, RNNBase | RNNCellBase):
+        draw = _symmetric(1 / math.sqrt(max(1, module.hidden_size)))
+    elif isinstance(module, nn.MultiheadAttention):
+        draw = _of_attention(own_name, parameter)
+    elif isinstance(module, nn.PReLU):
+        draw = constant(0.25)
+    return draw
+
+
+def _of_embedding(module: nn.Embedding | nn.EmbeddingBag, name: str) -> Draw:
+    if module.padding_idx is not None:
+        raise UsageError(
+            f"{name!r} has a row of zeros (padding_idx), which drawn values would not have: give a rule for it, "
+            "if that is all right, or initialise it by a function as source",
+            parameter=name,
+        )
+    return normal()
+
+
+def _fan_in(module: nn.Linear | _ConvNd | nn.Bilinear) -> int:
+    return module.in1_features if isinstance(module, nn.Bilinear) else math.prod(module.weight.shape[1:])
+
+
+def _symmetric(bound: float) -> Draw:
+    return uniform(-bound, bound)
+
+
+def _of_attention(own_name: str, parameter: nn.Parameter) -> Draw:
+    if own_name == "in_proj_bias":
+        return zeros()
+    fan_out, fan_in = parameter.shape[0], math.prod(parameter.shape[1:])
+    if own_name in ("bias_k", "bias_v"):  # of shape (1, 1, width)
+        return normal(std=1 / math.sqrt(parameter.shape[2]))
+    return _symmetric(math.sqrt(6 / (fan_in + fan_out)))
+
+
+@dataclass(frozen=True)
+class DrawnValues:
+    """A source whose values the servers draw; from ``drawn``."""
+
+    rule: Rule
+    init: InitFunction | None
+
+    def unit_values(self, layout: UnitLayout, found: Sequence[FoundParameter], naming: Naming) -> InitialValues:
+        """See ``ValueSource.unit_values``."""
+        return _Draws({index: self._draw(index, entry, naming) for index, entry in enumerate(found)})
+
+    def fill(self, site: Site, tensor: torch.Tensor) -> bool:
+        """See ``ValueSource.fill``: what stays in the trainer is not drawn."""
+        return False
+
+    def _draw(self, index: int, entry: FoundParameter, naming: Naming) -> initialization_pb2.ParameterDraw:
+        name, module = entry.names[0].removeprefix(naming.prefix), entry.sites[0].module
+        draw = self.rule(module, name, entry.parameter) or default_rule(module, name, entry.parameter)
+        box = local_box(entry.parameter)
+        # Ranks that hold different parts of a parameter must not draw the same numbers, those of replicas must.
+        stream = name if box.is_whole else f"{name}@{','.join(map(str, box.offsets))}"
+        return initialization_pb2.ParameterDraw(
+            parameter_index=index, distribution=draw.distribution, seed=naming.seed, stream=stream
+        )
+
+
+@dataclass(frozen=True)
+class _Draws:
+    draws: Mapping[int, initialization_pb2.ParameterDraw] = field(default_factory=dict)
+
+    def read(self, segment: Segment) -> Iterator[bytes]:
+        raise AssertionError("every parameter is drawn")

@@ -1,0 +1,339 @@
+"""Checkpoints in safetensors files as the source of a model's values; the original libraries write the files."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import shardwell
+from shardwell import SizePolicy, auto_wrap, from_safetensors, fully_shard, loading
+from shardwell.boxes import Box
+from shardwell.safetensors_file import StoredTensor
+from shardwell.state_dict import full_state_dict
+from shardwell.units import Units
+from shardwell_wire.errors import CorruptDataError, NotFoundError, UsageError
+from tests.support.in_memory_store import InMemoryStore
+from tests.support.module_parity import Gpt, gpt, gpt_loss
+
+
+def session(num_shards: int = 3) -> Any:
+    return SimpleNamespace(units=Units(InMemoryStore(num_shards)))
+
+
+def meta_gpt() -> Gpt:
+    with torch.device("meta"):
+        return Gpt()
+
+
+def assert_same(expected: dict[str, Any], got: dict[str, Any]) -> None:
+    assert list(got) == list(expected)
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+def write(path: Path, state: dict[str, torch.Tensor]) -> Path:
+    """As the original library does, which refuses tensors that share memory."""
+    unique = {name: value for name, value in state.items() if name != "head.weight"}
+    safetensors.torch.save_file(unique, path, metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write(tmp_path / "model.safetensors", gpt().state_dict())
+
+
+@pytest.mark.parametrize("window_bytes", [64, 1 << 20])
+@pytest.mark.parametrize("meta", [True, False])
+def test_a_file_with_tied_weights_once(
+    checkpoint: Path, meta: bool, window_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "WINDOW_BYTES", window_bytes)
+    model = meta_gpt() if meta else Gpt()
+    auto_wrap(model, session(), SizePolicy(1000), source=from_safetensors(model, checkpoint))
+    assert_same(gpt().state_dict(), full_state_dict(model))
+    assert model.head.weight is model.tokens.weight
+    gpt_loss(model, 0).backward()
+
+
+def test_units_without_names_of_the_model(checkpoint: Path) -> None:
+    model, held = meta_gpt(), session()
+    source = from_safetensors(model, checkpoint.parent)
+    for block in model.blocks:
+        fully_shard(block, held, source=source)
+    fully_shard(model, held, source=source)
+    assert_same(gpt().state_dict(), full_state_dict(model))
+
+
+def test_renamed_cast_and_left_out(tmp_path: Path) -> None:
+    state = {f"model.{name}": value.half() for name, value in gpt().state_dict().items() if name != "head.weight"}
+    path = write(tmp_path / "half.safetensors", {**state, "optimizer.step": torch.ones(3)})
+    model = meta_gpt()
+
+    def rename(name: str) -> str | None:
+        return name.removeprefix("model.") if name.startswith("model.") else None
+
+    auto_wrap(model, session(), SizePolicy(1000), source=from_safetensors(model, path, rename=rename, cast=True))
+    assert_same({name: value.half().float() for name, value in gpt().state_dict().items()}, full_state_dict(model))
+
+
+def test_buffers_and_ignored_parameters(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    plain(torch.randn(5, 3))
+    path = write(tmp_path / "m.safetensors", plain.state_dict())
+    with torch.device("meta"):
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model[1] = nn.Linear(3, 3)
+    source = from_safetensors(model, path)
+    fully_shard(model, session(), ignored_params=[model[1].weight], source=source)
+    assert_same(plain.state_dict(), full_state_dict(model))
+    assert model[0].num_batches_tracked.item() == 1 and torch.equal(model[1].weight, plain[1].weight)
+
+
+class Rotary(nn.Module):
+    """A buffer that is in no checkpoint and that nothing but the constructor makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("frequencies", torch.arange(3.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * self.frequencies
+
+
+def test_buffers_outside_the_checkpoint(tmp_path: Path) -> None:
+    plain = Rotary()
+    path = write(tmp_path / "m.safetensors", plain.state_dict())
+    with torch.device("meta"):
+        model = Rotary()
+    with pytest.raises(UsageError, match=r"Rotary .* init= for buffers"):
+        fully_shard(model, session(), source=from_safetensors(model, path))
+    source = from_safetensors(model, path, init=lambda module: module.frequencies.copy_(torch.arange(3.0)))  # type: ignore
+    fully_shard(model, session(), source=source)
+    x = torch.randn(3)
+    assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_folder_that_transformers_wrote(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model_class, config = hugging_face(family)
+    torch.manual_seed(0)
+    plain = model_class(config)
+    plain.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    with torch.device("meta"):
+        model = model_class(config)
+    source = from_safetensors(model, tmp_path, init=model._init_weights)
+    auto_wrap(model, session(), SizePolicy(2000), source=source)
+    assert_same(plain.state_dict(), full_state_dict(model))
+    tokens = torch.arange(12).view(2, 6)
+    plain.eval(), model.eval()
+    assert torch.equal(model(tokens).logits, plain(tokens).logits)
+
+
+def hugging_face(family: str) -> tuple[Any, Any]:
+    import transformers
+
+    if family == "gpt2":
+        sizes = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=97, n_positions=16)
+        return transformers.GPT2LMHeadModel, sizes
+    llama = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2, vocab_size=97
+    )
+    return transformers.LlamaForCausalLM, llama
+
+
+def test_everything_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "m.safetensors",
+        {
+            "0.weight": torch.ones(3, 4),
+            "0.bias": torch.ones(3).half(),
+            "extra": torch.ones(2),
+            "1.bias": torch.ones(3).int(),
+        },
+    )
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with pytest.raises(UsageError) as caught:
+        from_safetensors(model, path)
+    for part in (
+        "not in it: '1.weight'",
+        "in it, but not in the model: 'extra' (rename can return None",
+        "'0.weight' is of shape (3, 4) in it, (3, 3) in the model",
+        "'0.bias' is torch.float16 in it, torch.float32 in the model (cast=True converts)",
+        "'1.bias' is torch.int32 in it, torch.float32 in the model",
+    ):
+        assert part in str(caught.value)
+    many = nn.Sequential(*(nn.Linear(3, 3) for _ in range(20)))
+    with pytest.raises(UsageError, match=r"'6.weight' and 27 more"):
+        from_safetensors(many, path)
+
+
+def test_mistakes_of_use_are_named(checkpoint: Path) -> None:
+    model, held = Gpt(), session()
+    with pytest.raises(UsageError, match=r"rename gives 'blocks.0.down.bias' and .* the same name 'x'"):
+        from_safetensors(model, checkpoint, rename=lambda name: "x")
+    source = from_safetensors(model, checkpoint)
+    with pytest.raises(UsageError, match="was not in the model when from_safetensors"):
+        fully_shard(nn.Linear(3, 3), held, source=source)
+    fully_shard(model.blocks[0], held, source=source)
+    with pytest.raises(UsageError, match=r"'blocks.0.norm1.weight' is sharded already"):
+        from_safetensors(model, checkpoint)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"no safetensors file or index at .*nowhere"):
+        from_safetensors(gpt(), tmp_path / "nowhere")
+    with pytest.raises(NotFoundError, match=r"has no model.safetensors and no .*\(none\)"):
+        from_safetensors(gpt(), tmp_path)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(NotFoundError, match=r"names model-00001-of-00002.safetensors, which is not there"):
+        from_safetensors(gpt(), tmp_path)
+    write(tmp_path / "model-00001-of-00002.safetensors", {"b": torch.ones(1)})
+    with pytest.raises(CorruptDataError, match="has tensor 'a', but it has not"):
+        from_safetensors(gpt(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:-1], r"is truncated: \d+ bytes of tensors, expected \d+"),
+        (lambda data: data[:100], "is no safetensors file, or is truncated: 100 bytes"),
+        (lambda data: data[:5], "is no safetensors file, or is truncated: 5 bytes"),
+        (lambda data: b"", "is no safetensors file, or is truncated: 0 bytes"),
+        (lambda data: data + b"x", "is longer than its header says"),
+        (lambda data: data.replace(b'"F32"', b'"F99"', 1), "is of type 'F99'"),
+        (lambda data: data.replace(b'"F32"', b'"F64"', 1), "is said to lie at bytes"),
+        (lambda data: data.replace(b'{"', b'["', 1), "its header does not parse"),
+        (lambda data: b"\xff" * 8 + data[8:], "is no safetensors file, or is truncated"),
+        (lambda data: (4).to_bytes(8, "little") + b"1234", "its header does not parse"),
+    ],
+)
+def test_damaged_files_are_named(checkpoint: Path, damage: Any, message: str) -> None:
+    checkpoint.write_bytes(damage(checkpoint.read_bytes()))
+    with pytest.raises(CorruptDataError, match=message) as caught:
+        from_safetensors(gpt(), checkpoint)
+    assert str(checkpoint) in str(caught.value)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_uploaded(
+    checkpoint: Path, cluster: shardwell.LocalCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What reading raises comes through the rpc as it is, and the run can go on."""
+    model, data = Gpt(), checkpoint.read_bytes()
+    with shardwell.join(cluster.address, run=uuid.uuid4().hex) as joined:
+        source = from_safetensors(model, checkpoint)
+        checkpoint.write_bytes(data[:-1000])
+        with pytest.raises(CorruptDataError, match="ends in the middle of tensor"):
+            fully_shard(model, joined, source=source)
+        checkpoint.write_bytes(data)
+        fully_shard(model, joined, source=source)
+        assert_same(gpt().state_dict(), full_state_dict(model))
+
+
+def test_boxes_are_where_slices_are() -> None:
+    whole = torch.arange(4 * 5 * 6).view(4, 5, 6)
+    for slices in (
+        (slice(1, 3), slice(2, 5), slice(0, 6)),
+        (slice(0, 4), slice(0, 5), slice(2, 4)),
+        (slice(2, 3),) * 3,
+    ):
+        part = whole[slices]
+        box = Box((4, 5, 6), tuple(item.start for item in slices), tuple(part.shape))
+        for start, stop in ((0, part.numel()), (1, part.numel() - 1), (3, 3)):
+            got = [value for first, count in box.runs(start, stop) for value in range(first, first + count)]
+            assert got == part.flatten()[start:stop].tolist()
+    assert list(Box((), (), ()).runs(0, 1)) == [(0, 1)]
+    assert list(Box((4, 5), (0, 0), (4, 5)).runs(3, 17)) == [(3, 14)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterable[shardwell.LocalCluster]:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
+        yield running
+
+
+BIG_BYTES, ROOM_BYTES = 256 << 20, 40 << 20
+
+
+class Big(nn.Module):
+    """One unit of two tensors, each larger than the trainer may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.empty(BIG_BYTES // 8))
+        self.b = nn.Parameter(torch.empty(BIG_BYTES // 8))
+
+    def forward(self) -> None:
+        pass
+
+
+def test_memory_of_a_file_larger_than_the_trainer_may_hold(
+    tmp_path: Path, cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "big.safetensors"
+    values = torch.arange(BIG_BYTES // 8, dtype=torch.float32)
+    safetensors.torch.save_file({"a": values, "b": values + 1}, path)
+    del values
+    used: list[int] = []
+    read = StoredTensor.read
+
+    def measured(stored: StoredTensor, runs: Iterable[tuple[int, int]]) -> bytes:
+        data = read(stored, runs)
+        used.append(psutil.Process().memory_full_info().uss)
+        return data
+
+    monkeypatch.setattr(StoredTensor, "read", measured)
+    with shardwell.join(cluster.address, run=uuid.uuid4().hex) as joined:
+        fully_shard(nn.Linear(8, 8), joined)  # what a first use costs once
+        with torch.device("meta"):
+            model = Big()
+        source = from_safetensors(model, path)
+        before = psutil.Process().memory_full_info().uss
+        fully_shard(model, joined, source=source)
+        assert max(used) - before < ROOM_BYTES, f"{(max(used) - before) / 1e6:.1f} MB"
+        assert len(used) >= BIG_BYTES // loading.WINDOW_BYTES
+        sample = next(shardwell.iter_full_state_dict(model))[1][::100_003]
+        assert torch.equal(sample, torch.arange(0, BIG_BYTES // 8, 100_003, dtype=torch.float32))
+
+
+@pytest.fixture
+def two_process_mesh() -> Iterable[Any]:
+    """The second of two processes, the first of which is not there: nothing is communicated."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_of_parameters_that_tensor_parallelism_splits(two_process_mesh: Any, dim: int, tmp_path: Path) -> None:
+    plain = nn.Linear(6, 5, bias=False)
+    path = write(tmp_path / "m.safetensors", plain.state_dict())
+    expected = plain.weight.detach().tensor_split([3], dim)[1]
+    local = torch.empty_like(expected, device="meta")
+    whole = DTensor.from_local(
+        local, two_process_mesh, [Shard(dim)], run_check=False, shape=plain.weight.shape, stride=plain.weight.stride()
+    )
+    model = nn.Linear(6, 5, bias=False, device="meta")
+    model.weight = parameter = nn.Parameter(whole)
+    fully_shard(model, session(), source=from_safetensors(model, path))
+    model.unshard()  # type: ignore[operator]
+    assert model.weight is parameter and model.weight.shape == (5, 6) and model.weight.device.type == "cpu"
+    assert torch.equal(model.weight.to_local(), expected)  # type: ignore[attr-defined]

@@ -1,0 +1,99 @@
+"""Random initial values: the same however a parameter is cut, and distributed as asked."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from shardwell import init
+from shardwell_server.shard import drawing
+from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.v1 import initialization_pb2
+
+ODD = 3 * drawing.BLOCK_ELEMENTS + 17
+
+
+def draw(how: init.Draw, *, seed: int = 1, stream: str = "w") -> initialization_pb2.ParameterDraw:
+    return initialization_pb2.ParameterDraw(distribution=how.distribution, seed=seed, stream=stream)
+
+
+def filled(
+    how: init.Draw, size: int = ODD, first: int = 0, dtype: torch.dtype = torch.float32, **key: object
+) -> torch.Tensor:
+    values = torch.empty(size, dtype=dtype)
+    drawing.fill(values, first, draw(how, **key))  # type: ignore[arg-type]
+    return values
+
+
+KINDS = {
+    "uniform": init.uniform(-0.5, 0.25),
+    "normal": init.normal(1.0, 0.5),
+    "trunc_normal": init.trunc_normal(0.0, 1.0, -0.5, 2.0),
+    "constant": init.constant(0.1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cuts_do_not_change_values(kind: str) -> None:
+    whole = filled(KINDS[kind])
+    for cut in (1, 5, drawing.BLOCK_ELEMENTS - 1, drawing.BLOCK_ELEMENTS, 2 * drawing.BLOCK_ELEMENTS + 3):
+        parts = [filled(KINDS[kind], cut), filled(KINDS[kind], ODD - cut, cut)]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_seed_and_stream_decide() -> None:
+    values = filled(init.normal())
+    assert torch.equal(values, filled(init.normal()))
+    assert not torch.equal(values, filled(init.normal(), seed=2))
+    assert not torch.equal(values, filled(init.normal(), stream="v"))
+    blocks = values[: 3 * drawing.BLOCK_ELEMENTS].view(3, -1)
+    assert len({tuple(block[:3].tolist()) for block in blocks}) == 3
+
+
+def test_values_are_those_of_the_specification() -> None:
+    """Pinned: another version must draw the same, or a cluster of two versions would disagree."""
+    got = filled(init.uniform(), 2, dtype=torch.float64), filled(init.normal(), 2, drawing.BLOCK_ELEMENTS)
+    assert [values.tolist() for values in got] == PINNED
+
+
+PINNED = [[0.15604345893833277, 0.015218052640904312], [0.06202792376279831, -0.5867211818695068]]
+
+
+def test_distributions() -> None:
+    size = 200_000
+    uniform, normal = filled(init.uniform(-2, 4), size), filled(init.normal(3, 2), size)
+    assert uniform.min() >= -2 and uniform.max() <= 4
+    assert abs(uniform.mean() - 1) < 0.02 and abs(uniform.std() - 6 / math.sqrt(12)) < 0.02
+    assert abs(normal.mean() - 3) < 0.03 and abs(normal.std() - 2) < 0.02
+    assert abs((normal < 1).float().mean() - 0.1587) < 0.005 and abs((normal > 7).float().mean() - 0.0228) < 0.002
+    cut = filled(init.trunc_normal(0, 1, -0.5, 2), size)
+    inside = filled(init.normal(), size)
+    inside = inside[(inside >= -0.5) & (inside <= 2)]
+    assert cut.min() >= -0.5 and cut.max() <= 2 and abs(cut.mean() - inside.mean()) < 0.01
+    assert filled(init.normal(3, 0), 5).tolist() == [3] * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_values_are_rounded_once(dtype: torch.dtype) -> None:
+    exact = filled(init.normal(), dtype=torch.float64)
+    assert torch.equal(filled(init.normal(), dtype=dtype), exact.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (init.uniform(1, 0), "low <= high"),
+        (init.uniform(0, math.inf), "finite"),
+        (init.normal(0, -1), "deviation >= 0"),
+        (init.normal(math.nan), "finite mean"),
+        (init.constant(math.nan), "finite"),
+        (init.trunc_normal(0, 1, 2, 2), "low < high"),
+        (init.trunc_normal(0, 1, 50, 60), "no value lies there"),
+        (init.Draw(initialization_pb2.Distribution()), "no distribution"),
+    ],
+)
+def test_impossible_distributions_name_the_parameter(how: init.Draw, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"'blocks.0.w'.*{message}"):
+        drawing.check(draw(how), "blocks.0.w")
