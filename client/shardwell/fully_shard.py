@@ -196,7 +196,7 @@ def shard_modules(
 
     A module's parameters are named by its prefix and their names in the module.
     """
-    guards.install()
+    guards.install(units)
     guards.check_modules(modules)
     found = collect_parameters(modules, [f"{units.name_prefix}{prefix}" for prefix in prefixes], ignored_params)
     guards.check_parameters([(entry.names[0], entry.parameter) for entry in found])
