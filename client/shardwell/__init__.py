@@ -12,6 +12,7 @@
 """
 
 from shardwell import optim
+from shardwell.client_optim import ClientSide
 from shardwell.fully_shard import ShardedModule, fully_shard, register_forward_method
 from shardwell.local_cluster import LocalCluster
 from shardwell.session import Session, join
@@ -50,6 +51,7 @@ __all__ = [
     "AccessError",
     "CapacityError",
     "ChunkError",
+    "ClientSide",
     "ConflictError",
     "CorruptDataError",
     "CustomPolicy",

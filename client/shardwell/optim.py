@@ -80,9 +80,12 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._session.commit(self._session.loop_step, self._to_proto(), self._clip_coefficient)
+        self._commit()
         self._clip_coefficient = 1.0
         return loss
+
+    def _commit(self) -> None:
+        self._session.commit(self._session.loop_step, self._to_proto(), self._clip_coefficient)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops this work item's gradients, also those that are on the servers already.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.slices import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
 
 ADAM = frozenset({"lr", "beta1", "beta2", "eps", "weight_decay", "amsgrad", "maximize"})
@@ -27,6 +28,9 @@ def validate(optimizer: common_pb2.OptimizerStep) -> None:
         InvalidRequestError: The algorithm is unknown, a hyper-parameter is missing, unknown, not finite
             or out of its range, or a group index does not exist.
     """
+    if runs_on_trainers(optimizer.algorithm):
+        _check_groups(optimizer)  # trainers know what the values mean
+        return
     names = NAMES.get(optimizer.algorithm)
     if names is None:
         raise InvalidRequestError(f"optimizer {optimizer.algorithm!r} is not known: expected one of {', '.join(NAMES)}")
@@ -40,6 +44,10 @@ def validate(optimizer: common_pb2.OptimizerStep) -> None:
             )
         for name, value in group.hyperparameters.items():
             _check_value(index, name, value)
+    _check_groups(optimizer)
+
+
+def _check_groups(optimizer: common_pb2.OptimizerStep) -> None:
     for unit in optimizer.units:
         for group_index in unit.group_indices:
             if not -1 <= group_index < len(optimizer.groups):

@@ -479,7 +479,9 @@ class OptimizerStep(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     UNITS_FIELD_NUMBER: builtins.int
     algorithm: builtins.str
-    """"sgd", "adam" or "adamw"."""
+    """"sgd", "adam" or "adamw"; or "trainer/NAME": trainers run the optimizer called NAME and stage new
+    values of their slices, and hyperparameters are only compared.
+    """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterGroup]:
         """The parameter groups, referred to by index."""
