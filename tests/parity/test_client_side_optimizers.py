@@ -114,11 +114,6 @@ def rprop_hash() -> str:
     return sha256(model.state_dict())
 
 
-def test_two_trainers(clusters: dict[int, shardwell.LocalCluster], rprop_hash: str) -> None:
-    first, other = processes(clusters[3])
-    assert [first.get("sha256"), other.get("sha256")] == [rprop_hash] * 2, (first, other)
-
-
 @pytest.mark.parametrize("death", ["--kill-at-step", "--kill-in-update"])
 def test_a_trainer_that_dies_leaves_its_slices_and_their_state_to_another(
     clusters: dict[int, shardwell.LocalCluster], rprop_hash: str, death: str

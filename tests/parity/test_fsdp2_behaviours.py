@@ -238,12 +238,8 @@ def test_frozen_parameters_in_every_group_push_during_the_backward() -> None:
     """``test_train_mixed_requires_grad_per_group``: what trains is pushed as soon as its unit is through."""
     pair = Pair(freeze_some(gpt()), wrap_blocks, prefetch_bytes=0)
     pair.train(gpt_loss, steps=1)
-    events = [event for event in pair.sharded.store.events if event != "discard"]
-    backward = events[events.index("gather Block-2", events.index("gather Block-2") + 1) :]
-    assert backward == [
-        *("gather Block-2", "push Block-2", "gather Block-1", "push Block-1", "gather Block-0", "push Block-0"),
-        *("push Gpt-0", "gather Block-0", "gather Block-1", "gather Block-2", "gather Gpt-0"),
-    ] or backward[:7] == [
+    events = pair.sharded.store.events[: pair.sharded.store.events.index("push Gpt-0") + 1]
+    assert events[-7:] == [
         *("gather Block-2", "push Block-2", "gather Block-1", "push Block-1", "gather Block-0", "push Block-0"),
         "push Gpt-0",
     ]
