@@ -23,6 +23,9 @@ from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
 
+_MAX_VOID_COUNT = 20
+"""Gradients that become void under one's hands, one after the other, before that is taken for an error."""
+
 
 class ClientSide(ShardedOptimizer):
     """Any ``torch.optim`` optimizer, or one of your own, on the trainers.
@@ -41,7 +44,7 @@ class ClientSide(ShardedOptimizer):
     """
 
     def __init__(self, params: ParamsT, optimizer_class: Callable[..., Optimizer], **options: Any) -> None:
-        self._make, self._options = optimizer_class, options
+        self._make, self._options, self._void_count = optimizer_class, options, 0
         # torch's optimizers fill in their defaults themselves.
         example = optimizer_class([nn.Parameter(torch.zeros(0))], **options)
         closure = inspect.signature(type(example).step).parameters.get("closure")
@@ -83,8 +86,12 @@ class ClientSide(ShardedOptimizer):
             try:
                 self._session.store.update_slices(slices, update)
             except StepStateError as error:  # a rank has begun its work anew: the commit says what to do now
+                self._void_count += 1
+                if self._void_count > _MAX_VOID_COUNT:
+                    raise
                 logger.info("slices of rank %d are not staged: %s", slices.dp_rank, error)
             else:
+                self._void_count = 0
                 staged.append(slices)
         return staged
 
