@@ -12,6 +12,7 @@
 """
 
 from shardwell import amp, init, optim
+from shardwell.client_optim import ClientSide
 from shardwell.fully_shard import ShardedModule, fully_shard, register_forward_method
 from shardwell.loading import from_safetensors
 from shardwell.local_cluster import LocalCluster
@@ -56,6 +57,7 @@ __all__ = [
     "AccessError",
     "CapacityError",
     "ChunkError",
+    "ClientSide",
     "ConflictError",
     "CorruptDataError",
     "CustomPolicy",

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwell.sharded_optimizer import ShardedOptimizer
 from shardwell_wire.errors import UsageError
+from shardwell_wire.slices import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
 
 
@@ -33,6 +34,8 @@ class Combined(ShardedOptimizer):
         for part in self._parts:
             if part._combined is not None or isinstance(part, Combined):
                 raise UsageError(f"Combined takes optimizers that are not combined yet, got {type(part).__name__}")
+            if runs_on_trainers(part.algorithm):
+                raise UsageError(f"{type(part).__name__} runs on the trainers and can not be combined with others")
             if part.ema_decay is not None:
                 raise UsageError(f"set ema_decay of the Combined, not of its {type(part).__name__}")
         self._group_parts = [(part, number) for part in self._parts for number in range(len(part.param_groups))]

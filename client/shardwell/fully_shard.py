@@ -225,7 +225,7 @@ def shard_modules(
 
     A module's parameters are named by its prefix and their names in the module.
     """
-    guards.install()
+    guards.install(units)
     guards.check_modules(modules)
     found = collect_parameters(modules, [f"{units.name_prefix}{prefix}" for prefix in prefixes], ignored_params)
     meta_device = torch.device(device)

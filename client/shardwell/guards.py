@@ -12,16 +12,26 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from shardwell import clip_guards
 from shardwell.parameter import owner_of
 from shardwell_wire.errors import UsageError
 
 if TYPE_CHECKING:
     from shardwell.unit import Unit
+    from shardwell.units import Units
+
+
+def install(units: Units) -> None:
+    """Has torch's own optimizers and gradient clipping raise for sharded parameters.
+
+    Nothing in torch changes before the first ``fully_shard``.
+    """
+    _install_step_hook()
+    clip_guards.watch(units)
 
 
 @functools.cache
-def install() -> None:
-    """Hooks every torch optimizer's ``step``; once per process, at the first ``fully_shard``."""
+def _install_step_hook() -> None:
     register_optimizer_step_pre_hook(_refuse_local_step)
 
 
@@ -35,9 +45,17 @@ def _refuse_local_step(optimizer: Optimizer, args: object, kwargs: object) -> No
             if (owner := owner_of(parameter)) is not None:
                 raise UsageError(
                     f"{type(optimizer).__name__}.step() can not update parameter {owner.name!r}: it lives on the shard "
-                    f"servers. Use shardwell.optim.{type(optimizer).__name__} or another of shardwell.optim",
+                    f"servers. Use {_instead_of(type(optimizer))}",
                     parameter=owner.name,
                 )
+
+
+def _instead_of(optimizer: type[Optimizer]) -> str:
+    from shardwell import optim
+
+    if optimizer.__name__ in optim.__all__:
+        return f"shardwell.optim.{optimizer.__name__}"
+    return f"shardwell.ClientSide(parameters, {optimizer.__name__}, ...), or an optimizer of shardwell.optim"
 
 
 def has_forward(module: nn.Module) -> bool:

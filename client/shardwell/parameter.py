@@ -176,11 +176,7 @@ def _check_grad_access(parameter: torch.Tensor, *, writes: bool, caller: CodeTyp
     owner = owner_of(parameter)
     assert owner is not None
     if caller.co_filename == _CLIP_FILE:
-        raise UsageError(
-            f"torch.nn.utils.clip_grad sees only gradients that are left here, but that of {owner.name!r} goes to the "
-            "shard servers: call optimizer.clip_grad_norm_(max_norm), which clips by the norm over all of them",
-            parameter=owner.name,
-        )
+        refuse_clipping(owner)
     if owner.unit.pushed and (writes or caller.co_name == "zero_grad"):
         raise UsageError(
             f"the gradient of {owner.name!r} was pushed to the shard servers in this step already, so setting .grad "
@@ -188,3 +184,12 @@ def _check_grad_access(parameter: torch.Tensor, *, writes: bool, caller: CodeTyp
             "module.set_requires_gradient_sync(False) to keep them here until the end of the step",
             parameter=owner.name,
         )
+
+
+def refuse_clipping(owner: Owner) -> NoReturn:
+    """Raises for ``torch.nn.utils`` clipping a sharded parameter's gradient."""
+    raise UsageError(
+        f"torch.nn.utils.clip_grad sees only gradients that are left here, but that of {owner.name!r} goes to the "
+        "shard servers: call optimizer.clip_grad_norm_(max_norm), which clips by the norm over all of them",
+        parameter=owner.name,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -20,11 +20,13 @@ from shardwell.progress import ItemProgress, StepProgress
 from shardwell.remote_shard import RemoteShard, Wire
 from shardwell.server_connection import ServerConnection
 from shardwell.shared_vector import CAN_MAP, SegmentPlace, SharedVector
+from shardwell.slice_client import SlicePart, SlicePlace, read_slice, stage_slice
 from shardwell.store import InitialValues
 from shardwell.traffic import RemoteUnit, Traffic
 from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import ConflictError, DeadlineError
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.slices import part_in
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -230,6 +232,30 @@ class RunStore:
         for progress in [current] if current else list(self.progress.items.values()):
             if progress.parts:
                 self._reset(progress)
+
+    def update_slices(self, work: coordinator_pb2.SliceWork, update: Callable[[int, SlicePart], None]) -> None:
+        """Reads, updates and stages one data rank's slices of all units, one part after the other.
+
+        Args:
+            work: The lease on the slices.
+            update: Is given a unit's index and a part of its slice, to be changed in place.
+
+        Raises:
+            StepStateError: The step's gradient is another by now, or void.
+            StaleEpochError: The slices went to another trainer.
+        """
+        dp, limit_s = self._membership.world.dp, self._config.wait_limit_s
+        for unit in self._units.values():
+            for shard in unit.shards:
+                start, stop = part_in(unit.layout.size_bytes, dp, work.dp_rank, shard.start_bytes, shard.stop_bytes)
+                if start == stop:
+                    continue
+                self._membership.check()
+                place, client = SlicePlace(unit.layout, work.dp_rank, start, stop), shard.server.client
+                context = self._membership.context(self.progress.number, epoch=work.epoch)
+                part = read_slice(client, place, context, timeout_s=limit_s)
+                update(unit.index, part)
+                stage_slice(client, place, context, part, timeout_s=limit_s)
 
     def close(self) -> None:
         """Stops the threads and closes the connections."""

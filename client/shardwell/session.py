@@ -6,7 +6,7 @@ import atexit
 import logging
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +29,8 @@ from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
+
+SliceUpdate = Callable[[Sequence[coordinator_pb2.SliceWork]], Sequence[coordinator_pb2.SliceWork]]
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 """Open sessions, so that an optimizer finds the one its parameters belong to."""
@@ -298,8 +300,17 @@ class Session:
         response: coordinator_pb2.PrepareGradientsResponse = self._membership.call("PrepareGradients", request)
         return response.max_abs if request.with_max_abs else response.grad_norm
 
-    def commit(self, step: int, optimizer: common_pb2.OptimizerStep, clip_coefficient: float) -> bool:
+    def commit(
+        self,
+        step: int,
+        optimizer: common_pb2.OptimizerStep,
+        clip_coefficient: float,
+        update_slices: SliceUpdate | None = None,
+    ) -> bool:
         """Hands in the step's hyper-parameters; returns when the step is committed.
+
+        ``update_slices`` is needed if the optimizer runs on the trainers: it stages the slices that the coordinator
+        gives this one and returns those that are staged.
 
         Returns:
             Whether the parameters were updated, the same on every trainer. False: a gradient was not finite, and
@@ -325,9 +336,11 @@ class Session:
             ),
         )
         started = time.perf_counter()
-        response: coordinator_pb2.CommitStepResponse = self._membership.poll(
-            "CommitStep", request, lambda answer: answer.committed, what=f"the commit of step {step}"
-        )
+        response = self._poll_commit(request)
+        while update_slices is not None and response.slices:
+            request.staged_slices.extend(update_slices(response.slices))
+            request.context.CopyFrom(self._membership.context(step))
+            response = self._poll_commit(request)
         self._commit_wait_s += time.perf_counter() - started
         self._last_norm = response.grad_norm
         if not replayed:
@@ -338,6 +351,15 @@ class Session:
                 self.progress = StepProgress(response.next_work.step, response.next_work.items)
                 self.store.advance(self.progress)
         return not response.skipped
+
+    def _poll_commit(self, request: coordinator_pb2.CommitStepRequest) -> coordinator_pb2.CommitStepResponse:
+        response: coordinator_pb2.CommitStepResponse = self._membership.poll(
+            "CommitStep",
+            request,
+            lambda answer: answer.committed or answer.slices,
+            what=f"the commit of step {request.context.step}",
+        )
+        return response
 
     def _finish_loose_work(self) -> None:
         """In a plain loop nothing has finished this trainer's item yet."""

@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardwell.session import Session, session_of
 from shardwell_wire.errors import NonFiniteError, UsageError
+from shardwell_wire.slices import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
 
 _CLIP_EPSILON = 1e-6
@@ -54,6 +55,8 @@ class ShardedOptimizer(Optimizer):
     @ema_decay.setter
     def ema_decay(self, decay: float | None) -> None:
         self._refuse_if_combined("ema_decay")
+        if decay is not None and runs_on_trainers(self.algorithm):
+            raise UsageError("ema_decay: the servers average only what they update, not what an optimizer here does")
         if decay is not None and not 0.0 <= decay <= 1.0:
             raise UsageError(f"ema_decay={decay!r}: expected 0 to 1, or None")
         self._ema_decay = decay
@@ -127,13 +130,13 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.skipped = not self._session.commit(
-            self._session.loop_step,
-            self._to_proto(),
-            self._clip_coefficient / (self._loss_scale or 1.0),
-        )
+        self.skipped = not self._commit(self._clip_coefficient / (self._loss_scale or 1.0))
         self._clip_coefficient, self._loss_scale = 1.0, None
         return loss
+
+    def _commit(self, coefficient: float) -> bool:
+        """Commits the step with its gradients times a coefficient; returns whether parameters were updated."""
+        return self._session.commit(self._session.loop_step, self._to_proto(), coefficient)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops this work item's gradients, also those that are on the servers already.

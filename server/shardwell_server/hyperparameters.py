@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.slices import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
 
 
@@ -76,6 +77,9 @@ def validate(optimizer: common_pb2.OptimizerStep) -> None:
         InvalidRequestError: The algorithm is unknown, a hyper-parameter is missing, unknown, not finite
             or out of its range, or a group index does not exist.
     """
+    if runs_on_trainers(optimizer.algorithm):
+        _check_on_trainers(optimizer)
+        return
     for index, group in enumerate(optimizer.groups):
         name = algorithm_of(optimizer, index)
         known, given = _require_known(name), set(group.hyperparameters)
@@ -91,6 +95,19 @@ def validate(optimizer: common_pb2.OptimizerStep) -> None:
         raise InvalidRequestError(f"ema_decay={optimizer.ema_decay!r}: expected 0 <= ema_decay <= 1")
     if not optimizer.groups:
         _require_known(optimizer.algorithm)
+    _check_groups(optimizer)
+
+
+def _check_on_trainers(optimizer: common_pb2.OptimizerStep) -> None:
+    """Of an optimizer that runs on the trainers: they know what the values mean."""
+    if optimizer.HasField("ema_decay"):
+        raise InvalidRequestError("ema_decay is for optimizers that run on the servers")
+    if any(runs_on_trainers(group.algorithm) != bool(group.algorithm) for group in optimizer.groups):
+        raise InvalidRequestError("optimizers that run on the trainers and on the servers cannot be combined")
+    _check_groups(optimizer)
+
+
+def _check_groups(optimizer: common_pb2.OptimizerStep) -> None:
     for unit in optimizer.units:
         for group_index in unit.group_indices:
             if not -1 <= group_index < len(optimizer.groups):

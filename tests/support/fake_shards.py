@@ -128,6 +128,12 @@ class FakeShard:
         ]
         return shard_pb2.PrepareStepResponse(units=norms, version=step)
 
+    def ConfirmSlices(self, request: shard_pb2.ConfirmSlicesRequest) -> shard_pb2.ConfirmSlicesResponse:
+        run = self._run(request)
+        if run.prepared is None or run.prepared.context.step != request.context.step:
+            raise StepStateError(f"step {request.context.step} is not prepared")
+        return shard_pb2.ConfirmSlicesResponse()
+
     def Update(self, request: shard_pb2.UpdateRequest) -> shard_pb2.UpdateResponse:
         run, step = self._run(request), request.context.step
         if all(unit.version == step + 1 for unit in run.units.values()):

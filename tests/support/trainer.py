@@ -1,6 +1,9 @@
 """A trainer as a process of its own, for tests: prints one JSON line per step and a hash at the end.
 
 ``python -m tests.support.trainer --address A --run R --dp 2 --steps 10 [--kill-at-step K | --stop-at-step K]``
+
+With ``--client-side NAME`` the optimizer is torch's of that name, on the trainers; with ``--kill-in-update K`` the
+process ends in mid-update of step K, when one unit's slice is staged and others are not.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import argparse
 import json
 import os
 import signal
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +22,29 @@ from tests.support import transformer
 from tests.support.reference import ADAMW, sha256
 
 
+def adamw(parameters: Iterable[torch.nn.Parameter]) -> shardwell.optim.ShardedOptimizer:
+    """What is trained with unless something else is asked for."""
+    return shardwell.optim.AdamW(parameters, **ADAMW)
+
+
+def client_side(
+    name: str, kill_in_update: int | None
+) -> Callable[[Iterable[torch.nn.Parameter]], shardwell.optim.ShardedOptimizer]:
+    """torch's optimizer of that name, on the trainers."""
+
+    class Mortal(shardwell.ClientSide):
+        updates = 0
+
+        def _update(self, *arguments: Any) -> None:
+            super()._update(*arguments)
+            if self._session.step == kill_in_update:
+                self.updates += 1
+                if self.updates == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    return lambda parameters: Mortal(parameters, getattr(torch.optim, name))
+
+
 def train(
     session: shardwell.Session,
     *,
@@ -25,6 +52,7 @@ def train(
     clip: float | None = None,
     signal_at_step: int | None = None,
     number: int = signal.SIGKILL,
+    make_optimizer: Callable[[Iterable[torch.nn.Parameter]], shardwell.optim.ShardedOptimizer] = adamw,
 ) -> Any:
     """Trains the transformer; returns (losses by step and rank, final state).
 
@@ -34,7 +62,7 @@ def train(
     for block in model.blocks:
         shardwell.fully_shard(block, session)
     shardwell.fully_shard(model, session)
-    optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
+    optimizer = make_optimizer(model.parameters())
     losses = []
     for step in session.steps(steps):
         for tokens in step.batches(transformer.batch):
@@ -66,6 +94,8 @@ def main() -> None:
     parser.add_argument("--clip", type=float)
     parser.add_argument("--kill-at-step", type=int)
     parser.add_argument("--stop-at-step", type=int)
+    parser.add_argument("--client-side")
+    parser.add_argument("--kill-in-update", type=int)
     options = parser.parse_args()
     session = shardwell.join(
         options.address,
@@ -81,7 +111,10 @@ def main() -> None:
     at_step, number = options.kill_at_step, signal.SIGKILL
     if options.stop_at_step is not None:
         at_step, number = options.stop_at_step, signal.SIGSTOP
-    _, state = train(session, steps=options.steps, clip=options.clip, signal_at_step=at_step, number=number)
+    make = adamw if options.client_side is None else client_side(options.client_side, options.kill_in_update)
+    _, state = train(
+        session, steps=options.steps, clip=options.clip, signal_at_step=at_step, number=number, make_optimizer=make
+    )
     print(json.dumps({"sha256": sha256(state), "stats": session.stats()}), flush=True)
     session.close()
 

@@ -14,9 +14,9 @@ import shardwell
 PROTOS = sorted((Path(__file__).parents[2] / "protos/shardwell_wire/v1").glob("*.proto"))
 
 NAMES = """
-    AccessError CapacityError ChunkError ConflictError CorruptDataError CustomPolicy DeadlineError DuplicateError
-    FreedParameterError HyperparameterMismatchError IncompleteStepError InternalError InvalidRequestError LocalCluster
-    MixedPrecisionPolicy amp
+    AccessError CapacityError ChunkError ClientSide ConflictError CorruptDataError CustomPolicy DeadlineError
+    DuplicateError FreedParameterError HyperparameterMismatchError IncompleteStepError InternalError InvalidRequestError
+    LocalCluster MixedPrecisionPolicy amp
     ModuleTypePolicy NoWrapPolicy NonFiniteError NotFoundError RunMismatchError Session ShardedModule ShardwellError
     SizePolicy StaleEpochError Step StepStateError TiedParameterError UnavailableError UnitMismatchError UsageError
     VersionGoneError World WorldError auto_wrap full_state_dict fully_shard iter_full_state_dict join optim

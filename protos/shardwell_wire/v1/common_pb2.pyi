@@ -509,7 +509,9 @@ class OptimizerStep(google.protobuf.message.Message):
     SKIP_NON_FINITE_FIELD_NUMBER: builtins.int
     EMA_DECAY_FIELD_NUMBER: builtins.int
     algorithm: builtins.str
-    """Such as "adamw"; docs/optimizers.md has all. Empty: every group names its own."""
+    """Such as "adamw"; docs/optimizers.md has all. Empty: every group names its own. "trainer/NAME": trainers run
+    the optimizer called NAME and stage new values of their slices, and hyperparameters are only compared.
+    """
     skip_non_finite: builtins.bool
     """Commit the step without any gradient if one is not finite, instead of failing: losses are scaled."""
     ema_decay: builtins.float

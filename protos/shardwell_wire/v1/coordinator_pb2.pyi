@@ -844,6 +844,32 @@ class PrepareGradientsResponse(google.protobuf.message.Message):
 global___PrepareGradientsResponse = PrepareGradientsResponse
 
 @typing.final
+class SliceWork(google.protobuf.message.Message):
+    """The right to stage one data rank's slices of all units in one step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DP_RANK_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    ATTEMPTS_FIELD_NUMBER: builtins.int
+    dp_rank: builtins.int
+    """Whose slices."""
+    epoch: builtins.int
+    """Fences what is staged: rises when the slices go to another trainer."""
+    attempts: builtins.int
+    """Sum of the attempts at all ranks' work: tells the step's gradient from that of an earlier attempt."""
+    def __init__(
+        self,
+        *,
+        dp_rank: builtins.int = ...,
+        epoch: builtins.int = ...,
+        attempts: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "dp_rank", b"dp_rank", "epoch", b"epoch"]) -> None: ...
+
+global___SliceWork = SliceWork
+
+@typing.final
 class CommitStepRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -854,6 +880,7 @@ class CommitStepRequest(google.protobuf.message.Message):
     UNIT_ORDER_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    STAGED_SLICES_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     clip_coefficient: builtins.float
@@ -876,6 +903,10 @@ class CommitStepRequest(google.protobuf.message.Message):
     def state(self) -> global___RunState:
         """From the holder of the lowest logical rank; ignored from others."""
 
+    @property
+    def staged_slices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SliceWork]:
+        """What the caller has staged in this step, as it was given out; repeating it is harmless."""
+
     def __init__(
         self,
         *,
@@ -886,9 +917,10 @@ class CommitStepRequest(google.protobuf.message.Message):
         unit_order: collections.abc.Iterable[builtins.int] | None = ...,
         state: global___RunState | None = ...,
         wait_s: builtins.float = ...,
+        staged_slices: collections.abc.Iterable[global___SliceWork] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_state", b"_state", "context", b"context", "optimizer", b"optimizer", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "clip_coefficient", b"clip_coefficient", "context", b"context", "optimizer", b"optimizer", "state", b"state", "trainer", b"trainer", "unit_order", b"unit_order", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_state", b"_state", "clip_coefficient", b"clip_coefficient", "context", b"context", "optimizer", b"optimizer", "staged_slices", b"staged_slices", "state", b"state", "trainer", b"trainer", "unit_order", b"unit_order", "wait_s", b"wait_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___CommitStepRequest = CommitStepRequest
@@ -904,6 +936,7 @@ class CommitStepResponse(google.protobuf.message.Message):
     NEXT_WORK_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     SKIPPED_FIELD_NUMBER: builtins.int
+    SLICES_FIELD_NUMBER: builtins.int
     committed: builtins.bool
     """False: still waiting; ask again."""
     grad_norm: builtins.float
@@ -924,6 +957,12 @@ class CommitStepResponse(google.protobuf.message.Message):
     def state(self) -> global___RunState:
         """Buffers after the step, when the run has any."""
 
+    @property
+    def slices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SliceWork]:
+        """Slices for the caller to update and stage; then it asks again. Only with an optimizer that runs
+        on the trainers.
+        """
+
     def __init__(
         self,
         *,
@@ -934,9 +973,10 @@ class CommitStepResponse(google.protobuf.message.Message):
         next_work: global___StepWork | None = ...,
         state: global___RunState | None = ...,
         skipped: builtins.bool = ...,
+        slices: collections.abc.Iterable[global___SliceWork] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_state", b"_state", "next_work", b"next_work", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "next_work", b"next_work", "skipped", b"skipped", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "next_work", b"next_work", "skipped", b"skipped", "slices", b"slices", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___CommitStepResponse = CommitStepResponse

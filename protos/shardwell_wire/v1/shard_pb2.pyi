@@ -928,6 +928,260 @@ class PrepareStepResponse(google.protobuf.message.Message):
 global___PrepareStepResponse = PrepareStepResponse
 
 @typing.final
+class StateTensor(google.protobuf.message.Message):
+    """One entry of an optimizer's state for the part of a parameter that lies in a slice of a shard."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARAMETER_INDEX_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    SHAPE_FIELD_NUMBER: builtins.int
+    IS_NUMBER_FIELD_NUMBER: builtins.int
+    parameter_index: builtins.int
+    """Layout index of the parameter."""
+    name: builtins.str
+    """The optimizer's name for it, such as exp_avg."""
+    dtype: shardwell_wire.v1.common_pb2.DType.ValueType
+    """Element type."""
+    is_number: builtins.bool
+    """A Python number, not a tensor; then it is a scalar of FLOAT64, INT64 or BOOL."""
+    @property
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Sizes by dim; empty: a scalar."""
+
+    def __init__(
+        self,
+        *,
+        parameter_index: builtins.int = ...,
+        name: builtins.str = ...,
+        dtype: shardwell_wire.v1.common_pb2.DType.ValueType = ...,
+        shape: collections.abc.Iterable[builtins.int] | None = ...,
+        is_number: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "is_number", b"is_number", "name", b"name", "parameter_index", b"parameter_index", "shape", b"shape"]) -> None: ...
+
+global___StateTensor = StateTensor
+
+@typing.final
+class ReadSliceRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
+    DP_RANK_FIELD_NUMBER: builtins.int
+    START_BYTES_FIELD_NUMBER: builtins.int
+    STOP_BYTES_FIELD_NUMBER: builtins.int
+    unit: builtins.str
+    """Name of the unit."""
+    dp_rank: builtins.int
+    """Whose slice: the unit's flat vector is cut evenly over the data ranks, on multiples of 4096."""
+    start_bytes: builtins.int
+    """The part of the slice that lies in this server's shard."""
+    stop_bytes: builtins.int
+    """End of that part, half-open."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, step and request id; epoch of the lease on the slice."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        unit: builtins.str = ...,
+        dp_rank: builtins.int = ...,
+        start_bytes: builtins.int = ...,
+        stop_bytes: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "dp_rank", b"dp_rank", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
+
+global___ReadSliceRequest = ReadSliceRequest
+
+@typing.final
+class ReadSliceHeader(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    GRADIENT_INDICES_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """Version of the values; the step."""
+    generation: builtins.int
+    """Names the gradient in StageSlice: rises when it is worked out anew."""
+    @property
+    def gradient_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Parameters (layout indices, rising) that have a gradient in this step."""
+
+    @property
+    def state(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StateTensor]:
+        """The optimizer's state, as it was staged last."""
+
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        generation: builtins.int = ...,
+        gradient_indices: collections.abc.Iterable[builtins.int] | None = ...,
+        state: collections.abc.Iterable[global___StateTensor] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "gradient_indices", b"gradient_indices", "state", b"state", "version", b"version"]) -> None: ...
+
+global___ReadSliceHeader = ReadSliceHeader
+
+@typing.final
+class ReadSliceResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> global___ReadSliceHeader:
+        """On the first message only. The stream is the values of all parameters as far as they lie in the
+        range, then the gradients of those that have one, each in layout order and without padding,
+        then the state tensors in the order of the header.
+        """
+
+    @property
+    def chunk(self) -> shardwell_wire.v1.common_pb2.Chunk:
+        """On every message: the next piece of the stream."""
+
+    def __init__(
+        self,
+        *,
+        header: global___ReadSliceHeader | None = ...,
+        chunk: shardwell_wire.v1.common_pb2.Chunk | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header"]) -> None: ...
+
+global___ReadSliceResponse = ReadSliceResponse
+
+@typing.final
+class StageSliceHeader(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
+    DP_RANK_FIELD_NUMBER: builtins.int
+    START_BYTES_FIELD_NUMBER: builtins.int
+    STOP_BYTES_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    PARAMETER_INDICES_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    unit: builtins.str
+    """Name of the unit."""
+    dp_rank: builtins.int
+    """Whose slice."""
+    start_bytes: builtins.int
+    """The part of the slice that lies in this server's shard."""
+    stop_bytes: builtins.int
+    """End of that part, half-open."""
+    generation: builtins.int
+    """Of the gradient that the values were computed from."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, step and request id; epoch of the lease on the slice."""
+
+    @property
+    def parameter_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Parameters (layout indices, rising) with new values; the others keep theirs."""
+
+    @property
+    def state(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StateTensor]:
+        """The whole new state of the slice; what is not named is forgotten."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        unit: builtins.str = ...,
+        dp_rank: builtins.int = ...,
+        start_bytes: builtins.int = ...,
+        stop_bytes: builtins.int = ...,
+        generation: builtins.int = ...,
+        parameter_indices: collections.abc.Iterable[builtins.int] | None = ...,
+        state: collections.abc.Iterable[global___StateTensor] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "dp_rank", b"dp_rank", "generation", b"generation", "parameter_indices", b"parameter_indices", "start_bytes", b"start_bytes", "state", b"state", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
+
+global___StageSliceHeader = StageSliceHeader
+
+@typing.final
+class StageSliceRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> global___StageSliceHeader:
+        """On the first message only. The stream is the values of the parameters named, as far as they lie in
+        the range, in layout order and without padding, then the state tensors in the order of the header.
+        """
+
+    @property
+    def chunk(self) -> shardwell_wire.v1.common_pb2.Chunk:
+        """On every message: the next piece of the stream."""
+
+    def __init__(
+        self,
+        *,
+        header: global___StageSliceHeader | None = ...,
+        chunk: shardwell_wire.v1.common_pb2.Chunk | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header"]) -> None: ...
+
+global___StageSliceRequest = StageSliceRequest
+
+@typing.final
+class StageSliceResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """The step that the values are for."""
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["version", b"version"]) -> None: ...
+
+global___StageSliceResponse = StageSliceResponse
+
+@typing.final
+class ConfirmSlicesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, epoch, step and request id."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context"]) -> None: ...
+
+global___ConfirmSlicesRequest = ConfirmSlicesRequest
+
+@typing.final
+class ConfirmSlicesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ConfirmSlicesResponse = ConfirmSlicesResponse
+
+@typing.final
 class UpdateRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

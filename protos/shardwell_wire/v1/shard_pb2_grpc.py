@@ -103,6 +103,21 @@ class ShardServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.PrepareStepRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.PrepareStepResponse.FromString,
                 _registered_method=True)
+        self.ReadSlice = channel.unary_stream(
+                '/shardwell.v1.ShardService/ReadSlice',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadSliceRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadSliceResponse.FromString,
+                _registered_method=True)
+        self.StageSlice = channel.stream_unary(
+                '/shardwell.v1.ShardService/StageSlice',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.StageSliceRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.StageSliceResponse.FromString,
+                _registered_method=True)
+        self.ConfirmSlices = channel.unary_unary(
+                '/shardwell.v1.ShardService/ConfirmSlices',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesResponse.FromString,
+                _registered_method=True)
         self.Update = channel.unary_unary(
                 '/shardwell.v1.ShardService/Update',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.UpdateRequest.SerializeToString,
@@ -252,6 +267,33 @@ class ShardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadSlice(self, request, context):
+        """Trainer: its slice of a shard between prepare and update: the mean gradient, the values that it
+        is a gradient of, and the optimizer's state. FAILED_PRECONDITION: the step is not prepared.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StageSlice(self, request_iterator, context):
+        """Trainer: streams new values and new optimizer state of a slice, computed from what ReadSlice
+        returned. Nothing changes before the update. A higher epoch replaces what a lower one sent; what
+        the same epoch sent before is replaced too. DATA_LOSS: checksum mismatch; ABORTED: stale epoch;
+        FAILED_PRECONDITION: the step is not prepared, its gradient is another by now, or a value is not
+        finite; RESOURCE_EXHAUSTED: beyond the memory budget.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ConfirmSlices(self, request, context):
+        """Coordinator, before the commit record of a step that trainers update by value: confirms that every
+        slice is staged. Changes nothing. FAILED_PRECONDITION: some are not (named).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Update(self, request, context):
         """Coordinator, second phase, after the commit record is durable: applies the optimizer to every
         unit, in the order given, once. Repeating it is harmless. FAILED_PRECONDITION: the step is not
@@ -365,6 +407,21 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.PrepareStep,
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.PrepareStepRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.PrepareStepResponse.SerializeToString,
+            ),
+            'ReadSlice': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadSlice,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadSliceRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadSliceResponse.SerializeToString,
+            ),
+            'StageSlice': grpc.stream_unary_rpc_method_handler(
+                    servicer.StageSlice,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.StageSliceRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.StageSliceResponse.SerializeToString,
+            ),
+            'ConfirmSlices': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConfirmSlices,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesResponse.SerializeToString,
             ),
             'Update': grpc.unary_unary_rpc_method_handler(
                     servicer.Update,
@@ -730,6 +787,87 @@ class ShardService(object):
             '/shardwell.v1.ShardService/PrepareStep',
             shardwell__wire_dot_v1_dot_shard__pb2.PrepareStepRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.PrepareStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadSlice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shardwell.v1.ShardService/ReadSlice',
+            shardwell__wire_dot_v1_dot_shard__pb2.ReadSliceRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.ReadSliceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StageSlice(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/shardwell.v1.ShardService/StageSlice',
+            shardwell__wire_dot_v1_dot_shard__pb2.StageSliceRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.StageSliceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ConfirmSlices(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.ShardService/ConfirmSlices',
+            shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,6 +20,7 @@ from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.trainers import Trainers
 from shardwell_server.coordinator.work import Prepared, Step
 from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError, StepStateError
+from shardwell_wire.slices import runs_on_trainers
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -110,8 +111,10 @@ class Committer:
         await run.committing(lambda: self._commit(run))
 
     async def _commit(self, run: Run) -> None:
-        step, prepared = run.step, await self._prepare_or_skip(run)
+        step, prepared = run.step, await self.prepare_or_skip(run)
         if step is None or prepared is None or run.deleted or (decision := run.decision()) is None:
+            return
+        if runs_on_trainers(decision.optimizer.algorithm) and not await self._confirm_slices(run, step, decision):
             return
         record = CommitRecord(
             step=step.number,
@@ -141,7 +144,7 @@ class Committer:
         self.start_updates(run)
         self._trainers.start_fencing(run)
 
-    async def _prepare_or_skip(self, run: Run) -> Prepared | None:
+    async def prepare_or_skip(self, run: Run) -> Prepared | None:
         """``prepare``; if a gradient is not finite and the trainers want that, the step goes on without any."""
         step = run.step
         try:
@@ -154,6 +157,20 @@ class Committer:
                 raise
             step.skipped, step.failure = True, None
             return await self.prepare(run)
+
+    async def _confirm_slices(self, run: Run, step: Step, decision: HandIn) -> bool:
+        """Asks every server whether all slices are staged; False if work was begun anew meanwhile.
+
+        Raises:
+            IncompleteStepError: Some are not.
+        """
+        generation = step.generation
+        await self._servers.call_all(
+            run.servers,
+            "ConfirmSlices",
+            lambda server_id: shard_pb2.ConfirmSlicesRequest(context=self._servers.context(run, step.number)),
+        )
+        return generation == step.generation and not run.deleted and run.decision() == decision
 
     def start_updates(self, run: Run) -> None:
         """Begins to tell every server of the last commit, in the background."""

@@ -210,7 +210,7 @@ class CoordinatorServicer:
         )
         with heard(member, self._state.clock):
             return await self._coordinator.steps.commit(
-                run, member, request.context.step, hand_in, _wait_s(call, request.wait_s)
+                run, member, request.context.step, hand_in, _wait_s(call, request.wait_s), request.staged_slices
             )
 
     # People

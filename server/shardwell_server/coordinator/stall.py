@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwell_server.coordinator import slices
 from shardwell_server.coordinator.cluster import Cluster
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.work import Item, Step, WorkState
+from shardwell_wire.slices import runs_on_trainers
 
 MAX_LINES = 64
 
@@ -37,7 +39,7 @@ def explain(run: Run, cluster: Cluster, now: float) -> Stall:
             f"servers {', '.join(map(repr, run.servers))}: they reduce the gradients of step {run.step.number}"
         )
     elif phase == "awaiting commit":
-        lines.append(_decision(run, run.step))
+        lines += _decision(run, run.step)
     lines += [_item(run, item, now) for item in run.step.unfinished]
     return Stall(phase, now - since, _shorten(lines))
 
@@ -72,13 +74,15 @@ def _updates(run: Run, now: float) -> list[str]:
     ]
 
 
-def _decision(run: Run, step: Step) -> str:
-    decider = run.decider()
+def _decision(run: Run, step: Step) -> list[str]:
+    decider, decision = run.decider(), run.decision()
     if decider is None:
-        return "hyper-parameters: every trainer of the run is gone; the step goes on when one joins"
-    if decider in step.hand_ins:
-        return f"hyper-parameters from rank 0 are there: the next poll of CommitStep commits step {step.number}"
-    return f"hyper-parameters from rank 0: trainer {decider!r} has not called optimizer.step()"
+        return ["hyper-parameters: every trainer of the run is gone; the step goes on when one joins"]
+    if decision is None:
+        return [f"hyper-parameters from rank 0: trainer {decider!r} has not called optimizer.step()"]
+    if runs_on_trainers(decision.optimizer.algorithm) and not slices.all_staged(step):
+        return slices.waiting_for(run, step)
+    return [f"hyper-parameters from rank 0 are there: the next poll of CommitStep commits step {step.number}"]
 
 
 def _item(run: Run, item: Item, now: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardwell_server.coordinator import slices
 from shardwell_server.coordinator.agreement import HandIn, require_same, validate
 from shardwell_server.coordinator.commit import Committer
 from shardwell_server.coordinator.events import EventKind
@@ -24,6 +25,7 @@ from shardwell_wire.errors import (
     StepStateError,
     VersionGoneError,
 )
+from shardwell_wire.slices import runs_on_trainers
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 
@@ -152,9 +154,18 @@ class Steps:
         return prepared
 
     async def commit(
-        self, run: Run, member: Member, number: int, hand_in: HandIn, wait_s: float
+        self,
+        run: Run,
+        member: Member,
+        number: int,
+        hand_in: HandIn,
+        wait_s: float,
+        staged: Sequence[coordinator_pb2.SliceWork] = (),
     ) -> coordinator_pb2.CommitStepResponse:
         """Takes a trainer's hyper-parameters and waits until the step is committed.
+
+        If the optimizer runs on the trainers it answers with slices to update when there are some for this one.
+        Those in ``staged`` are done.
 
         Raises:
             HyperparameterMismatchError: They differ from those that count.
@@ -166,6 +177,7 @@ class Steps:
             run.check_algorithms(hand_in.optimizer)
             _check_ready(step, member, hand_in)
             step.hand_ins[member.name] = hand_in
+            slices.note_staged(run, step, staged)
 
         async def look() -> coordinator_pb2.CommitStepResponse | None:
             run.require(member.name, member.epoch)
@@ -176,12 +188,23 @@ class Steps:
             # Again: the one that decides may have come, and work that was begun anew clears all.
             run.hand_in(step.hand_ins.get(member.name, hand_in))
             if run.decision() is not None and step.all_finished:
+                if runs_on_trainers(hand_in.optimizer.algorithm):
+                    if work := await self._slices_for(run, member, step):
+                        return coordinator_pb2.CommitStepResponse(slices=work)
+                    if not slices.all_staged(step):
+                        return None
                 await self._committer.commit(run)
             return self._committed(run, member, number, hand_in) if step is not run.step else None
 
         answer = await poll(run.changed, look, wait_s)
         await self._state.save(run)
         return answer or coordinator_pb2.CommitStepResponse(waiting_for=self._explain(run))
+
+    async def _slices_for(self, run: Run, member: Member, step: Step) -> list[coordinator_pb2.SliceWork]:
+        """The slices for a trainer to update, once the gradient is complete."""
+        if await self._committer.prepare_or_skip(run) is None or step is not run.step:
+            return []
+        return slices.work_for(run, run.require(member.name, member.epoch), step)
 
     def _committed(self, run: Run, member: Member, number: int, hand_in: HandIn) -> coordinator_pb2.CommitStepResponse:
         """The answer for a committed step; work and state are what is current."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from shardwell_server.coordinator.agreement import HandIn
+from shardwell_server.coordinator.slice_book import SliceBook
 from shardwell_wire.errors import InvalidRequestError, ShardwellError, StaleEpochError, StepStateError
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -91,6 +92,8 @@ class Step:
     """Whether a gradient is not finite, and the step goes on without any."""
     norm_told: dict[str, int] = field(default_factory=dict)
     """Generation of which each trainer knows the gradient norm."""
+    slices: SliceBook = field(default_factory=SliceBook)
+    """Who updates which slice, if the optimizer runs on the trainers."""
 
     def __post_init__(self) -> None:
         self._given: dict[str, dict[int, Item]] = {}
@@ -193,6 +196,7 @@ class Step:
         self.prepared = self.failure = None
         self.skipped = False
         self.hand_ins.clear()
+        self.slices = SliceBook()
 
     def _item_of(self, global_rank: int) -> Item:
         if global_rank not in self.items:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from google.protobuf.message import Message
 
 from shardwell_server.rpc import Call
-from shardwell_server.shard import initial_values, inspection, steps, transfers
+from shardwell_server.shard import initial_values, inspection, slice_transfers, steps, transfers
 from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.lanes import LaneOffer
 from shardwell_server.shard.pushes import Push
@@ -71,6 +71,12 @@ class ShardServicer:
         run = self._coordinated(request, call)
         return await run.alone(lambda: steps.prepare(run, self._store.in_thread, request))
 
+    async def ConfirmSlices(
+        self, request: shard_pb2.ConfirmSlicesRequest, call: Call
+    ) -> shard_pb2.ConfirmSlicesResponse:
+        run = self._coordinated(request, call)
+        return await run.alone(lambda: slice_transfers.confirm(run, request))
+
     async def Update(self, request: shard_pb2.UpdateRequest, call: Call) -> shard_pb2.UpdateResponse:
         run = self._coordinated(request, call)
         # Once begun an update is finished, also when the coordinator is gone.
@@ -106,6 +112,17 @@ class ShardServicer:
         header = await incoming.header()
         assert isinstance(header, shard_pb2.ReduceScatterHeader)
         return await transfers.push(self._store, header, incoming, call.remaining_s())
+
+    async def ReadSlice(self, request: shard_pb2.ReadSliceRequest, call: Call) -> AsyncIterator[bytes]:
+        async for message in slice_transfers.read(self._store, request, call.remaining_s()):
+            yield message
+
+    async def StageSlice(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.StageSliceResponse:
+        incoming = IncomingMessages(stream, shard_pb2.StageSliceRequest)
+        header = await incoming.header()
+        assert isinstance(header, shard_pb2.StageSliceHeader)
+        self._note(call, header.context, header)
+        return await slice_transfers.stage(self._store, header, incoming)
 
     async def OpenLane(
         self, request: shard_pb2.OpenLaneRequest, call: Call
@@ -183,7 +200,12 @@ class ShardServicer:
         return offer
 
     def _coordinated(
-        self, request: shard_pb2.FenceRequest | shard_pb2.PrepareStepRequest | shard_pb2.UpdateRequest, call: Call
+        self,
+        request: shard_pb2.FenceRequest
+        | shard_pb2.PrepareStepRequest
+        | shard_pb2.ConfirmSlicesRequest
+        | shard_pb2.UpdateRequest,
+        call: Call,
     ) -> Run:
         self._store.check_term(request.context.epoch)
         self._note(call, request.context, request)

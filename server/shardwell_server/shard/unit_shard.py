@@ -17,6 +17,7 @@ from shardwell_server.shard.memory import Cover, Memory
 from shardwell_server.shard.optimizer import ShardOptimizer
 from shardwell_server.shard.reduction import Reduced, reduce_shard
 from shardwell_server.shard.shared_memory import SharedMemory
+from shardwell_server.shard.slices import Slices
 from shardwell_server.shard.threads import InThread
 from shardwell_server.shard.values import Values
 from shardwell_wire.errors import (
@@ -26,6 +27,7 @@ from shardwell_wire.errors import (
     StepStateError,
 )
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.slices import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
 
 Result = TypeVar("Result")
@@ -67,6 +69,7 @@ class UnitShard:
         """Of initial values and, by rank, of contributions."""
         self.contributions = Contributions()
         self.reduced: Reduced | None = None
+        self.slices = Slices(self.what, layout.size_bytes, start_bytes, stop_bytes, dp)
         self.optimizer: ShardOptimizer | None = None
         self.optimizer_bytes = 0
         self.initial_cover, self.contribution_cover = Cover(1), Cover(dp)
@@ -186,6 +189,7 @@ class UnitShard:
         if self.reduced is not None and self.reduced.buffer is not None:
             self._memory.pool.give(self.reduced.buffer)
         self.reduced = None
+        self.slices.void()
 
     def drop_older(self, dp_rank: int, attempt: int) -> None:
         """Drops a rank's contribution, and with it the mean, if it is of an older attempt."""
@@ -220,6 +224,8 @@ class UnitShard:
                 f"gradient: it cannot be updated for step {step}",
                 unit=self.unit,
             )
+        if runs_on_trainers(optimizer.algorithm):
+            self.slices.check_staged()
         if groups is not None and len(groups) != len(self.layout.parameters):
             raise InvalidRequestError(
                 f"{self.what} has {len(self.layout.parameters)} parameters, but the optimizer names groups "
@@ -243,6 +249,8 @@ class UnitShard:
         self.encoded.forget()
         async with self.values.becoming(step + 1, in_thread):
             await self._work(in_thread, lambda: self.compute_update(optimizer, groups, clip_coefficient))
+        if runs_on_trainers(optimizer.algorithm):
+            self.slices.settle()
         self.forget_reduced()
         self.contributions.end_step()
         self._note_optimizer()
@@ -250,8 +258,11 @@ class UnitShard:
     def compute_update(
         self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, clip_coefficient: float
     ) -> None:
-        """Applies the optimizer in place."""
+        """Applies the optimizer in place, or what trainers staged."""
         assert self.reduced is not None and self.values.home is not None
+        if runs_on_trainers(optimizer.algorithm):
+            self.slices.compute_apply(self.values.home.buffer)
+            return
         if self.optimizer is None:
             parts = zip(self.views(self.values.home.buffer), self.segments, strict=True)
             self.optimizer = ShardOptimizer([segments.shaped(part, self.layout, segment) for part, segment in parts])
@@ -278,8 +289,8 @@ class UnitShard:
         return [-1 if groups is None else groups[segment.parameter_index] for segment in self.segments]
 
     def _note_optimizer(self) -> None:
-        assert self.optimizer is not None
-        if (size_bytes := self.optimizer.size_bytes) != self.optimizer_bytes:
+        size_bytes = self.slices.state_bytes if self.optimizer is None else self.optimizer.size_bytes
+        if size_bytes != self.optimizer_bytes:
             self.optimizer_bytes = size_bytes
             self._memory.note_optimizer(self.run, self.unit, size_bytes)
 

@@ -1,0 +1,46 @@
+"""Which part of a unit each data rank updates when the optimizer runs on the trainers. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+from shardwell_wire.layout import BLOCK_BYTES, DTYPE_NAMES, PARAMETER_ITEM_SIZES, cut
+from shardwell_wire.v1 import shard_pb2
+
+TRAINER_PREFIX = "trainer/"
+"""Begins ``OptimizerStep.algorithm`` of optimizers that run on the trainers."""
+
+
+_ITEM_SIZES = {**PARAMETER_ITEM_SIZES, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+
+
+def runs_on_trainers(algorithm: str) -> bool:
+    """Whether trainers stage new values by this algorithm; else the servers work them out."""
+    return algorithm.startswith(TRAINER_PREFIX)
+
+
+def slice_of(size_bytes: int, dp: int, dp_rank: int) -> tuple[int, int]:
+    """The half-open range of a unit's flat vector that is a data rank's slice; may be empty.
+
+    Args:
+        size_bytes: Length of the flat vector.
+        dp: Logical data ranks.
+        dp_rank: One of them.
+    """
+    return cut(size_bytes, [1.0] * dp, BLOCK_BYTES)[dp_rank]
+
+
+def part_in(size_bytes: int, dp: int, dp_rank: int, start_bytes: int, stop_bytes: int) -> tuple[int, int]:
+    """The part of a slice that lies in the shard ``[start_bytes, stop_bytes)``; empty ones have equal bounds."""
+    start, stop = slice_of(size_bytes, dp, dp_rank)
+    low = max(start, start_bytes)
+    return low, max(low, min(stop, stop_bytes))
+
+
+def state_size(tensor: shard_pb2.StateTensor) -> int:
+    """Bytes of a state tensor in a stream.
+
+    Raises:
+        KeyError: It is of no known dtype.
+    """
+    return math.prod(tensor.shape) * _ITEM_SIZES[DTYPE_NAMES[tensor.dtype]]

@@ -1,0 +1,246 @@
+"""Optimizers on the trainers: the bits of the same optimizer on whole parameters, also when trainers die."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwell
+from tests.support import transformer
+from tests.support.processes import TrainerProcess
+from tests.support.reference import sha256, train_plain
+from tests.support.trainer import train
+
+STEPS = 5
+
+
+class Momentum(torch.optim.Optimizer):
+    """One of a user's own: keeps a tensor, a Python number and a flag, and takes a tuple."""
+
+    def __init__(self, params: Any, lr: float, mix: tuple[float, float] = (0.7, 0.3)) -> None:
+        super().__init__(params, {"lr": lr, "mix": mix})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(average=torch.zeros_like(parameter), count=0, warm=False, scale=1.0)
+                state["count"] += 1
+                state["scale"] *= 0.9
+                state["warm"] = state["count"] > 2
+                keep, take = group["mix"]
+                state["average"].mul_(keep).add_(parameter.grad, alpha=take)
+                rate = group["lr"] * state["scale"] * (2.0 if state["warm"] else 1.0)
+                parameter.data.add_(state["average"], alpha=-rate)
+
+
+MAKERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "Rprop": (torch.optim.Rprop, {"lr": 1e-3}),
+    "ASGD": (torch.optim.ASGD, {"lr": 1e-2, "t0": 2}),
+    "Adam": (torch.optim.Adam, {"lr": 3e-3, "betas": (0.9, 0.95), "amsgrad": True}),
+    "Adam foreach": (torch.optim.Adam, {"lr": 3e-3, "foreach": True}),
+    "SGD": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
+    "own": (Momentum, {"lr": 1e-2}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[dict[int, shardwell.LocalCluster]]:
+    """By number of shard servers."""
+    with (
+        shardwell.LocalCluster(num_shards=1) as single,
+        shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096, lease_s=4) as triple,
+    ):
+        yield {1: single, 3: triple}
+
+
+def on_trainers(name: str) -> Callable[[Iterable[nn.Parameter]], shardwell.ClientSide]:
+    optimizer_class, options = MAKERS[name]
+    return lambda parameters: shardwell.ClientSide(parameters, optimizer_class, **options)
+
+
+def plain(name: str, dp: int, steps: int = STEPS) -> dict[str, torch.Tensor]:
+    model = transformer.build()
+    optimizer_class, options = MAKERS[name]
+    train_plain(model, optimizer_class(model.parameters(), **options), transformer.batch, dp=dp, steps=steps)
+    return model.state_dict()
+
+
+def joined(cluster: shardwell.LocalCluster, *, dp: int = 1) -> shardwell.Session:
+    return shardwell.join(cluster.address, run=uuid.uuid4().hex, world=shardwell.World(dp=dp), min_trainers=1)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("num_servers", "dp"), [(1, 1), (3, 2)])
+def test_bits_of_the_optimizer_on_whole_parameters(
+    clusters: dict[int, shardwell.LocalCluster], name: str, num_servers: int, dp: int
+) -> None:
+    with joined(clusters[num_servers], dp=dp) as session:
+        _, state = train(session, steps=STEPS, make_optimizer=on_trainers(name))
+    expected = plain(name, dp)
+    assert [key for key in expected if not torch.equal(expected[key], state[key])] == []
+
+
+def processes(cluster: shardwell.LocalCluster, *options: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two trainers; the options are those of the one with rank 1."""
+    run, common = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS, "--client-side", "Rprop")
+    with (
+        TrainerProcess(cluster.address, run, *common, "--global-rank", 1, *options) as other,
+        TrainerProcess(cluster.address, run, *common, "--global-rank", 0) as first,
+    ):
+        return first.finish(), other.finish()
+
+
+@pytest.fixture(scope="module")
+def rprop_hash() -> str:
+    model = transformer.build()
+    train_plain(model, torch.optim.Rprop(model.parameters()), transformer.batch, dp=2, steps=STEPS)
+    return sha256(model.state_dict())
+
+
+@pytest.mark.parametrize("death", ["--kill-at-step", "--kill-in-update"])
+def test_a_trainer_that_dies_leaves_its_slices_and_their_state_to_another(
+    clusters: dict[int, shardwell.LocalCluster], rprop_hash: str, death: str
+) -> None:
+    first, other = processes(clusters[3], death, 2)
+    assert other["returncode"] == -9, other
+    assert first.get("sha256") == rprop_hash, first
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(17, 64), nn.Tanh(), nn.Linear(64, 3))
+
+
+def test_groups_a_scheduler_and_unused_parameters(clusters: dict[int, shardwell.LocalCluster]) -> None:
+    """The state of a parameter without a gradient does not advance; group settings change between steps."""
+
+    def run(model: Any, make: Any, finish: Any) -> None:
+        groups = [
+            {"params": list(model[0].parameters()), "lr": 1e-2, "weight_decay": 0.1},
+            {"params": list(model[2].parameters())},
+        ]
+        optimizer = make(groups)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        for number in range(6):
+            x = torch.full((4, 17), 0.1 * number)
+            (model[0](x) if number in (1, 2) else model(x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            optimizer.param_groups[1]["weight_decay"] = 0.01 * number
+        finish(model)
+
+    results: list[dict[str, torch.Tensor]] = []
+    run(small_model(), lambda groups: torch.optim.Adam(groups, lr=1e-3), lambda m: results.append(m.state_dict()))
+    with joined(clusters[3]) as session:
+        model = small_model()
+        shardwell.fully_shard(model[0], session)
+        shardwell.fully_shard(model, session)
+        run(
+            model,
+            lambda groups: shardwell.ClientSide(groups, torch.optim.Adam, lr=1e-3),
+            lambda m: results.append(shardwell.full_state_dict(m)),
+        )
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_clipping_is_by_the_norm_over_all_servers(clusters: dict[int, shardwell.LocalCluster]) -> None:
+    hashes = []
+    for cluster in clusters.values():
+        with joined(cluster, dp=2) as session:
+            state = train(session, steps=3, clip=0.05, make_optimizer=on_trainers("SGD"))[1]
+            hashes.append(sha256(state))
+    assert hashes[0] == hashes[1]
+    unclipped = plain("SGD", 2, steps=3)
+    assert not torch.equal(state["blocks.0.up.weight"], unclipped["blocks.0.up.weight"])
+    model = transformer.build()
+    optimizer_class, options = MAKERS["SGD"]
+
+    class Clipped(optimizer_class):  # type: ignore[misc, valid-type]
+        def step(self, closure: Any = None) -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            super().step()
+
+    train_plain(model, Clipped(model.parameters(), **options), transformer.batch, dp=2, steps=3)
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, state[name], rtol=1e-5, atol=1e-6), name
+
+
+# What is refused.
+
+
+@pytest.fixture
+def sharded(clusters: dict[int, shardwell.LocalCluster]) -> Iterator[tuple[shardwell.Session, nn.Sequential]]:
+    with joined(clusters[3]) as session:
+        model = small_model()
+        shardwell.fully_shard(model, session)
+        yield session, model
+
+
+def test_an_optimizer_that_needs_a_closure(sharded: tuple[shardwell.Session, nn.Sequential]) -> None:
+    with pytest.raises(shardwell.UsageError, match=r"LBFGS.step needs a closure"):
+        shardwell.ClientSide(sharded[1].parameters(), torch.optim.LBFGS, lr=0.1)
+
+
+def test_parameters_that_are_not_sharded() -> None:
+    with pytest.raises(shardwell.UsageError, match="got no sharded parameter"):
+        shardwell.ClientSide(small_model().parameters(), torch.optim.SGD, lr=0.1)
+
+
+def test_state_that_can_not_be_kept(sharded: tuple[shardwell.Session, nn.Sequential]) -> None:
+    class Remembers(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["seen"] = ["a list"]
+
+    _, model = sharded
+    optimizer = shardwell.ClientSide(model.parameters(), Remembers, lr=0.1)
+    model(torch.ones(4, 17)).sum().backward()
+    with pytest.raises(shardwell.UsageError, match=r"keeps 'seen' of type list for parameter .*0.weight"):
+        optimizer.step()
+
+
+def test_values_that_are_not_finite_change_nothing(sharded: tuple[shardwell.Session, nn.Sequential]) -> None:
+    session, model = sharded
+    before = shardwell.full_state_dict(model)
+    optimizer = shardwell.ClientSide(model.parameters(), torch.optim.SGD, lr=3e38)
+    model(torch.ones(4, 17)).sum().backward()
+    with pytest.raises(shardwell.NonFiniteError, match=r"new value of parameter .* has NaN or infinity"):
+        optimizer.step()
+    after = shardwell.full_state_dict(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    optimizer.step()
+    assert session.step == 1
+
+
+def test_another_optimizer_needs_another_run(sharded: tuple[shardwell.Session, nn.Sequential]) -> None:
+    _, model = sharded
+    model(torch.ones(4, 17)).sum().backward()
+    shardwell.ClientSide(model.parameters(), torch.optim.SGD, lr=0.1).step()
+    model(torch.ones(4, 17)).sum().backward()
+    for other in (
+        shardwell.ClientSide(model.parameters(), torch.optim.Rprop, lr=0.1),
+        shardwell.optim.SGD(model.parameters(), lr=0.1),
+    ):
+        with pytest.raises(shardwell.ConflictError, match="'trainer/SGD' and its state is that optimizer's"):
+            other.step()

@@ -1,0 +1,539 @@
+"""Behaviours that PyTorch's tests of FSDP2 assert and no other ``test_module_*`` file has yet, each rewritten."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from shardwell.fully_shard import fully_shard
+from shardwell.unit import UnitState
+from shardwell_wire.errors import UsageError
+from tests.support.in_memory_store import InMemoryStore
+from tests.support.module_parity import (
+    VOCABULARY,
+    Gpt,
+    Pair,
+    Sharded,
+    gpt,
+    gpt_loss,
+    inputs,
+    wrap_blocks,
+    wrap_children,
+)
+
+
+def layers(*widths: int) -> nn.Sequential:
+    """Linear layers; the same weights every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(before, after) for before, after in pairwise(widths)))
+
+
+def square(model: nn.Module, number: int) -> torch.Tensor:
+    return model(inputs(number, 4, 7)).square().mean()
+
+
+def both(pair: Pair, action: Callable[[Any], Any]) -> list[Any]:
+    """Does the same with the plain and with the sharded model; returns both results."""
+    return [action(model) for model in (pair.plain, pair.sharded.model)]
+
+
+# Forwards of parts of a model.
+
+
+def test_root_then_a_child_alone() -> None:
+    """``test_non_root_forward_backward``."""
+    pair = Pair(layers(7, 15, 16, 3), wrap_children)
+    pair.backward(square, 0)
+    pair.step()
+    pair.backward(lambda model, number: model[1](inputs(number, 4, 15)).square().mean(), 1)
+    pair.step()
+    pair.backward(square, 2)
+    pair.step()
+    pair.compare()
+
+
+class Chunked(nn.Module):
+    """Norm and head are one unit of two modules; the loss runs the head once per chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(7, 12), nn.LayerNorm(12), nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.body(x)))
+
+
+def chunked() -> Chunked:
+    torch.manual_seed(0)
+    return Chunked()
+
+
+def wrap_chunked(model: Any, session: Any) -> None:
+    fully_shard([model.norm, model.head], session)
+    fully_shard(model.body, session)
+    fully_shard(model, session)
+
+
+def test_one_module_of_a_group_alone() -> None:
+    """``test_partial_group_forward_then_standalone``."""
+    pair = Pair(chunked(), wrap_chunked)
+    for number in range(2):
+        pair.backward(lambda model, at: model.norm(model.body(inputs(at, 6, 7))).square().mean(), number)
+        pair.backward(lambda model, at: model.head(inputs(at, 6, 12)).square().mean(), number)
+        pair.step()
+    pair.compare()
+
+
+@pytest.mark.parametrize("push_each", [False, True])
+def test_one_backward_per_chunk(push_each: bool) -> None:
+    """``test_partial_group_grad_accum_chunked``: every chunk contributes, whichever backward pushes it."""
+    pair = Pair(chunked(), wrap_chunked)
+    head: Any = pair.sharded.model.head
+    for number in range(3):
+        head.set_requires_gradient_sync(push_each)
+
+        def run(model: Any, number: int = number) -> None:
+            hidden = model.norm(model.body(inputs(number, 6, 7)))
+            detached = hidden.detach().requires_grad_(True)
+            for chunk in detached.chunk(3):
+                model.head(chunk).square().sum().backward()
+            assert detached.grad is not None
+            hidden.backward(detached.grad)
+
+        both(pair, run)
+        pair.step()
+    pair.compare()
+    assert pair.sharded.store.pushes["LayerNorm+Linear-0"] == (3 * 4 if push_each else 3)
+
+
+@pytest.mark.parametrize("toggles", [(True, False, True), (False, True, False)])
+def test_reshard_is_toggled_between_chunks(toggles: tuple[bool, ...]) -> None:
+    """``test_partial_group_reshard_toggle``."""
+    pair = Pair(chunked(), wrap_chunked, prefetch_bytes=0)
+    head: Any = pair.sharded.model.head
+    for number in range(2):
+
+        def loss(model: Any, at: int) -> torch.Tensor:
+            hidden, found = model.norm(model.body(inputs(at, 6, 7))), []
+            for chunk, toggle in zip(hidden.chunk(3), toggles, strict=True):
+                head.set_reshard_after_forward(toggle)
+                head.set_reshard_after_backward(toggle)
+                found.append(model.head(chunk).square().sum())
+            return torch.stack(found).sum()
+
+        pair.backward(loss, number)
+        pair.step()
+    pair.compare()
+
+
+def test_two_partial_forwards_then_one_backward() -> None:
+    """``test_double_partial_forward_then_backward``."""
+    pair = Pair(chunked(), wrap_chunked)
+
+    def loss(model: Any, number: int) -> torch.Tensor:
+        first = model.norm(model.body(inputs(number, 6, 7)))
+        second = model.norm(model.body(inputs(50 + number, 6, 7)))
+        return model.head(first).square().mean() + model.head(second).square().mean()
+
+    pair.train(loss)
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_two_forwards_with_nested_units_and_checkpoints(use_reentrant: bool | None) -> None:
+    """``test_double_forward_with_nested_fsdp_and_checkpoint``: preference losses run the model twice."""
+
+    def wrap(model: Any, session: Any) -> None:
+        for block in model.blocks:
+            fully_shard(block.qkv, session)
+            fully_shard([block.up, block.down], session)
+            fully_shard(block, session)
+        fully_shard(model, session)
+
+    def loss(model: nn.Module, number: int) -> torch.Tensor:
+        return F.softplus(gpt_loss(model, number) - gpt_loss(model, 100 + number))
+
+    Pair(gpt(use_reentrant), wrap).train(loss, steps=3)
+
+
+# Activation checkpointing by other means than a call of ``checkpoint``.
+
+
+def checkpoint_blocks_by_wrapper(model: Gpt, impl: CheckpointImpl) -> None:
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = checkpoint_wrapper(block, checkpoint_impl=impl)
+
+
+def wrap_tied(model: Any, session: Any) -> None:
+    for block in model.blocks:
+        fully_shard(block, session)
+    fully_shard([model.tokens, model.head], session)
+    fully_shard(model, session)
+
+
+def wrap_small_parts(model: Any, session: Any) -> None:
+    """Attention and feed-forward as units of their own."""
+    for block in model.blocks:
+        inner = getattr(block, "_checkpoint_wrapped_module", block)
+        fully_shard([inner.qkv, inner.proj], session)
+        fully_shard([inner.up, inner.down], session)
+    fully_shard(model, session)
+
+
+@pytest.mark.parametrize("wrap", [wrap_blocks, wrap_small_parts, wrap_tied])
+@pytest.mark.parametrize("kind", ["composable", CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT])
+def test_kinds_of_activation_checkpointing(kind: Any, wrap: Any) -> None:
+    """``test_train_parity_with_activation_checkpointing``."""
+
+    def prepare(model: Gpt) -> Gpt:
+        if kind == "composable":
+            for block in model.blocks:
+                composable_checkpoint(block)
+        else:
+            checkpoint_blocks_by_wrapper(model, kind)
+        return model
+
+    plain, pair = prepare(gpt()), Pair(gpt(), lambda model, session: wrap(prepare(model), session))
+    pair.plain = plain
+    pair.optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    for number in range(3):
+        pair.backward(gpt_loss, number)
+        pair.step()
+    assert list(map(torch.equal, plain.state_dict().values(), pair.sharded.state().values())).count(False) == 0
+
+
+# Tied parameters.
+
+
+def test_every_row_of_a_tied_embedding_is_updated() -> None:
+    """``test_train_shared_params_uneven_shard``: the vocabulary is a prime."""
+    pair = Pair(gpt(), wrap_tied, store=InMemoryStore(num_shards=4))
+    before = pair.sharded.state()["tokens.weight"]
+    pair.train(gpt_loss, steps=1)
+    changed = (pair.sharded.state()["tokens.weight"] != before).any(dim=1)
+    assert changed.numel() == VOCABULARY
+    assert bool(changed.all())
+
+
+# Frozen and unused parameters.
+
+
+def freeze_some(model: Gpt) -> Gpt:
+    """The first linear layer of every block is frozen, the rest of it trains."""
+    for block in model.blocks:
+        block.qkv.requires_grad_(False)
+    return model
+
+
+def test_frozen_parameters_in_every_group_push_during_the_backward() -> None:
+    """``test_train_mixed_requires_grad_per_group``: what trains is pushed as soon as its unit is through."""
+    pair = Pair(freeze_some(gpt()), wrap_blocks, prefetch_bytes=0)
+    pair.train(gpt_loss, steps=1)
+    events = pair.sharded.store.events[: pair.sharded.store.events.index("push Gpt-0") + 1]
+    assert events[-7:] == [
+        *("gather Block-2", "push Block-2", "gather Block-1", "push Block-1", "gather Block-0", "push Block-0"),
+        "push Gpt-0",
+    ]
+
+
+def test_several_forwards_of_partly_frozen_modules() -> None:
+    """``test_multi_forward_mixed_requires_grad``."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
+            self.frozen = nn.Linear(7, 7).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                x = self.second(self.frozen(self.first(x)).relu())
+            return x
+
+    torch.manual_seed(0)
+    pair = Pair(Model(), wrap_children).train(square)
+    assert set(pair.sharded.store.pushes) == {"Linear-0", "Linear-1"}
+
+
+def test_unit_of_two_modules_of_which_one_is_unused() -> None:
+    """``test_fully_shard_multi_module_unused_module``."""
+
+    def wrap(model: Any, session: Any) -> None:
+        fully_shard([model[1], model[2]], session)
+        fully_shard(model[0], session)
+        fully_shard(model, session)
+
+    pair = Pair(layers(7, 12, 12, 12), wrap, prefetch_bytes=0)
+
+    def loss(model: Any, number: int) -> torch.Tensor:
+        return model[1](model[0](inputs(number, 4, 7))).square().mean()
+
+    pair.train(loss, steps=3)
+    store = pair.sharded.store
+    assert store.pushes == {"Linear+Linear-0": 3, "Linear-0": 3}
+    assert pair.sharded.units.live_bytes == 0
+    unused = {pair.sharded.model[2].weight.numel(), pair.sharded.model[2].bias.numel()}
+    sent = {gradient.numel() for unit in store.units for part in unit.contributions for _, gradient in part}
+    assert not sent & unused
+
+
+def test_ranks_that_use_different_parameters() -> None:
+    """A parameter has a gradient if any rank has one; the others count as zero. One that none uses is skipped."""
+    pair = Pair(layers(7, 7, 7, 7), wrap_children)
+    used = {0: [[0, 1], [0]], 1: [[1], [1, 0]], 2: [[0], [0]]}
+    for step, chosen in used.items():
+        sums: dict[nn.Parameter, torch.Tensor] = {}
+        for rank in range(2):
+
+            def loss(model: Any, number: int, own: list[int] = chosen[rank]) -> torch.Tensor:
+                x = inputs(number, 4, 7)
+                for index in own:
+                    x = model[index](x)
+                return x.square().mean()
+
+            pair.backward(loss, 10 * step + rank)
+            pair.sharded.units.finish_item()
+            pair.sharded.store.finish_item()
+            for parameter in pair.plain.parameters():
+                if parameter.grad is not None:
+                    sums[parameter] = sums[parameter] + parameter.grad if parameter in sums else parameter.grad
+                    parameter.grad = None
+        for parameter, total in sums.items():
+            parameter.grad = total / 2
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        pair.sharded.store.step(dp=2)
+        pair.sharded.units.invalidate()
+    pair.compare()
+    assert pair.sharded.store.pushes["Linear-2"] == 0
+
+
+# When units are gathered and freed.
+
+
+def test_prefetch_that_guesses_wrong() -> None:
+    """``test_backward_misprefetch``: the order changes from step to step."""
+
+    def loss(model: Any, number: int) -> torch.Tensor:
+        x = inputs(number, 4, 7)
+        for index in ([0, 1, 2], [2, 0, 1], [1], [1, 2, 1, 0])[number % 4]:
+            x = model[index](x).relu()
+        return x.square().mean()
+
+    pair = Pair(layers(7, 7, 7, 7), wrap_children)
+    pair.train(loss, steps=8)
+    assert pair.sharded.units.live_bytes == 0
+
+
+def test_reshard_by_hand_with_weights_kept_after_the_forward() -> None:
+    """``test_manual_reshard_with_reshard_after_forward_false``: gathered again for the backward, once."""
+
+    def wrap(model: Any, session: Any) -> None:
+        for layer in model:
+            fully_shard(layer, session, reshard_after_forward=False)
+        fully_shard(model, session, reshard_after_forward=False)
+
+    pair = Pair(layers(7, 15, 3), wrap, prefetch_bytes=0)
+    for number in range(3):
+        loss = [model(inputs(number, 4, 7)).square().mean() for model in (pair.plain, pair.sharded.model)]
+        for layer in pair.sharded.model:
+            layer.reshard()
+        assert pair.sharded.units.live_bytes == 0
+        for value in loss:
+            value.backward()
+        pair.step()
+    assert pair.sharded.store.gathers == {"Linear-0": 6, "Linear-1": 6}
+    pair.compare()
+
+
+def test_unshard_before_the_first_forward() -> None:
+    """``test_unshard_without_lazy_init``."""
+    sharded = Sharded(layers(7, 15), wrap_children)
+    layer: Any = sharded.model[0]
+    expected = layers(7, 15).state_dict()
+    layer.unshard()
+    assert torch.equal(layer.weight, expected["0.weight"])
+    layer.reshard()
+    assert sharded.units.live_bytes == 0
+
+
+def test_1f1b_pushes_on_the_last_micro_batch_only() -> None:
+    """``test_1f1b_microbatching``: as a schedule does it that says which backward is the last."""
+    pair = Pair(gpt(), wrap_blocks, prefetch_bytes=0)
+    model: Any = pair.sharded.model
+    for step in range(2):
+
+        def schedule(each: Any, step: int = step) -> None:
+            torch.manual_seed(step)
+            model.set_requires_gradient_sync(False)
+            model.set_reshard_after_backward(False)
+            waiting = [gpt_loss(each, 10 * step), gpt_loss(each, 10 * step + 1)]
+            for micro_batch in range(2, 4):
+                waiting.pop(0).backward()
+                waiting.append(gpt_loss(each, 10 * step + micro_batch))
+            waiting.pop(0).backward()
+            model.set_requires_gradient_sync(True)
+            model.set_reshard_after_backward(True)
+            waiting.pop(0).backward()
+
+        both(pair, schedule)
+        assert pair.sharded.store.pushes == dict.fromkeys(pair.sharded.unit_bytes(), step + 1)
+        pair.step()
+    pair.compare()
+
+
+# Clipping and local optimizers on parameters that are gathered, not freed.
+
+
+@pytest.fixture
+def gathered() -> Sharded:
+    """A model after a backward: its gradients are pushed, its weights are still here."""
+    gc.collect()  # of sessions that other tests left with gradients on their servers
+    sharded = Sharded(layers(7, 15, 3), wrap_children)
+    model: Any = sharded.model
+    model.set_reshard_after_backward(False)
+    square(model, 0).backward()
+    assert all(unit.state is UnitState.UNSHARDED for unit in sharded.units)
+    return sharded
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model: nn.utils.clip_grad_norm_(model[0].weight, 1.0),
+        lambda model: nn.utils.clip_grad_value_(list(model.parameters()), 1.0),
+        lambda model: nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(2.0)),
+        lambda model: nn.utils.clip_grad.clip_grad_norm_(model.parameters(), 1.0),
+    ],
+)
+def test_torch_clipping_of_gathered_parameters_raises(gathered: Sharded, clip: Any) -> None:
+    """Without the guard it would return a norm of 0.0 and clip nothing: the gradients are on the servers."""
+    with pytest.raises(UsageError, match=r"'Linear-0.weight'.*optimizer.clip_grad_norm_\(max_norm\)"):
+        clip(gathered.model)
+
+
+def test_norm_of_no_gradient_raises_while_gradients_are_on_the_servers(gathered: Sharded) -> None:
+    present = [parameter.grad for parameter in gathered.model.parameters() if parameter.grad is not None]
+    with pytest.raises(UsageError, match=r"get_total_norm.*'Linear-0'.*optimizer.clip_grad_norm_"):
+        nn.utils.get_total_norm(present)
+    gathered.step()
+    assert nn.utils.get_total_norm([]) == 0.0
+
+
+def test_torch_clipping_of_ordinary_parameters_works(gathered: Sharded) -> None:
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
+    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+        parameters[0].grad = torch.tensor([3.0, 0.0, 4.0])
+        clip(iter(parameters), 1.0)
+        assert float(parameters[0].grad.norm()) == pytest.approx(1.0 if clip is nn.utils.clip_grad_norm_ else 2**0.5)
+    with pytest.warns(UserWarning, match="empty generator"):
+        nn.utils.clip_grad_norm_((parameter for parameter in ()), 1.0)
+
+
+def test_error_of_a_local_optimizer_names_what_there_is(gathered: Sharded) -> None:
+    with pytest.raises(UsageError, match=r"shardwell.optim.Adam$"):
+        torch.optim.Adam(gathered.model.parameters()).step()
+    with pytest.raises(UsageError, match=r"shardwell.ClientSide\(parameters, Rprop, ...\)"):
+        torch.optim.Rprop(gathered.model.parameters()).step()
+
+
+# torch.compile.
+
+ignore_compiler_warning = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+def graph_breaks() -> int:
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def compile_forwards(model: Any, backend: str) -> None:
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend=backend)
+
+
+@ignore_compiler_warning
+@pytest.mark.parametrize("recompute", [None, False])
+def test_compiled_inner_forward(recompute: bool | None) -> None:
+    """No graph break inside; gathered, freed and pushed as without."""
+    pair, eager = Pair(gpt(recompute), wrap_blocks, prefetch_bytes=0), Sharded(gpt(recompute), wrap_blocks)
+    compile_forwards(pair.sharded.model, "aot_eager")
+    for number in range(3):
+        torch.manual_seed(number)
+        gpt_loss(eager.model, number).backward()
+        eager.step()
+    pair.train(gpt_loss, steps=3)
+    assert graph_breaks() == 0
+    assert pair.sharded.store.pushes == eager.store.pushes
+
+
+@ignore_compiler_warning
+def test_module_compiled_in_place() -> None:
+    """``module.compile()`` is about the whole call; the hooks are left out of the graph all the same."""
+    pair = Pair(gpt(), wrap_blocks)
+    for block in pair.sharded.model.blocks:
+        block.compile(backend="aot_eager")
+    pair.train(gpt_loss, steps=3)
+    assert graph_breaks() == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+@ignore_compiler_warning
+def test_compiled_before_it_is_sharded() -> None:
+    def wrap(model: Any, session: Any) -> None:
+        compile_forwards(model, "aot_eager")
+        wrap_blocks(model, session)
+
+    Pair(gpt(), wrap).train(gpt_loss, steps=3)
+    assert graph_breaks() == 0
+
+
+# Failures.
+
+
+def test_next_step_is_right_after_an_exception_inside_a_checkpoint() -> None:
+    """``test_reset_iter_state_after_exception``, with the exception in the recomputed forward."""
+
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(7, 7), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 2:
+                raise ArithmeticError("in the recomputation")
+            return self.layer(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.once, self.last = Once(), nn.Linear(7, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(checkpoint(self.once, x, use_reentrant=False))
+
+    torch.manual_seed(0)
+    pair = Pair(Model(), wrap_children)
+    for model in (pair.plain, pair.sharded.model):
+        with pytest.raises(ArithmeticError):
+            square(model, 0).backward()
+    pair.optimizer.zero_grad()
+    pair.sharded.units.zero_grad()
+    assert pair.sharded.units.live_bytes == 0
+    pair.train(square, steps=2)
