@@ -131,6 +131,8 @@ def check_fit(
         InvalidRequestError: A parameter that must be whole is cut over servers, or has other dimensions than
             its algorithm works on.
     """
+    if runs_on_trainers(optimizer.algorithm):
+        return
     algorithms = {
         index: algorithm_of(optimizer, group)
         for index, group in enumerate(groups)
