@@ -17,6 +17,7 @@ from shardwell.local_cluster import LocalCluster
 from shardwell.session import Session, join
 from shardwell.state_dict import full_state_dict, iter_full_state_dict
 from shardwell.step import Step
+from shardwell.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
 from shardwell.wrap import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, auto_wrap
 from shardwell_wire.errors import (
     AccessError,
@@ -48,6 +49,7 @@ from shardwell_wire.topology import World
 
 __all__ = [
     "AccessError",
+    "BackwardPrefetch",
     "CapacityError",
     "ChunkError",
     "ConflictError",
@@ -65,9 +67,11 @@ __all__ = [
     "NoWrapPolicy",
     "NonFiniteError",
     "NotFoundError",
+    "ReplicaOptions",
     "RunMismatchError",
     "Session",
     "ShardedModule",
+    "ShardingStrategy",
     "ShardwellError",
     "SizePolicy",
     "StaleEpochError",
