@@ -12,8 +12,10 @@
 """
 
 from shardwell import optim
+from shardwell.activation_offload import ActivationOffload, offload_activations
 from shardwell.fully_shard import ShardedModule, fully_shard, register_forward_method
 from shardwell.local_cluster import LocalCluster
+from shardwell.memory_strategy import MemoryOptions, MemoryStrategy
 from shardwell.session import Session, join
 from shardwell.state_dict import full_state_dict, iter_full_state_dict
 from shardwell.step import Step
@@ -49,6 +51,7 @@ from shardwell_wire.topology import World
 
 __all__ = [
     "AccessError",
+    "ActivationOffload",
     "BackwardPrefetch",
     "CapacityError",
     "ChunkError",
@@ -63,6 +66,8 @@ __all__ = [
     "InternalError",
     "InvalidRequestError",
     "LocalCluster",
+    "MemoryOptions",
+    "MemoryStrategy",
     "ModuleTypePolicy",
     "NoWrapPolicy",
     "NonFiniteError",
@@ -89,6 +94,7 @@ __all__ = [
     "fully_shard",
     "iter_full_state_dict",
     "join",
+    "offload_activations",
     "optim",
     "register_forward_method",
 ]

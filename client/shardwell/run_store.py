@@ -21,7 +21,7 @@ from shardwell.server_connection import ServerConnection
 from shardwell.shared_vector import CAN_MAP, SegmentPlace, SharedVector
 from shardwell.traffic import RemoteUnit, Traffic
 from shardwell_wire import wire_dtypes
-from shardwell_wire.errors import ConflictError, DeadlineError
+from shardwell_wire.errors import ConflictError, DeadlineError, UsageError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
@@ -45,10 +45,7 @@ class RunStore:
         self._servers: dict[str, ServerConnection] = {}
         self._units: dict[int, RemoteUnit] = {}
         self._traffic = Traffic(push_bytes=config.push_bytes)
-        self._wire = Wire(
-            wire_dtypes.NAMES[config.gather_dtype], wire_dtypes.NAMES[config.push_dtype], config.wait_limit_s
-        )
-        self._feedback = ErrorFeedback(self._wire.push_dtype) if config.push_error_feedback else None
+        self._wire, self._feedback = self._make_wire()
         self._cache = self._open_cache() if config.host_cache_bytes else None
 
     @property
@@ -66,6 +63,29 @@ class RunStore:
     def lanes(self) -> list[dict[str, Any]]:
         """Each shard server's lane and what it did."""
         return [server.describe() for server in self._servers.values()]
+
+    def set_wire_dtypes(self, gather_dtype: str | None, push_dtype: str | None) -> None:
+        """Changes how 32-bit floats travel, before the first unit; None: as ``join`` was told.
+
+        Raises:
+            UsageError: There are units, or no such dtype.
+        """
+        before = self._config
+        self._config = replace(
+            before, gather_dtype=gather_dtype or before.gather_dtype, push_dtype=push_dtype or before.push_dtype
+        )
+        if self._config != before and self._units:
+            self._config = before
+            raise UsageError(
+                f"gather_dtype={gather_dtype!r} and push_dtype={push_dtype!r} can not be set once a session has units: "
+                "give them to join, or to the first auto_wrap(memory=...)"
+            )
+        self._wire, self._feedback = self._make_wire()
+
+    def _make_wire(self) -> tuple[Wire, ErrorFeedback | None]:
+        config = self._config
+        wire = Wire(wire_dtypes.NAMES[config.gather_dtype], wire_dtypes.NAMES[config.push_dtype], config.wait_limit_s)
+        return wire, ErrorFeedback(wire.push_dtype) if config.push_error_feedback else None
 
     def advance(self, progress: StepProgress) -> None:
         """The step is committed: from now on ``progress`` is the one in flight. Nothing is being gathered or pushed."""

@@ -165,8 +165,9 @@ class Unit:
             return
         self._flat.lie_in(shared.bytes)
         self._shared = shared
-        for number, local in enumerate(self._locals):
-            local.data = self._flat.place(number)
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, local in enumerate(self._locals):
+                local.data = self._flat.place(number)
 
     def share_on_host(self) -> bool:
         """While freed: moves the values to memory that the processes of this host share; returns whether there is any.

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import nn
 
 from shardwell.fully_shard import HasUnits, ShardedModule, shard_modules
 from shardwell.guards import has_forward
+from shardwell.memory_strategy import MemoryOptions, MemoryStrategy, prepare_session, resolve, save_less
 from shardwell.parameter import owner_of
 from shardwell_wire.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardwell.session import Session
 
 _READS_CHILDREN = (nn.MultiheadAttention,)
 """Their forward reads the parameters of their children without calling them."""
@@ -96,7 +100,14 @@ class SizePolicy:
         return chosen
 
 
-def auto_wrap(model: nn.Module, session: HasUnits, policy: WrapPolicy, **options: Any) -> Any:
+def auto_wrap(
+    model: nn.Module,
+    session: HasUnits,
+    policy: WrapPolicy,
+    *,
+    memory: MemoryStrategy | MemoryOptions | None = None,
+    **options: Any,
+) -> Any:
     """Calls ``fully_shard`` on the modules that a policy chooses, inner ones first, and on the model.
 
     Units and parameters get their names in the model; the last unit, which takes what is left, is
@@ -107,11 +118,18 @@ def auto_wrap(model: nn.Module, session: HasUnits, policy: WrapPolicy, **options
         model: The whole model.
         session: Where the parameters go.
         policy: ``SizePolicy``, ``ModuleTypePolicy``, ``CustomPolicy``, ``NoWrapPolicy`` or the like.
-        **options: ``reshard_after_forward`` and ``ignored_params`` of ``fully_shard``, for every unit.
+        memory: How much time to give for memory, such as ``MemoryStrategy.STANDARD``, or
+            ``MemoryStrategy.EXTREME.options(offload_to="/scratch")``. For the first model of a session.
+        **options: ``reshard_after_forward``, ``strategy``, ``replica`` and ``ignored_params`` of ``fully_shard``, for
+            every unit; they have precedence over ``memory``.
 
     Returns:
         The model.
     """
+    saving = None if memory is None else resolve(memory)
+    if saving is not None:
+        prepare_session(cast("Session", session), saving)
+        options = {**saving.of_units(options), **options}
     candidates = dict(_candidates(model))
     chosen = {id(module) for module in policy.choose(list(candidates.values()))}
     for name, module in candidates.items():
@@ -119,6 +137,8 @@ def auto_wrap(model: nn.Module, session: HasUnits, policy: WrapPolicy, **options
             shard_modules([module], session.units, name=name, prefixes=[f"{name}."], **options)
     root = session.units.unused_name(type(model).__name__)
     shard_modules([model], session.units, name=root, prefixes=[""], **options)
+    if saving is not None:
+        save_less([module for module in candidates.values() if id(module) in chosen], saving)
     return model
 
 

@@ -18,7 +18,7 @@ NAMES = """
     FreedParameterError HyperparameterMismatchError IncompleteStepError InternalError InvalidRequestError LocalCluster
     ModuleTypePolicy NoWrapPolicy NonFiniteError NotFoundError RunMismatchError Session ShardedModule ShardwellError
     SizePolicy StaleEpochError Step StepStateError TiedParameterError UnavailableError UnitMismatchError UsageError
-    BackwardPrefetch ReplicaOptions ShardingStrategy
+    ActivationOffload BackwardPrefetch MemoryOptions MemoryStrategy offload_activations ReplicaOptions ShardingStrategy
     VersionGoneError World WorldError auto_wrap full_state_dict fully_shard iter_full_state_dict join optim
     register_forward_method
 """
