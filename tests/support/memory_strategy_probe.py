@@ -20,9 +20,9 @@ from torch import nn
 
 import shardwell
 
-WIDTH, NUM_BLOCKS, BATCH, NUM_STEPS = 512, 12, 1024, 4
-LIMITS = {"prefetch_bytes": 16 << 20, "push_bytes": 16 << 20}
-"""A block has 12.6 MB."""
+WIDTH, NUM_BLOCKS, BATCH, NUM_STEPS = 384, 8, 256, 2
+LIMITS = {"prefetch_bytes": 8 << 20, "push_bytes": 8 << 20}
+"""A block has 7.1 MB."""
 
 
 class Block(nn.Module):
@@ -61,7 +61,7 @@ class Peak:
         return int(self._process.memory_full_info().uss)
 
     def _sample(self) -> None:
-        while not self._ended.wait(0.003):
+        while not self._ended.wait(0.01):
             self.peak_bytes = max(self.peak_bytes, self._own_bytes())
 
 
