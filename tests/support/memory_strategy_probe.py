@@ -20,7 +20,7 @@ from torch import nn
 
 import shardwell
 
-WIDTH, NUM_BLOCKS, BATCH, NUM_STEPS = 384, 8, 256, 2
+WIDTH, NUM_BLOCKS, BATCH, NUM_STEPS = 384, 8, 1024, 2
 LIMITS = {"prefetch_bytes": 8 << 20, "push_bytes": 8 << 20}
 """A block has 7.1 MB."""
 
