@@ -12,17 +12,20 @@
 """
 
 from shardwell import amp, init, optim
+from shardwell.activation_offload import ActivationOffload, offload_activations
 from shardwell.client_optim import ClientSide
 from shardwell.fully_shard import ShardedModule, fully_shard, register_forward_method
 from shardwell.loading import from_safetensors
 from shardwell.local_cluster import LocalCluster
 from shardwell.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
+from shardwell.memory_strategy import MemoryOptions, MemoryStrategy
 from shardwell.mixed_precision import MixedPrecisionPolicy
 from shardwell.saving import save_dcp, save_safetensors
 from shardwell.session import Session, join
 from shardwell.sharded_state import TensorSlice, sharded_state_dict
 from shardwell.state_dict import full_state_dict, iter_full_state_dict
 from shardwell.step import Step
+from shardwell.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
 from shardwell.tiled_linear import TiledLinear
 from shardwell.wrap import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, auto_wrap
 from shardwell_wire.errors import (
@@ -55,6 +58,8 @@ from shardwell_wire.topology import World
 
 __all__ = [
     "AccessError",
+    "ActivationOffload",
+    "BackwardPrefetch",
     "CapacityError",
     "ChunkError",
     "ClientSide",
@@ -69,15 +74,19 @@ __all__ = [
     "InternalError",
     "InvalidRequestError",
     "LocalCluster",
+    "MemoryOptions",
     "MemoryReport",
+    "MemoryStrategy",
     "MixedPrecisionPolicy",
     "ModuleTypePolicy",
     "NoWrapPolicy",
     "NonFiniteError",
     "NotFoundError",
+    "ReplicaOptions",
     "RunMismatchError",
     "Session",
     "ShardedModule",
+    "ShardingStrategy",
     "ShardwellError",
     "SizePolicy",
     "StaleEpochError",
@@ -103,6 +112,7 @@ __all__ = [
     "join",
     "local_ratio",
     "num_parameters",
+    "offload_activations",
     "optim",
     "register_forward_method",
     "save_dcp",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwell.lanes import KINDS, parse_kinds
+from shardwell.strategy import BackwardPrefetch
 from shardwell_wire import codec
 from shardwell_wire.errors import UsageError, WorldError
 from shardwell_wire.topology import AXES, World
@@ -62,6 +63,10 @@ class JoinConfig:
     """Gradients that may be on their way to the servers before the backward waits."""
     keep_bytes: int = 0
     """Weights that may stay here between their uses in a step, so that they are fetched once."""
+    max_gathers_in_flight: int = 0
+    """Units whose weights may be on their way at once. 0: as many as ``prefetch_bytes`` allows."""
+    backward_prefetch: str = BackwardPrefetch.PRE
+    """When the weights of the next unit are gathered in a backward: pre, post or none."""
     host_cache_bytes: int = 0
     """Weights that the run's trainers of this host may keep in shared memory together, so that they are
     fetched once for all. 0: none, because they take the memory for good."""
@@ -78,12 +83,15 @@ class JoinConfig:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(NAMES)}")
         if self.push_error_feedback and self.push_dtype == "float32":
             raise UsageError("push_error_feedback=True: nothing is left out with push_dtype='float32'")
-        for name in ("prefetch_bytes", "keep_bytes", "host_cache_bytes"):
+        for name in ("prefetch_bytes", "keep_bytes", "max_gathers_in_flight", "host_cache_bytes"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected at least 0")
         for name in ("wait_limit_s", "push_bytes"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected a positive number")
+        if self.backward_prefetch not in list(BackwardPrefetch):
+            modes = ", ".join(BackwardPrefetch)
+            raise UsageError(f"backward_prefetch={self.backward_prefetch!r}: expected one of {modes}")
         if self.min_trainers is not None and not 1 <= self.min_trainers <= self.world.size:
             raise WorldError(
                 f"min_trainers={self.min_trainers}: expected 1 to {self.world.size}, the size of {self.world}"

@@ -90,3 +90,20 @@ def to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callab
             event.synchronize()
 
     return copies, wait
+
+
+def to_device(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies what ``to_host`` brought back to a GPU; the compute stream waits for it, not the caller.
+
+    Args:
+        source: In host memory, of which only the copy stream was told.
+        device: Where to.
+    """
+    compute, stream = torch.cuda.current_stream(device), _copy_stream(device)
+    target = torch.empty_like(source, device=device)
+    stream.wait_stream(compute)  # who had the memory before may still be computing with it
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+    target.record_stream(stream)
+    compute.wait_stream(stream)
+    return target

@@ -76,9 +76,7 @@ class FlatVector:
 
     def release(self) -> None:
         """Gives the memory back."""
-        if self._arrival is not None:
-            self._arrival.abandon()
-        self._staging = self._arrival = None
+        self.abandon()
         if self.in_place:
             return
         if self._lent is not None:
@@ -88,6 +86,12 @@ class FlatVector:
         else:
             self.storage.resize_(0)
         self._memory.take(-self._layout.size_bytes)
+
+    def abandon(self) -> None:
+        """What is in the receive buffer is not wanted any more."""
+        if self._arrival is not None:
+            self._arrival.abandon()
+        self._staging = self._arrival = None
 
     def place(self, index: int) -> torch.Tensor:
         """A contiguous tensor on a parameter's part; for autograd it is no view of anything."""

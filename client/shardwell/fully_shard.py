@@ -15,6 +15,7 @@ from shardwell.hooks import hooked_method
 from shardwell.initialization import InitFunction, ValueSource, fill_ignored, plan_values
 from shardwell.meta import made_real
 from shardwell.mixed_precision import AS_STORED, MixedPrecisionPolicy, attach_casts, cast_buffers, casting_method
+from shardwell.strategy import ReplicaOptions, ShardingStrategy, check_strategy
 from shardwell.unit import Unit
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
@@ -69,8 +70,8 @@ class ShardedModule(nn.Module):
         unit = _sharding(self).unit
         if unit is None:
             return None
+        _sharding(self).units.gathering.start(unit)
         if async_op:
-            unit.start_fetch()
             return UnshardHandle(unit)
         unit.unshard()
         return None
@@ -89,10 +90,43 @@ class ShardedModule(nn.Module):
         for unit in _units_in(self, recurse):
             unit.settings.requires_gradient_sync = requires_gradient_sync
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are freed after a forward and gathered again for the backward."""
-        for unit in _units_in(self, recurse):
+    def set_reshard_after_forward(self, reshard_after_forward: bool | None, recurse: bool = True) -> None:
+        """Whether parameters are freed after a forward and gathered again for the backward; None: as by default.
+
+        Raises:
+            UsageError: A unit has a strategy that says otherwise; nothing is changed.
+        """
+        units = list(_units_in(self, recurse))
+        for unit in units:
+            check_strategy(unit.name, unit.settings.strategy, None, reshard_after_forward)
+        for unit in units:
             unit.settings.reshard_after_forward = reshard_after_forward
+
+    def set_sharding_strategy(
+        self,
+        strategy: ShardingStrategy | None,
+        recurse: bool = True,
+        *,
+        replica: ReplicaOptions | None = None,
+    ) -> None:
+        """Changes between steps how long weights stay in this trainer; the results are the same bits.
+
+        Trainers need not agree on it.
+
+        Args:
+            strategy: None: what ``fully_shard`` does when it is not told.
+            recurse: Also for the units inside this module.
+            replica: With ``NO_SHARD``: how gradients travel.
+
+        Raises:
+            UsageError: ``reshard_after_forward`` was chosen and says otherwise, or a forward or backward is running.
+            CapacityError: ``HYBRID_SHARD``, and the host has too little shared memory.
+        """
+        units = list(_units_in(self, recurse))
+        for unit in units:
+            check_strategy(unit.name, strategy, replica, unit.settings.reshard_after_forward)
+        for unit in units:
+            _sharding(self).units.set_strategy(unit, strategy, replica)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after a backward; the end of a step frees them anyway."""
@@ -145,6 +179,8 @@ def fully_shard(
     session: HasUnits,
     *,
     reshard_after_forward: bool | None = None,
+    strategy: ShardingStrategy | None = None,
+    replica: ReplicaOptions | None = None,
     mp_policy: MixedPrecisionPolicy = AS_STORED,
     ignored_params: Collection[nn.Parameter] = (),
     name: str | None = None,
@@ -171,6 +207,9 @@ def fully_shard(
         session: Where the parameters go.
         reshard_after_forward: Whether to free the parameters after the forward. The default is to do so,
             except for the unit around all others when gradients are needed: its backward comes at once.
+        strategy: How long the weights stay in this trainer; ``set_sharding_strategy`` changes it later. The default
+            is what ``reshard_after_forward`` says.
+        replica: With ``ShardingStrategy.NO_SHARD``: how gradients travel.
         mp_policy: What to compute in; the values on the servers keep their dtype.
         ignored_params: Parameters to leave alone.
         name: The unit's name in the run, under which parameters are inspected; by default the class
@@ -200,6 +239,8 @@ def fully_shard(
         prefixes=[f"{unit_name}."] if len(modules) == 1 else [f"{unit_name}.{index}." for index in range(len(modules))],
         ignored_params=ignored_params,
         reshard_after_forward=reshard_after_forward,
+        strategy=strategy,
+        replica=replica,
         mp_policy=mp_policy,
         placement=placement,
         source=source,
@@ -216,6 +257,8 @@ def shard_modules(
     prefixes: Sequence[str],
     ignored_params: Collection[nn.Parameter] = (),
     reshard_after_forward: bool | None = None,
+    strategy: ShardingStrategy | None = None,
+    replica: ReplicaOptions | None = None,
     mp_policy: MixedPrecisionPolicy = AS_STORED,
     placement: Placement = "flat",
     source: ValueSource | InitFunction | None = None,
@@ -227,6 +270,7 @@ def shard_modules(
     """
     guards.install(units)
     guards.check_modules(modules)
+    check_strategy(name, strategy, replica, reshard_after_forward)
     found = collect_parameters(modules, [f"{units.name_prefix}{prefix}" for prefix in prefixes], ignored_params)
     meta_device = torch.device(device)
     guards.check_parameters([(entry.names[0], entry.parameter) for entry in found], meta_device)
@@ -240,6 +284,8 @@ def shard_modules(
             unit.settings.reshard_after_forward = reshard_after_forward
         else:
             values.initialize()
+    if unit is not None and strategy is not None:
+        units.set_strategy(unit, strategy, replica)
     fill_ignored(source, modules)
     units.contain(modules, unit)
     attach_casts(modules, mp_policy)

@@ -191,17 +191,22 @@ class HostCache:
         self._use, self._budget_bytes = CacheUse(wait_limit_s), budget_bytes
         self._folder = HostFolder(key, directory)
 
-    def admit(self, unit: str, shards: Mapping[int, ShardRange]) -> dict[int, CachedShard]:
+    def admit(
+        self, unit: str, shards: Mapping[int, ShardRange], *, beyond_budget: bool = False
+    ) -> dict[int, CachedShard]:
         """Takes shards of a unit in: all of them, or none if they exceed the budget or the memory.
 
         Args:
             unit: Its name, for messages.
             shards: By any number that the caller knows them by, which the result has too.
+            beyond_budget: Whether the memory alone decides.
         """
         try:
             with locked(self._folder.path / _ADMISSION, _ADMISSION_LIMIT_S, self._use.closed):
-                if not self._make([shard for shard in shards.values() if not self._path(shard).exists()], unit):
+                missing = [shard for shard in shards.values() if not self._path(shard).exists()]
+                if not (beyond_budget or self._fits(missing, unit)):
                     return {}
+                self._make(missing)
             return {number: CachedShard(self._path(shard), unit, shard, self._use) for number, shard in shards.items()}
         except OSError as error:
             self._budget_bytes = 0  # the next units would meet the same
@@ -227,15 +232,17 @@ class HostCache:
     def _path(self, shard: ShardRange) -> Path:
         return self._folder.path / shard.file_name
 
-    def _make(self, missing: list[ShardRange], unit: str) -> bool:
-        """Makes files for shards that have none, if they fit; whoever calls holds the admission lock."""
-        if not missing:
-            return True
+    def _fits(self, missing: list[ShardRange], unit: str) -> bool:
+        """Whether shards that have no file are within the budget; whoever calls holds the admission lock."""
         used = sum(file.stat().st_size - HEAD_BYTES for file in self._folder.path.glob(f"*{_SUFFIX}"))
         wanted = sum(shard.size_bytes for shard in missing)
-        if used + wanted > self._budget_bytes:
+        if wanted and used + wanted > self._budget_bytes:
             logger.info("host cache: unit %r is not cached: %d bytes are taken, it has %d", unit, used, wanted)
             return False
+        return True
+
+    def _make(self, missing: list[ShardRange]) -> None:
+        """Makes files for shards that have none; whoever calls holds the admission lock."""
         made: list[Path] = []
         try:
             for shard in missing:
@@ -244,7 +251,6 @@ class HostCache:
             for path in made:
                 path.unlink()
             raise
-        return True
 
     def _create(self, shard: ShardRange) -> Path:
         """A file that shows no version; it gets its name when it is complete."""

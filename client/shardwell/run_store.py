@@ -24,7 +24,7 @@ from shardwell.slice_client import SlicePart, SlicePlace, read_slice, stage_slic
 from shardwell.store import InitialValues
 from shardwell.traffic import RemoteUnit, Traffic
 from shardwell_wire import wire_dtypes
-from shardwell_wire.errors import ConflictError, DeadlineError
+from shardwell_wire.errors import ConflictError, DeadlineError, UsageError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.slices import part_in
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
@@ -52,11 +52,8 @@ class RunStore:
         self._servers: dict[str, ServerConnection] = {}
         self._units: dict[int, RemoteUnit] = {}
         self._traffic = Traffic(push_bytes=config.push_bytes)
-        self._wire = Wire(
-            wire_dtypes.NAMES[config.gather_dtype], wire_dtypes.NAMES[config.push_dtype], config.wait_limit_s
-        )
-        self._feedback = ErrorFeedback(self._wire.push_dtype) if config.push_error_feedback else None
-        self._cache = self._open_cache()
+        self._wire, self._feedback = self._make_wire()
+        self._cache = self._open_cache() if config.host_cache_bytes else None
 
     @property
     def stats(self) -> dict[str, float]:
@@ -73,6 +70,29 @@ class RunStore:
     def lanes(self) -> list[dict[str, Any]]:
         """Each shard server's lane and what it did."""
         return [server.describe() for server in self._servers.values()]
+
+    def set_wire_dtypes(self, gather_dtype: str | None, push_dtype: str | None) -> None:
+        """Changes how 32-bit floats travel, before the first unit; None: as ``join`` was told.
+
+        Raises:
+            UsageError: There are units, or no such dtype.
+        """
+        before = self._config
+        self._config = replace(
+            before, gather_dtype=gather_dtype or before.gather_dtype, push_dtype=push_dtype or before.push_dtype
+        )
+        if self._config != before and self._units:
+            self._config = before
+            raise UsageError(
+                f"gather_dtype={gather_dtype!r} and push_dtype={push_dtype!r} can not be set once a session has units: "
+                "give them to join, or to the first auto_wrap(memory=...)"
+            )
+        self._wire, self._feedback = self._make_wire()
+
+    def _make_wire(self) -> tuple[Wire, ErrorFeedback | None]:
+        config = self._config
+        wire = Wire(wire_dtypes.NAMES[config.gather_dtype], wire_dtypes.NAMES[config.push_dtype], config.wait_limit_s)
+        return wire, ErrorFeedback(wire.push_dtype) if config.push_error_feedback else None
 
     def advance(self, progress: StepProgress) -> None:
         """The step is committed: from now on ``progress`` is the one in flight. Nothing is being gathered or pushed."""
@@ -115,7 +135,7 @@ class RunStore:
         self._units[unit.index] = self._share(unit)
         return unit.index
 
-    def _share(self, unit: RemoteUnit) -> RemoteUnit:
+    def _share(self, unit: RemoteUnit, *, beyond_budget: bool = False) -> RemoteUnit:
         """Maps the shards that lie in shared memory, of servers or of the host's cache: as a whole, if all do."""
         if not CAN_MAP or not unit.layout.size_bytes:
             return unit
@@ -128,7 +148,8 @@ class RunStore:
                         shard.window = SharedVector(name, [place])
                     if exact:
                         places[number] = place
-            places.update(self._cached_places(unit, [n for n in range(len(unit.shards)) if n not in places]))
+            others = [number for number in range(len(unit.shards)) if number not in places]
+            places.update(self._cached_places(unit, others, beyond_budget=beyond_budget))
             if len(places) == len(unit.shards):
                 in_order = [places[number] for number in range(len(unit.shards))]
                 return replace(unit, vector=SharedVector(name, in_order, exact=exact))
@@ -136,7 +157,9 @@ class RunStore:
             logger.warning("unit %r is fetched, not read in place: %s", name, error)
         return unit
 
-    def _cached_places(self, unit: RemoteUnit, numbers: Sequence[int]) -> dict[int, SegmentPlace]:
+    def _cached_places(
+        self, unit: RemoteUnit, numbers: Sequence[int], *, beyond_budget: bool
+    ) -> dict[int, SegmentPlace]:
         """Takes shards that cannot be read where they are into the host's cache, if they fit; returns where."""
         if self._cache is None or not numbers:
             return {}
@@ -146,14 +169,14 @@ class RunStore:
             )
             for number in numbers
         }
-        admitted = self._cache.admit(unit.layout.unit, ranges)
+        admitted = self._cache.admit(unit.layout.unit, ranges, beyond_budget=beyond_budget)
         for number, cached in admitted.items():
             unit.shards[number].cached = cached
         return {number: cached.place for number, cached in admitted.items()}
 
     def _open_cache(self) -> HostCache | None:
         config, run = self._config, self._membership.run
-        if not config.host_cache_bytes or not CAN_MAP:
+        if not CAN_MAP:
             return None
         # A run that is deleted and made again is another one, though its name and its steps are the same.
         described = self._membership.call("DescribeRun", coordinator_pb2.DescribeRunRequest(run=run))
@@ -195,6 +218,18 @@ class RunStore:
     def in_place(self, unit_index: int) -> SharedVector | None:
         """See ``ParameterStore.in_place``."""
         return self._units[unit_index].vector
+
+    def share_on_host(self, unit_index: int) -> bool:
+        """See ``ParameterStore.share_on_host``."""
+        unit = self._units[unit_index]
+        if unit.vector is None:
+            self._cache = self._cache or self._open_cache()
+            self._units[unit_index] = unit = self._share(unit, beyond_budget=True)
+        return unit.vector is not None or not unit.layout.size_bytes
+
+    def streams_gradients(self, unit_index: int) -> bool:
+        """See ``ParameterStore.streams_gradients``."""
+        return not all(shard.server.pushes_through_shm for shard in self._units[unit_index].shards)
 
     def await_version(self, unit_index: int) -> Future[int]:
         """See ``ParameterStore.await_version``."""

@@ -23,6 +23,7 @@ from shardwell.progress import ItemProgress, StepProgress
 from shardwell.run_state import RunBuffers, TrackedObjects
 from shardwell.run_store import RunStore
 from shardwell.step import Step
+from shardwell.strategy import BackwardPrefetch
 from shardwell.units import Units
 from shardwell_wire.errors import UsageError
 from shardwell_wire.topology import World
@@ -52,6 +53,8 @@ def join(
     prefetch_bytes: int | None = None,
     push_bytes: int | None = None,
     keep_bytes: int | None = None,
+    max_gathers_in_flight: int | None = None,
+    backward_prefetch: BackwardPrefetch | str | None = None,
     host_cache_bytes: int | None = None,
     lanes: str | None = None,
     gather_dtype: str | None = None,
@@ -81,6 +84,11 @@ def join(
         push_bytes: Gradients that may be in flight before the backward waits.
         keep_bytes: Weights that may stay here from one use in a step to the next instead of being fetched
             again: memory for bytes on the wire. By default none; what is read in place costs neither.
+        max_gathers_in_flight: Units whose weights may be on their way at once, also with explicit prefetch lists
+            (FSDP1's ``limit_all_gathers``); what is read in place does not count. By default as many as
+            ``prefetch_bytes`` allows.
+        backward_prefetch: When the weights of the next unit are gathered in a backward: ``pre``, ``post`` or ``none``,
+            as FSDP1's. By default ``pre``.
         host_cache_bytes: Weights that the run's trainers of this host may keep in shared memory together: what is on
             servers of other hosts is fetched once per host and step, and read in place. By default none. The same
             on all trainers of a host.
@@ -139,6 +147,8 @@ class Session:
             self.store,
             prefetch_bytes=config.prefetch_bytes,
             keep_bytes=config.keep_bytes,
+            max_gathers_in_flight=config.max_gathers_in_flight,
+            backward_prefetch=BackwardPrefetch(config.backward_prefetch),
             name_prefix=self._name_prefix(),
             init_seed=derive_seed(self.seed, "stage", self.pp_rank or 0),
         )
@@ -350,6 +360,7 @@ class Session:
                 self._buffers.committed(response.state.buffers)
                 self.progress = StepProgress(response.next_work.step, response.next_work.items)
                 self.store.advance(self.progress)
+            self.units.begin_step()
         return not response.skipped
 
     def _poll_commit(self, request: coordinator_pb2.CommitStepRequest) -> coordinator_pb2.CommitStepResponse:

@@ -103,6 +103,17 @@ class ParameterStore(Protocol):
         """The unit's flat vector where the store keeps it, if this process can read it there; never another."""
         ...
 
+    def share_on_host(self, unit_index: int) -> bool:
+        """Has the processes of this host keep one copy of a unit together, unless they do; returns whether they can.
+
+        Nothing of the unit is being gathered. Afterwards ``in_place`` may return what it did not before.
+        """
+        ...
+
+    def streams_gradients(self, unit_index: int) -> bool:
+        """Whether a push of a unit travels in the background, rather than being copied to shared memory at once."""
+        ...
+
     def await_version(self, unit_index: int) -> Future[int]:
         """Starts to wait until a vector that is read in place is of the version that the current step reads."""
         ...

@@ -8,7 +8,7 @@ saved of the parameters, because that lies in the vector too.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -23,6 +23,7 @@ from shardwell.initialization import FlatValues, NewValues
 from shardwell.mixed_precision import AS_STORED, MixedPrecisionPolicy, Precision
 from shardwell.parameter import adopt, freed_class
 from shardwell.store import InPlaceVector, ParameterStore
+from shardwell.strategy import ReplicaOptions, ShardingStrategy
 from shardwell.tensors import local_part
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import UsageError, VersionGoneError
@@ -46,12 +47,16 @@ class UnitState(enum.Enum):
     """The flat vector is complete and the parameters are usable."""
     KEPT = enum.auto()
     """The flat vector is complete and waits for its next use in the step. Using a parameter raises."""
+    STALE = enum.auto()
+    """The flat vector of a replica has its memory, with bytes of an older version. Using a parameter raises."""
 
 
 @dataclass(slots=True)
 class UnitSettings:
     """What FSDP2's setters set. None leaves the choice to ``Units``."""
 
+    strategy: ShardingStrategy | None = None
+    replica: ReplicaOptions = field(default_factory=ReplicaOptions)
     reshard_after_forward: bool | None = None
     reshard_after_backward: bool = True
     requires_gradient_sync: bool = True
@@ -170,16 +175,11 @@ class Unit:
             flat.release()
             self._flat.allocate()
             placed = [self._flat.place(number) for number in range(len(self.parameters))]
-        shared = self._store.in_place(index) if self.device_type == "cpu" and not casts else None
-        if shared is not None:
-            self._flat.release()
-            self._flat.lie_in(shared.bytes)
-            self._shared = shared
-            placed = [self._flat.place(number) for number in range(len(self.parameters))]
         for number, parameter in enumerate(self.parameters):
             self._locals[number].data = placed[number]
             adopt(parameter, self, number)
         self._release()
+        self._read_in_place(index)
         self._memory.pool.trim()
         trim()  # of what the module's own memory was until now
         return index
@@ -190,13 +190,52 @@ class Unit:
                 if number not in blank:
                     view.copy_(local)
 
+    def _read_in_place(self, index: int) -> None:
+        """While freed: from now on the flat vector lies where the store keeps it, if this process can read it there."""
+        can_read = self.device_type == "cpu" and not self.precision.casts
+        shared = self._store.in_place(index) if can_read else None
+        if shared is None or self._shared is not None:
+            return
+        self._flat.lie_in(shared.bytes)
+        self._shared = shared
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, local in enumerate(self._locals):
+                local.data = self._flat.place(number)
+
+    def share_on_host(self) -> bool:
+        """While freed: moves the values to memory that the processes of this host share; returns whether there is any.
+
+        Graphs that were made before can not be used any more.
+        """
+        assert self.state is UnitState.FREED
+        if not self._store.share_on_host(self.index):
+            return False
+        self._read_in_place(self.index)
+        return True
+
     # Gathering and freeing.
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether the weights stay here."""
+        return self.settings.strategy is ShardingStrategy.NO_SHARD
+
+    @property
+    def needs_gather(self) -> bool:
+        """Whether the values are not here, nor on their way."""
+        return self.state in (UnitState.FREED, UnitState.STALE)
+
+    @property
+    def in_flight(self) -> Future[int] | None:
+        """The gather into memory of this process that was started last, until its bytes are used."""
+        return None if self._flat.in_place else self._fetched
 
     def start_fetch(self) -> None:
         """Starts to gather, in the background, unless that has been done."""
-        if self.state is not UnitState.FREED:
+        if not self.needs_gather:
             return
-        self._flat.allocate()
+        if self.state is UnitState.FREED:
+            self._flat.allocate()
         self._set_state(UnitState.FETCHING)
         try:
             if self._shared is not None:
@@ -252,11 +291,23 @@ class Unit:
         """Gives the memory back; waits for a gather that is under way."""
         if self.state is UnitState.FREED:
             return
-        if self._fetched is not None:
-            if self._shared is None:
-                wait([self._fetched])  # it is writing into the memory
-            self._fetched = None
+        self._end_fetch()
         self._release()
+
+    def expire(self) -> None:
+        """The values are of an older version: a replica keeps its memory for the next one, another unit is freed."""
+        if self.is_replica and self.state is not UnitState.FREED:
+            self._end_fetch()
+            self._guard()
+            self._flat.abandon()
+            self._set_state(UnitState.STALE)
+        else:
+            self.free()
+
+    def _end_fetch(self) -> None:
+        if self._fetched is not None and self._shared is None:
+            wait([self._fetched])  # it is writing into the memory
+        self._fetched = None
 
     def _release(self) -> None:
         self._guard()
@@ -268,7 +319,7 @@ class Unit:
             parameter.__class__ = freed
 
     def _set_state(self, state: UnitState) -> None:
-        size_bytes, before = self.own_bytes, self.state
+        size_bytes, before = 0 if self.is_replica else self.own_bytes, self.state
         self._memory.fetching_bytes += ((state is UnitState.FETCHING) - (before is UnitState.FETCHING)) * size_bytes
         self._memory.kept_bytes += ((state is UnitState.KEPT) - (before is UnitState.KEPT)) * size_bytes
         self.state = state
@@ -355,11 +406,12 @@ class Unit:
 
     # Gradients.
 
-    def take_gradients(self) -> list[tuple[int, torch.Tensor]]:
-        """The local gradients by parameter index, dense, contiguous and as stored; they are not local any more."""
+    def take_gradients(self, indices: Iterable[int] | None = None) -> list[tuple[int, torch.Tensor]]:
+        """The local gradients, of all or some parameters, by index: dense and as stored. They are not local any more."""
         taken = []
         with torch._C.DisableTorchFunctionSubclass():
-            for index, parameter in enumerate(self.parameters):
+            for index in range(len(self.parameters)) if indices is None else indices:
+                parameter = self.parameters[index]
                 own = None if parameter.grad is None else _plain(parameter.grad, parameter)
                 if (gradient := self.precision.finish(index, own)) is not None:
                     parameter.grad = None

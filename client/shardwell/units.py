@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,14 +15,17 @@ from shardwell.allocator import keep_freed_memory
 from shardwell.buffer_pool import BufferPool
 from shardwell.collect import FoundParameter
 from shardwell.flat_vector import Memory
+from shardwell.gathering import Gathering
+from shardwell.gradient_buckets import GradientBuckets, cut
 from shardwell.hooks import NO_TASK, ForwardCall, attach, backward_task
 from shardwell.initialization import Naming, NewValues
 from shardwell.mixed_precision import AS_STORED, MixedPrecisionPolicy
 from shardwell.parameter import owner_of
-from shardwell.prefetch import Order, Phase
+from shardwell.prefetch import Phase
 from shardwell.store import ParameterStore
+from shardwell.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
 from shardwell.unit import Unit, UnitState
-from shardwell_wire.errors import UsageError
+from shardwell_wire.errors import CapacityError, UsageError
 from shardwell_wire.layout import UnitLayout
 
 
@@ -38,6 +42,10 @@ class _Backward:
 class Units:
     """The units of one session, and the rules by which they are gathered, pushed and freed.
 
+    Attributes:
+        gathering: Gathers them, and says how far ahead.
+        keep_bytes: How much may stay between its uses in a step.
+
     Used by one training thread; autograd's threads call in while that thread waits in a backward.
 
     Args:
@@ -45,6 +53,8 @@ class Units:
         prefetch_bytes: How much may be gathered ahead of its use, beyond the units in use; so much memory of
             freed units is kept for the next ones.
         keep_bytes: How much may stay between its uses in a step.
+        max_gathers_in_flight: How many gathers may be under way at once; 0: any number.
+        backward_prefetch: When the next unit of a backward is gathered.
         name_prefix: Begins the names of all units and parameters; tells those of one pipeline stage or
             tensor-parallel rank from another's, which are made by the same code.
         init_seed: What random initial values depend on, beside names without that prefix.
@@ -56,16 +66,24 @@ class Units:
         *,
         prefetch_bytes: int = 128 << 20,
         keep_bytes: int = 0,
+        max_gathers_in_flight: int = 0,
+        backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE,
         name_prefix: str = "",
         init_seed: int = 0,
     ) -> None:
         self.name_prefix = name_prefix
         self.naming = Naming(init_seed, name_prefix)
+        self.keep_bytes = keep_bytes
         self._store = store
-        self._prefetch_bytes, self._keep_bytes = prefetch_bytes, keep_bytes
+        self._buckets: dict[Unit, GradientBuckets] = {}
         self._by_name: dict[str, Unit] = {}
         self._memory = Memory(BufferPool(prefetch_bytes))
-        self._order = Order()
+        self.gathering = Gathering(
+            self._memory,
+            prefetch_bytes=prefetch_bytes,
+            max_in_flight=max_gathers_in_flight,
+            backward_prefetch=backward_prefetch,
+        )
         self._backwards: dict[int, _Backward] = {}
         self._outermost: list[Unit] = []
         self._pushed = False
@@ -105,6 +123,39 @@ class Units:
         self._outermost = [
             unit for unit in self._outermost if unit is new or not any(id(part) in inside for part in unit.modules)
         ]
+
+    def set_strategy(self, unit: Unit, strategy: ShardingStrategy | None, replica: ReplicaOptions | None) -> None:
+        """Has a unit be kept, freed and pushed as a strategy says, from its next use on.
+
+        Raises:
+            UsageError: A forward or backward is using the unit.
+            CapacityError: ``HYBRID_SHARD``, and this host has no room to share for the unit.
+        """
+        if unit.usage:
+            raise UsageError(
+                f"the strategy of unit {unit.name!r} can not change while a forward or backward uses it: call "
+                "set_sharding_strategy between steps",
+                unit=unit.name,
+            )
+        self.free_unused(unit)
+        unit.free()
+        if (buckets := self._buckets.pop(unit, None)) is not None:
+            buckets.remove()
+        unit.settings.strategy, unit.settings.replica = strategy, replica or ReplicaOptions()
+        if strategy is ShardingStrategy.HYBRID_SHARD:
+            self._share_on_host(unit)
+        elif unit.is_replica and unit.settings.replica.push_during_backward:
+            self._buckets[unit] = GradientBuckets(unit, partial(self._bucket_bytes, unit), partial(self._push, unit))
+
+    def _share_on_host(self, unit: Unit) -> None:
+        if not unit.share_on_host():
+            unit.settings.strategy = None
+            raise CapacityError(
+                f"HYBRID_SHARD: unit {unit.name!r} has {unit.layout.size_bytes} bytes, for which this host has no "
+                "shared memory (the log says why): enlarge /dev/shm (docker: shm_size), or use FULL_SHARD",
+                unit=unit.name,
+            )
+        self.generation += 1  # older graphs hold views of where the weights were
 
     @property
     def _root(self) -> Unit | None:
@@ -160,7 +211,7 @@ class Units:
 
     def forward_order(self) -> list[int]:
         """Indices of the units in the order in which the last forward first used them."""
-        return self._order.forward
+        return self.gathering.order.forward
 
     # What the session calls.
 
@@ -184,7 +235,14 @@ class Units:
         """Frees all units, whose values a commit has made stale, and makes older graphs raise when used."""
         for unit in self:
             unit.pushed = False
-        self._end_graphs(self._written(), Unit.free)
+        self._end_graphs(self._written(), Unit.expire)
+
+    def begin_step(self) -> None:
+        """Starts to fetch what the committed step made of the replicas, in the order of the forward."""
+        first_use = {index: place for place, index in enumerate(self.gathering.order.forward)}
+        stale = [unit for unit in self if unit.state is UnitState.STALE]
+        for unit in sorted(stale, key=lambda unit: first_use.get(unit.index, len(first_use))):
+            self.gathering.start_ahead(unit)
 
     def zero_grad(self) -> None:
         """Drops the gradients of the current work item, here and on the servers.
@@ -194,6 +252,8 @@ class Units:
         for unit in self:
             unit.drop_gradients()
             unit.pushed = False
+        for buckets in self._buckets.values():
+            buckets.clear()
         if self._pushed:
             self._store.discard()
             self._pushed = False
@@ -207,7 +267,7 @@ class Units:
     def _end_graphs(self, written: Sequence[tuple[Unit, str]], leave: Callable[[Unit], None]) -> None:
         self.generation += 1
         self._abandon(Unit.free if written else leave)
-        self._order.end_forward()
+        self.gathering.order.end_forward()
         for unit, name in written:
             _raise_written(unit, name)
 
@@ -220,9 +280,10 @@ class Units:
 
     def _put_away(self, unit: Unit) -> None:
         """Keeps what will be needed again in the step, as far as there is room; frees the rest."""
-        if unit.state is UnitState.UNSHARDED and self._memory.kept_bytes + unit.own_bytes <= self._keep_bytes:
+        stays = unit.is_replica or self._memory.kept_bytes + unit.own_bytes <= self.keep_bytes
+        if unit.state is UnitState.UNSHARDED and stays:
             unit.keep()
-        elif unit.state is not UnitState.KEPT:
+        elif unit.state is not UnitState.KEPT and not unit.is_replica:
             unit.free()
 
     # What the hooks call.
@@ -231,10 +292,10 @@ class Units:
         """A forward of the unit begins."""
         if backward_task() == NO_TASK:
             self._forget_failed_backward()
-            self._use(unit, Phase.FORWARD)
+            self.gathering.use(unit, Phase.FORWARD)
         else:  # activation checkpointing computes it again: its backward comes next
             self._current_backward().units[unit] = None
-            self._use(unit, Phase.BACKWARD)
+            self.gathering.use(unit, Phase.BACKWARD)
 
     def leave_forward(self, unit: Unit) -> None:
         """A forward of the unit is over, with or without an exception."""
@@ -244,9 +305,15 @@ class Units:
     def enter_backward(self, call: ForwardCall, node_number: int) -> None:
         """A node that made a result of a forward call is about to run: the call's backward begins, if it has not."""
         backward = self._current_backward()
-        for other in [other for other in backward.calls if other.first_node_number > node_number]:
+        over = [other for other in backward.calls if other.first_node_number > node_number]
+        for other in over:
             del backward.calls[other]
             other.unit.usage.backward_calls.discard(other)
+        if self.gathering.backward_prefetch is BackwardPrefetch.POST and call.unit.needs_gather:
+            for other in over:
+                self._free_after_backward(other.unit)
+            self.gathering.start(call.unit)
+        for other in over:
             self._finish_backward(other.unit)
         if call not in backward.calls:
             backward.calls[call] = None
@@ -254,7 +321,7 @@ class Units:
             call.unit.usage.backward_calls.add(call)
             # With create_graph=True the graph of the backward keeps using the weights, without hooks.
             call.unit.usage.pinned |= torch.is_grad_enabled()
-        self._use(call.unit, Phase.BACKWARD)
+        self.gathering.use(call.unit, Phase.BACKWARD)
 
     def free_unused(self, unit: Unit, *, thorough: bool = False) -> None:
         """Frees a unit unless something is using it.
@@ -278,10 +345,14 @@ class Units:
         self._put_away(unit)
 
     def _frees_after_forward(self, unit: Unit) -> bool:
-        choice = unit.settings.reshard_after_forward
-        if choice is None:  # the backward begins with the root
-            return unit is not self._root or not torch.is_grad_enabled()
-        return choice
+        strategy, choice = unit.settings.strategy, unit.settings.reshard_after_forward
+        if strategy is ShardingStrategy.NO_SHARD:
+            return False
+        if choice is not None:
+            return choice
+        # The backward begins with the root.
+        stays = strategy is ShardingStrategy.SHARD_GRAD_OP or unit is self._root
+        return not (stays and torch.is_grad_enabled())
 
     def _forget_failed_backward(self) -> None:
         if self._backwards:
@@ -303,51 +374,37 @@ class Units:
         for call in backward.calls:
             call.unit.usage.backward_calls.discard(call)
         for unit in reversed(backward.units):
-            self._finish_backward(unit)
+            self._finish_backward(unit, is_over=True)
         if not self._backwards and self.is_last_backward:
             for unit in self:
-                if unit.state is UnitState.FETCHING:
+                if unit.state is UnitState.FETCHING and not unit.is_replica:
                     unit.free()
 
-    def _finish_backward(self, unit: Unit) -> None:
-        if unit.settings.requires_gradient_sync:
+    def _finish_backward(self, unit: Unit, *, is_over: bool = False) -> None:
+        waits = unit.is_replica and not (unit.settings.replica.push_during_backward or is_over)
+        if unit.settings.requires_gradient_sync and not waits:
             self._push(unit)
-        else:
+        elif not unit.settings.requires_gradient_sync:
             unit.put_gradients_by()
-        if unit.settings.reshard_after_backward:
+        self._free_after_backward(unit)
+
+    def _free_after_backward(self, unit: Unit) -> None:
+        if unit.settings.reshard_after_backward and not unit.is_replica:
             self.free_unused(unit)
 
-    def _push(self, unit: Unit) -> None:
-        gradients = unit.take_gradients()
-        if gradients:
+    def _push(self, unit: Unit, indices: Sequence[int] | None = None) -> None:
+        """Pushes the local gradients of a unit, or of some of its parameters."""
+        if indices is None and unit in self._buckets:
+            self._buckets[unit].clear()
+        for bucket in cut(unit.take_gradients(indices), self._bucket_bytes(unit) if indices is None else None):
             self._pushed = unit.pushed = True
-            self._store.push(unit.index, gradients)
+            self._store.push(unit.index, bucket)
 
-    # Gathering ahead.
-
-    def _use(self, unit: Unit, phase: Phase) -> None:
-        """Gathers a unit and starts to gather those that come next."""
-        unit.start_fetch()
-        self._order.observe(unit, phase)
-        self._prefetch(unit, phase)
-        unit.unshard()
-
-    def _prefetch(self, unit: Unit, phase: Phase) -> None:
-        chosen = unit.settings.forward_prefetch if phase is Phase.FORWARD else unit.settings.backward_prefetch
-        if chosen is not None:
-            for following in chosen:
-                following.start_fetch()
-            return
-        ahead = self._memory.fetching_bytes - (
-            unit.precision.layout.size_bytes if unit.state is UnitState.FETCHING else 0
-        )
-        for following in self._order.upcoming():
-            if following.state is not UnitState.FREED:
-                continue
-            ahead += following.precision.layout.size_bytes
-            if ahead > self._prefetch_bytes:
-                return
-            following.start_fetch()
+    def _bucket_bytes(self, unit: Unit) -> int | None:
+        """How many bytes of gradients are pushed at once; None: all that the unit has when its backward is over."""
+        # What goes through shared memory hides behind nothing, and takes a mailbox of the unit's size for each push.
+        in_buckets = unit.is_replica and unit.settings.requires_gradient_sync
+        return unit.settings.replica.bucket_bytes if in_buckets and self._store.streams_gradients(unit.index) else None
 
 
 def _raise_written(unit: Unit, name: str) -> None:

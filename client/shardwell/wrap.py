@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import nn
 
 from shardwell.default_policy import BlockPolicy
 from shardwell.fully_shard import HasUnits, ShardedModule, shard_modules
 from shardwell.guards import has_forward
+from shardwell.memory_strategy import MemoryOptions, MemoryStrategy, prepare_session, resolve, save_less
 from shardwell.parameter import owner_of
 from shardwell.tiled_linear import Tile
 from shardwell_wire.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardwell.session import Session
 
 _READS_CHILDREN = (nn.MultiheadAttention,)
 """Their forward reads the parameters of their children without calling them."""
@@ -106,6 +110,7 @@ def auto_wrap(
     policy: WrapPolicy | None = None,
     *,
     ignored_params: Collection[nn.Parameter] = (),
+    memory: MemoryStrategy | MemoryOptions | None = None,
     **options: Any,
 ) -> Any:
     """Calls ``fully_shard`` on the modules that a policy chooses, inner ones first, and on the model.
@@ -121,16 +126,26 @@ def auto_wrap(
         policy: ``SizePolicy``, ``ModuleTypePolicy``, ``CustomPolicy``, ``NoWrapPolicy`` or the like. None:
             the model's repeated blocks and what is as large as one, see ``default_policy.BlockPolicy``.
         ignored_params: Parameters to leave alone: they stay ordinary ones in this process.
-        **options: Further ones of ``fully_shard``, for every unit, such as ``reshard_after_forward``.
+        memory: How much time to give for memory, such as ``MemoryStrategy.STANDARD``, or
+            ``MemoryStrategy.EXTREME.options(offload_to="/scratch")``. For the first model of a session.
+        **options: Further ones of ``fully_shard``, for every unit, such as ``strategy`` or ``mp_policy``; they have
+            precedence over ``memory``.
 
     Returns:
         The model.
     """
+    saving = None if memory is None else resolve(memory)
+    if saving is not None:
+        prepare_session(cast("Session", session), saving)
+        options = {**saving.of_units(options), **options}
     options["ignored_params"] = ignored_params
-    for name, module in choose_units(model, policy, ignored_params):
+    chosen = choose_units(model, policy, ignored_params)
+    for name, module in chosen:
         shard_modules([module], session.units, name=name, prefixes=[f"{name}."], **options)
     root = session.units.unused_name(type(model).__name__)
     shard_modules([model], session.units, name=root, prefixes=[""], **options)
+    if saving is not None:
+        save_less([module for _, module in chosen], saving)
     return model
 
 

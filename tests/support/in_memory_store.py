@@ -125,6 +125,12 @@ class InMemoryStore:
     def in_place(self, unit_index: int) -> None:
         return None
 
+    def share_on_host(self, unit_index: int) -> bool:
+        return False
+
+    def streams_gradients(self, unit_index: int) -> bool:
+        return True
+
     def await_version(self, unit_index: int) -> Future[int]:
         raise AssertionError("nothing is read in place")
 

@@ -34,9 +34,10 @@ class Sharded:
         *,
         store: InMemoryStore | None = None,
         prefetch_bytes: int = 1 << 30,
+        **options: Any,
     ) -> None:
         self.store = store or InMemoryStore()
-        self.units = Units(self.store, prefetch_bytes=prefetch_bytes)
+        self.units = Units(self.store, prefetch_bytes=prefetch_bytes, **options)
         self.session = SimpleNamespace(units=self.units)
         self.model = model
         wrap(model, self.session)

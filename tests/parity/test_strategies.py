@@ -1,0 +1,456 @@
+"""Sharding strategies, prefetch modes and limits change when weights are there, and no bit."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwell
+from shardwell import BackwardPrefetch, ReplicaOptions, ShardingStrategy, UsageError, fully_shard
+from shardwell.unit import UnitState
+from shardwell.units import Units
+from shardwell_wire.errors import CapacityError, FreedParameterError
+from tests.support import transformer
+from tests.support.in_memory_store import InMemoryStore
+from tests.support.module_parity import LAYERS, Pair, Sharded, gpt, gpt_loss, inputs, wrap_blocks
+from tests.support.reference import ADAMW, sha256, train_plain
+from tests.support.strategies import BLOCKS, ROOT, commit, sharded_modules, step, unit_of, wrap_with
+
+FULL, GRAD_OP, NONE, HYBRID = ShardingStrategy
+IN_MEMORY = [FULL, GRAD_OP, NONE]
+"""The store in memory shares nothing with a host."""
+SMALL_BUCKETS = ReplicaOptions(bucket_bytes=2000)
+
+
+def train(pair: Pair, steps: int = 3) -> Pair:
+    for number in range(steps):
+        pair.backward(gpt_loss, number)
+        step(pair)
+    pair.compare()
+    return pair
+
+
+# Parity.
+
+
+@pytest.mark.parametrize("recompute", [None, False, True])
+@pytest.mark.parametrize("strategy", IN_MEMORY)
+@pytest.mark.parametrize("prefetch_bytes", [0, 1 << 30])
+def test_every_strategy_gives_the_same_bits(
+    strategy: ShardingStrategy, recompute: bool | None, prefetch_bytes: int
+) -> None:
+    train(Pair(gpt(recompute), wrap_with(strategy), prefetch_bytes=prefetch_bytes))
+
+
+@pytest.mark.parametrize("recompute", [None, True])
+@pytest.mark.parametrize("during", [False, True])
+def test_buckets_give_the_same_bits(recompute: bool | None, during: bool) -> None:
+    options = ReplicaOptions(bucket_bytes=2000, push_during_backward=during)
+    train(Pair(gpt(recompute), wrap_with(NONE, options)))
+
+
+def test_strategies_mixed_and_changed_between_steps() -> None:
+    pair = Pair(gpt(layers=4), wrap_blocks)
+    modules = sharded_modules(pair.sharded.model)
+    for number in range(10):
+        for place, module in enumerate(modules):
+            strategy = [FULL, GRAD_OP, NONE, None][(number + place) % 4]
+            module.set_sharding_strategy(strategy, recurse=False, replica=SMALL_BUCKETS if strategy is NONE else None)
+        pair.backward(gpt_loss, number)
+        step(pair)
+    pair.compare()
+    pair.sharded.model.set_sharding_strategy(None)
+    assert pair.sharded.units.live_bytes == 0
+
+
+def test_changed_between_the_forward_and_the_backward() -> None:
+    """Not between steps, but nothing is lost: the backward gathers what it needs."""
+    pair = Pair(gpt(), wrap_with(NONE))
+    for number, strategy in enumerate([FULL, GRAD_OP, NONE]):
+        losses = []
+        for model in (pair.plain, pair.sharded.model):
+            torch.manual_seed(number)
+            losses.append(gpt_loss(model, number))
+        model.set_sharding_strategy(strategy)
+        for loss in losses:
+            loss.backward()
+        step(pair)
+    pair.compare()
+
+
+def test_unused_and_unequal_parameters_of_a_replica() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = nn.ModuleList(nn.Linear(11, 11) for _ in range(3))
+            self.shared = nn.Linear(11, 11)
+            self.frozen = nn.Linear(11, 11).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+            return self.frozen(self.shared(self.branches[chosen](self.shared(x))))
+
+    def wrap(model: nn.Module, session: Any) -> None:
+        fully_shard(model, session, strategy=NONE, replica=ReplicaOptions(bucket_bytes=1, find_unused_parameters=True))
+
+    torch.manual_seed(0)
+    pair = Pair(Branches(), wrap)
+    for number in range(5):
+        if number == 3:
+            pair.plain.get_submodule("frozen").requires_grad_(True)
+            pair.sharded.model.get_submodule("frozen").requires_grad_(True)
+        pair.backward(lambda model, number: model(inputs(number, 5, 11), number % 2).square().sum(), number)
+        step(pair)
+    pair.compare()
+
+
+def test_hooks_on_gradients_run_before_their_bucket_is_pushed() -> None:
+    def scale(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    pair = Pair(gpt(), wrap_with(NONE, ReplicaOptions(bucket_bytes=1)))
+    for model in (pair.plain, pair.sharded.model):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(scale)
+    train(pair)
+
+
+@pytest.mark.parametrize("strategy", IN_MEMORY)
+def test_a_step_after_an_exception(strategy: ShardingStrategy) -> None:
+    pair = Pair(gpt(), wrap_with(strategy, SMALL_BUCKETS if strategy is NONE else None))
+
+    class FailingError(Exception):
+        pass
+
+    def fail(*_: Any) -> None:
+        raise FailingError
+
+    model: Any = pair.sharded.model
+    for hooked in (model.blocks[1].down.register_forward_hook, model.blocks[1].down.weight.register_hook):
+        model.unshard()
+        model.blocks[1].unshard()
+        handle = hooked(fail)
+        with pytest.raises(FailingError):
+            gpt_loss(model, 7).backward()
+        handle.remove()
+        pair.sharded.units.zero_grad()
+        train(pair, steps=2)
+
+
+# What is held.
+
+
+def test_what_each_strategy_holds_between_forward_and_backward() -> None:
+    for strategy, held in ((None, [ROOT]), (FULL, [ROOT]), (GRAD_OP, [*BLOCKS, ROOT]), (NONE, [*BLOCKS, ROOT])):
+        sharded = Sharded(gpt(), wrap_with(strategy), prefetch_bytes=0)
+        sizes = sharded.unit_bytes()
+        loss = gpt_loss(sharded.model, 0)
+        assert sharded.units.live_bytes == sum(sizes[name] for name in held)
+        loss.backward()
+        assert sharded.units.live_bytes == (sum(sizes.values()) if strategy is NONE else 0)
+
+
+def test_a_replica_keeps_its_memory_from_step_to_step() -> None:
+    sharded = Sharded(gpt(), wrap_with(NONE), prefetch_bytes=0)
+    model: Any = sharded.model
+    total, addresses = sum(sharded.unit_bytes().values()), set()
+    for number in range(3):
+        gpt_loss(model, number).backward()
+        addresses.add(tuple(unit.storage.data_ptr() for unit in sharded.units))
+        commit(sharded)
+        assert sharded.units.live_bytes == total
+        assert all(unit.state is UnitState.FETCHING for unit in sharded.units), "the next version is on its way"
+        with pytest.raises(FreedParameterError):
+            model.blocks[0].up.weight.sum()
+    assert len(addresses) == 1
+    assert sharded.units.peak_bytes == total
+
+
+def test_replicas_take_nothing_of_the_budget_for_prefetch() -> None:
+    block = Sharded(gpt(), wrap_blocks).unit_bytes()["Block-0"]
+    sharded = Sharded(gpt(layers=4), wrap_blocks, prefetch_bytes=block)
+    modules: Any = sharded.model.blocks
+    modules[3].set_sharding_strategy(NONE)
+    ahead = []
+    modules[0].up.register_forward_pre_hook(
+        lambda *_: ahead.append([unit.name for unit in sharded.units if unit.state is UnitState.FETCHING])
+    )
+    for number in range(3):
+        gpt_loss(sharded.model, number).backward()
+        commit(sharded)
+    assert ahead == [[], ["Block-1", "Block-3"], ["Block-1", "Block-3"]]
+
+
+def test_weights_of_a_forward_without_a_backward() -> None:
+    for strategy in (None, FULL, GRAD_OP):
+        sharded = Sharded(gpt(), wrap_with(strategy), prefetch_bytes=0)
+        with torch.no_grad():
+            gpt_loss(sharded.model, 0)
+        assert sharded.units.live_bytes == 0
+
+
+def test_reshard_of_a_replica_makes_it_unusable_and_keeps_its_memory() -> None:
+    sharded = Sharded(gpt(), wrap_with(NONE))
+    block: Any = sharded.model.blocks[0]
+    block.unshard()
+    assert torch.equal(block.up.weight, gpt().blocks[0].up.weight)
+    block.reshard()
+    assert unit_of(sharded, "Block-0").state is UnitState.KEPT
+    with pytest.raises(FreedParameterError):
+        block.up.weight.sum()
+
+
+def test_a_write_to_a_replica_raises() -> None:
+    sharded = Sharded(gpt(), wrap_with(NONE))
+    gpt_loss(sharded.model, 0).backward()
+    with torch.no_grad():
+        sharded.model.blocks[1].up.weight.add_(1)
+    with pytest.raises(UsageError, match=r"Block-1\.up\.weight.*written in place"):
+        sharded.units.finish_item()
+    sharded.units.zero_grad()
+    losses = []
+    for model in (gpt(), sharded.model):
+        torch.manual_seed(1)
+        losses.append(gpt_loss(model, 1))
+    assert torch.equal(*losses), "what was written is gone"
+
+
+# Conflicts.
+
+
+@pytest.mark.parametrize(
+    ("strategy", "choice", "advice"),
+    [(FULL, False, "SHARD_GRAD_OP"), (GRAD_OP, True, "FULL_SHARD"), (NONE, True, "FULL_SHARD")],
+)
+def test_reshard_after_forward_that_contradicts(strategy: ShardingStrategy, choice: bool, advice: str) -> None:
+    units = Units(InMemoryStore())
+
+    class Session:
+        @property
+        def units(self) -> Units:
+            return units
+
+    module = nn.Linear(3, 3)
+    with pytest.raises(UsageError, match=f"contradicts.*{advice}"):
+        fully_shard(module, Session(), strategy=strategy, reshard_after_forward=choice)
+    assert len(units) == 0 and type(module) is nn.Linear
+    sharded: Any = fully_shard(module, Session(), strategy=strategy)
+    with pytest.raises(UsageError, match=r"'Linear-0'.*contradicts"):
+        sharded.set_reshard_after_forward(choice)
+    sharded.set_sharding_strategy(None)
+    sharded.set_reshard_after_forward(choice)
+    with pytest.raises(UsageError, match="contradicts"):
+        sharded.set_sharding_strategy(strategy)
+    sharded.set_reshard_after_forward(None)
+    sharded.set_sharding_strategy(strategy)
+
+
+def test_nothing_changes_if_one_unit_can_not() -> None:
+    sharded = Sharded(gpt(), wrap_blocks)
+    model: Any = sharded.model
+    model.blocks[1].set_reshard_after_forward(True)
+    with pytest.raises(UsageError, match="Block-1"):
+        model.set_sharding_strategy(NONE)
+    assert [unit.settings.strategy for unit in sharded.units] == [None] * (LAYERS + 1)
+
+
+def test_a_strategy_can_not_change_in_use() -> None:
+    sharded = Sharded(gpt(), wrap_blocks)
+    block: Any = sharded.model.blocks[0]
+    handle = block.up.register_forward_pre_hook(lambda *_: block.set_sharding_strategy(NONE))
+    with pytest.raises(UsageError, match="'Block-0' can not change while a forward or backward uses it"):
+        gpt_loss(sharded.model, 0)
+    handle.remove()
+    sharded.units.zero_grad()
+    gpt_loss(sharded.model, 0).backward()
+
+
+def test_wrong_arguments() -> None:
+    sharded = Sharded(gpt(), wrap_blocks)
+    model: Any = sharded.model
+    with pytest.raises(UsageError, match=r"strategy='NO_SHARD': expected one of ShardingStrategy\.FULL_SHARD"):
+        model.set_sharding_strategy("NO_SHARD")
+    with pytest.raises(UsageError, match=r"needs strategy=ShardingStrategy\.NO_SHARD"):
+        model.set_sharding_strategy(FULL, replica=ReplicaOptions())
+    with pytest.raises(UsageError, match="bucket_bytes=0"):
+        ReplicaOptions(bucket_bytes=0)
+    with pytest.raises(CapacityError, match=r"HYBRID_SHARD: unit 'Block-0' has .* no shared memory"):
+        model.blocks[0].set_sharding_strategy(HYBRID)
+    gpt_loss(model, 0).backward()
+
+
+# Prefetch.
+
+
+def events_of_a_backward(**options: Any) -> list[str]:
+    """From the first gather of the third step's backward on."""
+    pair = Pair(gpt(), wrap_blocks, **options)
+    for number in range(3):
+        pair.sharded.store.events.clear()
+        pair.backward(gpt_loss, number)
+        step(pair)
+    events = pair.sharded.store.events
+    pair.compare()
+    return events[events.index("gather Block-2", events.index("gather Block-2") + 1) :][:6]
+
+
+def test_backward_prefetch_before_after_and_never() -> None:
+    """FSDP1's orders: before the computation, after it and before the push, after the push."""
+    block = Sharded(gpt(), wrap_blocks).unit_bytes()["Block-0"]
+    pre, post, none = (
+        events_of_a_backward(prefetch_bytes=block, backward_prefetch=mode)
+        for mode in (BackwardPrefetch.PRE, BackwardPrefetch.POST, BackwardPrefetch.NONE)
+    )
+    second, first, zeroth = (f"Block-{number}" for number in (2, 1, 0))
+    assert pre == [
+        *(f"gather {second}", f"gather {first}", f"push {second}", f"gather {zeroth}"),
+        *(f"push {first}", f"push {zeroth}"),
+    ]
+    assert post == [
+        *(f"gather {second}", f"gather {first}", f"push {second}", f"gather {zeroth}", f"push {first}"),
+        f"push {zeroth}",
+    ]
+    assert none == [
+        *(f"gather {second}", f"push {second}", f"gather {first}", f"push {first}", f"gather {zeroth}"),
+        f"push {zeroth}",
+    ]
+
+
+def test_post_holds_one_block_at_a_time() -> None:
+    peaks = {}
+    for mode in BackwardPrefetch:
+        sharded = Sharded(gpt(), wrap_blocks, backward_prefetch=mode)
+        gpt_loss(sharded.model, 0).backward()
+        commit(sharded)
+        for block in sharded_modules(sharded.model)[:-1]:
+            block.set_modules_to_forward_prefetch([])
+        gpt_loss(sharded.model, 1).backward()
+        peaks[mode] = sharded.units.peak_bytes
+    sizes = Sharded(gpt(), wrap_blocks).unit_bytes()
+    assert peaks[BackwardPrefetch.POST] == peaks[BackwardPrefetch.NONE] == sizes[ROOT] + sizes["Block-0"]
+    assert peaks[BackwardPrefetch.PRE] > peaks[BackwardPrefetch.POST]
+
+
+class CountingStore(InMemoryStore):
+    """Counts gathers from the call until the bytes are there."""
+
+    def __init__(self) -> None:
+        self.running = self.most = 0
+        self._count_lock = threading.Lock()
+        super().__init__(num_threads=8)
+
+    def gather(self, unit_index: int, target: memoryview, *, exact: bool = False) -> Future[int]:
+        with self._count_lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        return super().gather(unit_index, target, exact=exact)
+
+    def _copy(self, unit_index: int, target: memoryview) -> int:
+        version = super()._copy(unit_index, target)
+        with self._count_lock:
+            self.running -= 1
+        return version
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("strategy", [None, NONE])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_limit_on_gathers_in_flight(limit: int, strategy: ShardingStrategy | None, explicit: bool) -> None:
+    store = CountingStore()
+    pair = Pair(gpt(layers=6), wrap_with(strategy), store=store, max_gathers_in_flight=limit)
+    if explicit:
+        blocks: Any = pair.sharded.model.blocks
+        for before, block in pairwise(blocks):
+            before.set_modules_to_forward_prefetch(list(blocks))
+            block.set_modules_to_backward_prefetch(list(blocks))
+    train(pair)
+    assert 1 <= store.most <= limit
+
+
+def test_without_a_limit_prefetch_takes_what_its_bytes_allow() -> None:
+    store = InMemoryStore()
+    sharded = Sharded(gpt(layers=6), wrap_blocks, store=store)
+    gpt_loss(sharded.model, 0).backward()
+    commit(sharded)
+    gathered: list[int] = []
+    sharded.model.blocks[0].register_forward_pre_hook(lambda *_: gathered.append(len(store.events)))
+    store.events.clear()
+    gpt_loss(sharded.model, 1)
+    assert gathered == [7]
+
+
+# On servers.
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[shardwell.LocalCluster]:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain_hash() -> str:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = transformer.build()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    train_plain(model, optimizer, transformer.batch, dp=2, steps=4)
+    torch.set_num_threads(before)
+    return sha256(model.state_dict())
+
+
+def train_on(cluster: shardwell.LocalCluster, lanes: str, strategies: list[ShardingStrategy], **options: Any) -> Any:
+    """One trainer plays both ranks; units take turns with the strategies; the hash and the statistics."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with shardwell.join(
+        cluster.address, run=uuid.uuid4().hex, world=shardwell.World(dp=2), min_trainers=1, lanes=lanes, **options
+    ) as session:
+        model = transformer.build()
+        modules = [*model.blocks, model]
+        for module in modules:
+            fully_shard(module, session)
+        optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
+        for step in session.steps(4):
+            for place, module in enumerate(modules):
+                strategy = strategies[(step.number + place) % len(strategies)]
+                sharded: Any = module
+                if module._shardwell_sharding.unit.settings.strategy is not strategy:
+                    sharded.set_sharding_strategy(strategy, recurse=False)
+            for tokens in step.batches(transformer.batch):
+                model(tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.set_num_threads(before)
+        return sha256(shardwell.full_state_dict(model)), session.stats(), session
+
+
+@pytest.mark.parametrize("lanes", ["shm,socket,grpc", "socket", "grpc"])
+def test_all_strategies_on_servers(cluster: shardwell.LocalCluster, plain_hash: str, lanes: str) -> None:
+    for strategies in ([FULL], [GRAD_OP], [NONE], [HYBRID], list(ShardingStrategy)):
+        assert train_on(cluster, lanes, strategies)[0] == plain_hash
+
+
+def test_hybrid_fetches_each_version_once_for_all_ranks_of_the_host(cluster: shardwell.LocalCluster) -> None:
+    _, stats, session = train_on(cluster, "socket", [HYBRID])
+    size = sum(unit.layout.size_bytes for unit in session.units)
+    assert stats["received_bytes"] == 5 * size, "version 0, and what each of four steps made"
+    assert stats["cache_hit_bytes"] > 0
+    assert stats["peak_unit_bytes"] == max(unit.layout.size_bytes for unit in session.units), "that of declaring"
+
+
+def test_limits_are_arguments_of_join(cluster: shardwell.LocalCluster, plain_hash: str) -> None:
+    options = {"max_gathers_in_flight": 1, "backward_prefetch": "post"}
+    assert train_on(cluster, "socket", [FULL], **options)[0] == plain_hash
+    with pytest.raises(UsageError, match="max_gathers_in_flight=-1: expected at least 0"):
+        shardwell.join(cluster.address, max_gathers_in_flight=-1)
+    with pytest.raises(UsageError, match="backward_prefetch='sometimes': expected one of pre, post, none"):
+        shardwell.join(cluster.address, backward_prefetch="sometimes")

@@ -1,0 +1,57 @@
+"""Steps of a plain model and its sharded twin, as ``Pair`` does them, where replicas keep their memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import nn
+
+from shardwell import ReplicaOptions, ShardingStrategy, fully_shard
+from tests.support.module_parity import LAYERS, Pair, Sharded
+
+BLOCKS = [f"Block-{number}" for number in range(LAYERS)]
+ROOT = "Gpt-0"
+
+
+def wrap_with(strategy: ShardingStrategy | None, replica: ReplicaOptions | None = None) -> Any:
+    """A unit of that strategy for every block, and one for the rest."""
+
+    def wrap(model: Any, session: Any) -> None:
+        for block in model.blocks:
+            fully_shard(block, session, strategy=strategy, replica=replica)
+        fully_shard(model, session, strategy=strategy, replica=replica)
+
+    return wrap
+
+
+def commit(sharded: Sharded) -> None:
+    """What ``optimizer.step()`` and ``optimizer.zero_grad()`` do in a plain loop of one rank."""
+    sharded.units.finish_item()
+    sharded.store.step()
+    sharded.units.invalidate()
+    sharded.units.begin_step()
+    sharded.units.zero_grad()
+
+
+def step(pair: Pair) -> None:
+    """One optimizer step of both."""
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    commit(pair.sharded)
+
+
+def difference(counter: Counter[str], before: Counter[str]) -> dict[str, int]:
+    """What was counted since."""
+    return dict(counter - before)
+
+
+def unit_of(sharded: Sharded, name: str) -> Any:
+    """A unit by its name."""
+    return next(unit for unit in sharded.units if unit.name == name)
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """The blocks and the model."""
+    blocks: Any = model.blocks
+    return [*blocks, model]
