@@ -12,12 +12,16 @@ import ctypes
 import functools
 import os
 import sys
+import threading
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 """From glibc's malloc.h."""
 
 _TRIM_THRESHOLD_BYTES = 1 << 30
 """So much may lie free at the end of a heap."""
+
+_RETURNED_BYTES, _MAX_MAPPED_COUNT = 1 << 20, 65536
+"""Blocks from this size on are mapped by themselves and go when they are freed; as many as glibc has by default."""
 
 _NUM_ARENAS = 2
 """Background threads share heaps instead of keeping one each."""
@@ -29,15 +33,28 @@ def share_heaps() -> None:
     _set(_M_ARENA_MAX, _NUM_ARENAS)
 
 
-@functools.cache
+_settled = threading.Event()
+"""Whether it is decided what becomes of freed memory."""
+
+
 def keep_freed_memory() -> None:
-    """From now on all blocks come from the heaps, and what is freed stays there.
+    """From now on all blocks come from the heaps, and what is freed stays there, unless it was decided otherwise.
 
     To be called when the first backward begins: the layers that were built before, and are on the servers now, were
     mapped directly, so the heaps have no holes of them, and what a step needs at once is what they grow to.
     """
-    _set(_M_MMAP_MAX, 0)
-    _set(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
+    if not _settled.is_set():
+        _settled.set()
+        _set(_M_MMAP_MAX, 0)
+        _set(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
+
+
+def return_freed_memory() -> None:
+    """From now on large blocks go back to the system when they are freed, which takes time and saves memory."""
+    _settled.set()
+    _set(_M_MMAP_MAX, _MAX_MAPPED_COUNT)
+    _set(_M_MMAP_THRESHOLD, _RETURNED_BYTES)
+    _set(_M_TRIM_THRESHOLD, _RETURNED_BYTES)
 
 
 def trim() -> None:

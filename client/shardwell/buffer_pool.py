@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,9 @@ from contextlib import contextmanager
 import torch
 
 from shardwell_wire.codec import memory_at
+
+_MAPPED_BYTES = 1 << 20
+"""Larger buffers are mapped by themselves: in the heaps they would leave holes when they are freed."""
 
 
 class BufferPool:
@@ -43,7 +47,7 @@ class BufferPool:
             if idle := self._idle.get(size_bytes):
                 self._idle_bytes -= size_bytes
                 return idle.pop()
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return _mapped(size_bytes) if size_bytes >= _MAPPED_BYTES else torch.empty(size_bytes, dtype=torch.uint8)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Takes a buffer back; nobody may use it any more."""
@@ -57,3 +61,7 @@ class BufferPool:
         with self._lock:
             self._idle.clear()
             self._idle_bytes = 0
+
+
+def _mapped(size_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwell.activation_offload import offload_activations
+from shardwell.allocator import keep_freed_memory, return_freed_memory
 from shardwell.forward_wrapper import wrap_forward
 from shardwell.strategy import BackwardPrefetch, ShardingStrategy
 from shardwell_wire.errors import UsageError
@@ -43,6 +44,9 @@ class MemoryOptions:
     ``offload_activations``."""
     offload_min_bytes: int = 1 << 20
     """Smaller activations stay."""
+    keep_freed_memory: bool | None = None
+    """Whether the C library keeps freed gradients and activations for the next ones, which is faster; of the whole
+    process. See docs/memory.md."""
     gather_dtype: str | None = None
     """How 32-bit weights travel; lossy ones round what is computed with."""
     push_dtype: str | None = None
@@ -67,8 +71,8 @@ class MemoryStrategy(enum.Enum):
     STANDARD = enum.auto()
     """Weights are freed after the forward and gathered again; activations of units are computed again."""
     AGGRESSIVE = enum.auto()
-    """Also the outermost unit is freed, nothing is kept, weights and gradients travel as bfloat16, and what
-    checkpoints keep on a GPU waits in host memory."""
+    """Also the outermost unit is freed, nothing is kept, freed memory goes back to the system, weights and gradients
+    travel as bfloat16, and what checkpoints keep on a GPU waits in host memory."""
     EXTREME = enum.auto()
     """As AGGRESSIVE, but what checkpoints keep waits in files, and no weights are gathered ahead."""
 
@@ -90,6 +94,7 @@ _AGGRESSIVE = MemoryOptions(
     keep_bytes=0,
     checkpoint_activations=True,
     offload_to="cpu",
+    keep_freed_memory=False,
     gather_dtype="bfloat16",
     push_dtype="bfloat16",
 )
@@ -121,6 +126,10 @@ def prepare_session(session: Session, options: MemoryOptions) -> None:
     units = session.units
     if options.gather_dtype is not None or options.push_dtype is not None:
         session.store.set_wire_dtypes(options.gather_dtype, options.push_dtype)
+    if options.keep_freed_memory:
+        keep_freed_memory()
+    elif options.keep_freed_memory is not None:
+        return_freed_memory()
     if options.keep_bytes is not None:
         units.keep_bytes = options.keep_bytes
     if options.prefetch_bytes is not None:

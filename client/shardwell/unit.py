@@ -407,7 +407,7 @@ class Unit:
     # Gradients.
 
     def take_gradients(self, indices: Iterable[int] | None = None) -> list[tuple[int, torch.Tensor]]:
-        """The local gradients, of all or some parameters, by index: dense and as stored. They are not local any more."""
+        """The local gradients, of all or some parameters, by index, dense and as stored; not local any more."""
         taken = []
         with torch._C.DisableTorchFunctionSubclass():
             for index in range(len(self.parameters)) if indices is None else indices:
