@@ -15,7 +15,6 @@ from shardwell_server.shard import streams
 from shardwell_server.shard.optimizer import ShardOptimizer
 from shardwell_wire.errors import (
     CapacityError,
-    ConflictError,
     DeadlineError,
     IncompleteStepError,
     InternalError,
@@ -318,15 +317,6 @@ def test_a_unit_is_too_late_for_a_step_that_is_prepared(server: ShardServer) -> 
     assert isinstance(error_of(late.reserve), StepStateError)
     one.update(0)
     late.reserve()
-
-
-def test_another_algorithm_is_refused(server: ShardServer) -> None:
-    one = unit(server)
-    train(one, 0, algorithm="adam")
-    one.push(one.filled(1.0), step=1)
-    one.prepare(1)
-    assert isinstance(error_of(lambda: one.update(1, algorithm="sgd")), ConflictError)
-    assert one.update(1, algorithm="adam").version == 2
 
 
 def test_units_become_new_in_the_order_asked_and_wake_who_waits(server: ShardServer) -> None:

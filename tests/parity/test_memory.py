@@ -34,8 +34,9 @@ def test_freed_units_hold_no_memory(cluster: shardwell.LocalCluster, lane: str) 
     plain, sharded = probe("plain"), probe(cluster.address, lane)
     size = plain["parameter_bytes"]
     assert sharded["parameter_bytes"] == size
-    assert plain["after_forward"] > size
-    assert plain["after_backward"] > 2 * size, "plain PyTorch holds parameters and gradients"
+    # Less a few pages that lay free in the heap before.
+    assert plain["after_forward"] > 0.99 * size
+    assert plain["after_backward"] > 1.98 * size, "plain PyTorch holds parameters and gradients"
     block = size / NUM_BLOCKS
     assert sharded["live_unit_bytes"] == 0, "every block is freed after its forward"
     assert sharded["built"] < 2 * block

@@ -18,6 +18,7 @@ from shardwell import BackwardPrefetch, ReplicaOptions, ShardingStrategy, UsageE
 from shardwell.unit import UnitState
 from shardwell.units import Units
 from shardwell_wire.errors import CapacityError, FreedParameterError
+from shardwell_wire.layout import UnitLayout
 from tests.support import transformer
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import LAYERS, Pair, Sharded, gpt, gpt_loss, inputs, wrap_blocks
@@ -347,14 +348,14 @@ class CountingStore(InMemoryStore):
         self._count_lock = threading.Lock()
         super().__init__(num_threads=8)
 
-    def gather(self, unit_index: int, target: memoryview, *, exact: bool = False) -> Future[int]:
+    def gather(self, unit_index: int, target: memoryview, **options: Any) -> Future[int]:
         with self._count_lock:
             self.running += 1
             self.most = max(self.most, self.running)
-        return super().gather(unit_index, target, exact=exact)
+        return super().gather(unit_index, target, **options)
 
-    def _copy(self, unit_index: int, target: memoryview) -> int:
-        version = super()._copy(unit_index, target)
+    def _copy(self, unit_index: int, target: memoryview, layout: UnitLayout) -> int:
+        version = super()._copy(unit_index, target, layout)
         with self._count_lock:
             self.running -= 1
         return version
