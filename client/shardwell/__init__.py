@@ -15,13 +15,14 @@ from shardwell import amp, init, optim
 from shardwell.activation_offload import ActivationOffload, offload_activations
 from shardwell.client_optim import ClientSide
 from shardwell.fully_shard import ShardedModule, fully_shard, register_forward_method
+from shardwell.joining import join
 from shardwell.loading import from_safetensors
 from shardwell.local_cluster import LocalCluster
 from shardwell.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
 from shardwell.memory_strategy import MemoryOptions, MemoryStrategy
 from shardwell.mixed_precision import MixedPrecisionPolicy
 from shardwell.saving import save_dcp, save_safetensors
-from shardwell.session import Session, join
+from shardwell.session import Session
 from shardwell.sharded_state import TensorSlice, sharded_state_dict
 from shardwell.state_dict import full_state_dict, iter_full_state_dict
 from shardwell.step import Step

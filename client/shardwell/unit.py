@@ -8,10 +8,10 @@ saved of the parameters, because that lies in the vector too.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from shardwell.allocator import trim
 from shardwell.collect import FoundParameter
 from shardwell.flat_vector import FlatVector, Memory
 from shardwell.initialization import FlatValues, NewValues
+from shardwell.local_gradients import LocalGradients
 from shardwell.mixed_precision import AS_STORED, MixedPrecisionPolicy, Precision
 from shardwell.parameter import adopt, freed_class
 from shardwell.store import InPlaceVector, ParameterStore
@@ -111,6 +112,7 @@ class Unit:
         self.layout = layout
         self.precision = Precision(policy, layout)
         self.parameters = tuple(entry.parameter for entry in found)
+        self.gradients = LocalGradients(self.parameters, self.precision)
         self.sites = tuple(tuple(entry.sites) for entry in found)
         self.modules = tuple(modules)
         self.settings = UnitSettings()
@@ -403,44 +405,3 @@ class Unit:
         """A parameter's values, as a view of what ``gather_copy`` returned."""
         spec, start = self.layout.parameters[index], self.layout.starts[index]
         return flat[start : start + spec.size_bytes].view(self.precision.stored_dtype(index)).view(spec.shape)
-
-    # Gradients.
-
-    def take_gradients(self, indices: Iterable[int] | None = None) -> list[tuple[int, torch.Tensor]]:
-        """The local gradients, of all or some parameters, by index, dense and as stored; not local any more."""
-        taken = []
-        with torch._C.DisableTorchFunctionSubclass():
-            for index in range(len(self.parameters)) if indices is None else indices:
-                parameter = self.parameters[index]
-                own = None if parameter.grad is None else _plain(parameter.grad, parameter)
-                if (gradient := self.precision.finish(index, own)) is not None:
-                    parameter.grad = None
-                    taken.append((index, gradient))
-        return taken
-
-    def put_gradients_by(self) -> None:
-        """Sums the local gradients in the dtype to sum in, if that is not the one they are of."""
-        if not self.precision.sums_apart:
-            return
-        with torch._C.DisableTorchFunctionSubclass():
-            for index, parameter in enumerate(self.parameters):
-                if parameter.grad is not None and self.precision.put_by(index, _plain(parameter.grad, parameter)):
-                    parameter.grad = None
-
-    def drop_gradients(self) -> None:
-        """Forgets the local gradients."""
-        self.precision.drop()
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self.parameters:
-                parameter.grad = None
-
-
-def _plain(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    if gradient.requires_grad:
-        gradient = gradient.detach()
-    if (placements := getattr(parameter, "placements", None)) is not None:
-        # A DTensor's gradient may be a partial sum, such as that of a norm under sequence parallelism.
-        gradient = cast(Any, gradient).redistribute(placements=placements).to_local()
-    if gradient.layout is not torch.strided:
-        gradient = gradient.to_dense()
-    return gradient.contiguous()

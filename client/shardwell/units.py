@@ -250,7 +250,7 @@ class Units:
         Also cleans up after an exception in a forward or backward.
         """
         for unit in self:
-            unit.drop_gradients()
+            unit.gradients.drop()
             unit.pushed = False
         for buckets in self._buckets.values():
             buckets.clear()
@@ -385,7 +385,7 @@ class Units:
         if unit.settings.requires_gradient_sync and not waits:
             self._push(unit)
         elif not unit.settings.requires_gradient_sync:
-            unit.put_gradients_by()
+            unit.gradients.put_by()
         self._free_after_backward(unit)
 
     def _free_after_backward(self, unit: Unit) -> None:
@@ -396,7 +396,7 @@ class Units:
         """Pushes the local gradients of a unit, or of some of its parameters."""
         if indices is None and unit in self._buckets:
             self._buckets[unit].clear()
-        for bucket in cut(unit.take_gradients(indices), self._bucket_bytes(unit) if indices is None else None):
+        for bucket in cut(unit.gradients.take(indices), self._bucket_bytes(unit) if indices is None else None):
             self._pushed = unit.pushed = True
             self._store.push(unit.index, bucket)
 
