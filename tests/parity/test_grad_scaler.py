@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -37,9 +38,14 @@ def cluster() -> Iterator[str]:
         yield running.address
 
 
+_building = threading.Lock()
+"""Trainers that are threads of one process share torch's generator."""
+
+
 def build() -> nn.Sequential:
-    torch.manual_seed(11)
-    return nn.Sequential(nn.Linear(7, 61), nn.Tanh(), nn.Linear(61, 53), nn.Tanh(), nn.Linear(53, 1))
+    with _building:
+        torch.manual_seed(11)
+        return nn.Sequential(nn.Linear(7, 61), nn.Tanh(), nn.Linear(61, 53), nn.Tanh(), nn.Linear(53, 1))
 
 
 def batch(step: int, dp_rank: int) -> tuple[torch.Tensor, float]:
@@ -60,10 +66,10 @@ class Outcome:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def plain(dp: int, clip: float | None = None, **options: Any) -> Outcome:
+def plain(dp: int, clip: float | None = None, *, fused: bool = True, **options: Any) -> Outcome:
     """What torch does, with the gradients of the ranks added in order."""
     model, outcome = build(), Outcome()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused, foreach=False, **ADAMW)
     scaler = torch.amp.GradScaler("cpu", growth_interval=INTERVAL, **options)
     for step in range(STEPS):
         sums = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
@@ -86,14 +92,31 @@ def plain(dp: int, clip: float | None = None, **options: Any) -> Outcome:
     return outcome
 
 
-def sharded(address: str, run: str, dp: int, *, clip: float | None = None, steps: int = STEPS, **join: Any) -> Outcome:
+def on_servers(model: nn.Module) -> shardwell.optim.ShardedOptimizer:
+    return shardwell.optim.AdamW(model.parameters(), **ADAMW)
+
+
+def on_trainers(model: nn.Module) -> shardwell.optim.ShardedOptimizer:
+    return shardwell.ClientSide(model.parameters(), torch.optim.AdamW, foreach=False, **ADAMW)
+
+
+def sharded(
+    address: str,
+    run: str,
+    dp: int,
+    *,
+    make: Callable[[nn.Module], shardwell.optim.ShardedOptimizer] = on_servers,
+    clip: float | None = None,
+    steps: int = STEPS,
+    **join: Any,
+) -> Outcome:
     outcome = Outcome()
     with shardwell.join(address, run=run, world=shardwell.World(dp=dp), wait_limit_s=60, **join) as session:
         model = build()
         for layer in model[::2]:
             shardwell.fully_shard(layer, session)
         shardwell.fully_shard(model, session)
-        optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
+        optimizer = make(model)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
         scaler = shardwell.amp.GradScaler(growth_interval=INTERVAL)
         session.track(scaler=scaler)
@@ -119,6 +142,13 @@ def test_scales_skips_and_bits_are_those_of_torch(cluster: str, dp: int, lanes: 
     changes = {after / before for before, after in pairwise(expected.scales)}
     assert changes == {0.5, 1.0, 2.0}, "the scale neither grew nor shrank"
     got = sharded(cluster, uuid.uuid4().hex, dp, min_trainers=1, lanes=lanes)
+    assert got.scales == expected.scales
+    assert sha256(got.state) == sha256(expected.state)
+
+
+def test_an_optimizer_that_runs_on_the_trainers_skips_too(cluster: str) -> None:
+    expected = plain(2, fused=False)
+    got = sharded(cluster, uuid.uuid4().hex, 2, make=on_trainers, min_trainers=1)
     assert got.scales == expected.scales
     assert sha256(got.state) == sha256(expected.state)
 
