@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional
 
 import shardwell
-from shardwell.plan import PlanOptions, make_plan
-from shardwell.plan_model import count_saved_bytes, load, plan_units
+from shardwell.planning.plan import PlanOptions, make_plan
+from shardwell.planning.plan_model import count_saved_bytes, load, plan_units
 
 BATCH, LENGTH, VOCABULARY, WIDTH, NUM_LAYERS, NUM_HEADS = 2, 128, 8192, 512, 10, 8
 NUM_SERVERS, NUM_STEPS = 2, 6

@@ -12,23 +12,23 @@
 """
 
 from shardwell import amp, init, optim
-from shardwell.activation_offload import ActivationOffload, offload_activations
-from shardwell.client_optim import ClientSide
-from shardwell.fully_shard import ShardedModule, fully_shard, register_forward_method
-from shardwell.joining import join
-from shardwell.loading import from_safetensors
-from shardwell.local_cluster import LocalCluster
-from shardwell.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
-from shardwell.memory_strategy import MemoryOptions, MemoryStrategy
-from shardwell.mixed_precision import MixedPrecisionPolicy
-from shardwell.saving import save_dcp, save_safetensors
-from shardwell.session import Session
-from shardwell.sharded_state import TensorSlice, sharded_state_dict
-from shardwell.state_dict import full_state_dict, iter_full_state_dict
-from shardwell.step import Step
-from shardwell.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
-from shardwell.tiled_linear import TiledLinear
-from shardwell.wrap import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, auto_wrap
+from shardwell.module.activation_offload import ActivationOffload, offload_activations
+from shardwell.module.fully_shard import ShardedModule, fully_shard, register_forward_method
+from shardwell.module.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
+from shardwell.module.mixed_precision import MixedPrecisionPolicy
+from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
+from shardwell.optimizers.client_side import ClientSide
+from shardwell.processes.local_cluster import LocalCluster
+from shardwell.session.joining import join
+from shardwell.session.session import Session
+from shardwell.session.step import Step
+from shardwell.weights.loading import from_safetensors
+from shardwell.weights.saving import save_dcp, save_safetensors
+from shardwell.weights.sharded_state import TensorSlice, sharded_state_dict
+from shardwell.weights.state_dict import full_state_dict, iter_full_state_dict
+from shardwell.wrapping.memory_strategy import MemoryOptions, MemoryStrategy
+from shardwell.wrapping.tiled_linear import TiledLinear
+from shardwell.wrapping.wrap import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, auto_wrap
 from shardwell_wire.errors import (
     AccessError,
     CapacityError,

@@ -2,7 +2,7 @@
 
 import sys
 
-from shardwell.cli import main
+from shardwell.command.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

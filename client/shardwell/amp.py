@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from shardwell.sharded_optimizer import ShardedOptimizer
+from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
 from shardwell_wire.errors import UsageError
 
 

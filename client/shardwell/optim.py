@@ -4,10 +4,21 @@ They are ``torch.optim.Optimizer`` objects: parameter groups, LR schedulers and 
 between steps work as in torch. Their hyper-parameters travel with every step's commit.
 """
 
-from shardwell.combined_optimizer import Combined
-from shardwell.range_optimizers import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Lion, NAdam, RAdam, RMSprop
-from shardwell.sharded_optimizer import ShardedOptimizer
-from shardwell.whole_tensor_optimizers import LAMB, Adafactor, Muon
+from shardwell.optimizers.combined_optimizer import Combined
+from shardwell.optimizers.range_optimizers import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Lion,
+    NAdam,
+    RAdam,
+    RMSprop,
+)
+from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
+from shardwell.optimizers.whole_tensor_optimizers import LAMB, Adafactor, Muon
 
 __all__ = [
     "LAMB",

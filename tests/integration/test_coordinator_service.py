@@ -16,8 +16,8 @@ from typing import Any
 import grpc
 import pytest
 
-from shardwell.coordinator_client import CoordinatorClient
-from shardwell.server_process import ServerProcess
+from shardwell.processes.server_process import ServerProcess
+from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.errors import (
     DuplicateError,
     InvalidRequestError,

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from shardwell.shm_lane import ShmLane
+from shardwell.data_plane.shm_lane import ShmLane
 from shardwell_server.shard.encoded_versions import EncodedVersions
 from shardwell_server.shard.shared_memory import SharedMemory
 from shardwell_wire import wire_dtypes

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 import shardwell
-from shardwell.cli import main
+from shardwell.command.cli import main
 from tests.support.cluster import small_run
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import shardwell
-from shardwell.coordinator_client import CoordinatorClient
+from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.cluster import small_run, wait_gone
 

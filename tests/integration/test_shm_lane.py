@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.remote_shard import RemoteShard, Wire
-from shardwell.server_connection import ServerConnection
-from shardwell.shared_vector import SegmentPlace, SharedVector
-from shardwell.shm_lane import ShmLane
+from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.data_plane.server_connection import ServerConnection
+from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
+from shardwell.data_plane.shm_lane import ShmLane
 from shardwell_server.shard.mailboxes import Mailbox
 from shardwell_server.shard.shared_memory import SharedMemory
 from shardwell_wire.errors import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.slice_client import SlicePart, SlicePlace, read_slice, stage_slice
+from shardwell.data_plane.slice_client import SlicePart, SlicePlace, read_slice, stage_slice
 from shardwell_wire import codec
 from shardwell_wire.errors import (
     CapacityError,

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.lane_connection import LaneConnection
-from shardwell.server_process import ServerProcess
-from shardwell.shard_client import ShardClient
-from shardwell.socket_lane import SocketLane
+from shardwell.data_plane.lane_connection import LaneConnection
+from shardwell.data_plane.shard_client import ShardClient
+from shardwell.data_plane.socket_lane import SocketLane
+from shardwell.processes.server_process import ServerProcess
 from shardwell_server.shard import socket_lane
 from shardwell_wire import codec, frames
 from shardwell_wire.errors import (

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwell import ActivationOffload, CapacityError, UsageError, fully_shard, offload_activations
-from shardwell.unit import UnitState
+from shardwell import ActivationOffload, CapacityError, UsageError, offload_activations
+from shardwell.module import fully_shard
+from shardwell.module.unit import UnitState
 from tests.support.module_parity import LAYERS, Pair, Sharded, gpt, gpt_loss, inputs, wrap_blocks
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell import NoWrapPolicy, SizePolicy, auto_wrap, fully_shard, init
-from shardwell.state_dict import full_state_dict
-from shardwell.units import Units
+from shardwell import NoWrapPolicy, SizePolicy, auto_wrap, init
+from shardwell.module import fully_shard
+from shardwell.module.units import Units
+from shardwell.weights.state_dict import full_state_dict
 from shardwell_wire.errors import UsageError
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Gpt, gpt, gpt_loss

@@ -15,8 +15,8 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from shardwell.fully_shard import fully_shard
-from shardwell.unit import UnitState
+from shardwell.module.fully_shard import fully_shard
+from shardwell.module.unit import UnitState
 from shardwell_wire.errors import UsageError
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import (

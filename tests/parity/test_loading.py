@@ -19,11 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardwell
-from shardwell import SizePolicy, auto_wrap, from_safetensors, fully_shard, loading
-from shardwell.boxes import Box
-from shardwell.safetensors_file import StoredTensor
-from shardwell.state_dict import full_state_dict
-from shardwell.units import Units
+from shardwell import SizePolicy, auto_wrap, from_safetensors
+from shardwell.module import fully_shard
+from shardwell.module.boxes import Box
+from shardwell.module.units import Units
+from shardwell.weights import loading
+from shardwell.weights.safetensors_file import StoredTensor
+from shardwell.weights.state_dict import full_state_dict
 from shardwell_wire.errors import CorruptDataError, NotFoundError, UsageError
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Gpt, gpt, gpt_loss

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell import NoWrapPolicy, SizePolicy, auto_wrap, fully_shard
-from shardwell.data import derive_seed
-from shardwell.parameter import owner_of
-from shardwell.state_dict import full_state_dict
-from shardwell.store import InitialValues
-from shardwell.units import Units
+from shardwell import NoWrapPolicy, SizePolicy, auto_wrap
+from shardwell.module import fully_shard
+from shardwell.module.parameter import owner_of
+from shardwell.module.store import InitialValues
+from shardwell.module.units import Units
+from shardwell.seeds import derive_seed
+from shardwell.weights.state_dict import full_state_dict
 from shardwell_wire.errors import CapacityError, UsageError
 from shardwell_wire.layout import UnitLayout
 from tests.support.in_memory_store import InMemoryStore, fused_adamw

@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwell
-from shardwell import mixed_precision
-from shardwell.data import derive_seed
-from shardwell.mixed_precision import MixedPrecisionPolicy
-from shardwell.units import Units
+from shardwell.module import mixed_precision
+from shardwell.module.mixed_precision import MixedPrecisionPolicy
+from shardwell.module.units import Units
+from shardwell.seeds import derive_seed
 from tests.support import transformer
 from tests.support.in_memory_store import InMemoryStore, fused_adamw
 from tests.support.reference import ADAMW, sha256

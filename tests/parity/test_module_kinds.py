@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from shardwell.fully_shard import fully_shard
+from shardwell.module.fully_shard import fully_shard
 from tests.support.module_parity import (
     Pair,
     Wrap,
@@ -545,7 +545,7 @@ def test_hooks_on_parameters_and_on_modules() -> None:
 
 
 def test_method_other_than_forward() -> None:
-    from shardwell.fully_shard import register_forward_method
+    from shardwell.module.fully_shard import register_forward_method
 
     class Encoder(nn.Module):
         def __init__(self) -> None:

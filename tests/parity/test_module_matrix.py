@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell.fully_shard import ShardedModule, fully_shard
-from shardwell.state_dict import full_state_dict
-from shardwell.store import InitialValues
-from shardwell.unit import UnitState
-from shardwell.units import Units
+from shardwell.module.fully_shard import ShardedModule, fully_shard
+from shardwell.module.store import InitialValues
+from shardwell.module.unit import UnitState
+from shardwell.module.units import Units
+from shardwell.weights.state_dict import full_state_dict
 from shardwell_wire.errors import CapacityError, TiedParameterError, UsageError
 from shardwell_wire.layout import UnitLayout
 from tests.support.in_memory_store import InMemoryStore

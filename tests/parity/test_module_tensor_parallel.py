@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shardwell.fully_shard import fully_shard
-from shardwell.parameter import FreedParameter
+from shardwell.module.fully_shard import fully_shard
+from shardwell.module.parameter import FreedParameter
 from tests.support import gloo
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Sharded, inputs

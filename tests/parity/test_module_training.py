@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwell.fully_shard import fully_shard
+from shardwell.module.fully_shard import fully_shard
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import (
     Block,

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.data import derive_seed
-from shardwell.unit import UnitState
+from shardwell.module.unit import UnitState
+from shardwell.seeds import derive_seed
 from tests.support.module_parity import Pair
 from tests.support.real_models import (
     CASES,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import shardwell
-from shardwell.coordinator_client import CoordinatorClient
-from shardwell.host_folder import MEMORY
+from shardwell.data_plane.host_folder import MEMORY
+from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.codec import memory_at
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support import transformer

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardwell
-from shardwell.server_process import ServerProcess
+from shardwell.processes.server_process import ServerProcess
 from tests.support import transformer
 from tests.support.processes import TrainerProcess
 from tests.support.reference import ADAMW, sha256, train_plain

@@ -20,9 +20,10 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardwell
-from shardwell import SizePolicy, auto_wrap, from_safetensors, saving
-from shardwell.state_dict import full_state_dict
-from shardwell.units import Units
+from shardwell import SizePolicy, auto_wrap, from_safetensors
+from shardwell.module.units import Units
+from shardwell.weights import saving
+from shardwell.weights.state_dict import full_state_dict
 from shardwell_wire.errors import UsageError
 from tests.parity.test_loading import hugging_face
 from tests.support.in_memory_store import InMemoryStore

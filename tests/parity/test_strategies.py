@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell import BackwardPrefetch, ReplicaOptions, ShardingStrategy, UsageError, fully_shard
-from shardwell.unit import UnitState
-from shardwell.units import Units
+from shardwell import BackwardPrefetch, ReplicaOptions, ShardingStrategy, UsageError
+from shardwell.module import fully_shard
+from shardwell.module.unit import UnitState
+from shardwell.module.units import Units
 from shardwell_wire.errors import CapacityError, FreedParameterError
 from shardwell_wire.layout import UnitLayout
 from tests.support import transformer

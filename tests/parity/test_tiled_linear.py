@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.units import Units
+from shardwell.module.units import Units
 from tests.support.in_memory_store import InMemoryStore, fused_adamw
 from tests.support.module_parity import Pair, inputs
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwell.fully_shard import ShardedModule, fully_shard
-from shardwell.state_dict import full_state_dict
-from shardwell.units import Units
+from shardwell.module.fully_shard import ShardedModule, fully_shard
+from shardwell.module.units import Units
+from shardwell.weights.state_dict import full_state_dict
 from tests.support.in_memory_store import InMemoryStore, MakeOptimizer, fused_adamw
 
 Wrap = Callable[[nn.Module, Any], None]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwell.data import derive_seed
+from shardwell.seeds import derive_seed
 from tests.support import transformer
 
 ADAMW: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}

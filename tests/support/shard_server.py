@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 import torch
 
-from shardwell.shard_client import ShardClient
+from shardwell.data_plane.shard_client import ShardClient
 from shardwell_server.rpc import add_service
 from shardwell_server.shard.lanes import LaneOffer
 from shardwell_server.shard.servicer import ShardServicer

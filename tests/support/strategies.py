@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwell import ReplicaOptions, ShardingStrategy, fully_shard
+from shardwell import ReplicaOptions, ShardingStrategy
+from shardwell.module import fully_shard
 from tests.support.module_parity import LAYERS, Pair, Sharded
 
 BLOCKS = [f"Block-{number}" for number in range(LAYERS)]

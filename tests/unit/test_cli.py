@@ -11,11 +11,12 @@ import pytest
 from rich.console import Console
 
 import shardwell
-from shardwell import inspect_tables as tables
-from shardwell import launch
-from shardwell.cli import build_parser, main
-from shardwell.peek import Piece
-from shardwell.trainer_process import describe_exit
+from shardwell.command import inspect_tables as tables
+from shardwell.command.cli import build_parser, main
+from shardwell.command.peek import Piece
+from shardwell.processes import launch
+from shardwell.processes.trainer_process import describe_exit
+from shardwell.sizes import format_size
 from shardwell_server import cli as server_cli
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
@@ -111,7 +112,7 @@ def test_exits_in_words() -> None:
 
 @pytest.mark.parametrize(("count", "expected"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 30, "3.0 GiB")])
 def test_sizes(count: int, expected: str) -> None:
-    assert tables.size(count) == expected
+    assert format_size(count) == expected
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.04, "0.0 s"), (119, "119.0 s"), (120, "2 min"), (90000, "25 h")])

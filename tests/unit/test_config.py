@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwell.config import JoinConfig
+from shardwell.session.config import JoinConfig
 from shardwell_wire.errors import UsageError, WorldError
 from shardwell_wire.topology import World
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from shardwell.data import batch_function, derive_seed, sample_indices
+from shardwell.seeds import derive_seed
+from shardwell.session.data import batch_function, sample_indices
 from shardwell_wire.errors import UsageError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwell.error_feedback import ErrorFeedback
+from shardwell.data_plane.error_feedback import ErrorFeedback
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_BFLOAT16,

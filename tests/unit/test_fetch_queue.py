@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from shardwell.fetch_queue import FetchQueue
+from shardwell.data_plane.fetch_queue import FetchQueue
 from shardwell_wire.errors import UnavailableError
 
 MIB = 1 << 20

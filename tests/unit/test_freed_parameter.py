@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwell.parameter import FreedParameter, owner_of
+from shardwell.module.parameter import FreedParameter, owner_of
 from shardwell_wire.errors import FreedParameterError
 from tests.support.module_parity import Sharded, wrap_children
 

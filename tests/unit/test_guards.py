@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell.unit import UnitState
+from shardwell.module.unit import UnitState
 from shardwell_wire.errors import UsageError
 from tests.support.module_parity import Sharded, gpt, gpt_loss, inputs, wrap_blocks, wrap_children
 

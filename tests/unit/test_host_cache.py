@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from shardwell import host_folder
-from shardwell.host_cache import CachedShard, HostCache, ShardRange
-from shardwell.host_folder import MEMORY, HostFolder
-from shardwell.shared_vector import SegmentPlace, SharedVector
+from shardwell.data_plane import host_folder
+from shardwell.data_plane.host_cache import CachedShard, HostCache, ShardRange
+from shardwell.data_plane.host_folder import MEMORY, HostFolder
+from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
 from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneError
 from shardwell_wire.layout import BLOCK_BYTES
 from tests.support.processes import ROOT

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwell import mailboxes as client
+from shardwell.data_plane import mailboxes as client
 from shardwell_server.shard import mailboxes as server
 from shardwell_server.shard.memory import Memory
 from shardwell_server.shard.shared_memory import SharedMemory

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell.cli import main
-from shardwell.default_policy import BlockPolicy
-from shardwell.plan import PlanOptions, make_plan
-from shardwell.plan_command import parse_bandwidth
-from shardwell.plan_model import count_saved_bytes, load, plan_units
-from shardwell.wrap import ModuleTypePolicy, NoWrapPolicy, SizePolicy
+from shardwell.command.cli import main
+from shardwell.planning.plan import PlanOptions, make_plan
+from shardwell.planning.plan_command import parse_bandwidth
+from shardwell.planning.plan_model import count_saved_bytes, load, plan_units
+from shardwell.wrapping.default_policy import BlockPolicy
+from shardwell.wrapping.wrap import ModuleTypePolicy, NoWrapPolicy, SizePolicy
 from shardwell_wire.errors import UsageError, WorldError
 from shardwell_wire.topology import World
 from tests.support.module_parity import Block, Pair, Sharded, gpt, gpt_loss
@@ -50,7 +50,7 @@ def make_number() -> int:
 
 @pytest.mark.parametrize("policy", [None, SizePolicy(100), ModuleTypePolicy({Block, nn.LayerNorm}), NoWrapPolicy()])
 def test_units_are_those_of_auto_wrap(policy: object) -> None:
-    from shardwell.wrap import auto_wrap
+    from shardwell.wrapping.wrap import auto_wrap
 
     sharded = Sharded(gpt(), lambda model, session: auto_wrap(model, session, policy))
     assert [unit.layout for unit in plan_units(gpt(), policy)] == [unit.layout for unit in sharded.units]
@@ -60,7 +60,7 @@ def test_units_are_those_of_auto_wrap(policy: object) -> None:
 @pytest.mark.parametrize("policy", [None, ModuleTypePolicy({Block, nn.LayerNorm})])
 def test_weights_and_bytes_are_those_of_a_step(policy: object, prefetch_bytes: int) -> None:
     """What is fetched ahead is bounded by the plan, all else is exact."""
-    from shardwell.wrap import auto_wrap
+    from shardwell.wrapping.wrap import auto_wrap
 
     pair = Pair(gpt(), lambda model, session: auto_wrap(model, session, policy), prefetch_bytes=prefetch_bytes)
     for number in range(3):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwell.prefetch import Order, Phase
+from shardwell.module.prefetch import Order, Phase
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 

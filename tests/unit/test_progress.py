@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwell.progress import StepProgress
+from shardwell.session.progress import StepProgress
 from shardwell_wire.errors import UsageError
 from shardwell_wire.v1.coordinator_pb2 import WorkItem
 

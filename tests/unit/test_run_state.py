@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell.run_state import RunBuffers, TrackedObjects, from_tensor_value, to_tensor_value
+from shardwell.session.run_state import RunBuffers, TrackedObjects, from_tensor_value, to_tensor_value
 from shardwell_wire.errors import UsageError
 from shardwell_wire.v1 import common_pb2
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell.staged_files import staged
+from shardwell.weights.staged_files import staged
 
 MARKERS = ("index",)
 

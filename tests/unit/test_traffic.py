@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.remote_shard import RemoteShard, Wire
-from shardwell.traffic import RemoteUnit, Traffic
+from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.data_plane.traffic import RemoteUnit, Traffic
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.v1 import shard_pb2

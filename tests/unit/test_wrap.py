@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell.fully_shard import fully_shard
-from shardwell.parameter import owner_of
-from shardwell.units import Units
-from shardwell.wrap import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, WrapPolicy, auto_wrap
+from shardwell.module.fully_shard import fully_shard
+from shardwell.module.parameter import owner_of
+from shardwell.module.units import Units
+from shardwell.wrapping.wrap import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, WrapPolicy, auto_wrap
 from shardwell_wire.errors import UsageError
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Block, Gpt, Pair, gpt, gpt_loss

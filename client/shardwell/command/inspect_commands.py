@@ -1,0 +1,261 @@
+"""The commands of ``shardwell`` that show a cluster to people."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+from google.protobuf.json_format import MessageToJson
+from google.protobuf.message import Message
+from rich.console import Console, RenderableType
+
+from shardwell.command import inspect_tables as tables
+from shardwell.command.peek import peek_everywhere
+from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.sizes import format_size
+from shardwell_wire.errors import UnavailableError, UsageError
+from shardwell_wire.topology import World
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
+
+DEFAULT_ADDRESS = "localhost:50051"
+_PIPE_WIDTH = 200
+_SOURCES = {
+    "value": shard_pb2.PEEK_SOURCE_PARAMETER,
+    "gradient": shard_pb2.PEEK_SOURCE_GRADIENT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """One inspection command."""
+
+    name: str
+    help: str
+    example: str
+    handler: Callable[[argparse.Namespace, CoordinatorClient], None]
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None
+
+
+def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds a subcommand for each inspection."""
+    common = argparse.ArgumentParser(add_help=False)
+    address = os.environ.get("SHARDWELL_ADDRESS") or DEFAULT_ADDRESS
+    common.add_argument(
+        "--address",
+        default=address,
+        metavar="HOST:PORT",
+        help="the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
+    )
+    common.add_argument("--json", action="store_true", help="print the response as JSON instead of tables")
+    common.add_argument(
+        "--timeout", type=float, default=10.0, metavar="S", help="give up after S seconds (default: 10)"
+    )
+    for command in _COMMANDS:
+        parser = subparsers.add_parser(
+            command.name,
+            parents=[common],
+            help=command.help,
+            description=f"Shows {command.help}." if command.name != "delete-run" else command.help.capitalize() + ".",
+            epilog=f"example:\n  {command.example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(parser)
+        parser.set_defaults(handler=_handler(command))
+
+
+def _handler(command: _Command) -> Callable[[argparse.Namespace], int]:
+    def handle(arguments: argparse.Namespace) -> int:
+        with _coordinator(arguments.address) as coordinator:
+            command.handler(arguments, coordinator)
+        return 0
+
+    return handle
+
+
+@contextmanager
+def _coordinator(address: str) -> Iterator[CoordinatorClient]:
+    """A client whose complaint about an absent coordinator says what to check."""
+    with closing(CoordinatorClient(address)) as client:
+        try:
+            yield client
+        except UnavailableError as error:
+            if error.data.get("peer") != client.peer:
+                raise
+            raise UnavailableError(
+                f"no answer from a coordinator at {address} ({_reason(error)}). Is one running there? "
+                "`shardwell-server coordinator` starts one, `docker compose up` a whole cluster; "
+                "--address HOST:PORT or SHARDWELL_ADDRESS names another",
+                **error.data,
+            ) from error
+
+
+def _reason(error: UnavailableError) -> str:
+    """The part of gRPC's message that a person can use."""
+    return str(error).rpartition("last error: ")[2].rpartition("UNKNOWN: ")[2]
+
+
+def _show(arguments: argparse.Namespace, response: Message, render: Callable[..., RenderableType]) -> None:
+    if arguments.json:
+        print(to_json(response))
+    else:
+        _console().print(render(response))
+
+
+def _console() -> Console:
+    """Standard output; a pipe gets wide lines instead of columns cut to 80 characters."""
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+
+
+def to_json(message: Message, *, indent: int | None = 2) -> str:
+    """A message as JSON text with the field names of the proto files, defaults included."""
+    return MessageToJson(
+        message, indent=indent, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def _runs(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+    request = coordinator_pb2.ListRunsRequest()
+    _show(arguments, coordinator.call("ListRuns", request, timeout_s=arguments.timeout), tables.runs)
+
+
+def _run(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+    request = coordinator_pb2.DescribeRunRequest(run=arguments.run)
+    _show(arguments, coordinator.call("DescribeRun", request, timeout_s=arguments.timeout), tables.run)
+
+
+def _world(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+    thought_of = arguments.dp or arguments.tp or arguments.pp
+    if bool(arguments.run) == bool(thought_of):
+        raise UsageError("name a run, or a world to think of by --dp, --tp and --pp")
+    request = coordinator_pb2.DescribeWorldRequest(run=arguments.run or "", num_layers=arguments.num_layers)
+    if thought_of:
+        world = World(
+            dp=arguments.dp or 1, tp=arguments.tp or 1, pp=arguments.pp or 1, order=arguments.order.split(",")
+        )
+        request.world.CopyFrom(world.to_proto())
+    _show(arguments, coordinator.call("DescribeWorld", request, timeout_s=arguments.timeout), tables.world)
+
+
+def _units(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+    request = coordinator_pb2.ListUnitsRequest(run=arguments.run)
+    _show(arguments, coordinator.call("ListUnits", request, timeout_s=arguments.timeout), tables.units)
+
+
+def _servers(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+    request = coordinator_pb2.ListServersRequest()
+    _show(arguments, coordinator.call("ListServers", request, timeout_s=arguments.timeout), tables.servers)
+
+
+def _stall(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+    request = coordinator_pb2.ExplainStallRequest(run=arguments.run)
+    _show(arguments, coordinator.call("ExplainStall", request, timeout_s=arguments.timeout), tables.stall)
+
+
+def _events(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+    request = coordinator_pb2.WatchEventsRequest(run=arguments.run or "", duration_s=arguments.duration)
+    console = Console(soft_wrap=True, highlight=False)
+    try:
+        for event in coordinator.stream("WatchEvents", request, timeout_s=None):
+            if arguments.json:
+                print(to_json(event, indent=None), flush=True)
+            else:
+                console.print(tables.event(event))
+    except KeyboardInterrupt:
+        return
+
+
+def _peek(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+    source = _SOURCES.get(arguments.source, shard_pb2.PEEK_SOURCE_OPTIMIZER_STATE)
+    request = shard_pb2.PeekRequest(
+        run=arguments.run,
+        parameter=arguments.parameter,
+        source=source,
+        state_name="" if arguments.source in _SOURCES else arguments.source,
+        start=arguments.start,
+        count=arguments.count,
+    )
+    pieces = peek_everywhere(coordinator, request, timeout_s=arguments.timeout)
+    if arguments.json:
+        for piece in pieces:
+            print(f'{{"server_id": "{piece.server_id}", "peek": {to_json(piece.response, indent=None)}}}')
+    else:
+        _console().print(tables.peek(arguments.parameter, pieces))
+
+
+def _delete_run(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+    request = coordinator_pb2.DeleteRunRequest(run=arguments.run, force=arguments.force, request_id=uuid.uuid4().hex)
+    response = coordinator.call("DeleteRun", request, timeout_s=arguments.timeout)
+    _show(arguments, response, lambda answer: f"deleted run {arguments.run!r}: {format_size(answer.freed_bytes)} freed")
+
+
+def _run_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="name of the run")
+
+
+def _world_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", nargs="?", help="name of a run")
+    for axis, meaning in (("dp", "data"), ("tp", "tensor"), ("pp", "pipeline")):
+        parser.add_argument(
+            f"--{axis}", type=int, metavar="N", help=f"size of the {meaning} axis of a world to think of"
+        )
+    parser.add_argument("--order", default="dp,tp,pp", help="its axes, slowest first (default: dp,tp,pp)")
+    parser.add_argument("--num-layers", type=int, default=0, metavar="N", help="layers to split over its stages")
+
+
+def _events_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", metavar="RUN", help="of this run only (default: of all runs and servers)")
+    parser.add_argument(
+        "--duration", type=float, default=0.0, metavar="S", help="for S seconds (default: until Ctrl-C)"
+    )
+
+
+def _peek_arguments(parser: argparse.ArgumentParser) -> None:
+    _run_argument(parser)
+    parser.add_argument("parameter", metavar="PARAMETER", help="qualified name, such as blocks.0.mlp.0.weight")
+    parser.add_argument(
+        "--source",
+        default="value",
+        metavar="WHAT",
+        help="value, gradient, or the name of an optimizer state such as exp_avg (default: value)",
+    )
+    parser.add_argument(
+        "--start", type=int, default=0, metavar="N", help="first element to show of each piece (default: 0)"
+    )
+    parser.add_argument("--count", type=int, default=8, metavar="N", help="values to show of each piece (default: 8)")
+
+
+def _delete_arguments(parser: argparse.ArgumentParser) -> None:
+    _run_argument(parser)
+    parser.add_argument("--force", action="store_true", help="also while trainers are live; they are fenced")
+
+
+_COMMANDS = (
+    _Command("runs", "all runs", "shardwell runs", _runs),
+    _Command("run", "one run: trainers, work in flight, optimizer", "shardwell run gpt", _run, _run_argument),
+    _Command(
+        "world",
+        "which rank sits where, of a run or of a world to think of",
+        "shardwell world --dp 2 --tp 2 --pp 2",
+        _world,
+        _world_arguments,
+    ),
+    _Command("units", "a run's units and where their shards live", "shardwell units gpt", _units, _run_argument),
+    _Command("servers", "the shard servers and their memory", "shardwell servers", _servers),
+    _Command("stall", "what a run waits for, and on whom", "shardwell stall gpt", _stall, _run_argument),
+    _Command("events", "what happens, as it happens", "shardwell events --run gpt", _events, _events_arguments),
+    _Command(
+        "peek",
+        "a few values of a parameter and statistics over it",
+        "shardwell peek gpt blocks.0.mlp.0.weight --source exp_avg",
+        _peek,
+        _peek_arguments,
+    ),
+    _Command(
+        "delete-run", "ends a run and frees its memory", "shardwell delete-run gpt", _delete_run, _delete_arguments
+    ),
+)

@@ -1,0 +1,214 @@
+"""Responses of the coordinator and the shard servers as tables for people. Pure functions."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from datetime import datetime
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shardwell.command.peek import Piece
+from shardwell.sizes import format_size
+from shardwell_wire.topology import AXES, AXIS_NAMES, World
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+_WORK_STATES = {
+    coordinator_pb2.WORK_STATE_VACANT: "vacant",
+    coordinator_pb2.WORK_STATE_LEASED: "leased",
+    coordinator_pb2.WORK_STATE_FINISHED: "finished",
+}
+
+
+def duration(seconds: float) -> str:
+    """A duration in its largest unit that fits."""
+    for name, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {name}"
+    return f"{seconds:.1f} s"
+
+
+def world_text(world: common_pb2.World) -> str:
+    """A world as ``dp x tp x pp``, with its order if that is not the default."""
+    shape = f"{world.dp} x {world.tp} x {world.pp}"
+    order = tuple(AXIS_NAMES[axis] for axis in world.order) or AXES
+    return shape if order == AXES else f"{shape} ({','.join(order)})"
+
+
+def runs(response: coordinator_pb2.ListRunsResponse) -> RenderableType:
+    """``shardwell runs``."""
+    if not response.runs:
+        return "no runs"
+    table = _table("RUN", "DP x TP x PP", "STEP", "TRAINERS", "UNITS", "PARAMETERS", "LAST COMMIT")
+    for summary in response.runs:
+        table.add_row(*_run_cells(summary))
+    return table
+
+
+def _run_cells(summary: coordinator_pb2.RunSummary) -> Sequence[str]:
+    return (
+        summary.run,
+        world_text(summary.config.world),
+        str(summary.committed_step),
+        f"{summary.live_trainer_count} live",
+        str(summary.unit_count),
+        format_size(summary.parameter_bytes),
+        _ago(summary.last_commit) if summary.HasField("last_commit") else "none yet",
+    )
+
+
+def run(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
+    """``shardwell run``."""
+    return Group(
+        runs(coordinator_pb2.ListRunsResponse(runs=[response.summary])),
+        "",
+        _trainers(response.trainers),
+        "",
+        _work(response.work),
+        "",
+        _optimizer(response),
+    )
+
+
+def _trainers(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> RenderableType:
+    table = _table("TRAINER", "HOST", "RANKS", "EPOCH", "STATE", "LAST HEARD OF")
+    for trainer in trainers:
+        state = "live" if trainer.live else Text("gone", "red")
+        ranks = _ranks(trainer.global_ranks) or "spare"
+        table.add_row(trainer.trainer, trainer.host, ranks, str(trainer.epoch), state, _silent(trainer.silent_s))
+    return table
+
+
+def _work(work: Sequence[coordinator_pb2.WorkSummary]) -> RenderableType:
+    table = _table("WORK OF RANK", "DP RANK", "STATE", "TRAINER", "EPOCH", "ATTEMPT")
+    for entry in work:
+        item, state = entry.item, _WORK_STATES.get(entry.state, "unknown")
+        table.add_row(
+            str(item.global_rank), str(item.dp_rank), state, entry.trainer or "-", str(item.epoch), str(item.attempt)
+        )
+    return table
+
+
+def _optimizer(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
+    algorithms = [group.algorithm or response.optimizer.algorithm for group in response.optimizer.groups]
+    if not algorithms:
+        return "no step committed yet"
+    lines = [f"last committed step: {', '.join(dict.fromkeys(algorithms))}, gradient norm {response.grad_norm:.6g}"]
+    for index, group in enumerate(response.optimizer.groups):
+        numbers = ", ".join(f"{name}={value:g}" for name, value in sorted(group.hyperparameters.items()))
+        lines.append(f"    group {index}: {numbers}")
+    return "\n".join(lines)
+
+
+def world(response: coordinator_pb2.DescribeWorldResponse) -> RenderableType:
+    """``shardwell world``."""
+    table = _table("RANK", "DP", "TP", "PP", "DP GROUP", "TP GROUP", "PP GROUP", "STAGES", "TRAINER", "HOST")
+    for summary in response.seats:
+        at, seat = summary.seat.coordinates, summary.seat
+        groups = {AXIS_NAMES[group.axis]: _ranks(group.global_ranks) for group in seat.groups}
+        table.add_row(
+            str(at.global_rank),
+            *map(str, (at.dp_rank, at.tp_rank, at.pp_rank)),
+            *(groups.get(axis, "-") for axis in AXES),
+            _neighbours(seat),
+            summary.trainer or "-",
+            summary.host or "-",
+        )
+    return Group(f"{World.from_proto(response.world)}: {response.world_size} ranks", table)
+
+
+def _neighbours(seat: coordinator_pb2.Seat) -> str:
+    before = f"{seat.previous_stage} -> " if seat.HasField("previous_stage") else ""
+    after = f" -> {seat.next_stage}" if seat.HasField("next_stage") else ""
+    return f"{before}{seat.coordinates.global_rank}{after}"
+
+
+def units(response: coordinator_pb2.ListUnitsResponse) -> RenderableType:
+    """``shardwell units``."""
+    table = _table("UNIT", "NAME", "PARAMETERS", "ELEMENTS", "SIZE", "SERVER", "BYTES OF THE FLAT VECTOR")
+    for unit in response.units:
+        cells: tuple[str, ...] = (
+            str(unit.unit_index),
+            unit.unit,
+            str(unit.parameter_count),
+            f"{unit.element_count:,}",
+            format_size(unit.size_bytes),
+        )
+        for shard in unit.shards:
+            table.add_row(*cells, shard.server_id, f"[{shard.start_bytes:,}, {shard.stop_bytes:,})")
+            cells = ("",) * len(cells)
+    unpublished = [unit.unit for unit in response.units if not unit.published]
+    notes = [f"version {response.version}"]
+    if unpublished:
+        notes.append(f"without initial values yet: {', '.join(unpublished)}")
+    return Group("; ".join(notes), table)
+
+
+def servers(response: coordinator_pb2.ListServersResponse) -> RenderableType:
+    """``shardwell servers``."""
+    if not response.servers:
+        return "no shard servers"
+    table = _table("SERVER", "ADDRESS", "STATE", "IN USE", "RESERVED", "BUDGET", "EPOCH", "LAST HEARD OF")
+    for server in response.servers:
+        state = "live" if server.live else Text("lost", "red")
+        memory = (format_size(value) for value in (server.used_bytes, server.reserved_bytes, server.budget_bytes))
+        table.add_row(server.server_id, server.address, state, *memory, str(server.epoch), _silent(server.silent_s))
+    return table
+
+
+def stall(response: coordinator_pb2.ExplainStallResponse) -> RenderableType:
+    """``shardwell stall``."""
+    head = f"step {response.step}: {response.phase}, for {duration(response.phase_s)}"
+    lines = [f"  - {reason}" for reason in response.waiting_for] or ["  waits for nothing"]
+    return "\n".join([head, *lines])
+
+
+def event(message: coordinator_pb2.Event) -> RenderableType:
+    """One line of ``shardwell events``."""
+    clock = _local_time(message.time).strftime("%H:%M:%S.%f")[:-3]
+    return f"{clock}  {message.run or '-':16} {message.kind:20} {message.message}"
+
+
+def peek(parameter: str, pieces: Sequence[Piece]) -> RenderableType:
+    """``shardwell peek``."""
+    table = _table("SERVER", "ELEMENTS", "VERSION", "NORM", "MIN", "MAX", "NON-FINITE", "VALUES")
+    for piece in pieces:
+        seen = piece.response
+        table.add_row(
+            piece.server_id,
+            f"[{seen.start_element:,}, {seen.stop_element:,})",
+            str(seen.version),
+            *(f"{number:.5g}" for number in (seen.norm, seen.min, seen.max)),
+            str(seen.non_finite_count),
+            " ".join(f"{value:.4g}" for value in seen.values),
+        )
+    norm = math.hypot(*(piece.response.norm for piece in pieces))
+    elements = sum(piece.response.stop_element - piece.response.start_element for piece in pieces)
+    return Group(f"{parameter}: {elements:,} elements, norm {norm:.5g}", table)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
+def _ranks(global_ranks: Sequence[int]) -> str:
+    return " ".join(map(str, global_ranks))
+
+
+def _silent(seconds: float) -> str:
+    return f"{duration(seconds)} ago"
+
+
+def _ago(timestamp: Timestamp) -> str:
+    return f"{duration(max(0.0, time.time() - timestamp.ToMilliseconds() / 1000))} ago"
+
+
+def _local_time(timestamp: Timestamp) -> datetime:
+    return datetime.fromtimestamp(timestamp.ToMilliseconds() / 1000)

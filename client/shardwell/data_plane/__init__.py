@@ -1,0 +1,1 @@
+"""How bytes travel between this trainer and the shard servers. Knows shards and versions, not modules."""

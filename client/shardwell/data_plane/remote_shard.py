@@ -1,0 +1,250 @@
+"""One shard of a unit as this trainer reaches it: which lane its bytes take, and in which dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from shardwell.data_plane.host_cache import CachedShard
+from shardwell.data_plane.server_connection import ServerConnection
+from shardwell.data_plane.shared_vector import SharedVector
+from shardwell.memory.buffer_pool import BufferPool
+from shardwell_wire import wire_dtypes
+from shardwell_wire.codec import memory_at
+from shardwell_wire.errors import CapacityError
+from shardwell_wire.layout import Segment, UnitLayout
+from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.wire_dtypes import Piece, WireDType
+
+_AS_STORED = common_pb2.WIRE_DTYPE_UNSPECIFIED
+_IDLE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How one trainer's floats travel, and how long it waits."""
+
+    gather_dtype: WireDType = _AS_STORED
+    push_dtype: WireDType = _AS_STORED
+    wait_limit_s: float = 600.0
+    """The longest wait for a version to exist, or for a lost server to return."""
+    encoded: BufferPool = field(default_factory=lambda: BufferPool(_IDLE_BYTES))
+    """For what travels in another dtype."""
+
+
+class RemoteShard:
+    """The range of a unit's flat vector that one server owns.
+
+    With a lossy dtype values are rounded on every lane, also where they do not travel: what comes out
+    must not depend on the lane.
+
+    Args:
+        run: Name of the run.
+        layout: Of the unit.
+        server: The owner.
+        start_bytes: Half-open range of the flat vector.
+        stop_bytes: Its end.
+        wire: How values travel.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        layout: UnitLayout,
+        server: ServerConnection,
+        start_bytes: int,
+        stop_bytes: int,
+        wire: Wire,
+    ) -> None:
+        self._run, self._layout, self.server, self._wire = run, layout, server, wire
+        self.start_bytes, self.stop_bytes = start_bytes, stop_bytes
+        self.window: SharedVector | None = None
+        """The shard in shared memory, if its server is on this host."""
+        self.cached: CachedShard | None = None
+        """The shard in this host's cache, as ``wire`` rounds it; if it has one, it is fetched into that only."""
+
+    @property
+    def _segments(self) -> list[Segment]:
+        return self._layout.segments(self.start_bytes, self.stop_bytes)
+
+    # ---- gathering ----
+
+    def fetch(self, version: int | None, target: memoryview, *, exact: bool = False) -> int:
+        """Reads one version into ``target``, waiting until it exists; returns which.
+
+        Args:
+            version: None: the newest.
+            target: Receives the range, padding included. [stop_bytes - start_bytes]
+            exact: Without rounding.
+        """
+        wire_dtype = _AS_STORED if exact else self._wire.gather_dtype
+        if self.cached is not None and version is not None and wire_dtype == self._wire.gather_dtype:
+            return self.cached.read(version, target, partial(self._fetch, version, wire_dtype))
+        return self._fetch(version, wire_dtype, target)
+
+    def _fetch(self, version: int | None, wire_dtype: WireDType, target: memoryview) -> int:
+        if self.window is not None:
+            return self._copy(self.window, version, wire_dtype, target)
+        if wire_dtype == _AS_STORED:
+            return self._stream(version, wire_dtype, target)
+        size_bytes = wire_dtypes.stream_size(self._layout, self._segments, wire_dtype)
+        with self._wire.encoded.lend(size_bytes) as encoded:
+            fetched = self._stream(version, wire_dtype, encoded)
+            wire_dtypes.decode_pieces(encoded, wire_dtype, self._pieces(target))
+        return fetched
+
+    def fetch_cast(self, version: int, layout: UnitLayout, target: memoryview) -> int:
+        """Reads one version as other dtypes than it is stored in, with as few copies as its way here allows.
+
+        Args:
+            version: Waited for until it exists.
+            layout: The unit's parameters in the dtypes to deliver.
+            target: The whole unit's flat vector in that layout; receives this shard's values. [layout.size_bytes]
+        """
+        outs = self._cast_pieces(layout, target)
+        if (
+            self.cached is None
+            and self.window is not None
+            and (not self._wire.gather_dtype or self._travels_as(layout))
+        ):
+            there = self._await_server(version)
+            source = memory_at(self.window.bytes.data_ptr(), self.window.bytes.numel())
+            _copy_values(self._pieces(source), outs)
+            self.window.check(there)
+            return there
+        if self.cached is None and self.window is None and self._travels_as(layout):
+            size_bytes = wire_dtypes.stream_size(self._layout, self._segments, self._wire.gather_dtype)
+            with self._wire.encoded.lend(size_bytes) as encoded:
+                fetched = self._stream(version, self._wire.gather_dtype, encoded)
+                wire_dtypes.decode_pieces(encoded, self._wire.gather_dtype, outs)
+            return fetched
+        with self._wire.encoded.lend(self.stop_bytes - self.start_bytes) as stored:
+            fetched = self.fetch(version, stored)
+            _copy_values(self._pieces(stored), outs)
+        return fetched
+
+    def _travels_as(self, layout: UnitLayout) -> bool:
+        """Whether the values have a layout's dtypes on the wire."""
+        return all(
+            own.dtype == other.dtype
+            if own.dtype != "float32"
+            else wire_dtypes.NAMES.get(other.dtype) == self._wire.gather_dtype
+            for own, other in zip(self._layout.parameters, layout.parameters, strict=True)
+        )
+
+    def _cast_pieces(self, layout: UnitLayout, target: memoryview) -> list[Piece]:
+        whole, pieces = wire_dtypes.bytes_tensor(target), []
+        for segment in self._segments:
+            parameter, start = layout.parameters[segment.parameter_index], layout.starts[segment.parameter_index]
+            size = parameter.item_size
+            part = whole[start + segment.start_element * size : start + segment.stop_element * size]
+            pieces.append(Piece(segment.start_bytes, part.view(getattr(torch, parameter.dtype))))
+        return pieces
+
+    def fetch_average(self, version: int, target: memoryview) -> int:
+        """``fetch`` of the values' moving average."""
+        return self._stream(version, _AS_STORED, target, ema=True)
+
+    def await_version(self, version: int | None) -> int:
+        """Waits until a shard that is read in place is of a version; returns which it is."""
+        if self.cached is not None and version is not None:
+            return self.cached.ensure(version, partial(self._fetch, version, self._wire.gather_dtype))
+        return self._await_server(version)
+
+    def count_hit(self) -> None:
+        """The version wanted was there when somebody looked."""
+        if self.cached is not None:
+            self.cached.count_hit()
+
+    def _await_server(self, version: int | None) -> int:
+        if self.window is not None and version is not None and self.window.shows(version):
+            return version
+        limit_s = self._wire.wait_limit_s
+        return (
+            self.server.require_shm().locate(self._layout.unit, version, timeout_s=limit_s, retry_for_s=limit_s).version
+        )
+
+    def _stream(self, version: int | None, wire_dtype: WireDType, target: memoryview, *, ema: bool = False) -> int:
+        request = shard_pb2.GatherRequest(
+            run=self._run,
+            unit=self._layout.unit,
+            version=version,
+            start_bytes=self.start_bytes,
+            stop_bytes=self.stop_bytes,
+            wire_dtype=wire_dtype,
+            ema=ema,
+        )
+        limit_s = self._wire.wait_limit_s
+        fetched = self.server.streamed(
+            lambda lane: lane.gather(request, target, timeout_s=limit_s, retry_for_s=limit_s)
+        )
+        self.server.count(received_bytes=len(target))
+        return fetched
+
+    def _copy(self, window: SharedVector, version: int | None, wire_dtype: WireDType, target: memoryview) -> int:
+        there = self._await_server(version)
+        if wire_dtype == _AS_STORED:
+            wire_dtypes.bytes_tensor(target).copy_(window.bytes)
+        else:
+            source = memory_at(window.bytes.data_ptr(), window.bytes.numel())
+            for shared, own in zip(self._pieces(source), self._pieces(target), strict=True):
+                wire_dtypes.round_trip_(shared.values, shared.first_byte, wire_dtype, own.values)
+        window.check(there)
+        return there
+
+    def _pieces(self, memory: memoryview) -> list[Piece]:
+        return wire_dtypes.segment_pieces(self._layout, self._segments, memory, self.start_bytes)
+
+    # ---- pushing ----
+
+    def begin_send(
+        self, header: shard_pb2.ReduceScatterHeader, flats: Mapping[int, torch.Tensor]
+    ) -> Callable[[], None]:
+        """Takes this shard's part of gradients.
+
+        Args:
+            header: All but the range and the dtype.
+            flats: Whole gradients by parameter index; contiguous, on the CPU. Each [numel].
+
+        Returns:
+            What pushes it; may be called in another thread. It holds the gradients only if they are streamed: those
+            that go through shared memory are copied already.
+        """
+        header.start_bytes, header.stop_bytes = self.start_bytes, self.stop_bytes
+        segments = self._layout.packed_segments(flats, self.start_bytes, self.stop_bytes)
+        pieces = [
+            Piece(segment.start_bytes, flats[segment.parameter_index][segment.start_element : segment.stop_element])
+            for segment in segments
+        ]
+        wire_dtype, limit_s = self._wire.push_dtype, self._wire.wait_limit_s
+        if self.server.pushes_through_shm:
+            try:
+                return self.server.require_shm().lay(header, pieces, wire_dtype, timeout_s=limit_s, retry_for_s=limit_s)
+            except (CapacityError, OSError) as error:
+                self.server.stream_gradients(error)
+        if wire_dtype == _AS_STORED:
+            return partial(self._send_as_stored, header, pieces)
+        header.wire_dtype = wire_dtype
+        size_bytes = wire_dtypes.stream_size(self._layout, segments, wire_dtype)
+        return partial(self._send_encoded, header, pieces, size_bytes)
+
+    def _send_as_stored(self, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[Piece]) -> None:
+        self._stream_out(header, [memory_at(piece.values.data_ptr(), piece.values.nbytes) for piece in pieces])
+
+    def _send_encoded(self, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[Piece], size_bytes: int) -> None:
+        with self._wire.encoded.lend(size_bytes) as encoded:
+            wire_dtypes.encode_pieces(pieces, header.wire_dtype, encoded)
+            self._stream_out(header, [encoded])
+
+    def _stream_out(self, header: shard_pb2.ReduceScatterHeader, data: Sequence[memoryview]) -> None:
+        limit_s = self._wire.wait_limit_s
+        self.server.streamed(lambda lane: lane.reduce_scatter(header, data, timeout_s=limit_s, retry_for_s=limit_s))
+        self.server.count(sent_bytes=sum(len(part) for part in data))
+
+
+def _copy_values(sources: Sequence[Piece], targets: Sequence[Piece]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.values.copy_(source.values)

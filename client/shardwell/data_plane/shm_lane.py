@@ -1,0 +1,147 @@
+"""The lane through memory that this trainer and a shard server of the same host both map."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from shardwell.data_plane.mailboxes import Mailbox, Mailboxes
+from shardwell.data_plane.shard_client import ShardClient
+from shardwell_wire.errors import UnavailableError
+from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.wire_dtypes import Piece, WireDType
+
+
+class ShmLane:
+    """Reads shards in place, and hands gradients over in mailboxes; the rpcs carry control messages only.
+
+    Args:
+        client: Calls the server.
+        run: Name of the run.
+        timeout_s: How long opening it may take.
+
+    Raises:
+        UnavailableError: The server's memory cannot be seen from here.
+        ShardwellError: The server does not offer the lane.
+    """
+
+    kind = "shm"
+
+    def __init__(self, client: ShardClient, run: str, *, timeout_s: float) -> None:
+        self._client, self._run = client, run
+        request = shard_pb2.OpenLaneRequest(run=run, kind=common_pb2.LANE_KIND_SHM)
+        self._rpc = client.open("OpenLane", request, timeout_s=timeout_s)
+        self._name = self._rpc.answer.lane
+        try:
+            self._shared = self._prove(self._rpc.answer.shm)
+        except BaseException:
+            self._rpc.end()
+            raise
+        self._sizes: dict[str, int] = {}
+        self._mailboxes = Mailboxes(self._open_mailbox)
+
+    def _prove(self, offer: shard_pb2.SharedMemoryOffer) -> mmap.mmap:
+        try:
+            with open(offer.path, "rb") as file:
+                shared = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise UnavailableError(f"{self._client.peer} offers shared memory at {offer.path}, but {error}") from error
+        if shared[: len(offer.proof)] != offer.proof:
+            raise UnavailableError(f"{self._client.peer} offers shared memory, but {offer.path} is another file here")
+        return shared
+
+    def measure(self) -> float:
+        """Copies some shared memory; returns bytes per second."""
+        target = bytearray(len(self._shared))
+        for _ in range(2):  # the first time both are touched for the first time
+            started = time.perf_counter()
+            target[:] = memoryview(self._shared)
+            elapsed_s = time.perf_counter() - started
+        return len(target) / elapsed_s
+
+    def locate(
+        self, unit: str, version: int | None, *, timeout_s: float, retry_for_s: float
+    ) -> shard_pb2.LocateShardResponse:
+        """Where a shard lies; waits until the version exists.
+
+        Raises:
+            VersionGoneError: A newer version has replaced it.
+            DeadlineError: It did not come to exist in time.
+            ConflictError: The shard is not in shared memory.
+        """
+        request = shard_pb2.LocateShardRequest(run=self._run, unit=unit, version=version, lane=self._name)
+        answer: shard_pb2.LocateShardResponse = self._client.call(
+            "LocateShard", request, timeout_s=timeout_s, retry_for_s=retry_for_s
+        )
+        return answer
+
+    def lay(
+        self,
+        header: shard_pb2.ReduceScatterHeader,
+        pieces: Sequence[Piece],
+        wire_dtype: WireDType,
+        *,
+        timeout_s: float,
+        retry_for_s: float,
+    ) -> Callable[[], None]:
+        """Copies one part of a contribution, once, into a mailbox.
+
+        Args:
+            header: What it is of.
+            pieces: The parts of gradients that lie in the shard; not needed any more afterwards.
+            wire_dtype: What to round them to.
+            timeout_s: Deadline of one try to hand it over.
+            retry_for_s: How long to try again while the server is unavailable.
+
+        Returns:
+            What hands the mailbox over; may be called in another thread.
+
+        Raises:
+            CapacityError: The server has no room for another mailbox.
+        """
+        self._sizes[header.unit] = header.stop_bytes - header.start_bytes
+        mailbox = self._mailboxes.take(header.unit)
+        for piece in pieces:
+            mailbox.lay(piece.first_byte - header.start_bytes, piece, wire_dtype)
+        return partial(self._hand_over, header, mailbox, timeout_s, retry_for_s)
+
+    def _hand_over(
+        self, header: shard_pb2.ReduceScatterHeader, mailbox: Mailbox, timeout_s: float, retry_for_s: float
+    ) -> None:
+        request = shard_pb2.ReduceMailboxRequest(header=header, lane=self._name, mailbox=mailbox.number)
+        adopted = True  # for all this trainer knows, if there is no answer
+        try:
+            answer: shard_pb2.ReduceMailboxResponse = self._client.call(
+                "ReduceMailbox", request, timeout_s=timeout_s, retry_for_s=retry_for_s
+            )
+            adopted = answer.adopted
+        finally:
+            if adopted:
+                self._mailboxes.note_adopted(header.unit, header.dp_rank, mailbox)
+            else:
+                self._mailboxes.give(header.unit, mailbox)
+
+    def release(self, dp_rank: int | None = None) -> None:
+        """The contributions of a rank, or of all, are used up or withdrawn: their mailboxes are free again."""
+        self._mailboxes.release(dp_rank)
+
+    @property
+    def has_mailboxes(self) -> bool:
+        """Whether the server keeps memory for this trainer's gradients."""
+        return bool(self._sizes)
+
+    @property
+    def broke(self) -> bool:
+        """Whether it ended though nobody gave it up."""
+        return self._rpc.broke
+
+    def close(self) -> None:
+        """Gives the lane up, and with it the mailboxes."""
+        self._rpc.end()
+
+    def _open_mailbox(self, unit: str) -> Mailbox:
+        request = shard_pb2.OpenMailboxRequest(run=self._run, unit=unit, lane=self._name)
+        answer: shard_pb2.OpenMailboxResponse = self._client.call("OpenMailbox", request)
+        return Mailbox.open(answer.mailbox, answer.path, self._sizes[unit])

@@ -1,0 +1,172 @@
+"""How a slice's values, gradient and optimizer state travel between a trainer and one shard server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwell.data_plane.shard_client import ShardClient
+from shardwell_wire import codec
+from shardwell_wire.errors import UsageError
+from shardwell_wire.layout import DTYPE_NAMES, DTYPE_NUMBERS, Segment, UnitLayout
+from shardwell_wire.v1 import common_pb2, shard_pb2
+
+_NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+@dataclass(frozen=True)
+class SlicePlace:
+    """The part of one data rank's slice of a unit that one server owns."""
+
+    layout: UnitLayout
+    dp_rank: int
+    start_bytes: int
+    """Half-open range of the unit's flat vector; not empty."""
+    stop_bytes: int
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The parts of parameters in it."""
+        return self.layout.segments(self.start_bytes, self.stop_bytes)
+
+
+@dataclass
+class SlicePart:
+    """What an optimizer needs of a slice: one entry per parameter that has elements in it, by layout index."""
+
+    generation: int
+    """Names the gradient, for the server."""
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Each [elements in the slice]."""
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Of the parameters that have one; likewise."""
+    state: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """What the optimizer keeps of a parameter: tensors and numbers by name."""
+
+
+def read_slice(
+    client: ShardClient, place: SlicePlace, context: common_pb2.RequestContext, *, timeout_s: float
+) -> SlicePart:
+    """Fetches a slice of a prepared step.
+
+    Raises:
+        StepStateError: The step is not prepared, or not any more.
+        StaleEpochError: The slice went to another trainer.
+    """
+    request = shard_pb2.ReadSliceRequest(
+        context=context,
+        unit=place.layout.unit,
+        dp_rank=place.dp_rank,
+        start_bytes=place.start_bytes,
+        stop_bytes=place.stop_bytes,
+    )
+
+    def fetch() -> SlicePart:
+        incoming = None
+        for data in client.byte_response_stub("ReadSlice")(request, timeout=timeout_s):
+            message, chunk = codec.decode_message(data, shard_pb2.ReadSliceResponse)
+            incoming = incoming or _Incoming(place, message.header)
+            incoming.receiver.feed(chunk)
+        assert incoming is not None
+        return incoming.finish()
+
+    return client.attempt(fetch, retry_for_s=timeout_s)
+
+
+def stage_slice(
+    client: ShardClient,
+    place: SlicePlace,
+    context: common_pb2.RequestContext,
+    part: SlicePart,
+    *,
+    timeout_s: float,
+) -> None:
+    """Sends the new values of the parameters that have a gradient, and the whole new state.
+
+    Raises:
+        StepStateError: The gradient is another by now.
+        StaleEpochError: The slice went to another trainer.
+        NonFiniteError: A value is NaN or infinity.
+        CapacityError: The server has no room for it.
+    """
+    state = [
+        _describe(place, index, name, value) for index, entry in part.state.items() for name, value in entry.items()
+    ]
+    header = shard_pb2.StageSliceHeader(
+        context=context,
+        unit=place.layout.unit,
+        dp_rank=place.dp_rank,
+        start_bytes=place.start_bytes,
+        stop_bytes=place.stop_bytes,
+        generation=part.generation,
+        parameter_indices=sorted(part.gradients),
+        state=[description for description, _ in state],
+    )
+    tensors = [part.values[index] for index in sorted(part.gradients)] + [tensor for _, tensor in state]
+    first = shard_pb2.StageSliceRequest(header=header)
+
+    def send() -> None:
+        stream = codec.encode_stream(first, [_memory(tensor) for tensor in tensors])
+        client.byte_request_stub("StageSlice")(stream, timeout=timeout_s)
+
+    client.attempt(send, retry_for_s=timeout_s)
+
+
+class _Incoming:
+    """A slice that is being received: tensors in the order of the stream."""
+
+    def __init__(self, place: SlicePlace, header: shard_pb2.ReadSliceHeader) -> None:
+        self._header, self._segments = header, place.segments
+        dtypes = [getattr(torch, place.layout.parameters[segment.parameter_index].dtype) for segment in self._segments]
+        with_gradient = set(header.gradient_indices)
+
+        def like(segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(segment.stop_element - segment.start_element, dtype=dtype)
+
+        pairs = list(zip(self._segments, dtypes, strict=True))
+        self._values = {segment.parameter_index: like(segment, dtype) for segment, dtype in pairs}
+        self._gradients = {
+            segment.parameter_index: like(segment, dtype)
+            for segment, dtype in pairs
+            if segment.parameter_index in with_gradient
+        }
+        self._state = [
+            torch.empty(tuple(entry.shape), dtype=getattr(torch, DTYPE_NAMES[entry.dtype])) for entry in header.state
+        ]
+        targets = [*self._values.values(), *self._gradients.values(), *self._state]
+        self.receiver = codec.StreamReceiver(list(map(_memory, targets)), f"slice of unit {place.layout.unit!r}")
+
+    def finish(self) -> SlicePart:
+        """What came; raises ChunkError if the stream ended early."""
+        self.receiver.require_complete()
+        state: dict[int, dict[str, Any]] = {}
+        for entry, tensor in zip(self._header.state, self._state, strict=True):
+            value = tensor.item() if entry.is_number else tensor
+            state.setdefault(entry.parameter_index, {})[entry.name] = value
+        return SlicePart(self._header.generation, self._values, self._gradients, state)
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    return codec.memory_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _describe(place: SlicePlace, index: int, name: object, value: object) -> tuple[shard_pb2.StateTensor, torch.Tensor]:
+    """How one entry of an optimizer's state is sent.
+
+    Raises:
+        UsageError: It is neither a tensor nor a number.
+    """
+    number = type(value) in _NUMBER_DTYPES
+    tensor = torch.tensor(value, dtype=_NUMBER_DTYPES[type(value)]) if number else value
+    dtype = str(tensor.dtype).removeprefix("torch.") if isinstance(tensor, torch.Tensor) else type(value).__name__
+    if not isinstance(tensor, torch.Tensor) or not isinstance(name, str) or dtype not in DTYPE_NUMBERS:
+        raise UsageError(
+            f"the optimizer keeps {name!r} of type {dtype} for parameter {place.layout.parameters[index].name!r}: "
+            "only tensors and numbers under string names can be kept on the shard servers"
+        )
+    tensor = tensor.detach().cpu().contiguous()
+    return shard_pb2.StateTensor(
+        parameter_index=index, name=name, dtype=DTYPE_NUMBERS[dtype], shape=tensor.shape, is_number=number
+    ), tensor

@@ -1,0 +1,324 @@
+"""Moves units between this trainer and the shard servers, behind the training thread's back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from functools import partial
+
+import torch
+
+from shardwell.data_plane.fetch_queue import FetchQueue
+from shardwell.data_plane.remote_shard import RemoteShard
+from shardwell.data_plane.server_connection import ServerConnection
+from shardwell.data_plane.shared_vector import SharedVector
+from shardwell.memory.device_copies import to_host
+from shardwell_wire.errors import ShardwellError
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.v1 import shard_pb2
+
+_GATHER_THREADS, _PUSH_THREADS = 16, 8
+"""Threads mostly wait for the network; a gather may also wait for a version."""
+
+_LOOKING_S = 0.1
+"""A version in shared memory is looked for so long before its servers are asked, who may know that it is gone."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteUnit:
+    """A declared unit and where it lives."""
+
+    index: int
+    layout: UnitLayout
+    shards: tuple[RemoteShard, ...]
+    vector: SharedVector | None = None
+    """Its flat vector in shared memory, of servers or of the host's cache, if all of it can be read in place."""
+
+
+@dataclass
+class TrafficStats:
+    """What was moved, and how long the training thread waited for it."""
+
+    gather_count: int = 0
+    gathered_bytes: int = 0
+    gather_wait_s: float = 0.0
+    push_count: int = 0
+    pushed_bytes: int = 0
+    push_wait_s: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+class GatherFuture(Future[int]):
+    """Done when every shard of a unit has arrived, or has failed; counts the time waited for it."""
+
+    def __init__(self, parts: Sequence[Future[int]], stats: TrafficStats) -> None:
+        super().__init__()
+        self._stats, self._parts, self._missing = stats, parts, len(parts)
+        self._count_lock = threading.Lock()
+        for part in parts:
+            part.add_done_callback(self._part_done)
+
+    def result(self, timeout: float | None = None) -> int:
+        started = time.perf_counter()
+        try:
+            return super().result(timeout)
+        finally:
+            self._stats.gather_wait_s += time.perf_counter() - started
+
+    def _part_done(self, _: Future[int]) -> None:
+        with self._count_lock:
+            self._missing -= 1
+            if self._missing:
+                return
+        # Every part is done: none writes to the target any more, also when one has failed.
+        for part in self._parts:
+            if (error := part.exception()) is not None:
+                self.set_exception(error)
+                return
+        self.set_result(self._parts[0].result())
+
+
+class VersionInPlace(Future[int]):
+    """A version that comes to be in memory that is read in place: one looks for it when it is needed, no sooner.
+
+    Args:
+        unit: The unit, all of whose servers share their memory.
+        version: The one to wait for.
+        stats: Counts the time waited for it.
+    """
+
+    def __init__(self, unit: RemoteUnit, version: int, stats: TrafficStats) -> None:
+        super().__init__()
+        self._unit, self._version, self._stats = unit, version, stats
+
+    def result(self, timeout: float | None = None) -> int:
+        if not self.done():
+            started = time.perf_counter()
+            try:
+                self.set_result(self._wait())
+            except ShardwellError as error:
+                self.set_exception(error)
+            self._stats.gather_wait_s += time.perf_counter() - started
+        return super().result(timeout)
+
+    def _wait(self) -> int:
+        vector = self._unit.vector
+        assert vector is not None
+        # An update takes milliseconds, and asking the server about one nearly as much of two processors' time.
+        give_up, pause_s = time.perf_counter() + _LOOKING_S, _FIRST_PAUSE_S
+        while not vector.shows(self._version):
+            if time.perf_counter() > give_up:
+                return min(shard.await_version(self._version) for shard in self._unit.shards)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return self._version
+
+
+class Traffic:
+    """Background gathers and pushes of one trainer.
+
+    Args:
+        push_bytes: Gradients in flight beyond which ``push`` waits.
+    """
+
+    def __init__(self, *, push_bytes: int) -> None:
+        self.stats = TrafficStats()
+        self._push_limit = push_bytes
+        self._gathers = ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="shardwell-gather")
+        self._pushes = ThreadPoolExecutor(_PUSH_THREADS, thread_name_prefix="shardwell-push")
+        self._queues: dict[ServerConnection, FetchQueue] = {}
+        self._changed = threading.Condition()
+        self._bytes_in_flight, self._parts_in_flight = 0, 0
+        self._push_error: BaseException | None = None
+        self._last_part: dict[tuple[int, int], Future[None]] = {}
+
+    def gather(self, unit: RemoteUnit, version: int | None, target: memoryview, *, exact: bool = False) -> Future[int]:
+        """Starts to fetch a unit. [unit.layout.size_bytes]
+
+        Args:
+            unit: The unit.
+            version: None: the newest.
+            target: Receives the flat vector; must stay in place until the future is done.
+            exact: Without rounding.
+        """
+        self.stats.gather_count += 1
+        self.stats.gathered_bytes += unit.layout.size_bytes
+        parts = [
+            self._queue(shard).submit(
+                shard.stop_bytes - shard.start_bytes,
+                partial(shard.fetch, version, target[shard.start_bytes : shard.stop_bytes], exact=exact),
+            )
+            for shard in unit.shards
+        ]
+        return GatherFuture(parts, self.stats)
+
+    def gather_cast(self, unit: RemoteUnit, version: int, target: memoryview, layout: UnitLayout) -> Future[int]:
+        """Starts to fetch a unit as other dtypes than it is stored in.
+
+        Args:
+            unit: The unit.
+            version: Of it.
+            target: Receives the values; must stay in place until the future is done. [layout.size_bytes]
+            layout: The same parameters in the dtypes to deliver.
+        """
+        self.stats.gather_count += 1
+        self.stats.gathered_bytes += layout.size_bytes
+        parts = [
+            self._queue(shard).submit(
+                shard.stop_bytes - shard.start_bytes, partial(shard.fetch_cast, version, layout, target)
+            )
+            for shard in unit.shards
+        ]
+        return GatherFuture(parts, self.stats)
+
+    def await_version(self, unit: RemoteUnit, version: int) -> Future[int]:
+        """Starts to wait until a unit that is read in place is of a version."""
+        assert unit.vector is not None
+        self.stats.gather_count += 1
+        if unit.vector.shows(version):
+            for shard in unit.shards:
+                shard.count_hit()
+            there: Future[int] = Future()
+            there.set_result(version)
+            return there
+        if all(shard.cached is None for shard in unit.shards):
+            return VersionInPlace(unit, version, self.stats)
+        parts = [
+            self._queue(shard).submit(shard.stop_bytes - shard.start_bytes, partial(shard.await_version, version))
+            for shard in unit.shards
+        ]
+        return GatherFuture(parts, self.stats)
+
+    def push(
+        self, unit: RemoteUnit, header: shard_pb2.ReduceScatterHeader, gradients: Sequence[tuple[int, torch.Tensor]]
+    ) -> None:
+        """Starts to push one part of a contribution to every owner of the unit.
+
+        Waits while more than ``push_bytes`` are in flight. Raises what an earlier push met.
+
+        Args:
+            unit: The unit.
+            header: All but the range and the parameter indices.
+            gradients: ``(parameter index, gradient)`` by rising index, owned by the callee from now on.
+        """
+        self._raise_push_error()
+        copies, copied = to_host([gradient for _, gradient in gradients])
+        flats = {index: flat for (index, _), flat in zip(gradients, copies, strict=True)}
+        size = sum(flat.nbytes for flat in flats.values())
+        # What goes from the CPU through shared memory is copied before this returns, and held no longer.
+        here = all(gradient.device.type == "cpu" for _, gradient in gradients)
+        held = size if not here or any(not shard.server.pushes_through_shm for shard in unit.shards) else 0
+        self._take_room(held)
+        self.stats.push_count += 1
+        self.stats.pushed_bytes += size
+        header.parameter_indices[:] = sorted(flats)
+        futures = []
+        for number, shard in enumerate(unit.shards):
+            own = shard_pb2.ReduceScatterHeader()
+            own.CopyFrom(header)
+            previous = self._last_part.get((unit.index, number))
+            push = _begun(shard, own, flats) if here else partial(_begin_later, copied, shard, own, flats)
+            future = self._pushes.submit(_send, push, previous)
+            self._last_part[unit.index, number] = future
+            futures.append(future)
+        self._give_back_when_done(futures, held)
+
+    def drain(self) -> None:
+        """Waits until every push is acknowledged; raises what the first failed one met."""
+        started = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._parts_in_flight)
+        self.stats.push_wait_s += time.perf_counter() - started
+        self._last_part.clear()
+        self._raise_push_error()
+
+    def forget(self) -> None:
+        """Waits until nothing is in flight and drops what failed: its work is begun anew."""
+        try:
+            self.drain()
+        except ShardwellError:
+            return
+
+    def _queue(self, shard: RemoteShard) -> FetchQueue:
+        if shard.server not in self._queues:
+            self._queues[shard.server] = FetchQueue(self._gathers)
+        return self._queues[shard.server]
+
+    def close(self) -> None:
+        for queue in self._queues.values():
+            queue.close()
+        self._gathers.shutdown(wait=False)
+        self._pushes.shutdown(wait=False, cancel_futures=True)
+
+    def _take_room(self, size: int) -> None:
+        started = time.perf_counter()
+        with self._changed:
+            # A part larger than the limit goes alone.
+            self._changed.wait_for(
+                lambda: not self._bytes_in_flight or self._bytes_in_flight + size <= self._push_limit
+            )
+            self._bytes_in_flight += size
+            self._parts_in_flight += 1
+        self.stats.push_wait_s += time.perf_counter() - started
+
+    def _give_back_when_done(self, futures: Sequence[Future[None]], size: int) -> None:
+        missing = len(futures)
+
+        def done(future: Future[None]) -> None:
+            nonlocal missing
+            with self._changed:
+                if (error := future.exception()) is not None and self._push_error is None:
+                    self._push_error = error
+                missing -= 1
+                if missing == 0:
+                    self._bytes_in_flight -= size
+                    self._parts_in_flight -= 1
+                self._changed.notify_all()
+
+        for future in futures:
+            future.add_done_callback(done)
+
+    def _raise_push_error(self) -> None:
+        with self._changed:
+            error, self._push_error = self._push_error, None
+        if error is not None:
+            raise error
+
+
+def _begun(
+    shard: RemoteShard, header: shard_pb2.ReduceScatterHeader, flats: Mapping[int, torch.Tensor]
+) -> Callable[[], None]:
+    """What pushes a shard's part, or raises why that is not possible."""
+    try:
+        return shard.begin_send(header, flats)
+    except ShardwellError as error:
+        return partial(_fail, error)
+
+
+def _begin_later(
+    copied: Callable[[], None],
+    shard: RemoteShard,
+    header: shard_pb2.ReduceScatterHeader,
+    flats: Mapping[int, torch.Tensor],
+) -> None:
+    """Pushes a shard's part once it has come from a GPU."""
+    copied()
+    shard.begin_send(header, flats)()
+
+
+def _fail(error: ShardwellError) -> None:
+    raise error
+
+
+def _send(push: Callable[[], None], previous: Future[None] | None) -> None:
+    if previous is not None:
+        # A server takes parts in order. The pool is first-in first-out: `previous` has a thread.
+        previous.result()
+    push()

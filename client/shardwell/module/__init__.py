@@ -1,0 +1,1 @@
+"""The sharded module: what becomes of a module whose parameters live elsewhere, from its forward to its gradients."""

@@ -1,0 +1,198 @@
+"""How much of a model lies in this process: what ``session.memory()`` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from io import StringIO
+
+import torch
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from torch import nn
+
+from shardwell.module.parameter import owner_of
+from shardwell.module.tensors import local_part
+from shardwell.module.unit import Unit, UnitState
+from shardwell.module.units import Units
+from shardwell.sizes import format_size
+
+_WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMemory:
+    """One unit, as ``session.memory()`` found it."""
+
+    name: str
+    state: UnitState
+    size_bytes: int
+    """Of its flat vector, wherever that lies."""
+    num_parameters: int
+    """Elements, padding not counted."""
+    held_bytes: int
+    """What its weights take of this process's own memory now; 0 for what is read in a server's memory."""
+    gradient_bytes: int
+    """Gradients that are here and not pushed."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """What a trainer holds of its sharded modules; ``print`` shows it as a table.
+
+    Memory of the interpreter, of activations and of gradients on their way to the servers is not in it.
+    """
+
+    current_bytes: int
+    """Weights in this process's own memory now."""
+    peak_bytes: int
+    """The most that ``current_bytes`` has been since the session began."""
+    fetching_bytes: int
+    """Of ``current_bytes``, those that are on their way here, or wait for their first use."""
+    kept_bytes: int
+    """Of ``current_bytes``, those that wait for their next use in the step (``keep_bytes`` of ``join``)."""
+    idle_bytes: int
+    """Memory without weights that is kept for the next units; beyond ``current_bytes``."""
+    gather_count: int
+    """Gathers so far: one per unit that was brought here, or waited for in place."""
+    reduce_scatter_count: int
+    """Pushes so far: one per unit and part of a contribution."""
+    units: tuple[UnitMemory, ...]
+    """In the order in which they were made."""
+
+    @property
+    def model_bytes(self) -> int:
+        """Weights of all units: what a replica would hold."""
+        return sum(unit.size_bytes for unit in self.units)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all units, tied ones once."""
+        return sum(unit.num_parameters for unit in self.units)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradients that are here and not pushed."""
+        return sum(unit.gradient_bytes for unit in self.units)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Weights that a replica would hold and this process does not, now."""
+        return self.model_bytes - self.current_bytes
+
+    @property
+    def saved_at_peak_bytes(self) -> int:
+        """Weights that a replica would hold and this process never did at once."""
+        return self.model_bytes - self.peak_bytes
+
+    @property
+    def local_ratio(self) -> float:
+        """Share of the units' parameters that lies in this process's own memory now."""
+        here = sum(unit.num_parameters for unit in self.units if unit.held_bytes)
+        return here / self.num_parameters if self.num_parameters else 0.0
+
+    def __rich__(self) -> RenderableType:
+        numbers = Table(box=None, show_header=False, pad_edge=False)
+        for name, value in self._rows():
+            numbers.add_row(name, value)
+        units = Table("UNIT", "STATE", box=None, pad_edge=False, header_style="bold")
+        for heading in ("SIZE", "PARAMETERS", "HELD HERE", "GRADIENTS"):
+            units.add_column(heading, justify="right")
+        for unit in self.units:
+            held, gradients = format_size(unit.held_bytes), format_size(unit.gradient_bytes)
+            units.add_row(
+                unit.name, unit.state.name, format_size(unit.size_bytes), f"{unit.num_parameters:,}", held, gradients
+            )
+        return Group(numbers, "", units)
+
+    def __str__(self) -> str:
+        console = Console(file=StringIO(), width=_WIDTH, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    def _rows(self) -> Iterable[tuple[str, str]]:
+        return (
+            (
+                "model",
+                f"{format_size(self.model_bytes)} in {self.num_parameters:,} parameters, {len(self.units)} units",
+            ),
+            ("held now", f"{format_size(self.current_bytes)}, {self.local_ratio:.1%} of the parameters"),
+            ("  being fetched", format_size(self.fetching_bytes)),
+            ("  kept for the next use", format_size(self.kept_bytes)),
+            ("held at most", format_size(self.peak_bytes)),
+            (
+                "saved by sharding",
+                f"{format_size(self.saved_bytes)} now, {format_size(self.saved_at_peak_bytes)} at the peak",
+            ),
+            ("idle buffers", format_size(self.idle_bytes)),
+            ("gradients here", format_size(self.gradient_bytes)),
+            ("gathers", f"{self.gather_count:,}"),
+            ("reduce-scatters", f"{self.reduce_scatter_count:,}"),
+        )
+
+
+def measure(units: Units, stats: Mapping[str, float]) -> MemoryReport:
+    """What the units of a session hold now.
+
+    Args:
+        units: Of the session.
+        stats: ``gather_count`` and ``push_count`` of its store.
+    """
+    return MemoryReport(
+        current_bytes=units.live_bytes,
+        peak_bytes=units.peak_bytes,
+        fetching_bytes=units.fetching_bytes,
+        kept_bytes=units.kept_bytes,
+        idle_bytes=units.idle_bytes,
+        gather_count=int(stats["gather_count"]),
+        reduce_scatter_count=int(stats["push_count"]),
+        units=tuple(_measure_unit(unit) for unit in units),
+    )
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Elements of a whole model's parameters, tied ones once, whether they are sharded or not.
+
+    Args:
+        model: Any module. Of a ``DTensor`` this process's part counts.
+    """
+    return sum(local_part(parameter).numel() for parameter in model.parameters())
+
+
+def local_ratio(model: nn.Module) -> float:
+    """Share of a model's parameters whose values lie in this process's own memory now.
+
+    Those that are in no unit do; those that are read in a server's memory do not.
+
+    Args:
+        model: Any module, sharded as a whole, in part or not at all.
+
+    Returns:
+        0 to 1; 0 for a model without parameters.
+    """
+    total = num_parameters(model)
+    here = sum(local_part(parameter).numel() for parameter in model.parameters() if _is_here(parameter))
+    return here / total if total else 0.0
+
+
+def _is_here(parameter: nn.Parameter) -> bool:
+    owner = owner_of(parameter)
+    return owner is None or _held_bytes(owner.unit) > 0
+
+
+def _held_bytes(unit: Unit) -> int:
+    return 0 if unit.state is UnitState.FREED else unit.own_bytes
+
+
+def _measure_unit(unit: Unit) -> UnitMemory:
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient_bytes = sum(parameter.grad.nbytes for parameter in unit.parameters if parameter.grad is not None)
+    return UnitMemory(
+        name=unit.name,
+        state=unit.state,
+        size_bytes=unit.layout.size_bytes,
+        num_parameters=sum(parameter.numel for parameter in unit.layout.parameters),
+        held_bytes=_held_bytes(unit),
+        gradient_bytes=gradient_bytes,
+    )

@@ -1,0 +1,416 @@
+"""All units of one session: what is fetched ahead, when gradients are pushed, what is freed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from shardwell.memory.allocator import keep_freed_memory
+from shardwell.memory.buffer_pool import BufferPool
+from shardwell.module.collect import FoundParameter
+from shardwell.module.flat_vector import Memory
+from shardwell.module.gathering import Gathering
+from shardwell.module.gradient_buckets import GradientBuckets, cut
+from shardwell.module.hooks import NO_TASK, ForwardCall, attach, backward_task
+from shardwell.module.initialization import Naming, NewValues
+from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy
+from shardwell.module.parameter import owner_of
+from shardwell.module.prefetch import Phase
+from shardwell.module.store import ParameterStore
+from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
+from shardwell.module.unit import Unit, UnitState
+from shardwell_wire.errors import CapacityError, UsageError
+from shardwell_wire.layout import UnitLayout
+
+
+@dataclass(slots=True)
+class _Backward:
+    """One running backward; reentrant checkpoints run further ones inside it."""
+
+    calls: dict[ForwardCall, None] = field(default_factory=dict)
+    """Forward calls whose backward has begun and is not over."""
+    units: dict[Unit, None] = field(default_factory=dict)
+    """All units that it used."""
+
+
+class Units:
+    """The units of one session, and the rules by which they are gathered, pushed and freed.
+
+    Attributes:
+        gathering: Gathers them, and says how far ahead.
+        keep_bytes: How much may stay between its uses in a step.
+
+    Used by one training thread; autograd's threads call in while that thread waits in a backward.
+
+    Args:
+        store: Holds the parameters.
+        prefetch_bytes: How much may be gathered ahead of its use, beyond the units in use; so much memory of
+            freed units is kept for the next ones.
+        keep_bytes: How much may stay between its uses in a step.
+        max_gathers_in_flight: How many gathers may be under way at once; 0: any number.
+        backward_prefetch: When the next unit of a backward is gathered.
+        name_prefix: Begins the names of all units and parameters; tells those of one pipeline stage or
+            tensor-parallel rank from another's, which are made by the same code.
+        init_seed: What random initial values depend on, beside names without that prefix.
+    """
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        *,
+        prefetch_bytes: int = 128 << 20,
+        keep_bytes: int = 0,
+        max_gathers_in_flight: int = 0,
+        backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE,
+        name_prefix: str = "",
+        init_seed: int = 0,
+    ) -> None:
+        self.name_prefix = name_prefix
+        self.naming = Naming(init_seed, name_prefix)
+        self.keep_bytes = keep_bytes
+        self._store = store
+        self._buckets: dict[Unit, GradientBuckets] = {}
+        self._by_name: dict[str, Unit] = {}
+        self._memory = Memory(BufferPool(prefetch_bytes))
+        self.gathering = Gathering(
+            self._memory,
+            prefetch_bytes=prefetch_bytes,
+            max_in_flight=max_gathers_in_flight,
+            backward_prefetch=backward_prefetch,
+        )
+        self._backwards: dict[int, _Backward] = {}
+        self._outermost: list[Unit] = []
+        self._pushed = False
+        self.generation = 0
+        """How often graphs made before became unusable."""
+        self.is_last_backward = True
+        """Whether the end of a backward frees what was gathered ahead and not used."""
+
+    # Units.
+
+    def add(
+        self,
+        layout: UnitLayout,
+        found: Sequence[FoundParameter],
+        modules: Sequence[nn.Module],
+        values: NewValues,
+        policy: MixedPrecisionPolicy = AS_STORED,
+    ) -> Unit:
+        """Uploads a unit's values and hooks its modules.
+
+        Raises:
+            UsageError: The session has a unit of that name.
+        """
+        if layout.unit in self._by_name:
+            raise UsageError(
+                f"this session has a unit named {layout.unit!r} already: choose another name", unit=layout.unit
+            )
+        unit = Unit(layout, found, modules, self._store, self._memory, values, policy)
+        self._by_name[unit.name] = unit
+        attach(unit, self)
+        self._outermost.append(unit)
+        return unit
+
+    def contain(self, modules: Sequence[nn.Module], new: Unit | None) -> None:
+        """Notes that units inside these modules, which are sharded too, are not outermost any more."""
+        inside = {id(part) for module in modules for part in module.modules()}
+        self._outermost = [
+            unit for unit in self._outermost if unit is new or not any(id(part) in inside for part in unit.modules)
+        ]
+
+    def set_strategy(self, unit: Unit, strategy: ShardingStrategy | None, replica: ReplicaOptions | None) -> None:
+        """Has a unit be kept, freed and pushed as a strategy says, from its next use on.
+
+        Raises:
+            UsageError: A forward or backward is using the unit.
+            CapacityError: ``HYBRID_SHARD``, and this host has no room to share for the unit.
+        """
+        if unit.usage:
+            raise UsageError(
+                f"the strategy of unit {unit.name!r} can not change while a forward or backward uses it: call "
+                "set_sharding_strategy between steps",
+                unit=unit.name,
+            )
+        self.free_unused(unit)
+        unit.free()
+        if (buckets := self._buckets.pop(unit, None)) is not None:
+            buckets.remove()
+        unit.settings.strategy, unit.settings.replica = strategy, replica or ReplicaOptions()
+        if strategy is ShardingStrategy.HYBRID_SHARD:
+            self._share_on_host(unit)
+        elif unit.is_replica and unit.settings.replica.push_during_backward:
+            self._buckets[unit] = GradientBuckets(unit, partial(self._bucket_bytes, unit), partial(self._push, unit))
+
+    def _share_on_host(self, unit: Unit) -> None:
+        if not unit.share_on_host():
+            unit.settings.strategy = None
+            raise CapacityError(
+                f"HYBRID_SHARD: unit {unit.name!r} has {unit.layout.size_bytes} bytes, for which this host has no "
+                "shared memory (the log says why): enlarge /dev/shm (docker: shm_size), or use FULL_SHARD",
+                unit=unit.name,
+            )
+        self.generation += 1  # older graphs hold views of where the weights were
+
+    @property
+    def _root(self) -> Unit | None:
+        """The unit around all others; None if there is no single one."""
+        return self._outermost[0] if len(self._outermost) == 1 else None
+
+    def next_name(self, class_name: str) -> str:
+        """A name for a unit that was given none: the class and how many came before, the same on every trainer."""
+        names = (f"{class_name}-{number}" for number in itertools.count())
+        return next(name for name in names if f"{self.name_prefix}{name}" not in self._by_name)
+
+    def unused_name(self, name: str) -> str:
+        """The name, or with a count if a unit has it."""
+        return self.next_name(name) if f"{self.name_prefix}{name}" in self._by_name else name
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._by_name.values())
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def locate(self, parameter: torch.Tensor) -> tuple[int, int] | None:
+        """Which parameter of which unit a tensor is: ``(unit index, parameter index)``; None if of none."""
+        owner = owner_of(parameter)
+        if owner is None or self._by_name.get(owner.unit.name) is not owner.unit:
+            return None
+        return owner.unit.index, owner.index
+
+    @property
+    def live_bytes(self) -> int:
+        """Memory of all flat vectors now."""
+        return self._memory.live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that ``live_bytes`` has been."""
+        return self._memory.peak_bytes
+
+    @property
+    def fetching_bytes(self) -> int:
+        """Memory of units that are on their way here, or wait for their first use."""
+        return self._memory.fetching_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of units that wait for their next use in the step."""
+        return self._memory.kept_bytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Memory of freed units that is kept for the next ones."""
+        return self._memory.pool.idle_bytes
+
+    def forward_order(self) -> list[int]:
+        """Indices of the units in the order in which the last forward first used them."""
+        return self.gathering.order.forward
+
+    # What the session calls.
+
+    def finish_item(self) -> None:
+        """Ends a work item: pushes every gradient that is still local and frees all units that need not be kept.
+
+        Graphs made in the item can not be used any more. Does not wait for the pushes.
+
+        Raises:
+            UsageError: A parameter was written; ``zero_grad`` withdraws what was computed with it.
+            VersionGoneError: Bytes that are read in place have changed in use.
+        """
+        for unit in self:
+            unit.check_version()
+            self._push(unit)
+        written = self._written()
+        self._pushed = self._pushed and bool(written)
+        self._end_graphs(written, self._put_away)
+
+    def invalidate(self) -> None:
+        """Frees all units, whose values a commit has made stale, and makes older graphs raise when used."""
+        for unit in self:
+            unit.pushed = False
+        self._end_graphs(self._written(), Unit.expire)
+
+    def begin_step(self) -> None:
+        """Starts to fetch what the committed step made of the replicas, in the order of the forward."""
+        first_use = {index: place for place, index in enumerate(self.gathering.order.forward)}
+        stale = [unit for unit in self if unit.state is UnitState.STALE]
+        for unit in sorted(stale, key=lambda unit: first_use.get(unit.index, len(first_use))):
+            self.gathering.start_ahead(unit)
+
+    def zero_grad(self) -> None:
+        """Drops the gradients of the current work item, here and on the servers.
+
+        Also cleans up after an exception in a forward or backward.
+        """
+        for unit in self:
+            unit.gradients.drop()
+            unit.pushed = False
+        for buckets in self._buckets.values():
+            buckets.clear()
+        if self._pushed:
+            self._store.discard()
+            self._pushed = False
+        failed = self._backwards or any(unit.usage.forward_calls for unit in self)
+        if failed and backward_task() == NO_TASK:
+            self._abandon(Unit.free)
+
+    def _written(self) -> list[tuple[Unit, str]]:
+        return [(unit, name) for unit in self if (name := unit.written_parameter() or unit.written_page())]
+
+    def _end_graphs(self, written: Sequence[tuple[Unit, str]], leave: Callable[[Unit], None]) -> None:
+        self.generation += 1
+        self._abandon(Unit.free if written else leave)
+        self.gathering.order.end_forward()
+        for unit, name in written:
+            _raise_written(unit, name)
+
+    def _abandon(self, leave: Callable[[Unit], None]) -> None:
+        """Frees or puts away everything, whatever it was in use for."""
+        self._backwards.clear()
+        for unit in self:
+            unit.usage.clear()
+            leave(unit)
+
+    def _put_away(self, unit: Unit) -> None:
+        """Keeps what will be needed again in the step, as far as there is room; frees the rest."""
+        stays = unit.is_replica or self._memory.kept_bytes + unit.own_bytes <= self.keep_bytes
+        if unit.state is UnitState.UNSHARDED and stays:
+            unit.keep()
+        elif unit.state is not UnitState.KEPT and not unit.is_replica:
+            unit.free()
+
+    # What the hooks call.
+
+    def enter_forward(self, unit: Unit) -> None:
+        """A forward of the unit begins."""
+        if backward_task() == NO_TASK:
+            self._forget_failed_backward()
+            self.gathering.use(unit, Phase.FORWARD)
+        else:  # activation checkpointing computes it again: its backward comes next
+            self._current_backward().units[unit] = None
+            self.gathering.use(unit, Phase.BACKWARD)
+
+    def leave_forward(self, unit: Unit) -> None:
+        """A forward of the unit is over, with or without an exception."""
+        if backward_task() == NO_TASK and self._frees_after_forward(unit):
+            self.free_unused(unit)
+
+    def enter_backward(self, call: ForwardCall, node_number: int) -> None:
+        """A node that made a result of a forward call is about to run: the call's backward begins, if it has not."""
+        backward = self._current_backward()
+        over = [other for other in backward.calls if other.first_node_number > node_number]
+        for other in over:
+            del backward.calls[other]
+            other.unit.usage.backward_calls.discard(other)
+        if self.gathering.backward_prefetch is BackwardPrefetch.POST and call.unit.needs_gather:
+            for other in over:
+                self._free_after_backward(other.unit)
+            self.gathering.start(call.unit)
+        for other in over:
+            self._finish_backward(other.unit)
+        if call not in backward.calls:
+            backward.calls[call] = None
+            backward.units[call.unit] = None
+            call.unit.usage.backward_calls.add(call)
+            # With create_graph=True the graph of the backward keeps using the weights, without hooks.
+            call.unit.usage.pinned |= torch.is_grad_enabled()
+        self.gathering.use(call.unit, Phase.BACKWARD)
+
+    def free_unused(self, unit: Unit, *, thorough: bool = False) -> None:
+        """Frees a unit unless something is using it.
+
+        Args:
+            unit: The unit.
+            thorough: Look also for writes that torch does not count, which takes longer; else
+                ``finish_item`` finds them.
+
+        Raises:
+            UsageError: A parameter was written in place; the write would be lost.
+            VersionGoneError: Bytes that are read in place have changed in use.
+        """
+        if unit.usage:
+            return
+        written = unit.written_parameter() or (unit.written_page() if thorough else None)
+        if written:
+            unit.free()
+            _raise_written(unit, written)
+        unit.check_version()
+        self._put_away(unit)
+
+    def _frees_after_forward(self, unit: Unit) -> bool:
+        strategy, choice = unit.settings.strategy, unit.settings.reshard_after_forward
+        if strategy is ShardingStrategy.NO_SHARD:
+            return False
+        if choice is not None:
+            return choice
+        # The backward begins with the root.
+        stays = strategy is ShardingStrategy.SHARD_GRAD_OP or unit is self._root
+        return not (stays and torch.is_grad_enabled())
+
+    def _forget_failed_backward(self) -> None:
+        if self._backwards:
+            self._backwards.clear()
+            for unit in self:
+                unit.usage.backward_calls.clear()
+
+    def _current_backward(self) -> _Backward:
+        task = backward_task()
+        if task not in self._backwards:
+            keep_freed_memory()
+            self._backwards[task] = _Backward()
+            Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
+        return self._backwards[task]
+
+    def _end_backward(self, task: int) -> None:
+        """Finishes the calls that no older call followed, and gradients that came late, as of tied parameters."""
+        backward = self._backwards.pop(task, _Backward())
+        for call in backward.calls:
+            call.unit.usage.backward_calls.discard(call)
+        for unit in reversed(backward.units):
+            self._finish_backward(unit, is_over=True)
+        if not self._backwards and self.is_last_backward:
+            for unit in self:
+                if unit.state is UnitState.FETCHING and not unit.is_replica:
+                    unit.free()
+
+    def _finish_backward(self, unit: Unit, *, is_over: bool = False) -> None:
+        waits = unit.is_replica and not (unit.settings.replica.push_during_backward or is_over)
+        if unit.settings.requires_gradient_sync and not waits:
+            self._push(unit)
+        elif not unit.settings.requires_gradient_sync:
+            unit.gradients.put_by()
+        self._free_after_backward(unit)
+
+    def _free_after_backward(self, unit: Unit) -> None:
+        if unit.settings.reshard_after_backward and not unit.is_replica:
+            self.free_unused(unit)
+
+    def _push(self, unit: Unit, indices: Sequence[int] | None = None) -> None:
+        """Pushes the local gradients of a unit, or of some of its parameters."""
+        if indices is None and unit in self._buckets:
+            self._buckets[unit].clear()
+        for bucket in cut(unit.gradients.take(indices), self._bucket_bytes(unit) if indices is None else None):
+            self._pushed = unit.pushed = True
+            self._store.push(unit.index, bucket)
+
+    def _bucket_bytes(self, unit: Unit) -> int | None:
+        """How many bytes of gradients are pushed at once; None: all that the unit has when its backward is over."""
+        # What goes through shared memory hides behind nothing, and takes a mailbox of the unit's size for each push.
+        in_buckets = unit.is_replica and unit.settings.requires_gradient_sync
+        return unit.settings.replica.bucket_bytes if in_buckets and self._store.streams_gradients(unit.index) else None
+
+
+def _raise_written(unit: Unit, name: str) -> None:
+    raise UsageError(
+        f"parameter {name!r} of unit {unit.name!r} was written in place; the values live on the shard servers, so the "
+        "write is lost: change parameters before fully_shard",
+        unit=unit.name,
+        parameter=name,
+    )

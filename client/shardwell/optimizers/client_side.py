@@ -1,0 +1,126 @@
+"""Optimizers that run on the trainers: each data rank updates its slice of every unit and writes it back by value.
+
+Nothing is kept here from step to step: values, mean gradient and the optimizer's state of a slice come from the
+servers and go back to them, and take effect when the step is committed. So any trainer can update any slice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from shardwell.data_plane.slice_client import SlicePart
+from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
+from shardwell_wire.errors import StepStateError, UsageError
+from shardwell_wire.slices import TRAINER_PREFIX
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+logger = logging.getLogger(__name__)
+
+_MAX_VOID_COUNT = 20
+"""Gradients that become void under one's hands, one after the other, before that is taken for an error."""
+
+
+class ClientSide(ShardedOptimizer):
+    """Any ``torch.optim`` optimizer, or one of your own, on the trainers.
+
+    The optimizer sees, per slice, one 1-d parameter for each part of a parameter that lies in it. One that works
+    element by element computes the bits that it would compute on whole parameters; one that looks at a whole
+    parameter (LAMB, Muon, Adafactor) does not. ``optimizer_class`` must be the same on every trainer.
+
+    Args:
+        params: As of torch's optimizers: sharded parameters, or groups of them.
+        optimizer_class: Takes groups and ``options``, as torch's optimizers do; its ``step`` needs no closure.
+        **options: Its hyper-parameters, by name.
+
+    Raises:
+        UsageError: A parameter is not sharded, or the optimizer's step needs a closure.
+    """
+
+    def __init__(self, params: ParamsT, optimizer_class: Callable[..., Optimizer], **options: Any) -> None:
+        self._make, self._options, self._void_count = optimizer_class, options, 0
+        # torch's optimizers fill in their defaults themselves.
+        example = optimizer_class([nn.Parameter(torch.zeros(0))], **options)
+        closure = inspect.signature(type(example).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UsageError(
+                f"{type(example).__name__}.step needs a closure, which evaluates the model several times in a step: "
+                "ClientSide runs optimizers that need the gradient only"
+            )
+        self.algorithm = TRAINER_PREFIX + type(example).__name__  # type: ignore[misc]
+        super().__init__(params, dict(example.defaults))
+
+    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, float]:
+        """The numbers among a group's settings: trainers must agree on them."""
+        return dict(_numbers({key: value for key, value in group.items() if key != "params"}))
+
+    def _commit(self, coefficient: float) -> bool:
+        request = self._to_proto()
+        return self._session.commit(
+            self._session.loop_step,
+            request,
+            coefficient,
+            update_slices=lambda work: self._update_slices(request, work, coefficient),
+        )
+
+    def _update_slices(
+        self,
+        optimizer: common_pb2.OptimizerStep,
+        work: Sequence[coordinator_pb2.SliceWork],
+        clip_coefficient: float,
+    ) -> list[coordinator_pb2.SliceWork]:
+        """Updates and stages slices; returns those that are staged."""
+        groups = {unit.unit_index: unit.group_indices for unit in optimizer.units}
+
+        def update(unit_index: int, part: SlicePart) -> None:
+            self._update(part, groups[unit_index], clip_coefficient)
+
+        staged = []
+        for slices in work:
+            try:
+                self._session.store.update_slices(slices, update)
+            except StepStateError as error:  # a rank has begun its work anew: the commit says what to do now
+                self._void_count += 1
+                if self._void_count > _MAX_VOID_COUNT:
+                    raise
+                logger.info("slices of rank %d are not staged: %s", slices.dp_rank, error)
+            else:
+                self._void_count = 0
+                staged.append(slices)
+        return staged
+
+    @torch.no_grad()
+    def _update(self, part: SlicePart, groups: Sequence[int], clip_coefficient: float) -> None:
+        """One step of the optimizer on one part of a slice, in place."""
+        parameters = {index: nn.Parameter(value) for index, value in part.values.items() if groups[index] >= 0}
+        part.gradients = {index: gradient for index, gradient in part.gradients.items() if index in parameters}
+        if not part.gradients:
+            return
+        for index, gradient in part.gradients.items():
+            parameters[index].grad = gradient.mul_(clip_coefficient) if clip_coefficient != 1.0 else gradient
+        inner = self._make(list(self._inner_groups(parameters, groups)), **self._options)
+        for index, state in part.state.items():
+            inner.state[parameters[index]] = state
+        inner.step()
+        part.values.update({index: value.detach().contiguous() for index, value in parameters.items()})
+        part.state = {index: dict(inner.state[value]) for index, value in parameters.items() if value in inner.state}
+
+    def _inner_groups(self, parameters: Mapping[int, nn.Parameter], groups: Sequence[int]) -> Iterator[dict[str, Any]]:
+        for number, group in enumerate(self.param_groups):
+            members = [parameter for index, parameter in parameters.items() if groups[index] == number]
+            if members:
+                yield {**group, "params": members}
+
+
+def _numbers(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in settings.items():
+        if isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            yield name, float(value)
+        elif isinstance(value, (tuple, list)):
+            yield from _numbers({f"{name}.{index}": entry for index, entry in enumerate(value)})

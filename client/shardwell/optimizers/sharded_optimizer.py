@@ -1,0 +1,231 @@
+"""What all optimizers share whose state and arithmetic live on the shard servers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from shardwell.session.session import Session, session_of
+from shardwell_wire.errors import NonFiniteError, UsageError
+from shardwell_wire.slices import runs_on_trainers
+from shardwell_wire.v1 import common_pb2
+
+_CLIP_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_."""
+
+
+class ShardedOptimizer(Optimizer):
+    """Base of the optimizers; not to be used itself.
+
+    Raises:
+        UsageError: A parameter is not sharded: call ``fully_shard`` on the whole model first.
+    """
+
+    algorithm: ClassVar[str]
+    """Its name in an ``OptimizerStep``."""
+    _numbers: ClassVar[tuple[str, ...]]
+    """Hyper-parameters that travel as they are."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self._session = self._find_session()
+        self._session.note_buffers()
+        self._clip_coefficient = 1.0
+        self._loss_scale: float | None = None
+        self.skipped = False
+        """Whether the last step changed no parameter, since a gradient of a scaled loss was not finite."""
+        self._ema_decay: float | None = None
+        self._combined: ShardedOptimizer | None = None
+        """The optimizer that this one is a part of: it commits the steps."""
+
+    @property
+    def ema_decay(self) -> float | None:
+        """Has the servers keep an exponential moving average of the weights, from the next step on.
+
+        After every step ``average += (1 - ema_decay) * (weight - average)``, as
+        ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn``; the first is a copy of the weights.
+        ``full_state_dict(model, ema=True)`` reads it. None, the default, leaves averages as they are.
+        """
+        return self._ema_decay
+
+    @ema_decay.setter
+    def ema_decay(self, decay: float | None) -> None:
+        self._refuse_if_combined("ema_decay")
+        if decay is not None and runs_on_trainers(self.algorithm):
+            raise UsageError("ema_decay: the servers average only what they update, not what an optimizer here does")
+        if decay is not None and not 0.0 <= decay <= 1.0:
+            raise UsageError(f"ema_decay={decay!r}: expected 0 to 1, or None")
+        self._ema_decay = decay
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; not once the optimizer is part of a ``Combined``."""
+        if getattr(self, "_combined", None) is not None:
+            raise UsageError(f"add parameter groups to {type(self).__name__} before it becomes part of a Combined")
+        super().add_param_group(param_group)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = True
+    ) -> torch.Tensor:
+        """Clips the step's mean gradient to a global norm over all units, servers and ranks.
+
+        Call it between the backward and ``step``; it waits until every rank's gradient is there.
+
+        Args:
+            max_norm: Largest norm; the gradient is scaled by ``max_norm / (norm + 1e-6)`` if above.
+            norm_type: 2.0 or infinity.
+            error_if_nonfinite: Must be True: a step with a non-finite gradient is never committed.
+
+        Returns:
+            The norm before clipping: a 0-dim float64 tensor, the same on every trainer. After
+            ``GradScaler.unscale_`` it is that of the unscaled gradient, and infinity if the step will be skipped.
+
+        Raises:
+            NonFiniteError: A gradient has NaN or infinity; names the parameter and the ranks.
+        """
+        self._refuse_if_combined("clip_grad_norm_")
+        if norm_type not in (2.0, math.inf):
+            raise UsageError(f"clip_grad_norm_(norm_type={norm_type!r}): expected 2.0 or infinity")
+        if not error_if_nonfinite:
+            raise UsageError("clip_grad_norm_(error_if_nonfinite=False): a non-finite gradient is never committed")
+        if not max_norm > 0:
+            raise UsageError(f"clip_grad_norm_({max_norm!r}): expected a positive norm")
+        norm = self._grad_norm(float(norm_type))
+        self._clip_coefficient = min(1.0, max_norm / (norm + _CLIP_EPSILON)) if math.isfinite(norm) else 1.0
+        return torch.tensor(norm, dtype=torch.float64)
+
+    def _grad_norm(self, norm_type: float) -> float:
+        """Of the unscaled mean gradient."""
+        if self._loss_scale is None:
+            return self._session.grad_norm(self._session.loop_step, norm_type)
+        try:
+            return self._session.grad_norm(self._session.loop_step, norm_type) / self._loss_scale
+        except NonFiniteError:
+            return math.inf
+
+    def unscale(self, loss_scale: float) -> None:
+        """From now until the end of the step gradients count as divided by the scale that the loss had.
+
+        ``shardwell.amp.GradScaler`` calls it. The division travels with the commit, as clipping does, and ``step``
+        skips the update instead of raising NonFiniteError.
+        """
+        self._refuse_if_combined("unscale")
+        self._loss_scale = loss_scale
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Commits the step: returns when every rank's gradient is reduced and the commit is durable.
+
+        Args:
+            closure: Reevaluates the model and returns the loss, as in torch; called once.
+
+        Raises:
+            HyperparameterMismatchError: Ranks disagree; names the value and both sides.
+            NonFiniteError: A gradient has NaN or infinity; the parameters are unchanged.
+        """
+        self._refuse_if_combined("step")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.skipped = not self._commit(self._clip_coefficient / (self._loss_scale or 1.0))
+        self._clip_coefficient, self._loss_scale = 1.0, None
+        return loss
+
+    def _commit(self, coefficient: float) -> bool:
+        """Commits the step with its gradients times a coefficient; returns whether parameters were updated."""
+        return self._session.commit(self._session.loop_step, self._to_proto(), coefficient)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops this work item's gradients, also those that are on the servers already.
+
+        After an exception in the backward nothing of it reaches the step. After the loop over
+        ``step.batches`` it drops those of all items computed here: ``step`` then commits without them.
+        """
+        self._session.zero_grad()
+        self._clip_coefficient, self._loss_scale = 1.0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The hyper-parameters of every group; the state itself lives on the servers."""
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return {"param_groups": groups, "ema_decay": self._ema_decay}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over the hyper-parameters of every group."""
+        saved = state_dict["param_groups"]
+        if len(saved) != len(self.param_groups):
+            raise UsageError(f"the state has {len(saved)} parameter groups, the optimizer {len(self.param_groups)}")
+        for group, values in zip(self.param_groups, saved, strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
+        self.ema_decay = state_dict.get("ema_decay")
+
+    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, float]:
+        numbers = {name: float(group[name]) for name in self._numbers}
+        if "betas" in group:
+            numbers["beta1"], numbers["beta2"] = map(float, group["betas"])
+        return numbers
+
+    def _refuse_if_combined(self, method: str) -> None:
+        if self._combined is not None:
+            raise UsageError(
+                f"this {type(self).__name__} is part of a Combined, and one step commits all of it: use {method} of "
+                "the Combined"
+            )
+
+    def _group_to_proto(self, number: int) -> common_pb2.ParameterGroup:
+        return common_pb2.ParameterGroup(hyperparameters=self._hyperparameters(self.param_groups[number]))
+
+    def _to_proto(self) -> common_pb2.OptimizerStep:
+        units = self._session.units
+        indices: dict[int, list[int]] = {unit.index: [-1] * len(unit.layout.parameters) for unit in units}
+        groups = []
+        for number, group in enumerate(self.param_groups):
+            groups.append(self._group_to_proto(number))
+            for parameter in group["params"]:
+                unit_index, parameter_index = self._locate(parameter)
+                indices[unit_index][parameter_index] = number
+        return common_pb2.OptimizerStep(
+            algorithm=self.algorithm,
+            groups=groups,
+            ema_decay=self._ema_decay,
+            skip_non_finite=self._loss_scale is not None,
+            units=[common_pb2.UnitGroups(unit_index=index, group_indices=group) for index, group in indices.items()],
+        )
+
+    def _locate(self, parameter: torch.Tensor) -> tuple[int, int]:
+        found = self._session.units.locate(parameter)
+        if found is None:
+            raise UsageError(
+                f"a parameter of shape {tuple(parameter.shape)} is not sharded: "
+                "call fully_shard on the whole model before making the optimizer"
+            )
+        return found
+
+    def _find_session(self) -> Session:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            if (session := session_of(parameter)) is not None:
+                self._session = session
+                for other in parameters:
+                    self._locate(other)
+                return session
+        raise UsageError(
+            f"shardwell.optim.{type(self).__name__} got no sharded parameter: "
+            "call fully_shard(model, session) first, or use torch.optim for local parameters"
+        )
+
+
+def require_at_least_zero(**values: float) -> None:
+    """Raises UsageError naming the first of some hyper-parameters that is negative or not a number."""
+    for name, value in values.items():
+        if not float(value) >= 0.0:
+            raise UsageError(f"{name}={value!r}: expected at least 0")
+
+
+def require_betas(betas: tuple[float, float]) -> None:
+    """Raises UsageError unless both are in [0, 1)."""
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise UsageError(f"betas[{index}]={beta!r}: expected 0 <= beta < 1")

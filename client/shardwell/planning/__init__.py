@@ -1,0 +1,1 @@
+"""What a run will take, worked out before there is one."""

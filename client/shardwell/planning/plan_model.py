@@ -1,0 +1,157 @@
+"""A model that exists in shapes only: which units ``auto_wrap`` would make of it, and what its graph keeps."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardwell.module.collect import collect_parameters
+from shardwell.planning.plan import PlannedUnit
+from shardwell.wrapping.default_policy import BlockPolicy
+from shardwell.wrapping.wrap import WrapPolicy, choose_units
+from shardwell_wire.errors import UsageError
+from shardwell_wire.layout import UnitLayout
+
+
+@dataclass(frozen=True)
+class ShapeModel:
+    """A model whose tensors have shapes and no memory."""
+
+    module: nn.Module
+    mode: FakeTensorMode
+    arguments: tuple[Any, ...] = ()
+    """Of an example call."""
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load(target: str, *, batch: int, length: int, dtype: torch.dtype | None = None) -> ShapeModel:
+    """Builds a model without memory for it.
+
+    Args:
+        target: ``module:callable``, which returns the model or ``(model, arguments of an example call)``; it is
+            given ``batch`` and ``length`` if it takes arguments of these names. Or the path of a Hugging Face
+            ``config.json``, or of the folder with it.
+        batch: Sequences of the example call.
+        length: Tokens per sequence.
+        dtype: What parameters are made with where the model's code names none; None: as torch, or the config, has it.
+
+    Raises:
+        UsageError: There is no such thing, or it can not be built without values.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    sizes = {"batch": batch, "length": length}
+    with mode, _default_dtype(dtype):
+        made = _from_callable(target, sizes) if ":" in target else _from_config(Path(target), sizes, dtype)
+    model, arguments, keywords = made
+    return ShapeModel(model, mode, arguments, keywords)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def plan_units(model: nn.Module, policy: WrapPolicy | None = None) -> list[PlannedUnit]:
+    """The units that ``auto_wrap(model, session, policy)`` would make, in that order."""
+    blocks = {id(block) for block in BlockPolicy(model).blocks()}
+    names = [name for name, module in model.named_modules() if id(module) in blocks]
+    taken: list[nn.Parameter] = []
+    layouts: list[UnitLayout] = []
+    root: str | None = None
+    for name, module in [*choose_units(model, policy), ("", model)]:
+        found = collect_parameters([module], [f"{name}." if name else ""], taken)
+        taken += [entry.parameter for entry in found]
+        if found:
+            root = None if name else type(model).__name__
+            layouts.append(UnitLayout(root or name, tuple(entry.describe() for entry in found)))
+    return [_planned(layout, layouts, names, root) for layout in layouts]
+
+
+def _planned(layout: UnitLayout, others: Sequence[UnitLayout], blocks: Sequence[str], root: str | None) -> PlannedUnit:
+    if layout.unit == root:
+        return PlannedUnit(layout, None, is_root=True)
+    outer = [other.unit for other in others if layout.unit.startswith(f"{other.unit}.")]
+    block = next((at for at, name in enumerate(blocks) if f"{layout.unit}.".startswith(f"{name}.")), None)
+    return PlannedUnit(layout, block, around=tuple([*outer, root] if root else outer))
+
+
+def count_saved_bytes(shapes: ShapeModel) -> int | None:
+    """What autograd keeps of one call in training besides parameters and buffers; None if the call does not work so."""
+    if not shapes.arguments and not shapes.keywords:
+        return None
+    own = {tensor.untyped_storage()._cdata for tensor in [*shapes.module.parameters(), *shapes.module.buffers()]}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            held[storage._cdata] = storage
+        return tensor
+
+    hooks: AbstractContextManager[None] = saved_tensors_hooks(keep, lambda tensor: tensor)
+    try:
+        with shapes.mode, hooks:
+            shapes.module.train()(*shapes.arguments, **shapes.keywords)
+    except Exception:  # whatever a user's forward may raise when it asks for a value
+        return None
+    return sum(storage.nbytes() for storage in held.values())
+
+
+_Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+def _from_callable(target: str, sizes: Mapping[str, int]) -> _Made:
+    module_name, _, name = target.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{target!r}: {error}; expected module:callable, or a Hugging Face config.json") from error
+    signature = inspect.signature(function)
+    keywords = {key: value for key, value in sizes.items() if key in signature.parameters}
+    try:
+        signature.bind(**keywords)
+    except TypeError as error:
+        raise UsageError(f"{target!r}: {error}; it may take batch and length, and nothing else") from None
+    made = function(**keywords)
+    model, *arguments = made if isinstance(made, tuple) else (made,)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{target!r} returned {type(model).__name__}, expected a module, or it and its arguments")
+    return model, tuple(arguments), {}
+
+
+def _from_config(path: Path, sizes: Mapping[str, int], dtype: torch.dtype | None) -> _Made:
+    if not path.exists():
+        raise UsageError(f"{path}: no such file; expected module:callable, or the path of a Hugging Face config.json")
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise UsageError("a Hugging Face config needs the package transformers: pip install transformers") from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    config.use_cache = False
+    if dtype is not None:
+        config.dtype = dtype
+    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    model = (named._from_config if named else transformers.AutoModelForCausalLM.from_config)(config)
+    tokens = torch.zeros(sizes["batch"], sizes["length"], dtype=torch.long)
+    return model, (), {"input_ids": tokens, "labels": tokens} if "CausalLM" in type(model).__name__ else {}

@@ -1,0 +1,250 @@
+"""``shardwell launch``: runs a training script as several trainers, by default on a private cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from shardwell.processes.local_cluster import LocalCluster
+from shardwell.processes.trainer_process import TrainerProcess, describe_exit
+from shardwell_wire.errors import UsageError
+from shardwell_wire.topology import World
+
+_POLL_S = 0.05
+_GRACE_S = 10.0
+"""Trainers that were asked to stop get this long before they are killed."""
+
+_EPILOG = """\
+Two trainers on a private cluster with two shard servers, as `make demo` does it:
+  shardwell launch examples/train_gpt.py --num-steps 200
+
+Four trainers on a cluster that is there; a trainer that dies is started again, up to 3 times:
+  shardwell launch --coordinator localhost:50051 --run gpt --num-trainers 4 --restart 3 train.py
+
+The script calls shardwell.join() without arguments: SHARDWELL_ADDRESS, SHARDWELL_RUN,
+SHARDWELL_TRAINER, SHARDWELL_DP, SHARDWELL_TP, SHARDWELL_PP and SHARDWELL_MIN_TRAINERS are set.
+A trainer that dies does not end the others: they take over its work.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchPlan:
+    """What ``shardwell launch`` is to start."""
+
+    command: tuple[str, ...]
+    """The training script and its arguments."""
+    run: str
+    """Name of the run."""
+    num_trainers: int = 2
+    """Processes to start."""
+    world: World
+    """The grid of logical ranks."""
+    max_restarts: int = 0
+    """How often each trainer may be started again."""
+
+    def environment(self, trainer: str, address: str, inherited: Mapping[str, str]) -> dict[str, str]:
+        """The environment of one trainer: what it inherits, one thread unless told otherwise, and its place."""
+        world, live = self.world, {"SHARDWELL_LIVE_OUTPUT": "1"} if sys.stdout.isatty() else {}
+        return {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            **live,
+            **inherited,
+            "SHARDWELL_ADDRESS": address,
+            "SHARDWELL_RUN": self.run,
+            "SHARDWELL_TRAINER": trainer,
+            "SHARDWELL_DP": str(world.dp),
+            "SHARDWELL_TP": str(world.tp),
+            "SHARDWELL_PP": str(world.pp),
+            "SHARDWELL_MIN_TRAINERS": str(min(self.num_trainers, world.size)),
+        }
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the ``launch`` subcommand."""
+    parser = subparsers.add_parser(
+        "launch",
+        help="run a training script as several trainers",
+        description="Runs a training script as several trainers, like torchrun.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--num-trainers", type=_positive, default=2, metavar="N", help="trainer processes (default: 2)")
+    parser.add_argument(
+        "--num-shards", type=_positive, default=2, metavar="N", help="shard servers of the private cluster (default: 2)"
+    )
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="use this cluster instead of a private one")
+    parser.add_argument(
+        "--run", metavar="NAME", help="name of the run; one that exists is continued (default: the script's name)"
+    )
+    parser.add_argument(
+        "--dp", type=_positive, metavar="N", help="data-parallel ranks (default: what fits the trainers)"
+    )
+    parser.add_argument("--tp", type=_positive, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
+    parser.add_argument("--pp", type=_positive, default=1, metavar="N", help="pipeline stages (default: 1)")
+    parser.add_argument(
+        "--restart", type=_not_negative, default=0, metavar="N", help="start a trainer that dies again, up to N times"
+    )
+    parser.add_argument("--log-dir", metavar="DIR", help="keep the private cluster's logs here")
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parser.set_defaults(handler=main)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs ``shardwell launch``; returns the worst exit code of the trainers."""
+    plan = make_plan(arguments)
+    try:
+        with _stop_signals() as signals, _cluster(arguments) as address:
+            return _Launch(plan, address, signals).run()
+    except _Stop as stop:
+        return 128 + stop.signal_number
+
+
+def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
+    """Turns command line arguments into a plan.
+
+    Raises:
+        UsageError: There is no such script, or the trainers cannot be split into the axes asked for.
+    """
+    if not Path(arguments.script).is_file():
+        raise UsageError(f"no such script: {arguments.script}")
+    dp, model_size = arguments.dp, arguments.tp * arguments.pp
+    if dp is None:
+        dp, rest = divmod(arguments.num_trainers, model_size)
+        if rest:
+            raise UsageError(
+                f"--num-trainers {arguments.num_trainers} is not a multiple of tp={arguments.tp} x pp={arguments.pp}: "
+                f"start a multiple of {model_size}, or set --dp"
+            )
+    return LaunchPlan(
+        command=(sys.executable, arguments.script, *arguments.arguments),
+        run=arguments.run or Path(arguments.script).stem,
+        num_trainers=arguments.num_trainers,
+        world=World(dp=dp, tp=arguments.tp, pp=arguments.pp),
+        max_restarts=arguments.restart,
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+def _not_negative(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected 0 or a positive integer, got {text!r}")
+    return int(text)
+
+
+@contextmanager
+def _cluster(arguments: argparse.Namespace) -> Iterator[str]:
+    """The address of the cluster to use; a private one lives as long as the context."""
+    if arguments.coordinator:
+        yield arguments.coordinator
+        return
+    with LocalCluster(arguments.num_shards, log_dir=arguments.log_dir) as cluster:
+        yield cluster.address
+
+
+class _Stop(BaseException):
+    """Somebody wants the launch to end."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+        self.signal_number = signal_number
+
+
+@dataclass
+class _Signals:
+    """What signals have come."""
+
+    count: int = 0
+
+    def receive(self, signal_number: int, _: FrameType | None) -> None:
+        self.count += 1
+        if self.count == 1:
+            raise _Stop(signal_number)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[_Signals]:
+    """Makes the first SIGINT, SIGTERM or SIGHUP raise ``_Stop`` and counts the others."""
+    signals = _Signals()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    former = {number: signal.signal(number, signals.receive) for number in numbers}
+    try:
+        yield signals
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+class _Launch:
+    """The trainers of one launch, from their start to their end."""
+
+    def __init__(self, plan: LaunchPlan, address: str, signals: _Signals) -> None:
+        self._plan, self._address, self._signals = plan, address, signals
+        self._trainers: list[TrainerProcess] = []
+
+    def run(self) -> int:
+        """Runs every trainer to its end; returns the worst exit code."""
+        try:
+            for name in (f"trainer-{index}" for index in range(self._plan.num_trainers)):
+                environment = self._plan.environment(name, self._address, os.environ)
+                self._trainers.append(TrainerProcess(name, self._plan.command, environment))
+            return self._watch()
+        except _Stop as stop:
+            self._stop(stop.signal_number)
+            raise
+        finally:
+            for trainer in self._trainers:
+                trainer.kill()
+                trainer.finish()
+
+    def _watch(self) -> int:
+        running, worst = list(self._trainers), 0
+        while running:
+            for trainer in list(running):
+                code = trainer.exit_code
+                if code is None or (code != 0 and self._start_again(trainer, code)):
+                    continue
+                trainer.finish()
+                running.remove(trainer)
+                worst = max(worst, code)
+                if code != 0 and running:
+                    _say(f"{trainer.name} {describe_exit(code)}; the others go on and take over its work")
+            time.sleep(_POLL_S)
+        return worst
+
+    def _start_again(self, trainer: TrainerProcess, code: int) -> bool:
+        if trainer.starts > self._plan.max_restarts:
+            return False
+        trainer.finish()
+        _say(f"{trainer.name} {describe_exit(code)}; starting it again ({trainer.starts} of {self._plan.max_restarts})")
+        trainer.start()
+        return True
+
+    def _stop(self, signal_number: int) -> None:
+        """Asks every trainer to stop; a second signal, or too much time, and they are killed."""
+        _say(f"{signal.Signals(signal_number).name}: stopping {len(self._trainers)} trainers")
+        for trainer in self._trainers:
+            trainer.send(signal_number)
+        deadline = time.monotonic() + _GRACE_S
+        while any(trainer.exit_code is None for trainer in self._trainers):
+            if self._signals.count > 1 or time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_S)
+
+
+def _say(text: str) -> None:
+    print(f"[launch] {text}", file=sys.stderr, flush=True)

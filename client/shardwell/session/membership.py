@@ -1,0 +1,151 @@
+"""A trainer's place in a run, and the lease that keeps it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from shardwell.session.config import JoinConfig
+from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell_wire.errors import DeadlineError, ShardwellError, StaleEpochError
+from shardwell_wire.topology import World
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 10.0
+"""Length of one poll of a waiting rpc; a restarted coordinator is noticed within it."""
+
+_CALL_TIMEOUT_S = 30.0
+
+
+class Membership:
+    """One trainer's membership in a run; keeps the lease from a background thread.
+
+    Thread-safe. Every call raises what ended the membership once it has ended.
+
+    Args:
+        config: Whom to join and as what.
+        coordinator: The coordinator.
+
+    Raises:
+        RunMismatchError: The run exists with another world, seed or number of trainers.
+        DuplicateError: A live trainer has this name, or the rank asked for.
+        DeadlineError: Not enough trainers came in ``config.wait_limit_s``.
+    """
+
+    def __init__(self, config: JoinConfig, coordinator: CoordinatorClient) -> None:
+        self._config, self._coordinator = config, coordinator
+        self._ended: ShardwellError | None = None
+        joined = self._join()
+        self.run = config.run
+        self.trainer: str = joined.trainer
+        self.epoch: int = joined.epoch
+        self.world = World.from_proto(joined.config.world)
+        self.seed: int = joined.config.seed
+        self.seats: tuple[coordinator_pb2.Seat, ...] = tuple(joined.seats)
+        self.joined = joined
+        self._lease_s: float = joined.lease_s
+        self._stop = threading.Event()
+        self._heartbeat = threading.Thread(target=self._keep_lease, name="shardwell-heartbeat", daemon=True)
+        self._heartbeat.start()
+
+    def context(self, step: int, *, epoch: int | None = None) -> common_pb2.RequestContext:
+        """What a mutating request carries; a fresh request id each time."""
+        return common_pb2.RequestContext(
+            run=self.run, epoch=self.epoch if epoch is None else epoch, step=step, request_id=uuid.uuid4().hex
+        )
+
+    def call(self, rpc_name: str, request: Any) -> Any:
+        """Calls the coordinator, riding out its restarts for ``wait_limit_s``."""
+        self.check()
+        return self._call(rpc_name, request, timeout_s=_CALL_TIMEOUT_S)
+
+    def poll(self, rpc_name: str, request: Any, done: Callable[[Any], bool], *, what: str) -> Any:
+        """Repeats a waiting rpc (one with ``wait_s`` and ``waiting_for``) until ``done(response)``.
+
+        Raises:
+            DeadlineError: Not done within ``wait_limit_s``; names what was waited for.
+        """
+        started = last_report = time.monotonic()
+        while True:
+            self.check()
+            request.wait_s = min(_POLL_S, self._config.wait_limit_s)
+            response = self._call(rpc_name, request, timeout_s=request.wait_s + _CALL_TIMEOUT_S)
+            if done(response):
+                return response
+            now, reasons = time.monotonic(), "; ".join(getattr(response, "waiting_for", ()))
+            if now - started > self._config.wait_limit_s:
+                raise DeadlineError(f"waited {now - started:.0f} s for {what}: {reasons}", waiting_for=reasons)
+            if now - last_report > _POLL_S / 2:
+                logger.info("waiting for %s (%.0f s): %s", what, now - started, reasons)
+                last_report = now
+
+    def check(self) -> None:
+        """Raises what ended the membership, if anything did."""
+        if self._ended is not None:
+            raise type(self._ended)(str(self._ended), **self._ended.data) from self._ended
+
+    def leave(self) -> None:
+        """Gives the ranks back at once; harmless when the membership has ended."""
+        self._stop.set()
+        self._heartbeat.join(timeout=_CALL_TIMEOUT_S)
+        if self._ended is None:
+            request = coordinator_pb2.LeaveRequest(run=self.run, trainer=self.trainer, epoch=self.epoch)
+            try:
+                self._coordinator.call("Leave", request, timeout_s=2.0)
+            except ShardwellError as error:
+                logger.info("could not say goodbye to the coordinator: %s", error)
+        self._ended = StaleEpochError("the session is closed")
+
+    def _join(self) -> coordinator_pb2.JoinResponse:
+        config = self._config
+        request = coordinator_pb2.JoinRequest(
+            run=config.run,
+            config=coordinator_pb2.RunConfig(
+                world=config.world.to_proto(),
+                seed=config.seed,
+                min_trainers=config.min_trainers or 0,
+                num_layers=config.num_layers,
+            ),
+            trainer=config.trainer,
+            host=config.host,
+            global_rank=config.global_rank,
+            world_size=config.world_size,
+            incarnation=uuid.uuid4().hex,
+        )
+        response: coordinator_pb2.JoinResponse = self.poll(
+            "Join", request, lambda answer: answer.started, what=f"run {config.run!r} to start"
+        )
+        return response
+
+    def _call(self, rpc_name: str, request: Any, *, timeout_s: float) -> Any:
+        try:
+            return self._coordinator.call(rpc_name, request, timeout_s=timeout_s, retry_for_s=self._config.wait_limit_s)
+        except StaleEpochError as error:
+            self._end(error)
+            raise
+
+    def _keep_lease(self) -> None:
+        request = coordinator_pb2.HeartbeatRequest(run=self.run, trainer=self.trainer, epoch=self.epoch)
+        reached = True
+        while not self._stop.wait(self._lease_s / 3):
+            try:
+                self._coordinator.call("Heartbeat", request, timeout_s=self._lease_s / 3)
+                reached = True
+            except StaleEpochError as error:
+                self._end(error)
+                return
+            except ShardwellError as error:
+                if reached:
+                    logger.warning("the coordinator does not answer, trying on: %s", error)
+                reached = False
+
+    def _end(self, error: ShardwellError) -> None:
+        if self._ended is None and not self._stop.is_set():
+            logger.error("trainer %r lost its place in run %r: %s", self.trainer, self.run, error)
+            self._ended = error

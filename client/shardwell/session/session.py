@@ -1,0 +1,387 @@
+"""A trainer's session: joins a run, leads it from step to step, and leaves it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwell.memory.allocator import share_heaps
+from shardwell.module.memory_report import MemoryReport, measure
+from shardwell.module.strategy import BackwardPrefetch
+from shardwell.module.units import Units
+from shardwell.processes.local_cluster import LocalCluster
+from shardwell.seeds import derive_seed
+from shardwell.session.config import JoinConfig
+from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.session.membership import Membership
+from shardwell.session.mesh import device_mesh
+from shardwell.session.progress import ItemProgress, StepProgress
+from shardwell.session.run_state import RunBuffers, TrackedObjects
+from shardwell.session.run_store import RunStore
+from shardwell.session.step import Step
+from shardwell_wire.errors import UsageError
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+logger = logging.getLogger(__name__)
+
+SliceUpdate = Callable[[Sequence[coordinator_pb2.SliceWork]], Sequence[coordinator_pb2.SliceWork]]
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+"""Open sessions, so that an optimizer finds the one its parameters belong to."""
+
+
+def session_of(parameter: Any) -> Session | None:
+    """The open session that a sharded parameter belongs to."""
+    return next((session for session in _sessions if session.units.locate(parameter) is not None), None)
+
+
+class Session:
+    """One trainer's part in a run, from ``join``.
+
+    Used by one training thread. A context manager; closed at exit of the process otherwise.
+
+    Attributes:
+        units: The sharded units of this process.
+        world: The grid of logical ranks.
+        seed: The run's seed.
+        progress: The step in flight.
+    """
+
+    def __init__(self, config: JoinConfig) -> None:
+        share_heaps()
+        self.config = config
+        self._cluster = None if config.address else LocalCluster(num_shards=1).__enter__()
+        address = config.address or (self._cluster.address if self._cluster else "")
+        self._coordinator = CoordinatorClient(address)
+        self._closed = False
+        try:
+            self._membership = Membership(config, self._coordinator)
+        except BaseException:
+            self._close_connections()
+            raise
+        joined = self._membership.joined
+        self.world, self.seed = self._membership.world, self._membership.seed
+        self.progress = StepProgress(joined.committed_step, joined.work.items)
+        self.store = RunStore(self._membership, config, self.progress)
+        self.units = Units(
+            self.store,
+            prefetch_bytes=config.prefetch_bytes,
+            keep_bytes=config.keep_bytes,
+            max_gathers_in_flight=config.max_gathers_in_flight,
+            backward_prefetch=BackwardPrefetch(config.backward_prefetch),
+            name_prefix=self._name_prefix(),
+            init_seed=derive_seed(self.seed, "stage", self.pp_rank or 0),
+        )
+        self._tracked = TrackedObjects(joined.state.tracked_json)
+        self._buffers = RunBuffers(lambda: ((unit.name, module) for unit in self.units for module in unit.modules))
+        self._buffers.committed(joined.state.buffers)
+        self._finish_wait_s = self._commit_wait_s = 0.0
+        self._last_norm = float("nan")
+        self._loop_step: int | None = None
+        _sessions.add(self)
+        atexit.register(self.close)
+        logger.info("trainer %r plays logical ranks %s", self.trainer, [seat.global_rank for seat in self._seats])
+
+    # ---- who and where ----
+
+    @property
+    def trainer(self) -> str:
+        """This trainer's name in the run."""
+        return self._membership.trainer
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        return self._membership.run
+
+    @property
+    def step(self) -> int:
+        """Committed steps so far."""
+        return self.progress.number
+
+    @property
+    def global_rank(self) -> int | None:
+        """The logical rank this trainer plays; the lowest of several; None for a spare."""
+        return self._seats[0].global_rank if self._seats else None
+
+    @property
+    def dp_rank(self) -> int | None:
+        """Its place along the data axis; None for a spare."""
+        return self._seats[0].dp_rank if self._seats else None
+
+    @property
+    def tp_rank(self) -> int | None:
+        """Its place along the tensor axis; None for a spare."""
+        return self._seats[0].tp_rank if self._seats else None
+
+    @property
+    def pp_rank(self) -> int | None:
+        """Its place along the pipeline axis; None for a spare."""
+        return self._seats[0].pp_rank if self._seats else None
+
+    @property
+    def num_ranks(self) -> int:
+        """Logical ranks this trainer plays: 0 for a spare."""
+        return len(self._seats)
+
+    @property
+    def _seats(self) -> list[common_pb2.Coordinates]:
+        return [seat.coordinates for seat in self._membership.seats]
+
+    def _name_prefix(self) -> str:
+        """Ranks that differ in tp or pp hold different units of the same modules."""
+        if self.world.tp == self.world.pp == 1 or not self._seats:
+            return ""
+        return f"pp{self.pp_rank}.tp{self.tp_rank}."
+
+    # ---- the loop ----
+
+    def steps(self, num_steps: int) -> Iterator[Step]:
+        """Yields the steps of the run up to ``num_steps`` in all, from the committed one on.
+
+        Raises:
+            UsageError: The loop body ended without ``optimizer.step()``.
+        """
+        self._loop_step = self.step - 1 if self._tracked.restored and self.step else self.step
+        while self._loop_step < num_steps:
+            yield Step(self, self._loop_step)
+            if self.step <= self._loop_step:
+                raise UsageError(f"the loop body of step {self._loop_step} ended without optimizer.step()")
+            self._loop_step = self.step
+        self._loop_step = None
+
+    def track(self, **objects: Any) -> None:
+        """Stores the state of objects (LR schedulers, counters) with every commit.
+
+        Objects that the run already has state of are restored; ``steps`` then begins with the end of
+        the last committed step: no batch comes, ``optimizer.step()`` returns at once, and what follows
+        it in the loop body, such as ``scheduler.step()``, brings the objects up to date.
+
+        Args:
+            **objects: Anything with ``state_dict`` and ``load_state_dict`` whose state is made of
+                numbers, strings, lists and maps, by a name of its own.
+
+        Raises:
+            UsageError: A state has something else in it.
+        """
+        self._tracked.track(objects)
+
+    @property
+    def loop_step(self) -> int:
+        """The step that ``optimizer.step()`` is about: the committed one when it is only gone through."""
+        return self.step if self._loop_step is None else self._loop_step
+
+    def note_buffers(self) -> None:
+        """The model is complete: what its buffers hold now is what the run starts from."""
+        self._buffers.begin_item()
+
+    def begin_item(self, item: ItemProgress) -> None:
+        """The work item that gradients belong to from now on; nothing of an earlier try remains."""
+        self.progress.begin(item)
+        self.units.zero_grad()
+        self._buffers.begin_item()
+
+    def zero_grad(self) -> None:
+        """Drops the current item's gradients, or, between items, those of all that are finished."""
+        self.units.zero_grad()
+        if self.progress.current is None:
+            self.store.discard()
+
+    def end_item(self) -> None:
+        """The current item is computed: sends what is left of its gradients."""
+        current = self.progress.current
+        self.units.finish_item()
+        if current is not None and current.item.global_rank == 0:
+            self._buffers.end_item()
+        self.progress.end()
+
+    def finish_work(self, *, accept_work: bool) -> list[ItemProgress]:
+        """Reports finished items and waits for the other trainers' ones.
+
+        Returns:
+            A lost trainer's work items, now this one's; empty when all of the step are finished.
+        """
+        self.store.drain()
+        request = coordinator_pb2.FinishWorkRequest(
+            context=self._membership.context(self.step),
+            trainer=self.trainer,
+            items=[progress.to_proto() for progress in self.progress.items.values() if progress.finished],
+            accept_work=accept_work,
+        )
+        started = time.perf_counter()
+        response: coordinator_pb2.FinishWorkResponse = self._membership.poll(
+            "FinishWork",
+            request,
+            lambda answer: answer.all_finished or answer.HasField("work"),
+            what=f"the work of step {self.step}",
+        )
+        self._finish_wait_s += time.perf_counter() - started
+        self.progress.is_complete = response.all_finished
+        return [] if response.all_finished else self.progress.add(response.work.items)
+
+    def grad_norm(self, step: int, norm_type: float) -> float:
+        """Global norm of the step's mean gradient, before any clipping; finishes the work first."""
+        if self.step > step:
+            return self._last_norm
+        self._finish_loose_work()
+        request = coordinator_pb2.PrepareGradientsRequest(
+            context=self._membership.context(self.step), trainer=self.trainer, with_max_abs=norm_type == float("inf")
+        )
+        response: coordinator_pb2.PrepareGradientsResponse = self._membership.call("PrepareGradients", request)
+        return response.max_abs if request.with_max_abs else response.grad_norm
+
+    def commit(
+        self,
+        step: int,
+        optimizer: common_pb2.OptimizerStep,
+        clip_coefficient: float,
+        update_slices: SliceUpdate | None = None,
+    ) -> bool:
+        """Hands in the step's hyper-parameters; returns when the step is committed.
+
+        ``update_slices`` is needed if the optimizer runs on the trainers: it stages the slices that the coordinator
+        gives this one and returns those that are staged.
+
+        Returns:
+            Whether the parameters were updated, the same on every trainer. False: a gradient was not finite, and
+            ``optimizer.skip_non_finite`` said to commit without any then.
+
+        Raises:
+            HyperparameterMismatchError: Another rank handed in different ones.
+            NonFiniteError: A gradient is not finite; nothing changed. ``zero_grad`` on every trainer and
+                committing again skips the step.
+            DeadlineError: Others did not finish in time.
+        """
+        replayed = step < self.step
+        if not replayed:
+            self._finish_loose_work()
+        request = coordinator_pb2.CommitStepRequest(
+            context=self._membership.context(step),
+            trainer=self.trainer,
+            optimizer=optimizer,
+            clip_coefficient=clip_coefficient,
+            unit_order=self.units.forward_order(),
+            state=coordinator_pb2.RunState(
+                step=step, tracked_json=self._tracked.to_json(), buffers=self._buffers.to_proto()
+            ),
+        )
+        started = time.perf_counter()
+        response = self._poll_commit(request)
+        while update_slices is not None and response.slices:
+            request.staged_slices.extend(update_slices(response.slices))
+            request.context.CopyFrom(self._membership.context(step))
+            response = self._poll_commit(request)
+        self._commit_wait_s += time.perf_counter() - started
+        self._last_norm = response.grad_norm
+        if not replayed:
+            try:
+                self.units.invalidate()
+            finally:  # it may complain of a write, but the step is committed all the same
+                self._buffers.committed(response.state.buffers)
+                self.progress = StepProgress(response.next_work.step, response.next_work.items)
+                self.store.advance(self.progress)
+            self.units.begin_step()
+        return not response.skipped
+
+    def _poll_commit(self, request: coordinator_pb2.CommitStepRequest) -> coordinator_pb2.CommitStepResponse:
+        response: coordinator_pb2.CommitStepResponse = self._membership.poll(
+            "CommitStep",
+            request,
+            lambda answer: answer.committed or answer.slices,
+            what=f"the commit of step {request.context.step}",
+        )
+        return response
+
+    def _finish_loose_work(self) -> None:
+        """In a plain loop nothing has finished this trainer's item yet."""
+        if self.progress.current is not None:
+            self.end_item()
+        if missing := self.progress.unfinished:
+            ranks = ", ".join(str(progress.item.global_rank) for progress in missing)
+            raise UsageError(
+                f"step {self.step}: the work of logical rank {ranks} was not computed: "
+                "run `for batch in step.batches(...)` to its end before optimizer.step()"
+            )
+        if not self.progress.is_complete:
+            self.finish_work(accept_work=False)
+
+    # ---- looking and leaving ----
+
+    def stats(self) -> dict[str, float]:
+        """What this trainer moved and waited for since it joined.
+
+        Returns:
+            Counts, bytes and seconds: ``gather_count``, ``gathered_bytes`` (copied to here; what is read in
+            place is not), ``gather_wait_s`` (training thread waiting for weights), ``push_count``,
+            ``pushed_bytes``, ``push_wait_s``, ``received_bytes`` and ``sent_bytes`` (as they travelled),
+            ``cache_hit_bytes`` (found in this host's cache, with ``host_cache_bytes``),
+            ``finish_wait_s`` (for other trainers' work), ``commit_wait_s``, ``live_unit_bytes`` and
+            ``peak_unit_bytes`` (weights held here).
+        """
+        return {
+            **self.store.stats,
+            "finish_wait_s": self._finish_wait_s,
+            "commit_wait_s": self._commit_wait_s,
+            "live_unit_bytes": self.units.live_bytes,
+            "peak_unit_bytes": self.units.peak_bytes,
+        }
+
+    def memory(self) -> MemoryReport:
+        """What this trainer holds of its sharded modules now and held at most, unit by unit; prints as a table."""
+        return measure(self.units, self.store.stats)
+
+    def lanes(self) -> list[dict[str, Any]]:
+        """How this trainer reaches each shard server, one entry per server.
+
+        Returns:
+            ``server`` (host:port), ``lane`` (``shm``, ``socket`` or ``grpc``), ``bytes_per_s`` (measured when it
+            was opened), ``received_bytes`` and ``sent_bytes`` (streamed, as they travelled).
+        """
+        return self.store.lanes
+
+    def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
+        """A ``torch.distributed`` mesh with axes dp, tp, pp in the run's order; see ``mesh.device_mesh``."""
+        return device_mesh(self, device_type)
+
+    def exchange_address(self, name: str, address: str | None = None) -> str:
+        """Publishes an address under a name, or waits until another trainer of the run does."""
+        request = coordinator_pb2.ExchangeAddressRequest(
+            context=self._membership.context(self.step), trainer=self.trainer, name=name, address=address
+        )
+        response: coordinator_pb2.ExchangeAddressResponse = self._membership.poll(
+            "ExchangeAddress", request, lambda answer: answer.HasField("address"), what=f"the address {name!r}"
+        )
+        return response.address
+
+    def explain_stall(self) -> list[str]:
+        """What the run is waiting for, and on whom: one line each."""
+        request = coordinator_pb2.ExplainStallRequest(run=self.run)
+        return list(self._coordinator.call("ExplainStall", request).waiting_for)
+
+    def close(self) -> None:
+        """Leaves the run, so that its work goes to others at once; harmless to repeat."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        _sessions.discard(self)
+        self._membership.leave()
+        self.store.close()
+        self._close_connections()
+
+    def _close_connections(self) -> None:
+        self._coordinator.close()
+        if self._cluster is not None:
+            self._cluster.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

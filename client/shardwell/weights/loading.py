@@ -1,0 +1,220 @@
+"""Values from safetensors files as the source of new units: they go from the file to the servers, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from shardwell.module.boxes import Box, local_box
+from shardwell.module.collect import FoundParameter, Site
+from shardwell.module.initialization import InitFunction, Naming
+from shardwell.module.parameter import owner_of
+from shardwell.module.store import InitialValues
+from shardwell.module.tensors import local_part
+from shardwell.weights.safetensors_file import StoredTensor, find_tensors
+from shardwell_wire.errors import UsageError
+from shardwell_wire.layout import Segment, UnitLayout
+from shardwell_wire.v1 import initialization_pb2
+
+WINDOW_BYTES = 4 << 20
+"""Of a tensor, held at once per upload."""
+
+_MAX_NAMES = 10
+"""Of each kind in an error."""
+
+Rename = Callable[[str], str | None]
+"""Name in the checkpoint to name in the model; None: not to be loaded."""
+
+
+def from_safetensors(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    rename: Rename | None = None,
+    cast: bool = False,
+    init: InitFunction | None = None,
+) -> SafetensorsSource:
+    """A source for ``fully_shard`` and ``auto_wrap``: the values are those of a checkpoint.
+
+    Call it before the first ``fully_shard``; it reads the files' headers and checks that everything fits. The
+    values are read while units are made, by the trainer that uploads them, a few MiB at a time. Buffers and
+    parameters that stay in the trainer are loaded on all. A run that has values keeps those.
+
+    >>> with torch.device("meta"):
+    ...     model = Model(config)
+    >>> source = shardwell.from_safetensors(model, "checkpoint")
+    >>> shardwell.auto_wrap(model, session, policy, source=source)
+
+    Args:
+        model: The whole model; on the meta device or not.
+        path: A safetensors file, a Hugging Face index (``model.safetensors.index.json``), or a folder with either.
+        rename: Maps names in the checkpoint to names in the model.
+        cast: Convert floating-point values to the model's dtypes.
+        init: Initialises modules that have buffers on the meta device which are not in a checkpoint (non-persistent
+            ones), such as a Transformers model's ``_init_weights``; by default their ``reset_parameters``.
+
+    Raises:
+        UsageError: Tensors are missing, too many, or of other shapes or dtypes; all of them are named.
+        NotFoundError: There is no such checkpoint.
+        CorruptDataError: A file is damaged or truncated.
+    """
+    stored = _renamed(find_tensors(path), rename, path)
+    places, problems = _match(model, stored, cast)
+    if problems:
+        raise UsageError(f"{path} does not fit {type(model).__name__}: {'; '.join(problems)}", path=path)
+    return SafetensorsSource(places, str(path), init)
+
+
+@dataclass(frozen=True)
+class SafetensorsSource:
+    """A checkpoint that was found to fit a model; from ``from_safetensors``."""
+
+    places: Mapping[Site, StoredTensor] = field(repr=False)
+    """By where modules hold parameters and buffers."""
+    path: str
+    init: InitFunction | None
+
+    def unit_values(self, layout: UnitLayout, found: Sequence[FoundParameter], naming: Naming) -> InitialValues:
+        """See ``ValueSource.unit_values``."""
+        stored = []
+        for entry in found:
+            if entry.sites[0] not in self.places:
+                raise UsageError(
+                    f"parameter {entry.names[0]!r} was not in the model when from_safetensors({self.path!r}) compared "
+                    "it with the checkpoint: call it on the model whose modules are sharded, and change nothing after",
+                    parameter=entry.names[0],
+                )
+            box, dtype = local_box(entry.parameter), entry.parameter.dtype
+            stored.append(_Part(self.places[entry.sites[0]], box, dtype))
+        return _StoredValues(stored)
+
+    def fill(self, site: Site, tensor: torch.Tensor) -> bool:
+        """See ``ValueSource.fill``."""
+        if (stored := self.places.get(site)) is None:
+            return False
+        with torch.no_grad():
+            flat, local = local_part(tensor), local_box(tensor)
+            values = b"".join(_Part(stored, local, tensor.dtype).read(0, flat.numel()))
+            if values:
+                flat.copy_(torch.frombuffer(bytearray(values), dtype=tensor.dtype).view(flat.shape))
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one process holds of a stored tensor, in its own dtype."""
+
+    stored: StoredTensor
+    box: Box
+    dtype: torch.dtype
+
+    def read(self, start: int, stop: int) -> Iterator[bytes | memoryview]:
+        """Elements of the flattened part, window by window."""
+        window = WINDOW_BYTES // max(self.dtype.itemsize, self.stored.dtype.itemsize)
+        for first in range(start, stop, window):
+            data = self.stored.read(self.box.runs(first, min(first + window, stop)))
+            yield data if self.stored.dtype == self.dtype else self._cast(data)
+
+    def _cast(self, data: bytes) -> bytes:
+        values = torch.frombuffer(bytearray(data), dtype=self.stored.dtype).to(self.dtype)
+        return values.view(torch.uint8).numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class _StoredValues:
+    parts: Sequence[_Part]
+    """By parameter index."""
+
+    @property
+    def draws(self) -> Mapping[int, initialization_pb2.ParameterDraw]:
+        return {}
+
+    def read(self, segment: Segment) -> Iterator[bytes | memoryview]:
+        return self.parts[segment.parameter_index].read(segment.start_element, segment.stop_element)
+
+
+def _renamed(tensors: Mapping[str, StoredTensor], rename: Rename | None, path: str | Path) -> dict[str, StoredTensor]:
+    if rename is None:
+        return dict(tensors)
+    renamed: dict[str, StoredTensor] = {}
+    for name, stored in tensors.items():
+        new = rename(name)
+        if new in renamed:
+            raise UsageError(f"{path}: rename gives {renamed[new].name!r} and {name!r} the same name {new!r}")
+        if new is not None:
+            renamed[new] = stored
+    return renamed
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A parameter or persistent buffer with all its names in the model."""
+
+    tensor: torch.Tensor
+    names: list[str] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+
+
+def _match(
+    model: nn.Module, stored: Mapping[str, StoredTensor], cast: bool
+) -> tuple[dict[Site, StoredTensor], list[str]]:
+    """Which stored tensor belongs where, and what does not fit."""
+    places: dict[Site, StoredTensor] = {}
+    missing, differing, used = [], [], set()
+    for wanted in _wanted(model):
+        present = [name for name in wanted.names if name in stored]
+        used.update(present)
+        if not present:
+            missing.append(" or ".join(map(repr, wanted.names)))
+            continue
+        tensor = stored[present[-1]]  # of tied names the last counts, as in load_state_dict
+        differing += [f"{present[-1]!r} is {how}" for how in _differences(tensor, wanted.tensor, cast)]
+        places.update(dict.fromkeys(wanted.sites, tensor))
+    unexpected = [repr(name) for name in stored if name not in used]
+    problems = [
+        *([f"not in it: {_listed(missing)}"] if missing else []),
+        *(
+            [f"in it, but not in the model: {_listed(unexpected)} (rename can return None for them)"]
+            if unexpected
+            else []
+        ),
+        *([_listed(differing)] if differing else []),
+    ]
+    return places, problems
+
+
+def _wanted(model: nn.Module) -> list[_Wanted]:
+    wanted: dict[int, _Wanted] = {}
+    for prefix, part in model.named_modules(remove_duplicate=False):
+        buffers = {name: item for name, item in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        for own_name, tensor in (*part._parameters.items(), *buffers.items()):
+            if tensor is None or is_lazy(tensor):
+                continue
+            name = f"{prefix}.{own_name}" if prefix else own_name
+            if owner_of(tensor) is not None:
+                raise UsageError(f"parameter {name!r} is sharded already: call from_safetensors before fully_shard")
+            entry = wanted.setdefault(id(tensor), _Wanted(tensor))
+            entry.names.append(name)
+            entry.sites.append(Site(part, own_name))
+    return list(wanted.values())
+
+
+def _differences(stored: StoredTensor, tensor: torch.Tensor, cast: bool) -> list[str]:
+    found = []
+    if stored.shape != tuple(tensor.shape):
+        found.append(f"of shape {stored.shape} in it, {tuple(tensor.shape)} in the model")
+    both_floating = stored.dtype.is_floating_point and tensor.dtype.is_floating_point
+    if stored.dtype != tensor.dtype and not (cast and both_floating):
+        advice = " (cast=True converts)" if both_floating else ""
+        found.append(f"{stored.dtype} in it, {tensor.dtype} in the model{advice}")
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
