@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -135,6 +135,20 @@ class Run:
     def size_bytes(self) -> int:
         """In the stream."""
         return self.num_cells * self.cell_bytes
+
+    def is_followed_by(self, other: Run) -> bool:
+        """Whether another run's cells are of this size, and its values come next in memory."""
+        own, its = self.values, other.values
+        return (
+            (self.kind, self.cell_numel) == (other.kind, other.cell_numel)
+            and own.untyped_storage().data_ptr() == its.untyped_storage().data_ptr()
+            and own.data_ptr() + own.nbytes == its.data_ptr()
+        )
+
+    def with_next(self, other: Run) -> Run:
+        """This run and the one that follows, as one."""
+        values = self.values.as_strided((self.values.numel() + other.values.numel(),), (1,))
+        return Run(self.kind, values, self.cell_numel, self.cell_bytes)
 
     @property
     def cells_at_once(self) -> int:
@@ -266,16 +280,30 @@ def stream_size(layout: UnitLayout, segments: Sequence[Segment], wire_dtype: Wir
 
 def encode_pieces(pieces: Sequence[Piece], wire_dtype: WireDType, out: Buffer) -> None:
     """Encodes pieces one after the other. [stream_size(segments)]"""
-    runs = [run for piece in pieces for run in piece.runs(wire_dtype)]
-    for run, cells in _split(runs, bytes_tensor(out)):
+    for run, cells in _split(_joined_runs(pieces, wire_dtype), bytes_tensor(out)):
         run.encode(0, cells)
 
 
 def decode_pieces(data: Buffer, wire_dtype: WireDType, pieces: Sequence[Piece]) -> None:
     """Decodes what ``encode_pieces`` made into the values of ``pieces``. [stream_size(segments)]"""
-    runs = [run for piece in pieces for run in piece.runs(wire_dtype)]
-    for run, cells in _split(runs, bytes_tensor(data)):
+    for run, cells in _split(_joined_runs(pieces, wire_dtype), bytes_tensor(data)):
         run.decode(0, cells)
+
+
+def _joined_runs(pieces: Sequence[Piece], wire_dtype: WireDType) -> list[Run]:
+    """The pieces' runs; small parameters that lie side by side are converted together."""
+    return [run for (run,) in _joined([run] for piece in pieces for run in piece.runs(wire_dtype))]
+
+
+def _joined(rows: Iterable[list[Run]]) -> list[list[Run]]:
+    """Rows of runs, all of whose runs go on in memory where those of the row before end, as one row."""
+    joined: list[list[Run]] = []
+    for row in rows:
+        if joined and all(one.is_followed_by(other) for one, other in zip(joined[-1], row, strict=True)):
+            joined[-1] = [one.with_next(other) for one, other in zip(joined[-1], row, strict=True)]
+        else:
+            joined.append(row)
+    return joined
 
 
 def _split(runs: list[Run], stream: torch.Tensor) -> list[tuple[Run, torch.Tensor]]:
@@ -286,26 +314,55 @@ def _split(runs: list[Run], stream: torch.Tensor) -> list[tuple[Run, torch.Tenso
     return list(zip(runs, torch.split(stream, sizes), strict=True))
 
 
-def round_trip_(values: torch.Tensor, first_byte: int, wire_dtype: WireDType, out: torch.Tensor) -> None:
+def round_trip_(sources: Sequence[Piece], wire_dtype: WireDType, targets: Sequence[Piece]) -> None:
     """What the values are after they have travelled: ``decode(encode(values))``, slice by slice.
 
     For lanes on which bytes do not cross a network, so that every lane rounds alike.
 
     Args:
-        values: Contiguous, on the CPU. [numel]
-        first_byte: Where they begin in the unit's flat vector.
+        sources: What travels.
         wire_dtype: How float32 travels.
-        out: Receives what arrives; may be ``values``. [numel]
+        targets: Receive what arrives; pieces of the same places, or ``sources`` themselves.
     """
-    source, target = Piece(first_byte, values).runs(wire_dtype), Piece(first_byte, out).runs(wire_dtype)
-    for sent, arrived in zip(source, target, strict=True):
+    for sent, arrived in _rows(sources, wire_dtype, targets):
         if sent.kind == common_pb2.WIRE_DTYPE_UNSPECIFIED:
             arrived.values.copy_(sent.values)
             continue
-        for first in range(0, sent.num_cells, sent.cells_at_once):
-            cells = _scratch.cells[: min(sent.cells_at_once, sent.num_cells - first) * sent.cell_bytes]
-            sent.encode(first, cells)
-            arrived.decode(first, cells)
+        for _ in _arriving(sent, arrived):
+            pass
+
+
+@torch.no_grad()
+def rounding_errors(sources: Sequence[Piece], wire_dtype: WireDType, outs: Sequence[Piece]) -> None:
+    """What the values lose when they travel: ``values - decode(encode(values))``; 0 where that is not finite.
+
+    Args:
+        sources: What travels.
+        wire_dtype: A lossy one; all values are float32.
+        outs: Receive the errors; pieces of the same places.
+    """
+    for sent, lost in _rows(sources, wire_dtype, outs):
+        for values, arrived in _arriving(sent, lost):
+            torch.sub(values, arrived, out=arrived).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _rows(sources: Sequence[Piece], wire_dtype: WireDType, targets: Sequence[Piece]) -> list[list[Run]]:
+    return _joined(
+        [one, other]
+        for source, target in zip(sources, targets, strict=True)
+        for one, other in zip(source.runs(wire_dtype), target.runs(wire_dtype), strict=True)
+    )
+
+
+def _arriving(sent: Run, arrived: Run) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Converts slice by slice: what was sent, and what has just arrived, while both are in the cache."""
+    for first in range(0, sent.num_cells, sent.cells_at_once):
+        stop = min(first + sent.cells_at_once, sent.num_cells)
+        cells = _scratch.cells[: (stop - first) * sent.cell_bytes]
+        sent.encode(first, cells)
+        arrived.decode(first, cells)
+        part = slice(first * sent.cell_numel, stop * sent.cell_numel)
+        yield sent.values[part], arrived.values[part]
 
 
 def bytes_tensor(data: Buffer) -> torch.Tensor:

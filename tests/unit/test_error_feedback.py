@@ -13,7 +13,7 @@ from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_INT8,
     WIRE_DTYPE_UNSPECIFIED,
 )
-from shardwell_wire.wire_dtypes import WireDType, round_trip_
+from shardwell_wire.wire_dtypes import Piece, WireDType, round_trip_
 
 LAYOUT = UnitLayout(
     "block",
@@ -35,7 +35,8 @@ def gradient(seed: int, index: int = WEIGHT) -> torch.Tensor:
 
 def arrived(pushed: torch.Tensor, wire_dtype: WireDType, index: int = WEIGHT) -> torch.Tensor:
     flat = pushed.reshape(-1).clone()
-    round_trip_(flat, LAYOUT.starts[index], wire_dtype, flat)
+    pieces = [Piece(LAYOUT.starts[index], flat)]
+    round_trip_(pieces, wire_dtype, pieces)
     return flat.view_as(pushed)
 
 

@@ -83,7 +83,7 @@ def test_what_is_laid_in_a_mailbox_is_rounded_as_on_the_wire(tmp_path: Path, wir
     mailbox = client.Mailbox.open(7, str(path), 8192)
     mailbox.lay(256, Piece(4096, values), wire_dtype)
     expected = torch.empty_like(values)
-    wire_dtypes.round_trip_(values, 4096, wire_dtype, expected)
+    wire_dtypes.round_trip_([Piece(4096, values)], wire_dtype, [Piece(4096, expected)])
     content = path.read_bytes()
     assert torch.equal(torch.frombuffer(bytearray(content[256:4256]), dtype=torch.float32), expected)
     assert content[:256] + content[4256:] == b"\xff" * (8192 - 4000), "nothing beside it"

@@ -26,6 +26,7 @@ from shardwell_wire.wire_dtypes import (
     decode_pieces,
     encode_pieces,
     round_trip_,
+    rounding_errors,
     segment_pieces,
     stream_size,
 )
@@ -112,6 +113,10 @@ def encoded(x: torch.Tensor, first_byte: int, wire_dtype: WireDType) -> bytes:
     return bytes(out)
 
 
+def rounded_into(x: torch.Tensor, first_byte: int, wire_dtype: WireDType, out: torch.Tensor) -> None:
+    round_trip_([Piece(first_byte, x)], wire_dtype, [Piece(first_byte, out)])
+
+
 @pytest.mark.parametrize("wire_dtype", EVERY)
 @pytest.mark.parametrize("first_byte", STARTS)
 @pytest.mark.parametrize("numel", [0, 1, 2, 15, 16, 17, 240, 255, 256, 257, 511, 512, 769, 5003])
@@ -122,9 +127,9 @@ def test_every_bit_is_the_slow_references(wire_dtype: WireDType, first_byte: int
     arrived = torch.full_like(x, 3.0)
     decode_pieces(stream, wire_dtype, [Piece(first_byte, arrived)])
     assert same_bits(arrived, expected)
-    round_trip_(x, first_byte, wire_dtype, arrived.fill_(5.0))
+    rounded_into(x, first_byte, wire_dtype, arrived.fill_(5.0))
     assert same_bits(arrived, expected)
-    round_trip_(x, first_byte, wire_dtype, x)
+    rounded_into(x, first_byte, wire_dtype, x)
     assert same_bits(x, expected)
 
 
@@ -138,7 +143,7 @@ def test_more_than_is_converted_at_once_is_the_sum_of_its_blocks(wire_dtype: Wir
     assert b"".join(parts) == whole
     arrived, rounded = torch.empty_like(x), torch.empty_like(x)
     decode_pieces(whole, wire_dtype, [Piece(first_byte, arrived)])
-    round_trip_(x, first_byte, wire_dtype, rounded)
+    rounded_into(x, first_byte, wire_dtype, rounded)
     assert same_bits(arrived, rounded)
 
 
@@ -150,7 +155,7 @@ def test_only_float32_is_converted(wire_dtype: WireDType, dtype: torch.dtype) ->
     assert stream == bytes(x.view(torch.uint8).tolist())
     arrived, rounded = torch.zeros_like(x), torch.zeros_like(x)
     decode_pieces(stream, wire_dtype, [Piece(64, arrived)])
-    round_trip_(x, 64, wire_dtype, rounded)
+    rounded_into(x, 64, wire_dtype, rounded)
     assert same_bits(arrived, x)
     assert same_bits(rounded, x)
 
@@ -196,14 +201,14 @@ def test_what_is_not_finite_stays_not_finite_and_spoils_only_its_block(
 )
 def test_ends_of_the_range(wire_dtype: WireDType, value: float, expected: float) -> None:
     x = torch.full((300,), value)
-    round_trip_(x, 0, wire_dtype, x)
+    rounded_into(x, 0, wire_dtype, x)
     assert same_bits(x, torch.full((300,), expected))
 
 
 def test_an_int8_is_off_by_at_most_half_of_its_blocks_step() -> None:
     x = torch.randn(256 * 50, generator=torch.Generator().manual_seed(1))
     arrived = torch.empty_like(x)
-    round_trip_(x, 0, WIRE_DTYPE_INT8, arrived)
+    rounded_into(x, 0, WIRE_DTYPE_INT8, arrived)
     steps = x.view(-1, 256).abs().amax(1, keepdim=True) / 127
     assert bool(((arrived - x).view(-1, 256).abs() <= 0.5001 * steps).all())
 
@@ -297,3 +302,27 @@ def test_gradients_that_autograd_tracks_and_inference_mode_are_no_obstacle(wire_
     arrived = torch.empty(300)
     decode_pieces(stream, wire_dtype, [Piece(0, arrived)])
     assert same_bits(arrived, slow(x.detach(), 0, wire_dtype)[1])
+
+
+@pytest.mark.parametrize("wire_dtype", [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_INT8])
+@pytest.mark.parametrize("sizes", [(512, 256, 1024), (512, 16, 1024), (5, 300, 7, 4096)])
+def test_pieces_side_by_side_give_the_bits_that_each_gives_alone(wire_dtype: WireDType, sizes: tuple[int, ...]) -> None:
+    layout = UnitLayout("block", tuple(Parameter(f"p{i}", (size,), "float32") for i, size in enumerate(sizes)))
+    vector = values_of(layout.size_bytes // 4)
+    parts = [vector[start // 4 : start // 4 + size] for start, size in zip(layout.starts, sizes, strict=True)]
+    together = [Piece(start, part) for start, part in zip(layout.starts, parts, strict=True)]
+    alone = [Piece(start, part.clone()) for start, part in zip(layout.starts, parts, strict=True)]
+    stream = b"".join(encoded(piece.values, piece.first_byte, wire_dtype) for piece in alone)
+    assert streamed(together, wire_dtype) == stream
+    round_trip_(alone, wire_dtype, alone)
+    arrived, lost = torch.full_like(vector, 7.0), torch.full_like(vector, 7.0)
+    for out in (arrived, lost):
+        places = [Piece(piece.first_byte, out[piece.first_byte // 4 :][: piece.values.numel()]) for piece in together]
+        if out is lost:
+            rounding_errors(together, wire_dtype, places)
+        else:
+            decode_pieces(stream, wire_dtype, places)
+        for place, sent, rounded in zip(places, parts, alone, strict=True):
+            assert same_bits(place.values, rounded.values if out is arrived else sent - rounded.values)
+            place.values.fill_(7.0)
+        assert bool((out == 7.0).all()), "nothing between the parameters was written to"

@@ -32,7 +32,7 @@ class Mailbox:
         """Copies part of a gradient to its place, rounded as it would be on the wire."""
         size_bytes = piece.values.nbytes
         target = bytes_tensor(self.memory[offset_bytes : offset_bytes + size_bytes]).view(piece.values.dtype)
-        round_trip_(piece.values, piece.first_byte, wire_dtype, target)
+        round_trip_([piece], wire_dtype, [Piece(piece.first_byte, target)])
 
 
 class Mailboxes:

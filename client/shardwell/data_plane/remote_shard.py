@@ -190,8 +190,7 @@ class RemoteShard:
             wire_dtypes.bytes_tensor(target).copy_(window.bytes)
         else:
             source = memory_at(window.bytes.data_ptr(), window.bytes.numel())
-            for shared, own in zip(self._pieces(source), self._pieces(target), strict=True):
-                wire_dtypes.round_trip_(shared.values, shared.first_byte, wire_dtype, own.values)
+            wire_dtypes.round_trip_(self._pieces(source), wire_dtype, self._pieces(target))
         window.check(there)
         return there
 
