@@ -75,7 +75,14 @@ class Way:
 
 def make_ways(size_bytes: int) -> dict[str, Way]:
     """All ways, by the names they have in the table."""
-    peers = {_MEMCPY: ("memcpy", 1), _TCP: ("tcp", 1), "Arrow Flight": ("flight", 1), "gloo, 2 ranks": ("gloo", 2)}
+    peers = {
+        _MEMCPY: ("memcpy", 1),
+        "checksum alone": ("checksum", 1),
+        _TCP: ("tcp", 1),
+        "raw TCP with checksums": ("checked_tcp", 1),
+        "Arrow Flight": ("flight", 1),
+        "gloo, 2 ranks": ("gloo", 2),
+    }
     ways = {
         name: Way(spec=TransferSpec(kind=kind, size_bytes=size_bytes, num_trainers=num_trainers))
         for name, (kind, num_trainers) in peers.items()

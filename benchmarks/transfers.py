@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,10 +26,13 @@ from torch import Tensor, distributed, nn
 
 import shardwell
 from benchmarks import workers
+from shardwell_wire import frames
 from shardwell_wire.codec import memory_at
 
 _RUN = "transfers"
 _FLIGHT_BATCH_BYTES = 4 << 20
+_CHECKED_BYTES = frames.DATA_BYTES
+"""Per call of the checksum, as on the lanes: it stays in the cache from there to the socket."""
 
 
 class WrongBytesError(Exception):
@@ -40,7 +44,7 @@ class TransferSpec:
     """What one worker does."""
 
     kind: str
-    """``memcpy``, ``tcp``, ``gloo``, ``flight`` or ``shardwell``."""
+    """``memcpy``, ``checksum``, ``tcp``, ``checked_tcp``, ``gloo``, ``flight`` or ``shardwell``."""
     size_bytes: int
     """Of the layer: a multiple of 8."""
     num_trainers: int = 1
@@ -111,20 +115,43 @@ def memcpy(spec: TransferSpec) -> Rounds:
         yield {"gather": gather, "read": read, "push": timed(lambda: there.copy_(gradient))}
 
 
-def tcp(spec: TransferSpec) -> Rounds:
-    """One connection over the loopback interface, received into memory that is mapped already."""
+def checksum(spec: TransferSpec) -> Rounds:
+    """Nothing is moved: one end's checksum over all bytes, piece by piece as on the lanes."""
+    layer, gradient = make_layer(spec.size_bytes), make_gradient(spec.size_bytes)
+    expected = digest(layer)
+    while True:
+        gather = timed(lambda: require_equal(_checksum(view_of(layer)), expected, "checksum by pieces"))
+        read = timed(lambda: require_equal(digest(layer), expected, "checksum"))
+        yield {"gather": gather, "read": read, "push": timed(lambda: _checksum(view_of(gradient)))}
+
+
+def _checksum(view: memoryview) -> int:
+    hasher = xxhash.xxh3_64()
+    for start in range(0, len(view), _CHECKED_BYTES):
+        hasher.update(view[start : start + _CHECKED_BYTES])
+    return hasher.intdigest()
+
+
+def tcp(spec: TransferSpec, *, checked: bool = False) -> Rounds:
+    """One connection over the loopback interface, received into memory that is mapped already.
+
+    Args:
+        spec: What to move.
+        checked: Both ends compute a checksum piece by piece, as on the lanes; it follows the bytes, and is compared.
+    """
     here, gradient = torch.ones(spec.size_bytes // 4), make_gradient(spec.size_bytes)
     expected = digest(make_layer(spec.size_bytes))
-    peer = _start_server(serve_tcp, spec.size_bytes)
+    peer = _start_server(partial(serve_tcp, checked=checked), spec.size_bytes)
+    send, receive = (_send_checked, _receive_checked) if checked else (_send, _receive)
     with socket.create_connection(("127.0.0.1", peer)) as connection:
 
         def gather() -> None:
             connection.sendall(b"g")
-            _receive(connection, view_of(here))
+            receive(connection, view_of(here))
 
         def push() -> None:
             connection.sendall(b"p")
-            connection.sendall(view_of(gradient))
+            send(connection, view_of(gradient))
             acknowledgement = bytearray(1)
             _receive(connection, memoryview(acknowledgement))
 
@@ -134,29 +161,59 @@ def tcp(spec: TransferSpec) -> Rounds:
             yield {"gather": gather_s, "read": read_s, "push": timed(push)}
 
 
-def serve_tcp(size_bytes: int, ready: Connection) -> None:
+def serve_tcp(size_bytes: int, ready: Connection, *, checked: bool) -> None:
     """The other end: sends the layer, receives gradients."""
     layer, received = make_layer(size_bytes), torch.ones(size_bytes // 4)
     expected = digest(make_gradient(size_bytes))
+    send, receive = (_send_checked, _receive_checked) if checked else (_send, _receive)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ready.send(listener.getsockname()[1])
         connection, _ = listener.accept()
         with connection:
             while command := connection.recv(1):
                 if command == b"g":
-                    connection.sendall(view_of(layer))
+                    send(connection, view_of(layer))
                     continue
-                _receive(connection, view_of(received))
+                receive(connection, view_of(received))
                 connection.sendall(b"k")
                 require_equal(digest(received), expected, "TCP push")
 
 
+def _send(connection: socket.socket, source: memoryview) -> None:
+    connection.sendall(source)
+
+
+def _send_checked(connection: socket.socket, source: memoryview) -> None:
+    hasher = xxhash.xxh3_64()
+    for start in range(0, len(source), _CHECKED_BYTES):
+        piece = source[start : start + _CHECKED_BYTES]
+        hasher.update(piece)
+        connection.sendall(piece)
+    connection.sendall(hasher.digest())
+
+
 def _receive(connection: socket.socket, target: memoryview) -> None:
+    for _ in _arriving(connection, target, len(target)):
+        pass
+
+
+def _receive_checked(connection: socket.socket, target: memoryview) -> None:
+    hasher = xxhash.xxh3_64()
+    for part in _arriving(connection, target, _CHECKED_BYTES):
+        hasher.update(part)
+    announced = bytearray(hasher.digest_size)
+    _receive(connection, memoryview(announced))
+    require_equal(hasher.intdigest(), int.from_bytes(announced, "big"), "checked TCP")
+
+
+def _arriving(connection: socket.socket, target: memoryview, most_bytes: int) -> Iterator[memoryview]:
+    """Fills ``target``; yields each part of it as it arrives."""
     filled = 0
     while filled < len(target):
-        count = connection.recv_into(target[filled:])
+        count = connection.recv_into(target[filled : filled + most_bytes])
         if not count:
             raise ConnectionError(f"the other end closed after {filled} of {len(target)} bytes")
+        yield target[filled : filled + count]
         filled += count
 
 
@@ -312,7 +369,9 @@ def shardwell_lane(spec: TransferSpec) -> Rounds:
 
 KINDS: Mapping[str, Callable[[TransferSpec], Rounds]] = {
     "memcpy": memcpy,
+    "checksum": checksum,
     "tcp": tcp,
+    "checked_tcp": partial(tcp, checked=True),
     "gloo": gloo,
     "flight": flight,
     "shardwell": shardwell_lane,

@@ -106,7 +106,8 @@ class LanedUnit:
         pieces = [
             Piece(segment.start_bytes, gradient) for segment, gradient in zip(self.one.segments, gradients, strict=True)
         ]
-        self.lane.lay(self.header(**changes), pieces, AS_STORED, timeout_s=20.0, retry_for_s=0.0)()
+        laid = self.lane.lay(self.header(**changes), pieces, AS_STORED)
+        self.lane.hand_over(laid, timeout_s=20.0, retry_for_s=0.0)
 
     def open_mailbox(self, **changes: Any) -> shard_pb2.OpenMailboxResponse:
         fields = {"run": self.one.run, "unit": self.one.layout.unit, "lane": self.lane._name}
@@ -561,7 +562,8 @@ def test_a_trainer_that_gives_ranks_up_gives_their_mailboxes_back() -> None:
                 prepare = shard_pb2.PrepareStepRequest(context=units[0].context(step), ranks=manifests, dp=2)
                 server.call("PrepareStep", prepare)
                 units[0].update(step)
-                both.require_shm().release()
+                assert both.shm is not None
+                both.shm.release()
                 both.give_mailboxes_back()
             assert late.pushes_through_shm
         assert [one.gather()[0] for one in units] == [2, 2]

@@ -200,7 +200,13 @@ def test_units_lie_in_shared_memory_where_all_their_servers_offer_it(triple: str
 
 @pytest.mark.parametrize(
     ("lanes", "when"),
-    [("socket", "before the forward"), ("socket", "after the backward"), ("shm,grpc", "before the forward")],
+    [
+        ("socket", "before the forward"),
+        ("socket", "after the backward"),
+        ("shm,grpc", "before the forward"),
+        ("shm,grpc", "after the backward"),
+        ("shm", "after the backward"),
+    ],
 )
 def test_a_lane_that_breaks_is_opened_anew(single: str, lanes: str, when: str) -> None:
     with shardwell.join(single, run=uuid.uuid4().hex, world=shardwell.World(), lanes=lanes) as session:

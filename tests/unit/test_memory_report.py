@@ -51,6 +51,18 @@ def test_kept_and_fetching_units() -> None:
     assert report(sharded).idle_bytes == unit.own_bytes
 
 
+def test_a_unit_larger_than_what_is_kept_keeps_its_memory_unless_nothing_is_kept() -> None:
+    sharded = Sharded(gpt(), wrap_blocks, prefetch_bytes=1)
+    unit = next(iter(sharded.units))
+    for prefetch_bytes, kept_bytes in ((1, unit.own_bytes), (0, 0)):
+        sharded.units.gathering.prefetch_bytes = prefetch_bytes
+        for _ in range(2):
+            sharded.model.blocks[0].unshard()
+            assert report(sharded).idle_bytes == 0
+            unit.free()
+            assert report(sharded).idle_bytes == kept_bytes
+
+
 def test_it_prints_as_a_table() -> None:
     sharded = Sharded(gpt(), wrap_blocks)
     sharded.model.blocks[1].unshard()

@@ -11,6 +11,7 @@ import torch
 from shardwell.data_plane.host_cache import CachedShard
 from shardwell.data_plane.server_connection import ServerConnection
 from shardwell.data_plane.shared_vector import SharedVector
+from shardwell.data_plane.shm_lane import LaidPart
 from shardwell.memory.buffer_pool import BufferPool
 from shardwell_wire import wire_dtypes
 from shardwell_wire.codec import memory_at
@@ -163,9 +164,10 @@ class RemoteShard:
         if self.window is not None and version is not None and self.window.shows(version):
             return version
         limit_s = self._wire.wait_limit_s
-        return (
-            self.server.require_shm().locate(self._layout.unit, version, timeout_s=limit_s, retry_for_s=limit_s).version
+        there = self.server.through_shm(
+            lambda lane: lane.locate(self._layout.unit, version, timeout_s=limit_s, retry_for_s=limit_s)
         )
+        return there.version
 
     def _stream(self, version: int | None, wire_dtype: WireDType, target: memoryview, *, ema: bool = False) -> int:
         request = shard_pb2.GatherRequest(
@@ -218,10 +220,11 @@ class RemoteShard:
             Piece(segment.start_bytes, flats[segment.parameter_index][segment.start_element : segment.stop_element])
             for segment in segments
         ]
-        wire_dtype, limit_s = self._wire.push_dtype, self._wire.wait_limit_s
+        wire_dtype = self._wire.push_dtype
         if self.server.pushes_through_shm:
             try:
-                return self.server.require_shm().lay(header, pieces, wire_dtype, timeout_s=limit_s, retry_for_s=limit_s)
+                laid = self.server.through_shm(lambda lane: lane.lay(header, pieces, wire_dtype))
+                return partial(self._hand_over, laid, segments)
             except (CapacityError, OSError) as error:
                 self.server.stream_gradients(error)
         if wire_dtype == _AS_STORED:
@@ -229,6 +232,15 @@ class RemoteShard:
         header.wire_dtype = wire_dtype
         size_bytes = wire_dtypes.stream_size(self._layout, segments, wire_dtype)
         return partial(self._send_encoded, header, pieces, size_bytes)
+
+    def _hand_over(self, laid: LaidPart, segments: Sequence[Segment]) -> None:
+        limit_s = self._wire.wait_limit_s
+        try:
+            self.server.through_shm(lambda lane: lane.hand_over(laid, timeout_s=limit_s, retry_for_s=limit_s))
+        except CapacityError as error:  # its lane broke, and another one has no mailbox for it
+            self.server.stream_gradients(error)
+            data = [laid.memory(segment.start_bytes, segment.stop_bytes) for segment in segments]
+            self._stream_out(laid.header, data)
 
     def _send_as_stored(self, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[Piece]) -> None:
         self._stream_out(header, [memory_at(piece.values.data_ptr(), piece.values.nbytes) for piece in pieces])

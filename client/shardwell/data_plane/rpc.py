@@ -58,6 +58,13 @@ class StandingRpc:
         """Whether it is over though neither side ended it."""
         return not self._ended and not self._call.is_active() and self._call.code() is not grpc.StatusCode.OK
 
+    def broke_within(self, timeout_s: float) -> bool:
+        """Whether it broke, or does before so much time has passed."""
+        over = threading.Event()
+        self.when_ended(over.set)
+        over.wait(timeout_s)
+        return self.broke
+
 
 class ServiceClient:
     """Calls the rpcs of one service at one address; may be shared between threads.

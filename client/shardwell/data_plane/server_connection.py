@@ -12,7 +12,7 @@ from shardwell.data_plane.lanes import Lane
 from shardwell.data_plane.shard_client import ShardClient
 from shardwell.data_plane.shm_lane import ShmLane
 from shardwell.data_plane.socket_lane import SocketLane
-from shardwell_wire.errors import ShardwellError, UnavailableError
+from shardwell_wire.errors import ConflictError, ShardwellError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,9 @@ Result = TypeVar("Result")
 
 _OPEN_TIMEOUT_S = 60.0
 """A server that takes in a large upload may be slow to answer; a lane given up too early costs more."""
+_NOTICE_S = 1.0
+"""A server may know sooner than this trainer that a lane broke."""
+
 _WARMING_BYTES, _MEASURED_BYTES = 64 << 10, 1 << 20
 
 
@@ -83,8 +86,17 @@ class ServerConnection:
             logger.warning("shard server at %s: lane %s broke, opening another: %s", self.address, lane.kind, error)
         return action(self.stream)
 
-    def require_shm(self) -> ShmLane:
-        """The lane through shared memory, of a unit that is read in place; another one if it broke."""
+    def through_shm(self, action: Callable[[ShmLane], Result]) -> Result:
+        """Does something over the lane through shared memory, which may be done twice: once more if the lane breaks."""
+        lane = self._require_shm()
+        try:
+            return action(lane)
+        except (ConflictError, UnavailableError):  # a server knows nothing any more of a lane that broke
+            if not lane.broke_within(_NOTICE_S):
+                raise
+        return action(self._require_shm())
+
+    def _require_shm(self) -> ShmLane:
         with self._open_lock:
             assert self.shm is not None
             if self.shm.broke:

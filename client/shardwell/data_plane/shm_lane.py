@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shardwell.data_plane.mailboxes import Mailbox, Mailboxes
 from shardwell.data_plane.shard_client import ShardClient
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from shardwell_wire.wire_dtypes import Piece, WireDType
+
+
+@dataclass(frozen=True, slots=True)
+class LaidPart:
+    """One part of a contribution, as it lies in a mailbox until it is handed over."""
+
+    header: shard_pb2.ReduceScatterHeader
+    lane: ShmLane
+    """The mailbox's; the memory outlives it."""
+    mailbox: Mailbox
+
+    def memory(self, start_bytes: int, stop_bytes: int) -> memoryview:
+        """A range of the unit's flat vector that lies in the shard."""
+        first = self.header.start_bytes
+        return self.mailbox.memory[start_bytes - first : stop_bytes - first]
 
 
 class ShmLane:
@@ -77,39 +92,37 @@ class ShmLane:
         )
         return answer
 
-    def lay(
-        self,
-        header: shard_pb2.ReduceScatterHeader,
-        pieces: Sequence[Piece],
-        wire_dtype: WireDType,
-        *,
-        timeout_s: float,
-        retry_for_s: float,
-    ) -> Callable[[], None]:
+    def lay(self, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[Piece], wire_dtype: WireDType) -> LaidPart:
         """Copies one part of a contribution, once, into a mailbox.
 
         Args:
             header: What it is of.
             pieces: The parts of gradients that lie in the shard; not needed any more afterwards.
             wire_dtype: What to round them to.
-            timeout_s: Deadline of one try to hand it over.
-            retry_for_s: How long to try again while the server is unavailable.
-
-        Returns:
-            What hands the mailbox over; may be called in another thread.
 
         Raises:
             CapacityError: The server has no room for another mailbox.
         """
-        self._sizes[header.unit] = header.stop_bytes - header.start_bytes
-        mailbox = self._mailboxes.take(header.unit)
+        laid = self._empty(header)
         for piece in pieces:
-            mailbox.lay(piece.first_byte - header.start_bytes, piece, wire_dtype)
-        return partial(self._hand_over, header, mailbox, timeout_s, retry_for_s)
+            laid.mailbox.lay(piece.first_byte - header.start_bytes, piece, wire_dtype)
+        return laid
 
-    def _hand_over(
-        self, header: shard_pb2.ReduceScatterHeader, mailbox: Mailbox, timeout_s: float, retry_for_s: float
-    ) -> None:
+    def hand_over(self, laid: LaidPart, *, timeout_s: float, retry_for_s: float) -> None:
+        """Has the server take what was laid in a mailbox; if that was another lane's, in a copy of it.
+
+        Args:
+            laid: What to hand over. Doing so twice is harmless: a server that has the part drops it.
+            timeout_s: Deadline of one try.
+            retry_for_s: How long to try again while the server is unavailable.
+
+        Raises:
+            CapacityError: The server has no room for another mailbox.
+            ConflictError: The lane is closed.
+        """
+        if laid.lane is not self:
+            laid = self._copy(laid)
+        header, mailbox = laid.header, laid.mailbox
         request = shard_pb2.ReduceMailboxRequest(header=header, lane=self._name, mailbox=mailbox.number)
         adopted = True  # for all this trainer knows, if there is no answer
         try:
@@ -122,6 +135,15 @@ class ShmLane:
                 self._mailboxes.note_adopted(header.unit, header.dp_rank, mailbox)
             else:
                 self._mailboxes.give(header.unit, mailbox)
+
+    def _copy(self, laid: LaidPart) -> LaidPart:
+        copy = self._empty(laid.header)
+        copy.mailbox.memory[:] = laid.mailbox.memory
+        return copy
+
+    def _empty(self, header: shard_pb2.ReduceScatterHeader) -> LaidPart:
+        self._sizes[header.unit] = header.stop_bytes - header.start_bytes
+        return LaidPart(header, self, self._mailboxes.take(header.unit))
 
     def release(self, dp_rank: int | None = None) -> None:
         """The contributions of a rank, or of all, are used up or withdrawn: their mailboxes are free again."""
@@ -136,6 +158,10 @@ class ShmLane:
     def broke(self) -> bool:
         """Whether it ended though nobody gave it up."""
         return self._rpc.broke
+
+    def broke_within(self, timeout_s: float) -> bool:
+        """Whether it broke, or does before so much time has passed."""
+        return self._rpc.broke_within(timeout_s)
 
     def close(self) -> None:
         """Gives the lane up, and with it the mailboxes."""

@@ -19,7 +19,7 @@ class Gathering:
 
     Args:
         memory: Of all units.
-        prefetch_bytes: How much may be gathered ahead of its use, beyond the units in use.
+        prefetch_bytes: See the attribute.
         max_in_flight: How many gathers into this process's memory may be under way at once; 0: any number.
         backward_prefetch: When the next unit of a backward is gathered.
     """
@@ -27,10 +27,20 @@ class Gathering:
     def __init__(
         self, memory: Memory, *, prefetch_bytes: int, max_in_flight: int, backward_prefetch: BackwardPrefetch
     ) -> None:
+        self._memory, self._max_in_flight = memory, max_in_flight
         self.prefetch_bytes, self.backward_prefetch = prefetch_bytes, backward_prefetch
         self.order = Order()
-        self._memory, self._max_in_flight = memory, max_in_flight
         self._in_flight: set[Future[int]] = set()
+
+    @property
+    def prefetch_bytes(self) -> int:
+        """How much may be gathered ahead of its use, beyond the units in use; so much memory is kept."""
+        return self._prefetch_bytes
+
+    @prefetch_bytes.setter
+    def prefetch_bytes(self, prefetch_bytes: int) -> None:
+        self._prefetch_bytes = prefetch_bytes
+        self._memory.pool.set_limit(prefetch_bytes)
 
     def use(self, unit: Unit, phase: Phase) -> None:
         """Gathers a unit and starts to gather those that come next."""

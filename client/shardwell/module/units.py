@@ -51,7 +51,7 @@ class Units:
     Args:
         store: Holds the parameters.
         prefetch_bytes: How much may be gathered ahead of its use, beyond the units in use; so much memory of
-            freed units is kept for the next ones.
+            freed units is kept for the next ones, and, unless it is 0, that of one larger unit.
         keep_bytes: How much may stay between its uses in a step.
         max_gathers_in_flight: How many gathers may be under way at once; 0: any number.
         backward_prefetch: When the next unit of a backward is gathered.
@@ -77,7 +77,7 @@ class Units:
         self._store = store
         self._buckets: dict[Unit, GradientBuckets] = {}
         self._by_name: dict[str, Unit] = {}
-        self._memory = Memory(BufferPool(prefetch_bytes))
+        self._memory = Memory(BufferPool(prefetch_bytes, one_larger=True))
         self.gathering = Gathering(
             self._memory,
             prefetch_bytes=prefetch_bytes,

@@ -162,7 +162,8 @@ class ShardServicer:
         self, request: shard_pb2.ReduceMailboxRequest, call: Call
     ) -> shard_pb2.ReduceMailboxResponse:
         header = request.header
-        self._note(call, header.context, request)
+        # The same push as over any other way, or from another mailbox.
+        self._store.requests.check_content("ReduceScatter", header.context, header)
         run = self._store.run(header.context.run)
         mailbox = self._shm_lanes().lane(request.lane, run.name).mailbox(request.mailbox)
         duplicate = await Push(self._store, run, run.shard(header.unit), header).adopt(mailbox)
