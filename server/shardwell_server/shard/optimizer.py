@@ -30,6 +30,7 @@ class ShardOptimizer:
         self._states: list[State] = [{} for _ in values]
         self._algorithms: list[str | None] = [None] * len(values)
         self._step_counts = [0] * len(values)
+        self._tensor_count = -1
         self.averages = Averages(self._values)
         self.state_names: list[str] = []
         """Names of the state's tensors, such as ``exp_avg``, after the last step."""
@@ -84,9 +85,14 @@ class ShardOptimizer:
         if self._algorithms[number] not in (None, algorithm):
             self._states[number] = {}
             self._step_counts[number] = 0
+            self._tensor_count = -1
         self._algorithms[number] = algorithm
 
     def _take_stock(self) -> None:
+        tensor_count = sum(map(len, self._states)) + self.averages.count
+        if tensor_count == self._tensor_count:
+            return  # state only ever grows, but for a parameter that begins anew
+        self._tensor_count = tensor_count
         names = {name for state in self._states for name in state if name != "step"}
         self.state_names = sorted(names | {_AVERAGE} if self.averages.begun else names)
         self.size_bytes = sum(value.nbytes for state in self._states for value in state.values())
