@@ -1,9 +1,10 @@
 """What a step costs beside its computation, as things grow: ``python -m benchmarks.growth``.
 
 Every point has a cluster and trainers of its own; the model is linear layers, one unit each. "Overhead" is a step's
-time beyond the same forward and backward without Shardwell; a part of it is fixed, however few units there are: telling
-the coordinator that the work is finished, and the commit. Both are shown, and what is left per unit. All processes share this machine's CPUs, so more
-trainers need more time as soon as the CPUs are full: CPU time per unit and trainer tells the two apart.
+time beyond the same forward and backward without Shardwell. A part of it is fixed, however few units there are: telling
+the coordinator that the work is finished, and the commit. Both are shown, and what is left per unit. Processes share
+this machine's CPUs, so more trainers need more time as soon as the CPUs are full: CPU time per unit and trainer tells
+the two apart.
 """
 
 from __future__ import annotations
