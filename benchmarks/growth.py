@@ -1,8 +1,10 @@
 """What a step costs beside its computation, as things grow: ``python -m benchmarks.growth``.
 
 Every point has a cluster and trainers of its own; the model is linear layers, one unit each. "Overhead" is a step's
-time beyond the same forward and backward without Shardwell. All processes share this machine's CPUs, so more
-trainers need more time as soon as the CPUs are full: CPU time per unit and trainer tells the two apart.
+time beyond the same forward and backward without Shardwell. A part of it is fixed, however few units there are: telling
+the coordinator that the work is finished, and the commit. Both are shown, and what is left per unit. Processes share
+this machine's CPUs, so more trainers need more time as soon as the CPUs are full: CPU time per unit and trainer tells
+the two apart.
 """
 
 from __future__ import annotations
@@ -123,6 +125,7 @@ def summarize_point(
         return statistics.median(step[name] for trainer in steps for step in trainer)
 
     step_s, compute_s = median(sharded, "step_s"), median(plain, "step_s")
+    finish_s, commit_s = median(sharded, "finish_wait_s"), median(sharded, "commit_wait_s")
     overhead = summarize([(step["step_s"] - compute_s) / point.units for trainer in sharded for step in trainer])
     moved_bytes = median(sharded, "gathered_bytes") + median(sharded, "pushed_bytes")
     return {
@@ -130,9 +133,11 @@ def summarize_point(
         "parameters": point.parameters,
         "step_ms": 1e3 * step_s,
         "compute_ms": 1e3 * compute_s,
-        "commit_ms": 1e3 * median(sharded, "commit_wait_s"),
+        "finish_ms": 1e3 * finish_s,
+        "commit_ms": 1e3 * commit_s,
         "overhead_ms_per_unit": 1e3 * (step_s - compute_s) / point.units,
         "overhead_s_per_unit": asdict(overhead),
+        "unit_ms": 1e3 * (step_s - compute_s - finish_s - commit_s) / point.units,
         "cpu_ms_per_unit_and_trainer": 1e3
         * max(0.0, cpu_s - point.trainers * compute_s)
         / point.units
@@ -144,12 +149,14 @@ def summarize_point(
 COLUMNS = {
     "step_ms": "step",
     "compute_ms": "of which computation",
+    "finish_ms": "waiting for everybody's work",
     "commit_ms": "waiting for the commit",
     "overhead_ms_per_unit": "overhead per unit",
+    "unit_ms": "the same without both waits",
     "cpu_ms_per_unit_and_trainer": "CPU time per unit and trainer",
 }
 """Milliseconds, by key of a point's result."""
-COMPARED = ("commit_ms", "overhead_ms_per_unit", "cpu_ms_per_unit_and_trainer")
+COMPARED = ("commit_ms", "overhead_ms_per_unit", "unit_ms", "cpu_ms_per_unit_and_trainer")
 """Shown with the ratio to the sweep's first point: 1.0 throughout is flat."""
 
 

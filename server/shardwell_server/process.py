@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -165,4 +166,7 @@ def run(main: Awaitable[_Result], *, log_level: str) -> _Result:
     async def until_done() -> _Result:
         return await main
 
+    # What is imported by now stays, and with torch that is much: the collector would look at all of it again while the
+    # server serves, and at its end for a third of a second.
+    gc.freeze()
     return asyncio.run(until_done())

@@ -216,7 +216,11 @@ class Harness(Rpcs):
         """Lets background work run until nothing is left to do."""
         for _ in range(200):
             await asyncio.sleep(0.001)
-            busy = [run for run in self.state.runs.values() if run.updates or run.fencing.in_flight]
+            busy = [
+                run
+                for run in self.state.runs.values()
+                if run.updates or run.fencing.in_flight or run.preparing.in_flight
+            ]
             if not busy:
                 return
 

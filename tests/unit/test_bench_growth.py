@@ -8,7 +8,8 @@ from benchmarks.growth import SWEEPS, Point, parse_arguments, summarize_point, t
 
 
 def step(step_s: float, commit_s: float = 0.0) -> dict[str, float]:
-    return {"step_s": step_s, "commit_wait_s": commit_s, "gathered_bytes": 4e6, "pushed_bytes": 2e6}
+    waits = {"finish_wait_s": 0.001, "commit_wait_s": commit_s}
+    return {"step_s": step_s, **waits, "gathered_bytes": 4e6, "pushed_bytes": 2e6}
 
 
 def test_points_of_a_sweep_differ_in_the_number_it_varies_only() -> None:
@@ -39,6 +40,7 @@ def test_overhead_is_what_a_step_takes_beyond_computing() -> None:
     assert result["step_ms"] == pytest.approx(31)
     assert result["commit_ms"] == pytest.approx(4)
     assert result["overhead_ms_per_unit"] == pytest.approx((31 - 11) / 10)
+    assert result["unit_ms"] == pytest.approx((31 - 11 - 1 - 4) / 10)
     assert result["cpu_ms_per_unit_and_trainer"] == pytest.approx((62 - 2 * 11) / 10 / 2)
     assert result["moved_mb_per_s"] == pytest.approx(6 / 0.031)
 
@@ -49,8 +51,8 @@ def test_the_table_shows_ratios_to_the_first_row() -> None:
         summarize_point(Point(units=100), [[step(0.1)]], [[step(0.3, 0.005)]], cpu_s=0.3),
     ]
     text = to_section("units", rows)
-    assert "| 10 | 30.00 | 10.00 | 2.00 (1.0) | 2.00 (1.0) | 2.00 (1.0) | 200 |" in text
-    assert "| 100 | 300.00 | 100.00 | 5.00 (2.5) | 2.00 (1.0) | 2.00 (1.0) | 20 |" in text
+    assert "| 10 | 30.00 | 10.00 | 1.00 | 2.00 (1.0) | 2.00 (1.0) | 1.70 (1.0) | 2.00 (1.0) | 200 |" in text
+    assert "| 100 | 300.00 | 100.00 | 1.00 | 5.00 (2.5) | 2.00 (1.0) | 1.94 (1.1) | 2.00 (1.0) | 20 |" in text
 
 
 def test_a_point_that_does_not_fit_is_left_out_with_a_reason() -> None:

@@ -127,6 +127,7 @@ def test_a_stall_names_the_phase_and_who_is_waited_for(tmp_path: Path) -> None:
             )
             await a.finish(0, wait_s=5)
             await a.finish(0, wait_s=5)
+            await cluster.settle()
             handing_in = await stall()
             assert handing_in.phase == "awaiting commit"
             assert list(handing_in.waiting_for) == [

@@ -526,13 +526,44 @@ def test_a_step_is_skipped_for_all_if_the_trainers_want_that(tmp_path: Path) -> 
     run_async(scenario())
 
 
-def test_hyperparameters_that_were_refused_do_not_count_later(tmp_path: Path) -> None:
+def test_gradients_are_reduced_once_all_work_is_finished_and_only_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b")
             await b.finish(0)
+            await cluster.settle()
+            assert cluster.shards["s0"].calls["PrepareStep"] == 0
+            assert (await a.finish(0, wait_s=1)).all_finished
+            await cluster.settle()
+            assert cluster.shards["s0"].calls["PrepareStep"] == 1
+            assert not (await b.commit(0)).committed
+            assert (await a.commit(0, wait_s=5)).committed
+            assert cluster.shards["s0"].calls["PrepareStep"] == 1
+
+    run_async(scenario())
+
+
+def test_what_fails_while_gradients_are_reduced_early_is_tried_again_at_the_commit(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            (a,) = await team_with_unit(cluster, "a")
+            cluster.shards["s0"].fail = fail_times("PrepareStep", 1, StepStateError("not now"))
             await a.finish(0, wait_s=1)
+            await cluster.settle()
+            assert cluster.shards["s0"].calls["PrepareStep"] == 1
+            assert (await a.commit(0, wait_s=5)).committed
+            assert cluster.shards["s0"].calls["PrepareStep"] == 2
+
+    run_async(scenario())
+
+
+def test_hyperparameters_that_were_refused_do_not_count_later(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b")
             cluster.shards["s0"].fail = fail_times("PrepareStep", 1, NonFiniteError("bad"))
+            await b.finish(0)
+            await a.finish(0, wait_s=1)
             with pytest.raises(NonFiniteError):
                 await a.commit(0, wait_s=5)
             with pytest.raises(HyperparameterMismatchError):

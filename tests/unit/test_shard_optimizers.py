@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -102,6 +104,22 @@ def test_cuts_on_blocks_change_no_bit(algorithm: str, dtype: torch.dtype) -> Non
     assert bits(start) not in results
     assert bool(torch.isfinite(torch.cat(values)).all())
     assert results[1:] == results[:1] * 3
+
+
+def test_no_algorithm_has_torch_import_its_compiler() -> None:
+    steps = [step_of(algorithm).SerializeToString() for algorithm in ALGORITHMS]
+    program = f"""if True:
+        import sys, torch
+        from shardwell_server.shard.optimizer import ShardOptimizer
+        from shardwell_wire.v1 import common_pb2
+        for step in {steps}:
+            optimizer = common_pb2.OptimizerStep.FromString(step)
+            ShardOptimizer([torch.ones(2, 2)]).step([torch.ones(4)], optimizer, [0], 0.5)
+        print("torch._dynamo" in sys.modules)
+    """
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardwell_server import hyperparameters
 from shardwell_wire.errors import ConflictError, HyperparameterMismatchError, InvalidRequestError
@@ -23,6 +24,14 @@ class HandIn:
     clip_coefficient: float
     unit_order: tuple[int, ...]
     state: coordinator_pb2.RunState | None
+
+    def asks_the_same(self, other: HandIn) -> bool:
+        """Whether both want the same update: what holds of the one holds of the other."""
+        return (self.clip_coefficient, self.unit_order, self.optimizer) == (
+            other.clip_coefficient,
+            other.unit_order,
+            other.optimizer,
+        )
 
 
 def validate(hand_in: HandIn, layouts: Sequence[UnitLayout], cuts: Sequence[Sequence[int]]) -> None:
@@ -50,6 +59,12 @@ def validate(hand_in: HandIn, layouts: Sequence[UnitLayout], cuts: Sequence[Sequ
                 unit=layout.unit,
             )
         hyperparameters.check_fit(hand_in.optimizer, unit.group_indices, layout, cuts[unit.unit_index])
+
+
+@lru_cache(maxsize=16)
+def committed_optimizer(record_optimizer: bytes) -> common_pb2.OptimizerStep:
+    """The optimizer of a commit record, which every trainer is compared with. Not to be changed."""
+    return common_pb2.OptimizerStep.FromString(record_optimizer)
 
 
 def require_same_algorithms(
@@ -103,6 +118,8 @@ def _first_difference(
     decider: HandIn, other: HandIn, layouts: Sequence[UnitLayout]
 ) -> tuple[str, object, object] | None:
     ours, theirs = decider.optimizer, other.optimizer
+    if decider is other or (ours == theirs and decider.clip_coefficient == other.clip_coefficient):
+        return None
     if len(ours.groups) != len(theirs.groups):
         return "number of parameter groups", len(ours.groups), len(theirs.groups)
     for index, (left, right) in enumerate(zip(ours.groups, theirs.groups, strict=True)):

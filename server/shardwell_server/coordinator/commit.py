@@ -10,6 +10,7 @@ import logging
 import math
 import random
 from collections.abc import Iterable
+from contextlib import suppress
 
 from shardwell_server.coordinator.agreement import HandIn
 from shardwell_server.coordinator.events import EventKind
@@ -61,6 +62,18 @@ class Committer:
                 return step.prepared
             await run.preparing(lambda: self._prepare(run, with_max_abs=with_max_abs))
         return None
+
+    def start_preparing(self, run: Run) -> None:
+        """Begins to have the gradients reduced while trainers are told that all work is finished.
+
+        What goes wrong is told to those who ask for the outcome.
+        """
+
+        async def prepare() -> None:
+            with suppress(ShardwellError):
+                await self.prepare(run)
+
+        self._state.tasks.start(prepare())
 
     async def _prepare(self, run: Run, *, with_max_abs: bool) -> None:
         step = run.step

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from shardwell_server.coordinator.agreement import HandIn, require_same, require_same_algorithms
+from shardwell_server.coordinator.agreement import HandIn, committed_optimizer, require_same, require_same_algorithms
 from shardwell_server.coordinator.assignment import Applicant, Seats, assign, claim, distribute, natural_key
 from shardwell_server.coordinator.membership import Member, Membership
 from shardwell_server.coordinator.records import CommitRecord, ShardRecord
@@ -330,7 +330,7 @@ class Run:
     def check_algorithms(self, optimizer: common_pb2.OptimizerStep) -> None:
         """Raises ConflictError if the run's optimizer state is another algorithm's."""
         if self.commits:
-            former = common_pb2.OptimizerStep.FromString(self.commits[-1].optimizer)
+            former = committed_optimizer(self.commits[-1].optimizer)
             require_same_algorithms(former, optimizer, self.layouts)
 
     def decision(self) -> HandIn | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwell_server.coordinator import slices
-from shardwell_server.coordinator.agreement import HandIn, require_same, validate
+from shardwell_server.coordinator.agreement import HandIn, committed_optimizer, require_same, validate
 from shardwell_server.coordinator.commit import Committer
 from shardwell_server.coordinator.events import EventKind
 from shardwell_server.coordinator.membership import Member
@@ -26,7 +26,7 @@ from shardwell_wire.errors import (
     VersionGoneError,
 )
 from shardwell_wire.slices import runs_on_trainers
-from shardwell_wire.v1 import common_pb2, coordinator_pb2
+from shardwell_wire.v1 import coordinator_pb2
 
 
 class Steps:
@@ -61,6 +61,7 @@ class Steps:
             return coordinator_pb2.FinishWorkResponse(all_finished=True)
         if step.finish(step.check_finished(member.name, reports, len(run.units)), self._state.clock()):
             run.changed.notify()
+            self._committer.start_preparing(run)
         if member.accepts_work is None or accept_work > member.accepts_work:
             # A trainer that has computed any item once can do it again, whatever this call is for.
             member.accepts_work = accept_work
@@ -171,8 +172,9 @@ class Steps:
             HyperparameterMismatchError: They differ from those that count.
             StepStateError: The trainer's own work is not finished.
         """
-        validate(hand_in, run.layouts, run.cuts)
         step = _step_in_flight(run, number)
+        if step is None or not any(hand_in.asks_the_same(known) for known in step.hand_ins.values()):
+            validate(hand_in, run.layouts, run.cuts)
         if step is not None:
             run.check_algorithms(hand_in.optimizer)
             _check_ready(step, member, hand_in)
@@ -284,5 +286,5 @@ def _prepared_for(run: Run, number: int, *, with_max_abs: bool) -> Prepared:
 
 
 def _hand_in_of(record: CommitRecord, clip_coefficient: float) -> HandIn:
-    optimizer = common_pb2.OptimizerStep.FromString(record.optimizer)
+    optimizer = committed_optimizer(record.optimizer)
     return HandIn(record.decider, record.decider, optimizer, clip_coefficient, record.unit_order, None)

@@ -30,6 +30,10 @@ class Averages:
         return self._begun
 
     @property
+    def count(self) -> int:
+        return sum(average is not None for average in self._averages)
+
+    @property
     def size_bytes(self) -> int:
         return sum(average.nbytes for average in self._averages if average is not None)
 

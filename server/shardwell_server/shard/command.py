@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from shardwell_server import process
-from shardwell_server.shard.algorithms.engines import make_engine
 from shardwell_server.shard.lanes import LaneOffer
 from shardwell_server.shard.memory import default_budget_bytes
 from shardwell_server.shard.process_group import ProcessGroup, member_settings
@@ -147,8 +146,6 @@ async def _serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> N
     server_id = arguments.id or f"{socket.gethostname()}-{os.getpid()}"
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(2, thread_name_prefix="tensor-work"))
-        # The first optimizer has torch import its compiler, which takes a second: not in the first step.
-        threads.submit(make_engine, "sgd")
         shared = stack.enter_context(_shared_memory(arguments.shm_dir))
         store = ShardStore(arguments.memory_budget or default_budget_bytes(), threads, shared)
         registration = Registration(arguments.coordinator, server_id, store)

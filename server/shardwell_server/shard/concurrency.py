@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from typing import Any, TypeVar
 
 from shardwell_wire.errors import ShardwellError, StaleEpochError
@@ -11,7 +11,7 @@ from shardwell_wire.errors import ShardwellError, StaleEpochError
 Result = TypeVar("Result")
 
 
-async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
+async def uninterrupted(work: Awaitable[Result]) -> Result:
     """Awaits ``work`` to its end even when cancelled meanwhile; then it is cancelled.
 
     Buffers that a thread reads or writes so stay its own until it is done.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import nn
 
 from shardwell_server.hyperparameters import algorithm_of
-from shardwell_server.shard.algorithms.engines import Engine, make_engine, torch_settings
+from shardwell_server.shard.algorithms.engines import ENGINES, Part, State, torch_settings
 from shardwell_server.shard.averages import Averages
 from shardwell_wire.v1 import common_pb2
 
@@ -28,11 +26,12 @@ class ShardOptimizer:
     """
 
     def __init__(self, values: Sequence[torch.Tensor]) -> None:
-        self._parameters = [nn.Parameter(value) for value in values]
-        self._algorithms: list[str | None] = [None] * len(self._parameters)
-        self._engines: dict[str, Engine] = {}
-        self._step_counts = [0] * len(self._parameters)
-        self.averages = Averages([parameter.data for parameter in self._parameters])
+        self._values = list(values)
+        self._states: list[State] = [{} for _ in values]
+        self._algorithms: list[str | None] = [None] * len(values)
+        self._step_counts = [0] * len(values)
+        self._tensor_count = -1
+        self.averages = Averages(self._values)
         self.state_names: list[str] = []
         """Names of the state's tensors, such as ``exp_avg``, after the last step."""
         self.size_bytes = 0
@@ -68,48 +67,40 @@ class ShardOptimizer:
         group_of: Sequence[int],
         clip_coefficient: float,
     ) -> None:
-        members: list[list[nn.Parameter]] = [[] for _ in optimizer.groups]
+        members: list[list[Part]] = [[] for _ in optimizer.groups]
         names = [algorithm_of(optimizer, group) for group in range(len(optimizer.groups))]
-        for number, (parameter, gradient, group) in enumerate(zip(self._parameters, gradients, group_of, strict=True)):
+        for number, (values, gradient, group) in enumerate(zip(self._values, gradients, group_of, strict=True)):
             if gradient is None or group < 0:
                 continue
             clipped = gradient.mul_(clip_coefficient) if clip_coefficient != 1.0 else gradient
-            parameter.grad = clipped.view_as(parameter)
-            members[group].append(parameter)
             self._begin(number, names[group])
             self._step_counts[number] += 1
-        settings = [torch_settings(group.hyperparameters) for group in optimizer.groups]
-        for algorithm in dict.fromkeys(names):
-            groups = [
-                (own, chosen) for name, own, chosen in zip(names, settings, members, strict=True) if name == algorithm
-            ]
-            self._engine(algorithm).step(groups)
-        for parameter in self._parameters:
-            parameter.grad = None
+            members[group].append(Part(values, clipped.view_as(values), self._states[number]))
+        for name, chosen, parts in zip(names, optimizer.groups, members, strict=True):
+            if parts:
+                ENGINES[name].update(parts, torch_settings(chosen.hyperparameters))
 
     def _begin(self, number: int, algorithm: str) -> None:
         """A parameter that was left out for a step may come back under another algorithm: it begins anew then."""
-        former = self._algorithms[number]
-        if former not in (None, algorithm):
-            self._engines[former].forget(self._parameters[number])
+        if self._algorithms[number] not in (None, algorithm):
+            self._states[number] = {}
             self._step_counts[number] = 0
+            self._tensor_count = -1
         self._algorithms[number] = algorithm
 
-    def _engine(self, algorithm: str) -> Engine:
-        if algorithm not in self._engines:
-            self._engines[algorithm] = make_engine(algorithm)
-        return self._engines[algorithm]
-
     def _take_stock(self) -> None:
-        tensors = [tensor for engine in self._engines.values() for tensor in engine.tensors()]
-        names = {name for name, _ in tensors if name != "step"}
+        tensor_count = sum(map(len, self._states)) + self.averages.count
+        if tensor_count == self._tensor_count:
+            return  # state only ever grows, but for a parameter that begins anew
+        self._tensor_count = tensor_count
+        names = {name for state in self._states for name in state if name != "step"}
         self.state_names = sorted(names | {_AVERAGE} if self.averages.begun else names)
-        self.size_bytes = sum(value.nbytes for _, value in tensors) + self.averages.size_bytes
+        self.size_bytes = sum(value.nbytes for state in self._states for value in state.values())
+        self.size_bytes += self.averages.size_bytes
 
-    def state(self, part: int) -> Mapping[str, Any]:
+    def state(self, part: int) -> Mapping[str, torch.Tensor]:
         """The state of one part's parameter; empty before its first update."""
-        algorithm, average = self._algorithms[part], self.averages[part]
-        own = {} if algorithm is None else self._engines[algorithm].state(self._parameters[part])
+        own, average = self._states[part], self.averages[part]
         return own if average is None else {**own, _AVERAGE: average}
 
     def steps_of(self, part: int) -> int:

@@ -22,9 +22,6 @@ def in_threads_of(pool: ThreadPoolExecutor) -> InThread:
     """Runs functions in a pool; a caller that is cancelled still waits, for a thread cannot be stopped."""
 
     async def in_thread(work: Callable[[], Result], /) -> Result:
-        async def run() -> Result:
-            return await asyncio.get_running_loop().run_in_executor(pool, work)
-
-        return await uninterrupted(run())
+        return await uninterrupted(asyncio.get_running_loop().run_in_executor(pool, work))
 
     return in_thread

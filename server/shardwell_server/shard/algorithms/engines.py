@@ -1,155 +1,225 @@
-"""What runs each algorithm: torch's own optimizers where it has them, set up so that no cut changes a bit."""
+"""What runs each algorithm: torch's own kernels and functions where it has them, told to use those in which no cut
+changes a bit.
+
+They are called without torch's optimizer classes, whose first instance imports torch's compiler: seconds of CPU time
+in the life of every server.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.optim._adafactor import adafactor
+from torch.optim.adadelta import adadelta
+from torch.optim.adagrad import adagrad
+from torch.optim.adamax import adamax
+from torch.optim.nadam import nadam
+from torch.optim.radam import radam
+from torch.optim.rmsprop import rmsprop
+from torch.optim.sgd import sgd
 
 from shardwell_server.hyperparameters import FLAGS
-from shardwell_server.shard.algorithms.lamb import Lamb
-from shardwell_server.shard.algorithms.lion import Lion
+from shardwell_server.shard.algorithms.lamb import lamb
+from shardwell_server.shard.algorithms.lion import lion
 
-Group = tuple[dict[str, Any], Sequence[nn.Parameter]]
-"""torch's settings of a parameter group, and those of its parameters that have a gradient."""
+Settings = Mapping[str, Any]
+"""Hyper-parameters as torch's functions take them."""
+State = dict[str, Tensor]
+"""What an algorithm keeps of one parameter, by the names that torch's optimizers give it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A parameter, or the part of it that lies in a shard, which has a gradient in this step."""
+
+    values: Tensor
+    gradient: Tensor
+    """Of the shape of ``values``."""
+    state: State
+    """Empty before the first update."""
+
+
+Make = Callable[[Tensor, Settings], Tensor | None]
+"""Makes state of a parameter's values and the settings; None: a parameter of this shape has none."""
 
 
 class Engine:
-    """One algorithm and the state it keeps.
+    """One algorithm; what it keeps is with the parameters.
 
     Args:
-        make: A ``torch.optim.Optimizer`` class.
-        **options: Which of its implementations to use.
-    """
-
-    def __init__(self, make: Callable[..., torch.optim.Optimizer], **options: bool) -> None:
-        placeholder = nn.Parameter(torch.zeros(0, 0))
-        self._torch = make([placeholder], **options)
-        self._torch.state.clear()
-        self._template = {key: value for key, value in self._torch.param_groups[0].items() if key != "params"}
-
-    def step(self, groups: Sequence[Group]) -> None:
-        """Updates the parameters in place by their ``grad``."""
-        for settings, parameters in groups:
-            for parameter in parameters:
-                self._complete(self._torch.state[parameter], parameter, settings)
-        # Taken together before the first call: it gives parameters their buffers.
-        for options, together in list(self._calls(groups)):
-            self._torch.param_groups = [
-                {**self._template, **options, **settings, "params": parameters} for settings, parameters in together
-            ]
-            self._torch.step()
-
-    def state(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """A parameter's state; empty before its first update."""
-        state: Mapping[str, Any] = self._torch.state.get(parameter, {})
-        return state
-
-    def forget(self, parameter: nn.Parameter) -> None:
-        """Drops a parameter's state."""
-        self._torch.state.pop(parameter, None)
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the state, with its name."""
-        for state in self._torch.state.values():
-            yield from ((name, value) for name, value in state.items() if isinstance(value, torch.Tensor))
-
-    def _complete(self, state: dict[str, Any], parameter: nn.Parameter, settings: Mapping[str, Any]) -> None:
-        """Adds state that torch would miss in the middle of a step."""
-
-    def _calls(self, groups: Sequence[Group]) -> Iterable[tuple[Mapping[str, Any], Sequence[Group]]]:
-        """Which parameters may share one call of torch's optimizer, and options for it."""
-        return [({}, groups)]
-
-
-class _Sgd(Engine):
-    """Fused SGD refuses groups in which only some parameters have a momentum buffer yet. For 16-bit
-    parameters it leaves all but the last few elements as they are (torch 2.13, CPU), so those go
-    through the plain loop.
-    """
-
-    def _calls(self, groups: Sequence[Group]) -> Iterable[tuple[Mapping[str, Any], Sequence[Group]]]:
-        for fused in (True, False):
-            for with_buffer in (True, False):
-                yield (
-                    {} if fused else {"fused": False, "foreach": False},
-                    [
-                        (settings, [p for p in chosen if self._kind(p) == (fused, with_buffer)])
-                        for settings, chosen in groups
-                    ],
-                )
-
-    def _kind(self, parameter: nn.Parameter) -> tuple[bool, bool]:
-        return parameter.element_size() > 2, self.state(parameter).get("momentum_buffer") is not None
-
-
-class _LateState(Engine):
-    """For algorithms in which a hyper-parameter that is switched on later needs state of its own.
-
-    Args:
-        make: As ``Engine``.
-        late_state: Name of the state by that of the hyper-parameter.
-        **options: As ``Engine``.
+        function: Updates values in place. Takes lists of values, of gradients and of every state, and settings.
+        state: How state begins, in the order in which the function takes it.
+        switches: Names of state that is there only while a hyper-parameter is set, and of that. It may be set late.
+        unused: Hyper-parameters that only ``state`` uses.
+        **options: Which of its implementations the function shall use.
     """
 
     def __init__(
-        self, make: Callable[..., torch.optim.Optimizer], late_state: Mapping[str, str], **options: bool
+        self,
+        function: Callable[..., None],
+        state: Mapping[str, Make],
+        *,
+        switches: Mapping[str, str] | None = None,
+        unused: frozenset[str] = frozenset(),
+        **options: Any,
     ) -> None:
-        super().__init__(make, **options)
-        self._late_state = late_state
+        self._function, self._state, self._switches = function, state, switches or {}
+        self._unused, self._options = unused, options
 
-    def _complete(self, state: dict[str, Any], parameter: nn.Parameter, settings: Mapping[str, Any]) -> None:
-        for switch, name in self._late_state.items():
-            if state and settings.get(switch) and name not in state:
-                state[name] = torch.zeros_like(parameter)
+    def update(self, parts: Sequence[Part], settings: Settings) -> None:
+        """Updates values and state in place."""
+        lists = [self._listed(name, make, parts, settings) for name, make in self._state.items()]
+        chosen = {name: value for name, value in settings.items() if name not in self._unused}
+        values, gradients = [part.values for part in parts], [part.gradient for part in parts]
+        self._function(values, gradients, *lists, **self._options, **chosen)
+
+    def _listed(self, name: str, make: Make, parts: Sequence[Part], settings: Settings) -> list[Tensor | None]:
+        """One state of every part, begun where it is not there yet; none while it is switched off."""
+        if name in self._switches and not settings[self._switches[name]]:
+            return []
+        for part in parts:
+            if name not in part.state and (begun := make(part.values, settings)) is not None:
+                part.state[name] = begun
+        return [part.state.get(name) for part in parts]
 
 
-class _Adagrad(Engine):
-    """torch makes Adagrad's state with the optimizer; here a parameter gets it with its first gradient."""
+class _Sgd(Engine):
+    """torch's kernel wants to know of all parameters alike whether they have a momentum buffer yet. 16-bit parameters
+    it leaves all but the last few elements as they are (torch 2.13, CPU), so those go through the plain loop.
+    """
 
-    def _complete(self, state: dict[str, Any], parameter: nn.Parameter, settings: Mapping[str, Any]) -> None:
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["sum"] = torch.full_like(parameter, settings["initial_accumulator_value"])
+    def __init__(self) -> None:
+        super().__init__(sgd, {})
+
+    def update(self, parts: Sequence[Part], settings: Settings) -> None:
+        wide = [part for part in parts if part.values.element_size() > 2]
+        for begun in (True, False):
+            alike = [part for part in wide if ("momentum_buffer" in part.state) == begun]
+            if alike:
+                _sgd_kernel(alike, settings, begun=begun)
+        if len(wide) < len(parts):
+            _sgd_loop([part for part in parts if part.values.element_size() <= 2], settings)
 
 
-# Without `fused` or `foreach` torch goes through parameters one by one on a CPU, as these options say.
-_ENGINES: dict[str, Callable[[], Engine]] = {
-    "sgd": lambda: _Sgd(torch.optim.SGD, fused=True),
-    "adam": lambda: _LateState(torch.optim.Adam, {"amsgrad": "max_exp_avg_sq"}, fused=True),
-    "adamw": lambda: _LateState(torch.optim.AdamW, {"amsgrad": "max_exp_avg_sq"}, fused=True),
-    "nadam": lambda: Engine(torch.optim.NAdam, foreach=False),
-    "radam": lambda: Engine(torch.optim.RAdam, foreach=False),
-    "adamax": lambda: Engine(torch.optim.Adamax, foreach=False),
-    "rmsprop": lambda: _LateState(
-        torch.optim.RMSprop, {"centered": "grad_avg", "momentum": "momentum_buffer"}, foreach=False
+def _sgd_kernel(parts: Sequence[Part], settings: Settings, *, begun: bool) -> None:
+    buffers: list[Tensor] = []
+    if settings["momentum"]:
+        for part in parts:
+            if not begun:
+                part.state["momentum_buffer"] = torch.empty_like(part.gradient)
+            buffers.append(part.state["momentum_buffer"])
+    values, gradients = [part.values for part in parts], [part.gradient for part in parts]
+    torch._fused_sgd_(values, gradients, buffers, is_first_step=bool(buffers) and not begun, **settings)
+
+
+def _sgd_loop(parts: Sequence[Part], settings: Settings) -> None:
+    buffers = [part.state.get("momentum_buffer") for part in parts]
+    values, gradients = [part.values for part in parts], [part.gradient for part in parts]
+    sgd(values, gradients, buffers, foreach=False, fused=False, **settings)
+    for part, buffer in zip(parts, buffers, strict=True):
+        if buffer is not None:
+            part.state["momentum_buffer"] = buffer
+
+
+def _with_kernel(kernel: Callable[..., None]) -> Callable[..., None]:
+    """torch's fused Adam or AdamW, which wants steps counted already."""
+
+    def run(
+        values: list[Tensor],
+        gradients: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        steps: list[Tensor],
+        **settings: Any,
+    ) -> None:
+        torch._foreach_add_(steps, 1)
+        kernel(values, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, **settings)
+
+    return run
+
+
+def _muon(*lists: list[Tensor], **settings: Any) -> None:
+    from torch.optim._muon import muon  # newer than the oldest torch that servers run with
+
+    muon(*lists, has_complex=False, **settings)
+
+
+def _zeros(values: Tensor, _: Settings) -> Tensor:
+    return torch.zeros_like(values)
+
+
+def _step(_: Tensor, __: Settings) -> Tensor:
+    return torch.tensor(0.0)
+
+
+def _one(_: Tensor, __: Settings) -> Tensor:
+    return torch.tensor(1.0)
+
+
+def _initial_sum(values: Tensor, settings: Settings) -> Tensor:
+    return torch.full_like(values, settings["initial_accumulator_value"])
+
+
+def _row_zeros(values: Tensor, _: Settings) -> Tensor | None:
+    return values.new_zeros(*values.shape[:-1], 1) if values.ndim > 1 else None
+
+
+def _column_zeros(values: Tensor, _: Settings) -> Tensor | None:
+    return values.new_zeros(*values.shape[:-2], 1, values.shape[-1]) if values.ndim > 1 else None
+
+
+def _vector_zeros(values: Tensor, _: Settings) -> Tensor | None:
+    return torch.zeros_like(values) if values.ndim <= 1 else None
+
+
+_MOMENTS: Mapping[str, Make] = {"exp_avg": _zeros, "exp_avg_sq": _zeros}
+_ADAM: Mapping[str, Make] = {**_MOMENTS, "max_exp_avg_sq": _zeros, "step": _step}
+_AMSGRAD = {"max_exp_avg_sq": "amsgrad"}
+
+# With `foreach=False` torch goes through parameters one by one.
+ENGINES: Mapping[str, Engine] = {
+    "sgd": _Sgd(),
+    "adam": Engine(_with_kernel(torch._fused_adam_), _ADAM, switches=_AMSGRAD),
+    "adamw": Engine(_with_kernel(torch._fused_adamw_), _ADAM, switches=_AMSGRAD),
+    "nadam": Engine(nadam, {**_MOMENTS, "mu_product": _one, "step": _step}, foreach=False),
+    "radam": Engine(radam, {**_MOMENTS, "step": _step}, foreach=False),
+    "adamax": Engine(adamax, {"exp_avg": _zeros, "exp_inf": _zeros, "step": _step}, foreach=False),
+    "rmsprop": Engine(
+        rmsprop,
+        {"square_avg": _zeros, "grad_avg": _zeros, "momentum_buffer": _zeros, "step": _step},
+        switches={"grad_avg": "centered", "momentum_buffer": "momentum"},
+        foreach=False,
     ),
-    "adagrad": lambda: _Adagrad(torch.optim.Adagrad, foreach=False, fused=False),
-    "adadelta": lambda: Engine(torch.optim.Adadelta, foreach=False),
-    "lion": lambda: Engine(Lion),
-    "lamb": lambda: Engine(Lamb),
-    "adafactor": lambda: Engine(torch.optim.Adafactor, foreach=False),
-    "muon": lambda: Engine(torch.optim.Muon),
+    "adagrad": Engine(
+        adagrad,
+        {"sum": _initial_sum, "step": _step},
+        unused=frozenset({"initial_accumulator_value"}),
+        foreach=False,
+        fused=False,
+    ),
+    "adadelta": Engine(adadelta, {"square_avg": _zeros, "acc_delta": _zeros, "step": _step}, foreach=False),
+    "lion": Engine(lion, {"exp_avg": _zeros}),
+    "lamb": Engine(lamb, {**_MOMENTS, "step": _step}),
+    "adafactor": Engine(
+        adafactor,
+        {"row_var": _row_zeros, "col_var": _column_zeros, "variance": _vector_zeros, "step": _step},
+        foreach=False,
+    ),
+    "muon": Engine(_muon, {"momentum_buffer": _zeros}),
 }
-
-
-def make_engine(algorithm: str) -> Engine:
-    """The engine of an algorithm in ``hyperparameters.ALGORITHMS``, without state."""
-    return _ENGINES[algorithm]()
+"""By algorithm in ``hyperparameters.ALGORITHMS``."""
 
 
 def torch_settings(hyperparameters: Mapping[str, float]) -> dict[str, Any]:
-    """A parameter group as it travels, in the terms of torch's optimizers."""
+    """A parameter group as it travels, in the terms of torch's functions."""
     values: dict[str, Any] = {name: bool(value) if name in FLAGS else value for name, value in hyperparameters.items()}
-    for name, parts in _TUPLES.items():
-        if parts[0] in values:
-            values[name] = tuple(values.pop(part) for part in parts)
     if "ns_steps" in values:
         values["ns_steps"] = int(values["ns_steps"])
+        values["ns_coefficients"] = tuple(values.pop(name) for name in ("ns_a", "ns_b", "ns_c"))
         values["adjust_lr_fn"] = "match_rms_adamw" if values.pop("match_rms_adamw") else "original"
     return values
-
-
-_TUPLES = {"betas": ("beta1", "beta2"), "eps": ("eps1", "eps2"), "ns_coefficients": ("ns_a", "ns_b", "ns_c")}

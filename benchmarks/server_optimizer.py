@@ -1,0 +1,255 @@
+"""How fast a shard server applies an optimizer: ``python -m benchmarks.server_optimizer``.
+
+A shard is updated as the server does it (reduced, then ``UnitShard.update``: in a thread of the pool, version by
+version, in shared memory), by turns with torch's fused AdamW kernel alone on the very same tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from benchmarks import report
+from benchmarks.report import Chart, Report, Summary, ratio, summarize, to_table
+from shardwell_server.hyperparameters import ALGORITHMS
+from shardwell_server.shard.contributions import Contribution
+from shardwell_server.shard.shared_memory import SharedMemory
+from shardwell_server.shard.store import ShardStore
+from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.v1 import common_pb2
+
+RUN, ROW, RANKS = "benchmark", 1024, 2
+PARAMETER_BYTES = 4
+COPIES = 4 + 2 * RANKS
+"""Of a shard, with room to spare: values, two moments, the mean, and contributions."""
+CLIP = 0.5
+ADAMW = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+OTHERS = [name for name in ALGORITHMS if name not in ("adamw", "muon")]
+"""Muon multiplies matrices: its time is not one per element."""
+LONGEST_REPEATS = 200
+
+Result = TypeVar("Result")
+Times = dict[str, list[float]]
+"""Seconds, by what they were spent on."""
+
+
+class Served:
+    """One shard in a server's store, and what two ranks push to it, again and again.
+
+    Args:
+        store: Holds it.
+        elements: Of the shard, in fp32; a multiple of ``ROW``.
+    """
+
+    def __init__(self, store: ShardStore, elements: int) -> None:
+        layout = UnitLayout(f"{elements}", (Parameter("weight", (elements // ROW, ROW), "float32"),))
+        self._in_thread = store.in_thread
+        self.shard = store.reserve(RUN, layout, len(store.runs), 0, layout.size_bytes, RANKS)
+        generator = torch.Generator().manual_seed(0)
+        self._pushed = [torch.randn(elements, generator=generator) for _ in range(RANKS)]
+        self._step = 0
+
+    async def begin(self, store: ShardStore) -> None:
+        """Gives the shard its initial values."""
+        shard = self.shard
+        room = store.memory.incoming(shard.size_bytes, shard.initial_cover, wait_s=1.0, what=shard.what)
+        async with room as received:
+            shard.views(received.buffer)[0].fill_(0.01)
+            shard.values.accept_initial(0, received)
+        shard.values.publish(0)
+
+    async def reduce(self) -> Tensor:
+        """The mean gradient of the next step. [elements]"""
+        for rank, pushed in enumerate(self._pushed):
+            self.shard.contributions.by_rank[rank] = Contribution(
+                0, pushed.view(torch.uint8), [pushed], lambda: None, present={0}, checksums=[None]
+            )
+        gradient = (await self.shard.reduce(self._in_thread)).gradients[0]
+        assert gradient is not None
+        return gradient
+
+    async def update(self, algorithm: str, clip: float) -> float:
+        """The next version; returns the seconds that the work on tensors took in its thread."""
+        step, seconds = to_step(algorithm), [0.0]
+
+        async def in_thread(work: Callable[[], Result], /) -> Result:
+            def timed_work() -> Result:
+                started = time.perf_counter()
+                result = work()
+                seconds[0] += time.perf_counter() - started
+                return result
+
+            return await self._in_thread(timed_work)
+
+        self.shard.check_update(self._step, step, [0])
+        await self.shard.update(in_thread, self._step, step, [0], clip)
+        self._step += 1
+        return seconds[0]
+
+    def kernel(self, gradient: Tensor) -> None:
+        """torch's fused AdamW alone, on the shard's own values and state."""
+        assert self.shard.optimizer is not None and self.shard.values.home is not None
+        state = self.shard.optimizer.state(0)
+        values = self.shard.views(self.shard.values.home.buffer)[0]
+        lists = [[values], [gradient], [state["exp_avg"].view(-1)], [state["exp_avg_sq"].view(-1)], [], [state["step"]]]
+        torch._fused_adamw_(*lists, **ADAMW, amsgrad=False, maximize=False)
+
+
+def to_step(algorithm: str) -> common_pb2.OptimizerStep:
+    """A step of an algorithm as it travels; settings that AdamW has not are 0, but for momentum."""
+    values = {**ADAMW, "momentum": 0.9, "alpha": 0.99, "rho": 0.9, "d": 1.0, "eps1": 1e-7, "eps2": 1e-3}
+    settings = {name: values.get(name, 0.0) for name in ALGORITHMS[algorithm].names}
+    return common_pb2.OptimizerStep(algorithm=algorithm, groups=[common_pb2.ParameterGroup(hyperparameters=settings)])
+
+
+async def timed(times: Times, what: str, work: Callable[[], Awaitable[Any]]) -> Any:
+    """Awaits ``work`` and notes how long it took."""
+    started = time.perf_counter()
+    result = await work()
+    times.setdefault(what, []).append(time.perf_counter() - started)
+    return result
+
+
+async def measure_adamw(served: Served, repeats: int) -> Times:
+    """The server's updates and the kernel by turns; which of them is first alternates, too."""
+    await served.reduce()
+    await served.update("adamw", 1.0)
+    times: Times = {}
+    for number in range(repeats):
+        for clip in (1.0, CLIP):
+            gradient = await timed(times, "reduce", served.reduce)
+            clipped = " clipped" if clip != 1.0 else ""
+
+            async def kernel(gradient: Tensor = gradient, clip: float = clip) -> None:
+                served.kernel(gradient if clip == 1.0 else gradient.mul_(clip))
+
+            async def update(clip: float = clip, what: str = "optimizer" + clipped) -> None:
+                times.setdefault(what, []).append(await served.update("adamw", clip))
+
+            turns = [("kernel", kernel), ("update", update)]
+            for what, work in turns if number % 2 else reversed(turns):
+                await timed(times, what + clipped, work)
+    return times
+
+
+async def measure_other(served: Served, algorithm: str, repeats: int) -> Times:
+    """The server's updates by another algorithm."""
+    times: Times = {}
+    for number in range(repeats + 1):
+        await served.reduce()
+        await timed(times if number else {}, "update", lambda: served.update(algorithm, 1.0))
+    return times
+
+
+def measure(
+    sizes_mb: Sequence[float], others_mb: float, rounds: int
+) -> tuple[dict[float, dict[str, Summary]], dict[str, Summary]]:
+    """Elements per second of AdamW, by size and by what was done, and of other algorithms' updates."""
+    torch.set_num_threads(1)
+    adamw: dict[float, dict[str, Summary]] = {}
+    others: dict[str, Summary] = {}
+
+    def run(elements: int, work: Callable[[Served], Awaitable[Times]]) -> dict[str, Summary]:
+        async def serve() -> Times:
+            with ThreadPoolExecutor(1) as threads, closing(SharedMemory()) as shared:
+                store = ShardStore(COPIES * PARAMETER_BYTES * elements, threads, shared)
+                served = Served(store, elements)
+                await served.begin(store)
+                times = await work(served)
+                await store.drop(RUN)
+                return times
+
+        return {what: summarize(taken).inverse(elements) for what, taken in asyncio.run(serve()).items()}
+
+    for size in sizes_mb:
+        repeats = min(LONGEST_REPEATS, max(rounds, int(rounds * max(sizes_mb) / size)))
+        adamw[size] = run(to_elements(size), lambda served, repeats=repeats: measure_adamw(served, repeats))  # type: ignore[misc]
+    for algorithm in OTHERS:
+        found = run(to_elements(others_mb), lambda served, name=algorithm: measure_other(served, name, rounds))  # type: ignore[misc]
+        others[algorithm] = found["update"]
+    return adamw, others
+
+
+def to_elements(megabytes: float) -> int:
+    """fp32 elements of a shard."""
+    return max(1, int(megabytes * 1e6) // PARAMETER_BYTES // ROW) * ROW
+
+
+def to_sections(
+    adamw: Mapping[float, Mapping[str, Summary]], others_mb: float, others: Mapping[str, Summary]
+) -> list[str]:
+    """The report's tables."""
+    columns = {
+        "kernel": "fused kernel",
+        "optimizer": "server's optimizer",
+        "update": "whole update",
+        "kernel clipped": "clip, then kernel",
+        "optimizer clipped": "server's optimizer, clipped",
+        "update clipped": "whole update, clipped",
+        "reduce": "mean and norm",
+    }
+    rows = []
+    for size, found in adamw.items():
+        cells = {name: f"{found[name].median / 1e9:.2f}" for name in columns}
+        for clipped in ("", " clipped"):
+            for what in ("optimizer" + clipped, "update" + clipped):
+                cells[what] += f" ({ratio(found[what], found['kernel' + clipped])})"
+        rows.append([f"{size:g}", *cells.values()])
+    other_rows = [[name, f"{rate.median / 1e9:.2f}"] for name, rate in others.items()]
+    return [
+        "Billions of fp32 elements per second, one thread, medians; in parentheses: of the kernel's rate, measured by "
+        "turns with it on the same memory. The optimizer is timed in its thread; the whole update also has "
+        f"the way to that thread and back, and the change of version. The mean is of {RANKS} ranks.",
+        to_table(["shard, MB", *columns.values()], rows),
+        f"Other algorithms, the server's update of {others_mb:g} MB, for information:",
+        to_table(["algorithm", "server's update"], other_rows),
+    ]
+
+
+def to_chart(adamw: Mapping[float, Mapping[str, Summary]]) -> Chart:
+    """Rates of the kernel and of the server, by size."""
+    bars = {
+        f"{size:g} MB, {what}": found[what].scaled(1e-9)
+        for size, found in adamw.items()
+        for what in ("kernel", "optimizer", "update")
+    }
+    return Chart(axis="billion elements per second", bars=bars, lines={})
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="A shard server's optimizer against torch's fused kernel.")
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[1.0, 16.0, 256.0], help="of shards, AdamW")
+    parser.add_argument("--others-megabytes", type=float, default=16.0, help="of the shard for other algorithms")
+    parser.add_argument("--rounds", type=int, default=10, help="updates of the largest shard; smaller ones get more")
+    report.add_arguments(parser, name="server_optimizer")
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 1 or min(*arguments.megabytes, arguments.others_megabytes) <= 0:
+        parser.error("expected at least one round, and sizes above 0")
+    return arguments
+
+
+def main() -> None:
+    options = parse_arguments()
+    written = Report(options, title="A shard server's optimizer")
+    adamw, others = measure(options.megabytes, options.others_megabytes, options.rounds)
+    written.write(
+        results={
+            "adamw": {str(size): {what: asdict(rate) for what, rate in found.items()} for size, found in adamw.items()},
+            "others": {name: asdict(rate) for name, rate in others.items()},
+        },
+        sections=to_sections(adamw, options.others_megabytes, others),
+        chart=to_chart(adamw),
+    )
+
+
+if __name__ == "__main__":
+    main()
