@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwell
 from shardwell import BackwardPrefetch, ReplicaOptions, ShardingStrategy, UsageError
-from shardwell.module import fully_shard
+from shardwell.module.fully_shard import fully_shard
 from shardwell.module.unit import UnitState
 from shardwell.module.units import Units
 from shardwell_wire.errors import CapacityError, FreedParameterError
