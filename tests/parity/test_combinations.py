@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,13 @@ import shardwell
 from shardwell import BackwardPrefetch, MixedPrecisionPolicy, ReplicaOptions, ShardingStrategy
 from shardwell.module.fully_shard import ShardedModule, fully_shard
 from shardwell.module.parameter import owner_of
-from tests.support.combinations import ByHand, Combination, loss_of, random_model, random_policy
+from tests.support.combinations import ByHand, Combination, Layer, loss_of, random_model, random_policy
 from tests.support.in_memory_store import InMemoryStore, fused_adamw
 from tests.support.module_parity import Sharded
 
-IN_MEMORY_SEEDS, SERVER_SEEDS = 70, 24
+IN_MEMORY_SEEDS, SERVER_SEEDS = 40, 16
 STRATEGIES = [None, ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+WIRE_DTYPES = ["float32", "float32", "bfloat16", "float16"]
 
 Wrap = Callable[[Any, Any], None]
 
@@ -112,6 +115,12 @@ def fail(rng: random.Random, models: tuple[Any, ...], number: int) -> None:
         model.fails = False
 
 
+def compare(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
+    assert list(got) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(value, got[name]), f"{name} differs by {(value - got[name]).abs().max()}"
+
+
 class InMemoryWalk:
     """Some steps of a random model on a store in this process."""
 
@@ -143,10 +152,7 @@ class InMemoryWalk:
                 self.compute_item(10 * (2 * step + rank))
             self.commit()
             self.change_something()
-        expected, got = self.by_hand.state(), self.sharded.state()
-        assert list(got) == list(expected)
-        for name, value in expected.items():
-            assert torch.equal(value, got[name]), f"{name} differs by {(value - got[name]).abs().max()}"
+        compare(self.by_hand.state(), self.sharded.state())
 
     def compute_item(self, number: int) -> None:
         rng, units = self.rng, self.sharded.units
@@ -206,3 +212,126 @@ class InMemoryWalk:
 @pytest.mark.parametrize("seed", range(IN_MEMORY_SEEDS))
 def test_in_memory(seed: int, tmp_path: Path) -> None:
     InMemoryWalk(seed, tmp_path).run()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
+        yield running.address
+
+
+class Several:
+    """Local optimizers that step together."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+def both(adamw: Any, sgd: Any, together: Any) -> Any:
+    """Makes ``adamw`` of every other parameter and ``sgd`` of the rest."""
+    return lambda parameters: together([adamw(parameters[::2]), sgd(parameters[1::2])])
+
+
+PLAIN_SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True)
+SHARDED_ADAMW = partial(shardwell.optim.AdamW, lr=1e-2, weight_decay=0.1)
+SHARDED_SGD = partial(shardwell.optim.SGD, lr=0.05, momentum=0.9)
+OPTIMIZERS: dict[str, tuple[Any, Any]] = {
+    "AdamW": (fused_adamw, SHARDED_ADAMW),
+    "SGD": (PLAIN_SGD, SHARDED_SGD),
+    "ClientSide": (
+        partial(torch.optim.Adagrad, lr=0.05),
+        lambda parameters: shardwell.ClientSide(parameters, torch.optim.Adagrad, lr=0.05),
+    ),
+    "Combined": (
+        both(fused_adamw, PLAIN_SGD, Several),
+        both(SHARDED_ADAMW, SHARDED_SGD, shardwell.optim.Combined),
+    ),
+}
+
+
+def set_buffers(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
+
+
+class ServerWalk:
+    """Some steps of a random model on shard servers, all ranks played by one trainer."""
+
+    def __init__(self, seed: int, cluster: str, directory: Path) -> None:
+        self.rng = rng = random.Random(f"servers {seed}")
+        self.dp = rng.choice([1, 2])
+        gather_dtype, push_dtype = rng.choice(WIRE_DTYPES), rng.choice(WIRE_DTYPES)
+        self.scale = rng.choice([1.0, 256.0])
+        self.session = shardwell.join(
+            cluster,
+            run=uuid.uuid4().hex,
+            world=shardwell.World(dp=self.dp),
+            min_trainers=1,
+            wait_limit_s=30,
+            lanes=rng.choice(["shm,socket,grpc", "socket,grpc", "grpc"]),
+            gather_dtype=gather_dtype,
+            push_dtype=push_dtype,
+            keep_bytes=rng.choice([0, 2000, 1 << 20]),
+            prefetch_bytes=rng.choice([0, 600, 1 << 20]),
+            max_gathers_in_flight=rng.choice([0, 1]),
+            backward_prefetch=rng.choice(["pre", "post", "none"]),
+        )
+        memory = rng.choice([None, None, *shardwell.MemoryStrategy])
+        model, policy = random_model(rng, recomputes=memory is None), random_policy(rng)
+        masters = copy.deepcopy(model)
+        plain, sharded = OPTIMIZERS[rng.choice(list(OPTIMIZERS))]
+        self.by_hand = ByHand(masters, plain, policy, getattr(torch, gather_dtype), getattr(torch, push_dtype))
+        self.model: Any = model
+        if memory is None:
+            wrap_randomly(rng, policy, directory, [*STRATEGIES, ShardingStrategy.HYBRID_SHARD])(model, self.session)
+        else:
+            options = memory.options(gather_dtype=None, push_dtype=None, offload_to=directory, offload_min_bytes=1)
+            inner = shardwell.ModuleTypePolicy({Layer})
+            policy = replace(policy, output_dtype=None)
+            shardwell.auto_wrap(model, self.session, inner, memory=options, mp_policy=policy)
+        self.by_hand.unit_of = [owner_of(parameter).unit for parameter in model.parameters()]
+        self.optimizer = sharded(list(model.parameters()))
+        self.scaler = shardwell.amp.GradScaler(init_scale=self.scale, enabled=self.scale != 1.0)
+
+    def run(self, steps: int = 3) -> None:
+        for step in self.session.steps(steps):
+            computing, of_first_rank = self.by_hand.computing, None
+            committed = copy.deepcopy(dict(computing.named_buffers()))
+            for number in step.batches(lambda number, rank: 10 * (2 * number + rank)):
+                set_buffers(computing, committed)
+                self.compute_item(number)
+                self.by_hand.finish_item()
+                of_first_rank = of_first_rank or copy.deepcopy(dict(computing.named_buffers()))
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            self.by_hand.step(self.dp, scale=self.scale)
+            set_buffers(computing, of_first_rank or {})
+        compare(self.by_hand.state(), shardwell.full_state_dict(self.model))
+
+    def compute_item(self, number: int) -> None:
+        rng, models = self.rng, (self.by_hand.computing, self.model)
+        if rng.random() < 0.2:
+            evaluate(rng, models, number)
+        if rng.random() < 0.15:
+            fail(rng, models, number)
+            self.optimizer.zero_grad()
+            self.by_hand.computing.zero_grad()
+        sync = rng.random() < 0.6
+        for micro_batch in range(rng.randint(1, 2)):
+            self.model.set_requires_gradient_sync(sync)
+            expected = self.by_hand.backward(number + micro_batch, sync=sync, scale=self.scale)
+            loss = loss_of(self.model, number + micro_batch)
+            (loss * self.scale).backward()
+            assert torch.equal(loss, expected)
+
+
+@pytest.mark.parametrize("seed", range(SERVER_SEEDS))
+def test_on_servers(seed: int, cluster: str, tmp_path: Path) -> None:
+    walk = ServerWalk(seed, cluster, tmp_path)
+    with walk.session:
+        walk.run()
