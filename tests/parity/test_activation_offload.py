@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwell import ActivationOffload, CapacityError, UsageError, offload_activations
-from shardwell.module import fully_shard
+from shardwell.module.fully_shard import fully_shard
 from shardwell.module.unit import UnitState
 from tests.support.module_parity import LAYERS, Pair, Sharded, gpt, gpt_loss, inputs, wrap_blocks
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwell import NoWrapPolicy, SizePolicy, auto_wrap, init
-from shardwell.module import fully_shard
+from shardwell.module.fully_shard import fully_shard
 from shardwell.module.units import Units
 from shardwell.weights.state_dict import full_state_dict
 from shardwell_wire.errors import UsageError

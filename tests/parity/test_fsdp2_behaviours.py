@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,10 +16,11 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
+from shardwell import MixedPrecisionPolicy
 from shardwell.module.fully_shard import fully_shard
 from shardwell.module.unit import UnitState
 from shardwell_wire.errors import UsageError
-from tests.support.in_memory_store import InMemoryStore
+from tests.support.in_memory_store import InMemoryStore, fused_adamw
 from tests.support.module_parity import (
     VOCABULARY,
     Gpt,
@@ -537,3 +539,49 @@ def test_next_step_is_right_after_an_exception_inside_a_checkpoint() -> None:
     pair.sharded.units.zero_grad()
     assert pair.sharded.units.live_bytes == 0
     pair.train(square, steps=2)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_explicit_prefetch_inside_checkpoints(use_reentrant: bool) -> None:
+    """``test_set_modules_to_backward_prefetch_inside_ac``: the block named is gathered before the push."""
+    pair = Pair(gpt(use_reentrant), wrap_blocks)
+    blocks: Any = pair.sharded.model.blocks
+    for before, block in pairwise(blocks):
+        block.set_modules_to_backward_prefetch([before])
+    blocks[0].set_modules_to_backward_prefetch([])
+    pair.train(gpt_loss, steps=2)
+    events = pair.sharded.store.events
+    events.clear()
+    pair.backward(gpt_loss, 2)
+    last = {event: place for place, event in enumerate(events)}
+    assert all(last[f"gather Block-{number - 1}"] < last[f"push Block-{number}"] for number in (2, 1))
+    assert all(events.count(f"gather Block-{number}") == 2 for number in range(3))
+
+
+def test_reduce_dtype_when_the_first_step_was_frozen() -> None:
+    """``test_reduce_dtype_after_frozen_first_forward``."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    torch.manual_seed(0)
+    masters = nn.Linear(5, 3)
+    sharded = Sharded(copy.deepcopy(masters), lambda model, session: fully_shard(model, session, mp_policy=policy))
+    sharded.model.requires_grad_(False)
+    assert not sharded.model(inputs(0, 4, 5)).requires_grad
+    sharded.step()
+    sharded.model.requires_grad_(True)
+    optimizer = fused_adamw(masters.parameters())
+    for number in range(2):
+        low = copy.deepcopy(masters).bfloat16()
+        for model in (low, sharded.model):
+            for micro_batch in range(2):
+                model(inputs(2 * number + micro_batch, 4, 5).bfloat16()).float().square().mean().backward()
+                if model is low:
+                    for master, parameter in zip(masters.parameters(), low.parameters(), strict=True):
+                        assert parameter.grad is not None
+                        gradient = parameter.grad.float()
+                        master.grad = gradient if master.grad is None else master.grad + gradient
+                        parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        sharded.step()
+    for expected, got in zip(masters.parameters(), sharded.state().values(), strict=True):
+        assert torch.equal(expected, got)

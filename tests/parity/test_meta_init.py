@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwell import NoWrapPolicy, SizePolicy, auto_wrap
-from shardwell.module import fully_shard
+from shardwell.module.fully_shard import fully_shard
 from shardwell.module.parameter import owner_of
 from shardwell.module.store import InitialValues
 from shardwell.module.units import Units

@@ -291,7 +291,6 @@ def test_setting_a_pushed_gradient_raises() -> None:
     sharded = Sharded(gpt(), wrap_blocks)
     gpt_loss(sharded.model, 0).backward()
     weight = sharded.model.blocks[0].up.weight
-    assert weight.grad is None
     for change in (lambda: setattr(weight, "grad", None), lambda: setattr(weight, "grad", torch.zeros(weight.shape))):
         with pytest.raises(UsageError, match="pushed to the shard servers in this step"):
             change()

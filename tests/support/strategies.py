@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from shardwell import ReplicaOptions, ShardingStrategy
-from shardwell.module import fully_shard
+from shardwell.module.fully_shard import fully_shard
 from tests.support.module_parity import LAYERS, Pair, Sharded
 
 BLOCKS = [f"Block-{number}" for number in range(LAYERS)]

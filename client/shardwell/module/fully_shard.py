@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
 
@@ -90,6 +91,17 @@ class ShardedModule(nn.Module):
         for unit in _units_in(self, recurse):
             unit.settings.requires_gradient_sync = requires_gradient_sync
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As of DDP and FSDP1: gradients of backwards in it are kept here, and pushed with the next ones after it."""
+        before = {unit: unit.settings.requires_gradient_sync for unit in _units_in(self, recurse=True)}
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, requires_gradient_sync in before.items():
+                unit.settings.requires_gradient_sync = requires_gradient_sync
+
     def set_reshard_after_forward(self, reshard_after_forward: bool | None, recurse: bool = True) -> None:
         """Whether parameters are freed after a forward and gathered again for the backward; None: as by default.
 
@@ -162,6 +174,13 @@ class ShardedModule(nn.Module):
             raise UsageError(f"{type(self).__name__} has no parameters of its own to gather: all are in nested units")
         return unit
 
+    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
+        """Raises: ``fully_shard`` has made modules on the meta device real, and buffers would lose their values."""
+        raise UsageError(
+            "to_empty after fully_shard: fully_shard(..., device=...) has made modules on the meta device real, with "
+            "the values of their reset_parameters or of source=..."
+        )
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedModule:
         with guards.converted(list(_units_in(self, recurse)), fn):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -230,6 +249,7 @@ def fully_shard(
         UsageError: The module can not be sharded; the message says why.
         ShardwellError: The run refused the unit.
     """
+    guards.check_session(session)
     modules = [module] if isinstance(module, nn.Module) else list(module)
     unit_name = name or session.units.next_name("+".join(type(part).__name__ for part in modules))
     shard_modules(
@@ -269,7 +289,7 @@ def shard_modules(
     A module's parameters are named by its prefix and their names in the module.
     """
     guards.install(units)
-    guards.check_modules(modules)
+    guards.check_modules(modules, ignored_params)
     check_strategy(name, strategy, replica, reshard_after_forward)
     found = collect_parameters(modules, [f"{units.name_prefix}{prefix}" for prefix in prefixes], ignored_params)
     meta_device = torch.device(device)

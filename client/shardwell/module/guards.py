@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,6 +19,9 @@ from shardwell_wire.errors import UsageError
 if TYPE_CHECKING:
     from shardwell.module.unit import Unit
     from shardwell.module.units import Units
+
+
+_TORCHS_SHARDING = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 def install(units: Units) -> None:
@@ -63,7 +66,15 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def check_modules(modules: Sequence[nn.Module]) -> None:
+def check_session(session: object) -> None:
+    """Raises UsageError for what ``shardwell.join`` did not return."""
+    if not hasattr(session, "units"):
+        raise UsageError(
+            f"fully_shard(module, {type(session).__name__}): expected the session that shardwell.join(...) returned"
+        )
+
+
+def check_modules(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> None:
     """Raises UsageError for modules that can not be sharded."""
     for module in modules:
         kind = type(module).__name__
@@ -73,8 +84,21 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
             raise UsageError(f"{kind} has no forward, so nothing says when it is used: shard the modules in it")
         if hasattr(module, "_shardwell_sharding"):
             raise UsageError(f"{kind} is sharded already")
+        _refuse_torchs_sharding(module, ignored)
     if not modules or len({id(module) for module in modules}) != len(modules):
         raise UsageError(f"fully_shard needs different modules, got {[type(module).__name__ for module in modules]}")
+
+
+def _refuse_torchs_sharding(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
+    """Raises for parameters that torch's DDP or FSDP hold; none of them is there unless it was imported."""
+    left_alone = {id(parameter) for parameter in ignored}
+    for part in module.modules():
+        held = {base.__name__ for base in type(part).__mro__ if base.__module__.startswith("torch.")} & _TORCHS_SHARDING
+        if held and any(id(parameter) not in left_alone for parameter in part.parameters()):
+            raise UsageError(
+                f"{type(part).__name__} holds its parameters itself (torch's {', '.join(held)}): give fully_shard the "
+                "module that was wrapped, without it, or these parameters as ignored_params"
+            )
 
 
 def check_parameters(named_parameters: Sequence[tuple[str, nn.Parameter]], meta_device: torch.device) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -18,8 +19,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.amp import grad_scaler
 from torch.nn.utils import clip_grad
 
+from shardwell.module.callers import advice
 from shardwell_wire.errors import FreedParameterError, UsageError
 
 if TYPE_CHECKING:
@@ -64,7 +67,17 @@ _TELLS_DTYPE: frozenset[Callable[..., Any]] = frozenset(
 )
 """What depends on the dtype: that of a freed parameter is the servers', also where another is computed in."""
 
-_CLIP_FILE = clip_grad.__file__
+_CLIP_FILE, _SCALER_FILE = clip_grad.__file__, grad_scaler.__file__
+
+USE_SHARDED_SCALER = (
+    "torch.amp.GradScaler sees no gradients that are on the shard servers: use shardwell.amp.GradScaler"
+)
+
+_WHERE_VALUES_ARE = (
+    "Values are there during the forward of the unit's own modules and between module.unshard() and module.reshard(); "
+    "shardwell.full_state_dict(model) returns all of them. If another module's forward reads this parameter, give both "
+    "modules to one fully_shard call"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +133,10 @@ class FreedParameter(torch.Tensor):
     def __format__(self, format_spec: str) -> str:
         return format(repr(self), format_spec)
 
+    def full_tensor(self) -> NoReturn:
+        """FSDP2's way to the values."""
+        _raise_freed(FreedParameter.full_tensor, (self,), {})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         _raise_freed(FreedParameter.__deepcopy__, (self,), {})
 
@@ -147,10 +164,8 @@ def _raise_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     owner = owner_of(parameter) if parameter is not None else None
     name, unit = (owner.name, owner.unit.name) if owner else ("?", "?")
     raise FreedParameterError(
-        f"{_function_name(func)} needs the values of parameter {name!r}, but its unit {unit!r} is freed. Values are "
-        "there during the forward of the unit's own modules and between module.unshard() and module.reshard(); "
-        "shardwell.full_state_dict(model) returns all of them. If another module's forward reads this parameter, "
-        "give both modules to one fully_shard call",
+        f"{_function_name(func)} needs the values of parameter {name!r}, but its unit {unit!r} is freed. "
+        + (f"Here: {instead}" if (instead := advice()) else _WHERE_VALUES_ARE),
         unit=unit,
         parameter=name,
     )
@@ -177,6 +192,10 @@ def _check_grad_access(parameter: torch.Tensor, *, writes: bool, caller: CodeTyp
     assert owner is not None
     if caller.co_filename == _CLIP_FILE:
         refuse_clipping(owner)
+    if caller.co_filename == _SCALER_FILE:
+        raise UsageError(USE_SHARDED_SCALER, parameter=owner.name)
+    if owner.unit.pushed and not writes and caller.co_name != "zero_grad":
+        _warn_of_pushed_gradient()
     if owner.unit.pushed and (writes or caller.co_name == "zero_grad"):
         raise UsageError(
             f"the gradient of {owner.name!r} was pushed to the shard servers in this step already, so setting .grad "
@@ -184,6 +203,18 @@ def _check_grad_access(parameter: torch.Tensor, *, writes: bool, caller: CodeTyp
             "module.set_requires_gradient_sync(False) to keep them here until the end of the step",
             parameter=owner.name,
         )
+
+
+@functools.cache
+def _warn_of_pushed_gradient() -> None:
+    warnings.warn(
+        "the .grad of a parameter is read whose gradient was pushed to the shard servers: it is None here. "
+        "optimizer.clip_grad_norm_ clips by the norm over all gradients and returns it; to change a gradient use "
+        "parameter.register_hook or register_post_accumulate_grad_hook; set_requires_gradient_sync(False) keeps "
+        "gradients here until optimizer.step()",
+        UserWarning,
+        stacklevel=5,
+    )
 
 
 def refuse_clipping(owner: Owner) -> NoReturn:

@@ -79,6 +79,12 @@ def check_strategy(
     reshard_after_forward: bool | None,
 ) -> None:
     """Raises UsageError for choices for one unit that can not all be met."""
+    if not isinstance(reshard_after_forward, bool | None):
+        raise UsageError(
+            f"unit {unit_name!r}: reshard_after_forward={reshard_after_forward!r}: expected True, False or None; "
+            "FSDP2's number of ranks is ShardingStrategy.HYBRID_SHARD here, one copy per host",
+            unit=unit_name,
+        )
     if strategy is not None and not isinstance(strategy, ShardingStrategy):
         names = ", ".join(str(known) for known in ShardingStrategy)
         raise UsageError(f"strategy={strategy!r}: expected one of {names}", unit=unit_name)

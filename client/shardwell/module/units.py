@@ -89,6 +89,8 @@ class Units:
         self._pushed = False
         self.generation = 0
         """How often graphs made before became unusable."""
+        self.used = False
+        """Whether a forward began since the last commit."""
         self.is_last_backward = True
         """Whether the end of a backward frees what was gathered ahead and not used."""
 
@@ -233,6 +235,7 @@ class Units:
 
     def invalidate(self) -> None:
         """Frees all units, whose values a commit has made stale, and makes older graphs raise when used."""
+        self.used = False
         for unit in self:
             unit.pushed = False
         self._end_graphs(self._written(), Unit.expire)
@@ -290,6 +293,7 @@ class Units:
 
     def enter_forward(self, unit: Unit) -> None:
         """A forward of the unit begins."""
+        self.used = True
         if backward_task() == NO_TASK:
             self._forget_failed_backward()
             self.gathering.use(unit, Phase.FORWARD)

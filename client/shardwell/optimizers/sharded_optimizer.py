@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from shardwell.session.session import Session, session_of
+from shardwell.module.callers import called_from
+from shardwell.module.parameter import USE_SHARDED_SCALER, owner_of
+from shardwell.session.open_sessions import session_of
+from shardwell.session.session import Session
 from shardwell_wire.errors import NonFiniteError, UsageError
 from shardwell_wire.slices import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
@@ -41,6 +44,11 @@ class ShardedOptimizer(Optimizer):
         self._ema_decay: float | None = None
         self._combined: ShardedOptimizer | None = None
         """The optimizer that this one is a part of: it commits the steps."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """torch's ``GradScaler.step`` asks for it first."""
+        raise UsageError(USE_SHARDED_SCALER)
 
     @property
     def ema_decay(self) -> float | None:
@@ -126,6 +134,11 @@ class ShardedOptimizer(Optimizer):
             NonFiniteError: A gradient has NaN or infinity; the parameters are unchanged.
         """
         self._refuse_if_combined("step")
+        if called_from("torch/distributed/checkpoint/state_dict.py"):
+            raise UsageError(
+                "torch.distributed.checkpoint would take a step to find the state of an optimizer whose state is on "
+                "the shard servers: the run's checkpoints hold it, and optimizer.state_dict() the hyper-parameters"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -148,12 +161,22 @@ class ShardedOptimizer(Optimizer):
         self._clip_coefficient, self._loss_scale = 1.0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """The hyper-parameters of every group; the state itself lives on the servers."""
+        """The hyper-parameters of every group; the state itself lives on the servers, and in the run's checkpoints."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return {"param_groups": groups, "ema_decay": self._ema_decay}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the hyper-parameters of every group."""
+        """Takes over the hyper-parameters of every group.
+
+        Raises:
+            UsageError: There is state of parameters in it, or another number of groups.
+        """
+        if state_dict.get("state"):
+            raise UsageError(
+                f"this state_dict has the state of {len(state_dict['state'])} parameters, as that of a local "
+                "optimizer: here state lives on the shard servers and comes back with the run's checkpoint. To take "
+                "over the hyper-parameters only, load {'param_groups': state_dict['param_groups']}"
+            )
         saved = state_dict["param_groups"]
         if len(saved) != len(self.param_groups):
             raise UsageError(f"the state has {len(saved)} parameter groups, the optimizer {len(self.param_groups)}")
@@ -196,6 +219,8 @@ class ShardedOptimizer(Optimizer):
 
     def _locate(self, parameter: torch.Tensor) -> tuple[int, int]:
         found = self._session.units.locate(parameter)
+        if found is None and (owner := owner_of(parameter)) is not None:
+            raise UsageError(f"parameter {owner.name!r} belongs to another session than the first of this optimizer")
         if found is None:
             raise UsageError(
                 f"a parameter of shape {tuple(parameter.shape)} is not sharded: "
@@ -211,6 +236,8 @@ class ShardedOptimizer(Optimizer):
                 for other in parameters:
                     self._locate(other)
                 return session
+        if any(owner_of(parameter) is not None for parameter in parameters):
+            raise UsageError(f"{type(self).__name__}: the session of these parameters is closed; join again")
         raise UsageError(
             f"shardwell.optim.{type(self).__name__} got no sharded parameter: "
             "call fully_shard(model, session) first, or use torch.optim for local parameters"

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell_wire.errors import DeadlineError, ShardwellError, StaleEpochError
+from shardwell_wire.errors import DeadlineError, ShardwellError, StaleEpochError, UsageError
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -101,6 +101,13 @@ class Membership:
             except ShardwellError as error:
                 logger.info("could not say goodbye to the coordinator: %s", error)
         self._ended = StaleEpochError("the session is closed")
+
+    def disown(self) -> None:
+        """In a process that was forked from the one that joined, which keeps the place."""
+        self._ended = UsageError(
+            "this process was forked from a trainer and has no part in its run: compute in the process that called "
+            "shardwell.join, or join here under another name"
+        )
 
     def _join(self) -> coordinator_pb2.JoinResponse:
         config = self._config

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -17,6 +15,7 @@ from shardwell.module.strategy import BackwardPrefetch
 from shardwell.module.units import Units
 from shardwell.processes.local_cluster import LocalCluster
 from shardwell.seeds import derive_seed
+from shardwell.session import open_sessions
 from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.membership import Membership
@@ -31,14 +30,6 @@ from shardwell_wire.v1 import common_pb2, coordinator_pb2
 logger = logging.getLogger(__name__)
 
 SliceUpdate = Callable[[Sequence[coordinator_pb2.SliceWork]], Sequence[coordinator_pb2.SliceWork]]
-
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-"""Open sessions, so that an optimizer finds the one its parameters belong to."""
-
-
-def session_of(parameter: Any) -> Session | None:
-    """The open session that a sharded parameter belongs to."""
-    return next((session for session in _sessions if session.units.locate(parameter) is not None), None)
 
 
 class Session:
@@ -84,8 +75,9 @@ class Session:
         self._finish_wait_s = self._commit_wait_s = 0.0
         self._last_norm = float("nan")
         self._loop_step: int | None = None
-        _sessions.add(self)
-        atexit.register(self.close)
+        self._committed_last = False
+        """Whether nothing happened since the last commit."""
+        open_sessions.note_opened(self)
         logger.info("trainer %r plays logical ranks %s", self.trainer, [seat.global_rank for seat in self._seats])
 
     # ---- who and where ----
@@ -150,6 +142,7 @@ class Session:
         """
         self._loop_step = self.step - 1 if self._tracked.restored and self.step else self.step
         while self._loop_step < num_steps:
+            self._committed_last = False
             yield Step(self, self._loop_step)
             if self.step <= self._loop_step:
                 raise UsageError(f"the loop body of step {self._loop_step} ended without optimizer.step()")
@@ -183,12 +176,14 @@ class Session:
 
     def begin_item(self, item: ItemProgress) -> None:
         """The work item that gradients belong to from now on; nothing of an earlier try remains."""
+        self._committed_last = False
         self.progress.begin(item)
         self.units.zero_grad()
         self._buffers.begin_item()
 
     def zero_grad(self) -> None:
         """Drops the current item's gradients, or, between items, those of all that are finished."""
+        self._committed_last = False
         self.units.zero_grad()
         if self.progress.current is None:
             self.store.discard()
@@ -253,11 +248,13 @@ class Session:
             ``optimizer.skip_non_finite`` said to commit without any then.
 
         Raises:
+            UsageError: Nothing happened since the last commit.
             HyperparameterMismatchError: Another rank handed in different ones.
             NonFiniteError: A gradient is not finite; nothing changed. ``zero_grad`` on every trainer and
                 committing again skips the step.
             DeadlineError: Others did not finish in time.
         """
+        self._refuse_second_commit()
         replayed = step < self.step
         if not replayed:
             self._finish_loose_work()
@@ -279,6 +276,7 @@ class Session:
             response = self._poll_commit(request)
         self._commit_wait_s += time.perf_counter() - started
         self._last_norm = response.grad_norm
+        self._committed_last = True
         if not replayed:
             try:
                 self.units.invalidate()
@@ -288,6 +286,14 @@ class Session:
                 self.store.advance(self.progress)
             self.units.begin_step()
         return not response.skipped
+
+    def _refuse_second_commit(self) -> None:
+        if self._committed_last and not self.units.used:
+            raise UsageError(
+                f"optimizer.step() was called again right after step {self.step - 1} was committed: one call commits "
+                "the gradients of all parameters. For several optimizers use shardwell.optim.Combined([...]); to "
+                "commit a step without gradients call optimizer.zero_grad() before"
+            )
 
     def _poll_commit(self, request: coordinator_pb2.CommitStepRequest) -> coordinator_pb2.CommitStepResponse:
         response: coordinator_pb2.CommitStepResponse = self._membership.poll(
@@ -369,11 +375,16 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
-        _sessions.discard(self)
+        open_sessions.note_closed(self)
         self._membership.leave()
         self.store.close()
         self._close_connections()
+
+    def disown(self) -> None:
+        """This process was forked from the trainer that joined: here the session is closed, there it goes on."""
+        self._closed = True
+        open_sessions.note_closed(self)
+        self._membership.disown()
 
     def _close_connections(self) -> None:
         self._coordinator.close()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwell.module.parameter import owner_of
-from shardwell.session.session import session_of
+from shardwell.session.open_sessions import session_of
 from shardwell.weights.state_dict import iter_full_state_dict
 from shardwell_wire.errors import UsageError
 
