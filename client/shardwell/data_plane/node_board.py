@@ -169,6 +169,8 @@ class NodeBoard:
                 return Verdict.APART
             if record.verdict != Verdict.OPEN:
                 return Verdict(record.verdict)
+            if self._closed.is_set():
+                raise MemberGoneError("this trainer left")
             now = time.monotonic()
             if now - roll_call > _ROLL_CALL_S:
                 roll_call = now
