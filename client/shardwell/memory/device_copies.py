@@ -69,8 +69,10 @@ class Arrival:
         with torch.cuda.stream(stream):
             stream.wait_event(self._free)
             self._target[start_bytes:stop_bytes].copy_(self.staging[start_bytes:stop_bytes], non_blocking=True)
-            exchange(self._target)
-            self._exchanged = stream.record_event()
+            try:
+                exchange(self._target)
+            finally:
+                self._exchanged = stream.record_event()
         # An exchange between GPUs whose other side died never ends by itself: nobody is told to wait for it before.
         give_up = time.monotonic() + limit_s
         while not self._exchanged.query():
@@ -90,8 +92,8 @@ class Arrival:
         """The memory is given back: a copy that has begun ends before it is used again, none begins any more."""
         with self._lock:
             self._abandoned = True
-            if self._copied is not None:
-                torch.cuda.current_stream(self._target.device).wait_event(self._copied)
+            if (last := self._copied or self._exchanged) is not None:
+                torch.cuda.current_stream(self._target.device).wait_event(last)
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], None]]:
