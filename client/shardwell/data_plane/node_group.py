@@ -15,7 +15,7 @@ from shardwell_wire.layout import ALIGNMENT_BYTES
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
 """What moves bytes, by name, and the type of device it moves them between."""
 
-EXCHANGE_LIMIT_S = 30.0
+EXCHANGE_LIMIT_S = 20.0
 """All members stand at an exchange when it begins, so it takes no longer than the bytes need."""
 
 _LOOPBACK = "127.0.0.1"
