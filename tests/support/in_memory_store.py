@@ -97,7 +97,13 @@ class InMemoryStore:
         return len(self.units) - 1
 
     def gather(
-        self, unit_index: int, target: memoryview, *, exact: bool = False, layout: UnitLayout | None = None
+        self,
+        unit_index: int,
+        target: memoryview,
+        *,
+        exact: bool = False,
+        layout: UnitLayout | None = None,
+        vector: object = None,
     ) -> Future[int]:
         unit = self.units[unit_index]
         layout = layout or unit.layout

@@ -67,6 +67,15 @@ class RemoteShard:
         self.cached: CachedShard | None = None
         """The shard in this host's cache, as ``wire`` rounds it; if it has one, it is fetched into that only."""
 
+    def narrowed(self, start_bytes: int, stop_bytes: int) -> RemoteShard:
+        """A range inside this one, streamed as it is stored."""
+        return RemoteShard(self._run, self._layout, self.server, start_bytes, stop_bytes, self._wire)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether it comes over a connection, as it is stored."""
+        return self.window is None and self.cached is None and self._wire.gather_dtype == _AS_STORED
+
     @property
     def _segments(self) -> list[Segment]:
         return self._layout.segments(self.start_bytes, self.stop_bytes)

@@ -55,15 +55,12 @@ class TrafficStats:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-class GatherFuture(Future[int]):
-    """Done when every shard of a unit has arrived, or has failed; counts the time waited for it."""
+class WaitedFor(Future[int]):
+    """A gather's version; counts the time waited for it."""
 
-    def __init__(self, parts: Sequence[Future[int]], stats: TrafficStats) -> None:
+    def __init__(self, stats: TrafficStats) -> None:
         super().__init__()
-        self._stats, self._parts, self._missing = stats, parts, len(parts)
-        self._count_lock = threading.Lock()
-        for part in parts:
-            part.add_done_callback(self._part_done)
+        self._stats = stats
 
     def result(self, timeout: float | None = None) -> int:
         started = time.perf_counter()
@@ -71,6 +68,17 @@ class GatherFuture(Future[int]):
             return super().result(timeout)
         finally:
             self._stats.gather_wait_s += time.perf_counter() - started
+
+
+class GatherFuture(WaitedFor):
+    """Done when every shard of a unit has arrived, or has failed."""
+
+    def __init__(self, parts: Sequence[Future[int]], stats: TrafficStats) -> None:
+        super().__init__(stats)
+        self._parts, self._missing = parts, len(parts)
+        self._count_lock = threading.Lock()
+        for part in parts:
+            part.add_done_callback(self._part_done)
 
     def _part_done(self, _: Future[int]) -> None:
         with self._count_lock:

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
+from shardwell.memory.completion import Exchange
+
+_POLL_S = 0.0002
+
 
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _exchange_stream(device: torch.device) -> torch.cuda.Stream:
+    """Apart from the copies, which must go on if an exchange hangs because another process died."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -32,6 +43,7 @@ class Arrival:
         # Who had the memory before may still be computing with it.
         self._free = torch.cuda.current_stream(target.device).record_event()
         self._copied: torch.cuda.Event | None = None
+        self._exchanged: torch.cuda.Event | None = None
         self._abandoned = False
         self._lock = threading.Lock()
 
@@ -43,8 +55,32 @@ class Arrival:
             stream = _copy_stream(self._target.device)
             with torch.cuda.stream(stream):
                 stream.wait_event(self._free)
+                if self._exchanged is not None:  # it failed, and was ended
+                    stream.wait_event(self._exchanged)
                 self._target.copy_(self.staging, non_blocking=True)
                 self._copied = stream.record_event()
+
+    def complete(self, start_bytes: int, stop_bytes: int, exchange: Exchange, limit_s: float) -> None:
+        """Copies a part of the bytes and exchanges it for the others; waits until the device has done that.
+
+        From a background thread, before anybody waits for the arrival. See ``Completable.complete``.
+        """
+        stream = _exchange_stream(self._target.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._free)
+            self._target[start_bytes:stop_bytes].copy_(self.staging[start_bytes:stop_bytes], non_blocking=True)
+            try:
+                exchange(self._target)
+            finally:
+                self._exchanged = stream.record_event()
+        # An exchange between GPUs whose other side died never ends by itself: nobody is told to wait for it before.
+        give_up = time.monotonic() + limit_s
+        while not self._exchanged.query():
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"the exchange took more than {limit_s:.0f} s")
+            time.sleep(_POLL_S)
+        with self._lock:
+            self._copied = self._exchanged
 
     def order(self) -> None:
         """Has the compute stream run what follows after the copy; the caller does not wait."""
@@ -56,8 +92,8 @@ class Arrival:
         """The memory is given back: a copy that has begun ends before it is used again, none begins any more."""
         with self._lock:
             self._abandoned = True
-            if self._copied is not None:
-                torch.cuda.current_stream(self._target.device).wait_event(self._copied)
+            if (last := self._copied or self._exchanged) is not None:
+                torch.cuda.current_stream(self._target.device).wait_event(last)
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], None]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwell.memory.buffer_pool import BufferPool
+from shardwell.memory.completion import Exchange
 from shardwell.memory.device_copies import Arrival
 from shardwell_wire.codec import memory_at
 from shardwell_wire.layout import UnitLayout
@@ -117,6 +118,18 @@ class FlatVector:
         arrival = self._arrival
         if arrival is not None:
             arrival.begin()
+
+    @property
+    def device_type(self) -> str:
+        """Where the memory is."""
+        return self._device.type
+
+    def complete(self, start_bytes: int, stop_bytes: int, exchange: Exchange, limit_s: float) -> None:
+        """See ``Completable.complete``; on the CPU and on a GPU."""
+        if self._arrival is not None:
+            self._arrival.complete(start_bytes, stop_bytes, exchange, limit_s)
+        else:
+            exchange(self._bytes())
 
     def receive(self) -> None:
         """Takes over what was written to the receive buffer; on a GPU the compute stream waits, not the caller."""

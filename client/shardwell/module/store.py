@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from shardwell.memory.completion import Completable
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.v1 import initialization_pb2
 
@@ -74,7 +75,13 @@ class ParameterStore(Protocol):
         ...
 
     def gather(
-        self, unit_index: int, target: memoryview, *, exact: bool = False, layout: UnitLayout | None = None
+        self,
+        unit_index: int,
+        target: memoryview,
+        *,
+        exact: bool = False,
+        layout: UnitLayout | None = None,
+        vector: Completable | None = None,
     ) -> Future[int]:
         """Starts to fetch the version that the current step reads.
 
@@ -84,7 +91,9 @@ class ParameterStore(Protocol):
                 in place until the future is done. [layout.size_bytes]
             exact: As it is stored, also where the trainer computes with rounded values.
             layout: The unit's parameters in the dtypes to deliver, if those are others than it is stored in;
-                then the gaps in ``target`` stay as they are.
+                then the gaps in ``target`` have no meaning.
+            vector: What ``target`` is the receive buffer of, if the store may also have a part of it received, and
+                the rest come from other processes to the vector's own memory.
 
         Returns:
             A future of the version fetched.

@@ -244,7 +244,7 @@ class Unit:
                 self._fetched = self._store.await_version(self.index)
             else:
                 self._fetched = self._store.gather(
-                    self.index, self._flat.receive_buffer(), layout=self.precision.layout
+                    self.index, self._flat.receive_buffer(), layout=self.precision.layout, vector=self._flat
                 )
                 self._fetched.add_done_callback(self._note_received)
         except BaseException:

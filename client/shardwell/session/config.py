@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwell.data_plane.lanes import KINDS, parse_kinds
+from shardwell.data_plane.node_group import BACKENDS
 from shardwell.module.strategy import BackwardPrefetch
 from shardwell_wire import codec
 from shardwell_wire.errors import UsageError, WorldError
@@ -16,7 +17,8 @@ from shardwell_wire.topology import AXES, World
 from shardwell_wire.wire_dtypes import NAMES
 
 ENVIRONMENT_PREFIX = "SHARDWELL_"
-_TEXTS = ("ADDRESS", "RUN", "TRAINER", "HOST", "LANES", "GATHER_DTYPE", "PUSH_DTYPE")
+_TEXTS = ("ADDRESS", "RUN", "TRAINER", "HOST", "LANES", "GATHER_DTYPE", "PUSH_DTYPE", "NODE_GROUP")
+_CHOICES = (("gather_dtype", NAMES), ("push_dtype", NAMES), ("node_group", ("none", *BACKENDS)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,9 @@ class JoinConfig:
     host_cache_bytes: int = 0
     """Weights that the run's trainers of this host may keep in shared memory together, so that they are
     fetched once for all. 0: none, because they take the memory for good."""
+    node_group: str = "none"
+    """What the run's trainers of this host exchange weights over, of which each fetches a part: ``gloo`` between
+    CPUs, ``nccl`` between GPUs. ``none``: each fetches everything."""
 
     def __post_init__(self) -> None:
         if not self.run or len(self.run) > 200 or not self.run.isprintable():
@@ -78,9 +83,9 @@ class JoinConfig:
             raise UsageError(f"seed={self.seed!r}: expected 0 <= seed < 2**63")
         if not 1 <= self.chunk_bytes <= codec.MAX_CHUNK_BYTES:
             raise UsageError(f"chunk_bytes={self.chunk_bytes!r}: expected 1 to {codec.MAX_CHUNK_BYTES}")
-        for name in ("gather_dtype", "push_dtype"):
-            if getattr(self, name) not in NAMES:
-                raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(NAMES)}")
+        for name, known in _CHOICES:
+            if getattr(self, name) not in known:
+                raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
         if self.push_error_feedback and self.push_dtype == "float32":
             raise UsageError("push_error_feedback=True: nothing is left out with push_dtype='float32'")
         for name in ("prefetch_bytes", "keep_bytes", "max_gathers_in_flight", "host_cache_bytes"):
@@ -102,8 +107,8 @@ class JoinConfig:
         """Reads SHARDWELL_* once; arguments that are given (not None) win.
 
         ADDRESS, RUN, TRAINER, HOST, SEED, MIN_TRAINERS, RANK, WORLD_SIZE, LANES (such as ``shm,grpc``),
-        GATHER_DTYPE, PUSH_DTYPE, KEEP_BYTES, HOST_CACHE_BYTES, and DP, TP, PP, ORDER (such as ``dp,tp,pp``) for
-        the world.
+        GATHER_DTYPE, PUSH_DTYPE, KEEP_BYTES, HOST_CACHE_BYTES, NODE_GROUP, and DP, TP, PP, ORDER (such as
+        ``dp,tp,pp``) for the world.
         """
         source = os.environ if environment is None else environment
         env = {

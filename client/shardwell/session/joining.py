@@ -27,6 +27,7 @@ def join(
     max_gathers_in_flight: int | None = None,
     backward_prefetch: BackwardPrefetch | str | None = None,
     host_cache_bytes: int | None = None,
+    node_group: str | None = None,
     lanes: str | None = None,
     gather_dtype: str | None = None,
     push_dtype: str | None = None,
@@ -62,6 +63,9 @@ def join(
             as FSDP1's. By default ``pre``.
         host_cache_bytes: Weights that the run's trainers of this host may keep in shared memory together: what is on
             servers of other hosts is fetched once per host and step, and read in place. By default none. The same
+            on all trainers of a host.
+        node_group: ``gloo`` (trainers on CPUs) or ``nccl`` (on GPUs; choose the device before): trainers of one host
+            that hold the same units fetch a part of each unit and exchange the parts. By default ``none``. The same
             on all trainers of a host.
         lanes: Ways to the shard servers to use, the preferred one first; by default ``shm,socket,grpc``:
             shared memory on the same host, else plain TCP connections, else the rpcs.

@@ -14,14 +14,17 @@ import torch
 
 from shardwell.data_plane.error_feedback import ErrorFeedback
 from shardwell.data_plane.host_cache import HostCache, ShardRange
+from shardwell.data_plane.node_gathers import NodeGathers, fetch
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.server_connection import ServerConnection
 from shardwell.data_plane.shared_vector import CAN_MAP, SegmentPlace, SharedVector
 from shardwell.data_plane.slice_client import SlicePart, SlicePlace, read_slice, stage_slice
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
+from shardwell.memory.completion import Completable
 from shardwell.module.store import InitialValues
 from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
+from shardwell.session.node_members import form_node_group
 from shardwell.session.progress import ItemProgress, StepProgress
 from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import ConflictError, DeadlineError, UsageError
@@ -54,6 +57,8 @@ class RunStore:
         self._traffic = Traffic(push_bytes=config.push_bytes)
         self._wire, self._feedback = self._make_wire()
         self._cache = self._open_cache() if config.host_cache_bytes else None
+        group = form_node_group(membership, config) if config.node_group != "none" else None
+        self._node = NodeGathers(group, self._traffic) if group is not None else None
 
     @property
     def stats(self) -> dict[str, float]:
@@ -64,6 +69,7 @@ class RunStore:
             "received_bytes": sum(server.received_bytes for server in servers),
             "sent_bytes": sum(server.sent_bytes for server in servers),
             "cache_hit_bytes": self._cache.hit_bytes if self._cache is not None else 0,
+            "node_shared_bytes": self._node.shared_bytes if self._node is not None else 0,
         }
 
     @property
@@ -199,15 +205,36 @@ class RunStore:
         return SegmentPlace(answer.segment.path, shard.start_bytes, shard.stop_bytes)
 
     def gather(
-        self, unit_index: int, target: memoryview, *, exact: bool = False, layout: UnitLayout | None = None
+        self,
+        unit_index: int,
+        target: memoryview,
+        *,
+        exact: bool = False,
+        layout: UnitLayout | None = None,
+        vector: Completable | None = None,
     ) -> Future[int]:
         """See ``ParameterStore.gather``."""
         self._membership.check()
         unit, version = self._units[unit_index], self.progress.number
-        if layout is not None and layout != unit.layout:
-            assert not exact
-            return self._traffic.gather_cast(unit, version, target, layout)
-        return self._traffic.gather(unit, version, target, exact=exact)
+        if exact:
+            assert layout is None or layout == unit.layout
+            return self._traffic.gather(unit, version, target, exact=True)
+        if self._node is not None and vector is not None and self._is_shared_in_node(unit):
+            return self._node.gather(unit, version, target, layout or unit.layout, vector)
+        return fetch(self._traffic, unit, version, target, layout or unit.layout)
+
+    def _is_shared_in_node(self, unit: RemoteUnit) -> bool:
+        """Whether the other trainers of the node can be expected to gather the unit now, too.
+
+        Not in the work of a trainer that was lost, nor in work that is begun anew, nor where nothing would be saved.
+        """
+        current, (seat, *_) = self.progress.current, self._membership.seats
+        return (
+            current is not None
+            and current.item.global_rank == seat.coordinates.global_rank
+            and current.item.attempt == 0
+            and all(shard.is_streamed for shard in unit.shards)
+        )
 
     def gather_average(self, unit_index: int, target: memoryview) -> None:
         """See ``ParameterStore.gather_average``."""
@@ -299,6 +326,8 @@ class RunStore:
             server.close()
         if self._cache is not None:
             self._cache.close()
+        if self._node is not None:
+            self._node.close()
 
     def _declare(self, layout: UnitLayout) -> coordinator_pb2.DeclareUnitResponse:
         request = coordinator_pb2.DeclareUnitRequest(

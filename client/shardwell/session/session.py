@@ -326,7 +326,8 @@ class Session:
             Counts, bytes and seconds: ``gather_count``, ``gathered_bytes`` (copied to here; what is read in
             place is not), ``gather_wait_s`` (training thread waiting for weights), ``push_count``,
             ``pushed_bytes``, ``push_wait_s``, ``received_bytes`` and ``sent_bytes`` (as they travelled),
-            ``cache_hit_bytes`` (found in this host's cache, with ``host_cache_bytes``),
+            ``cache_hit_bytes`` (found in this host's cache, with ``host_cache_bytes``), ``node_shared_bytes`` (what
+            others of the ``node_group`` fetched),
             ``finish_wait_s`` (for other trainers' work), ``commit_wait_s``, ``live_unit_bytes`` and
             ``peak_unit_bytes`` (weights held here).
         """

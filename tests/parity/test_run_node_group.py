@@ -1,0 +1,136 @@
+"""Trainers of a node that share their gathers: the same bits, and each byte is fetched once for all of them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+import shardwell
+from shardwell.data_plane.host_folder import MEMORY
+from shardwell_wire.errors import UsageError
+from shardwell_wire.layout import align
+from tests.support import transformer
+from tests.support.processes import TrainerProcess
+from tests.support.reference import undisturbed_sha256
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[shardwell.LocalCluster]:
+    with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096, lease_s=5.0) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _sharing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Without shared memory a server of this host is like one of another.
+    monkeypatch.setenv("SHARDWELL_LANES", "socket,grpc")
+    monkeypatch.setenv("SHARDWELL_NODE_GROUP", "gloo")
+    yield
+    assert not list(MEMORY.glob("shardwell_cache-*"))
+
+
+def play(cluster: shardwell.LocalCluster, dp: int, *options: tuple[object, ...]) -> list[dict[str, Any]]:
+    """One trainer per rank, each with options of its own; what they printed, in rank order."""
+    run, steps = uuid.uuid4().hex, ("--dp", dp, "--steps", STEPS)
+    own = list(options) or [()] * dp
+    with ExitStack() as stack:
+        trainers = [
+            stack.enter_context(TrainerProcess(cluster.address, run, *steps, "--global-rank", rank, *own[rank]))
+            for rank in range(dp)
+        ]
+        return [trainer.finish() for trainer in trainers]
+
+
+def complaints(result: dict[str, Any]) -> list[str]:
+    """What a trainer logged of the group."""
+    return [line for line in result["stderr"].splitlines() if line.startswith("node group")]
+
+
+def hashes(results: list[dict[str, Any]]) -> list[str]:
+    return [result.get("sha256", str(result)) for result in results]
+
+
+@pytest.mark.parametrize(("dp", "lane"), [(2, "socket"), (3, "grpc")])
+def test_each_byte_is_fetched_once_for_all(
+    cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch, dp: int, lane: str
+) -> None:
+    monkeypatch.setenv("SHARDWELL_LANES", lane)
+    results = play(cluster, dp)
+    assert hashes(results) == [undisturbed_sha256(dp=dp, steps=STEPS)] * dp
+    moved = [result["stats"] for result in results]
+    (needed,) = {stats["gathered_bytes"] for stats in moved}
+    *blocks, rest = unit_sizes()
+    shared = STEPS * (2 * sum(blocks) + rest)  # forward and backward, but for the unit around all others
+    alone = needed - shared  # for a state dict of one's own
+    assert sum(stats["received_bytes"] for stats in moved) == shared + dp * alone
+    for stats in moved:
+        assert stats["received_bytes"] + stats["node_shared_bytes"] == needed
+        assert stats["received_bytes"] - alone == pytest.approx(shared / dp, rel=0.02)
+    assert not any(map(complaints, results))
+
+
+def unit_sizes() -> list[int]:
+    """Of the flat vectors, as the trainer wraps the model; the unit around the others is the last."""
+    model = transformer.build()
+    units = [set(block.parameters()) for block in model.blocks]
+    units.append(set(model.parameters()).difference(*units))
+    return [sum(align(parameter.nbytes) for parameter in unit) for unit in units]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_trainer_that_is_killed_changes_no_bit(cluster: shardwell.LocalCluster, lost: int) -> None:
+    results = play(cluster, 2, *([("--kill-at-step", 1) if rank == lost else () for rank in range(2)]))
+    assert results[lost]["returncode"] == -9, results[lost]
+    survivor = results[1 - lost]
+    assert hashes([survivor]) == [undisturbed_sha256(dp=2, steps=STEPS)]
+    assert survivor["stats"]["node_shared_bytes"] > 0
+    (line,) = complaints(survivor)
+    assert "every unit is fetched whole from now on" in line
+
+
+def test_trainers_that_gather_in_different_orders_train_on(cluster: shardwell.LocalCluster) -> None:
+    """One keeps its weights from the forward to the backward, so it asks for fewer units."""
+    run = uuid.uuid4().hex
+    with pytest.MonkeyPatch.context() as keeping:
+        keeping.setenv("SHARDWELL_KEEP_BYTES", str(1 << 30))
+        first = TrainerProcess(cluster.address, run, "--dp", 2, "--steps", STEPS)
+    with first, TrainerProcess(cluster.address, run, "--dp", 2, "--steps", STEPS) as second:
+        results = [first.finish(), second.finish()]
+    assert hashes(results) == [undisturbed_sha256(dp=2, steps=STEPS)] * 2
+    assert all(map(complaints, results))
+
+
+def test_trainers_of_other_hosts_and_lone_ones_form_no_group(
+    cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, steps = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS)
+    monkeypatch.setenv("SHARDWELL_HOST", "left")
+    left = TrainerProcess(cluster.address, run, *steps)
+    monkeypatch.setenv("SHARDWELL_HOST", "right")
+    with left, TrainerProcess(cluster.address, run, *steps) as right:
+        results = [left.finish(), right.finish()]
+    assert hashes(results) == [undisturbed_sha256(dp=2, steps=STEPS)] * 2
+    for result in results:
+        assert result["stats"]["node_shared_bytes"] == 0
+        assert not complaints(result)
+
+
+def test_weights_in_shared_memory_are_read_there(
+    cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWELL_LANES", "shm,socket,grpc")
+    results = play(cluster, 2)
+    assert hashes(results) == [undisturbed_sha256(dp=2, steps=STEPS)] * 2
+    assert [result["stats"]["node_shared_bytes"] for result in results] == [0, 0]
+    assert [result["stats"]["received_bytes"] for result in results] == [0, 0]
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(UsageError, match="node_group='mpi': expected one of none, gloo, nccl"):
+        shardwell.join("localhost:1", node_group="mpi")

@@ -1,0 +1,274 @@
+"""Gathers that members of a node share: every byte in its place and fetched once, whatever the others do."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import FileStore
+
+from shardwell.data_plane.host_folder import HostFolder
+from shardwell.data_plane.node_board import NodeBoard
+from shardwell.data_plane.node_gathers import MOST_FAILURES, NodeGathers
+from shardwell.data_plane.node_group import NodeGroup
+from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.data_plane.traffic import RemoteUnit, Traffic
+from shardwell.memory.completion import Exchange
+from shardwell.module.mixed_precision import layout_in
+from shardwell_wire.codec import memory_at
+from shardwell_wire.errors import CapacityError
+from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
+from tests.support.cluster import wait_until
+
+LAYOUT = UnitLayout(
+    "u",
+    (
+        Parameter("a", (3001,), "float32"),
+        Parameter("b", (7,), "float32"),
+        Parameter("c", (0,), "float32"),
+        Parameter("d", (4999,), "float32"),
+    ),
+)
+SHORT_S, LONG_S = 0.2, 60.0
+
+
+class Server:
+    """A connection to a server with values of each version; counts what is read, and can fail."""
+
+    pushes_through_shm = False
+
+    def __init__(self) -> None:
+        self.received_bytes = 0
+        self.error: Exception | None = None
+
+    def gather(self, request: Any, target: memoryview, **_: float) -> int:
+        if self.error:
+            raise self.error
+        target[:] = bytes_of(request.version)[request.start_bytes : request.stop_bytes].numpy().tobytes()
+        return int(request.version)
+
+    def streamed(self, action: Callable[[Server], int]) -> int:
+        return action(self)
+
+    def count(self, *, received_bytes: int) -> None:
+        self.received_bytes += received_bytes
+
+
+def bytes_of(version: int) -> torch.Tensor:
+    """A unit's flat vector at a version. [LAYOUT.size_bytes]"""
+    generator = torch.Generator().manual_seed(version)
+    return torch.randn(LAYOUT.size_bytes // 4, generator=generator).view(torch.uint8)
+
+
+@dataclass
+class Vector:
+    """A flat vector on the CPU."""
+
+    layout: UnitLayout = LAYOUT
+    device_type: str = "cpu"
+    exchanged: bool = False
+    bytes: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bytes = torch.zeros(self.layout.size_bytes, dtype=torch.uint8)
+
+    def complete(self, start_bytes: int, stop_bytes: int, exchange: Exchange, limit_s: float) -> None:
+        self.exchanged = True
+        exchange(self.bytes)
+
+    def parameter(self, index: int) -> torch.Tensor:
+        spec, start = self.layout.parameters[index], self.layout.starts[index]
+        return self.bytes[start : start + spec.size_bytes].view(getattr(torch, spec.dtype))
+
+
+class Member:
+    """A trainer of the node, with servers of its own that count for it alone."""
+
+    def __init__(self, group: NodeGroup, patience_s: float, wire: Wire) -> None:
+        self.server, self.traffic = Server(), Traffic(push_bytes=1)
+        server: Any = self.server
+        cuts = ((0, 2 * BLOCK_BYTES), (2 * BLOCK_BYTES, 5 * BLOCK_BYTES), (5 * BLOCK_BYTES, LAYOUT.size_bytes))
+        self.unit = RemoteUnit(0, LAYOUT, tuple(RemoteShard("r", LAYOUT, server, *cut, wire) for cut in cuts))
+        self.gathers = NodeGathers(group, self.traffic, patience_s=patience_s)
+
+    def gather(self, version: int, *, index: int = 0, vector: Vector | None = None) -> Vector:
+        """Gathers a unit, and checks it if it was gathered as it is stored."""
+        vector = vector or Vector()
+        unit = replace(self.unit, index=index)
+        target = memory_at(vector.bytes.data_ptr(), vector.bytes.numel())
+        assert self.gathers.gather(unit, version, target, vector.layout, vector).result(LONG_S) == version
+        if vector.layout == LAYOUT:
+            assert torch.equal(vector.bytes, bytes_of(version))
+        return vector
+
+    def close(self) -> None:
+        self.traffic.close()
+        self.gathers.close()
+
+
+MakeMembers = Callable[..., list[Member]]
+
+
+@pytest.fixture
+def make() -> Iterator[MakeMembers]:
+    """Makes the members of a group, connected over gloo."""
+    made: list[Member] = []
+
+    def make_members(size: int, *, patience_s: float = LONG_S) -> list[Member]:
+        key = uuid.uuid4().hex
+
+        def connect(rank: int) -> NodeGroup:
+            folder = HostFolder(key)
+            board = NodeBoard(folder, rank, size)
+            assert board.meet(LONG_S)
+            return NodeGroup(board, "gloo", FileStore(str(folder.path / "store"), size), rank=rank, size=size)
+
+        with ThreadPoolExecutor(size) as threads:
+            groups = list(threads.map(connect, range(size)))
+        made.extend(Member(group, patience_s, Wire(wait_limit_s=5)) for group in groups)
+        return made
+
+    yield make_members
+    for member in made:
+        member.close()
+
+
+def all_do(members: list[Member], action: Callable[[Member], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(members)) as threads:
+        return list(threads.map(action, members))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_each_byte_is_fetched_by_one_member(make: MakeMembers, size: int) -> None:
+    members, num_versions = make(size), 3
+    for version in range(num_versions):
+        assert all(vector.exchanged for vector in all_do(members, lambda member: member.gather(version)))  # noqa: B023
+    received = [member.server.received_bytes for member in members]
+    assert sum(received) == num_versions * LAYOUT.size_bytes
+    assert max(received) - min(received) < num_versions * 64 * size
+    for member, own in zip(members, received, strict=True):
+        assert member.gathers.shared_bytes == num_versions * LAYOUT.size_bytes - own
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [2, 3])
+def test_other_dtypes_are_exchanged_as_they_are_computed_with(make: MakeMembers, size: int, dtype: torch.dtype) -> None:
+    members, layout = make(size), layout_in(LAYOUT, dtype)
+    stored = Vector()
+    stored.bytes = bytes_of(1)
+    for vector in all_do(members, lambda member: member.gather(1, vector=Vector(layout))):
+        assert vector.exchanged
+        for index in range(len(layout.parameters)):
+            assert torch.equal(vector.parameter(index), stored.parameter(index).to(dtype))
+    assert sum(member.server.received_bytes for member in members) == LAYOUT.size_bytes
+
+
+def test_who_asks_for_another_unit_gets_it_and_meets_the_others_in_the_next_version(
+    make: MakeMembers, caplog: pytest.LogCaptureFixture
+) -> None:
+    members = make(2)
+    with caplog.at_level(logging.WARNING):
+        vectors = all_do(members, lambda member: member.gather(0, index=members.index(member)))
+        # What follows in the version is fetched whole, and nobody waits for anybody.
+        vectors += [member.gather(0) for member in members for _ in range(2)]
+    assert not any(vector.exchanged for vector in vectors)
+    assert [record.message for record in caplog.records] == [
+        "node group: the trainers of this node came to gather 0 of step 0 with different units, or not within 60 s: "
+        "each fetches the rest of the step for itself"
+    ] * 2
+    assert all(vector.exchanged for vector in all_do(members, lambda member: member.gather(1)))
+
+
+def test_who_waits_in_vain_fetches_everything_and_stops_trying(
+    make: MakeMembers, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = make(2, patience_s=SHORT_S)
+    with caplog.at_level(logging.WARNING):
+        for version in range(MOST_FAILURES + 1):
+            first.gather(version)
+    assert len(caplog.records) == MOST_FAILURES
+    assert "every unit is fetched whole from now on: its trainers asked for different units" in caplog.text
+    assert not second.gather(MOST_FAILURES + 1).exchanged
+    assert "member 0 of 2 is gone" in caplog.text
+
+
+def test_failures_that_are_not_in_a_row_are_forgiven(make: MakeMembers) -> None:
+    members = make(2, patience_s=SHORT_S)
+    for version in range(0, 3 * MOST_FAILURES, 3):
+        members[0].gather(version)
+    for member in members:
+        member.gathers._patience_s = LONG_S
+    assert all(vector.exchanged for vector in all_do(members, lambda member: member.gather(99)))
+
+
+def test_a_member_that_leaves_is_not_waited_for(make: MakeMembers) -> None:
+    first, second = make(2)
+    second.close()
+    assert not first.gather(0).exchanged
+    assert first.server.received_bytes == LAYOUT.size_bytes + LAYOUT.size_bytes // 2 // 64 * 64
+
+
+def test_a_fetch_that_fails_raises_for_its_member_only(make: MakeMembers) -> None:
+    members = make(2)
+    members[1].server.error = CapacityError("no")
+
+    def gather(member: Member) -> bool:
+        if member is members[0]:
+            return member.gather(0).exchanged
+        with pytest.raises(CapacityError, match="no"):
+            member.gather(0)
+        return False
+
+    assert all_do(members, gather) == [False, False]
+    members[1].server.error = None
+    assert all(vector.exchanged for vector in all_do(members, lambda member: member.gather(1)))
+
+
+def test_a_member_that_dies_at_an_exchange_leaves_no_wrong_byte(
+    make: MakeMembers, caplog: pytest.LogCaptureFixture
+) -> None:
+    members = make(2)
+    gone = threading.Event()
+
+    class Dying(Vector):
+        def complete(self, start_bytes: int, stop_bytes: int, exchange: Exchange, limit_s: float) -> None:
+            members[1].gathers._group.close()  # its connections, too
+            gone.set()
+            raise RuntimeError("as good as dead")
+
+    class Surviving(Vector):
+        def complete(self, start_bytes: int, stop_bytes: int, exchange: Exchange, limit_s: float) -> None:
+            self.bytes.fill_(255)  # what a collective that breaks off may leave
+            assert gone.wait(LONG_S)
+            exchange(self.bytes)
+
+    with caplog.at_level(logging.WARNING):
+        all_do(members, lambda member: member.gather(0, vector=(Surviving, Dying)[members.index(member)]()))
+        assert not any(member.gather(1).exchanged for member in members)
+    assert len(caplog.records) == 2, "one line for each"
+
+
+def test_what_cannot_be_shared_is_fetched_whole_without_asking_anybody(make: MakeMembers) -> None:
+    member, _ = make(2)
+    assert not member.gather(0, vector=Vector(device_type="cuda")).exchanged
+    assert member.server.received_bytes == LAYOUT.size_bytes
+    tiny = UnitLayout("t", (Parameter("a", (3,), "float32"),))
+    assert member.gathers._group.part(tiny.size_bytes) is None, "64 bytes for two"
+
+
+def test_a_session_that_closes_fails_what_is_on_its_way(make: MakeMembers) -> None:
+    member, _ = make(2)
+    vector = Vector()
+    target = memory_at(vector.bytes.data_ptr(), vector.bytes.numel())
+    future = member.gathers.gather(member.unit, 0, target, LAYOUT, vector)
+    wait_until(lambda: member.server.received_bytes > 0, "the fetch of its part; then it waits for the other")
+    member.close()
+    with pytest.raises(Exception, match="closed"):
+        future.result(LONG_S)
