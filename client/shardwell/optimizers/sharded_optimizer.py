@@ -35,6 +35,7 @@ class ShardedOptimizer(Optimizer):
         self._session = self._find_session()
         self._session.note_buffers()
         self._clip_coefficient = 1.0
+        self._clip_value: float | None = None
         self._loss_scale: float | None = None
         self.skipped = False
         """Whether the last step changed no parameter, since a gradient of a scaled loss was not finite."""
@@ -68,7 +69,11 @@ class ShardedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = True
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+        foreach: bool | None = None,
     ) -> torch.Tensor:
         """Clips the step's mean gradient to a global norm over all units, servers and ranks.
 
@@ -76,26 +81,55 @@ class ShardedOptimizer(Optimizer):
 
         Args:
             max_norm: Largest norm; the gradient is scaled by ``max_norm / (norm + 1e-6)`` if above.
-            norm_type: 2.0 or infinity.
+            norm_type: The norm's p, above 0, or infinity; ``"inf"`` as in torch. All ranks must take the same.
             error_if_nonfinite: Must be True: a step with a non-finite gradient is never committed.
+            foreach: Has no effect; torch's functions take it.
 
         Returns:
             The norm before clipping: a 0-dim float64 tensor, the same on every trainer. After
             ``GradScaler.unscale_`` it is that of the unscaled gradient, and infinity if the step will be skipped.
 
         Raises:
-            NonFiniteError: A gradient has NaN or infinity; names the parameter and the ranks.
+            NonFiniteError: A gradient has NaN or infinity; names the parameter and the ranks. Or its norm is beyond
+                what a double holds, though it has none.
         """
         self._refuse_if_combined("clip_grad_norm_")
-        if norm_type not in (2.0, math.inf):
-            raise UsageError(f"clip_grad_norm_(norm_type={norm_type!r}): expected 2.0 or infinity")
+        if not float(norm_type) > 0:
+            raise UsageError(f"clip_grad_norm_(norm_type={norm_type!r}): expected a number above 0, or infinity")
         if not error_if_nonfinite:
             raise UsageError("clip_grad_norm_(error_if_nonfinite=False): a non-finite gradient is never committed")
         if not max_norm > 0:
             raise UsageError(f"clip_grad_norm_({max_norm!r}): expected a positive norm")
+        if self._clip_value is not None:
+            raise UsageError("clip_grad_norm_ after clip_grad_value_: a step clips by one of them")
         norm = self._grad_norm(float(norm_type))
+        if not math.isfinite(norm) and self._loss_scale is None:
+            raise NonFiniteError(
+                f"the norm of type {norm_type} is beyond what a double holds, though the gradient is finite: "
+                "take a smaller norm_type, or infinity"
+            )
         self._clip_coefficient = min(1.0, max_norm / (norm + _CLIP_EPSILON)) if math.isfinite(norm) else 1.0
         return torch.tensor(norm, dtype=torch.float64)
+
+    def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
+        """Clips every element of the step's mean gradient, as ``torch.nn.utils.clip_grad_value_``.
+
+        Call it between the backward and ``step``. It is done where the optimizer runs, with the step, and does not
+        wait for anything.
+
+        Args:
+            clip_value: Elements are brought into ``[-clip_value, clip_value]``. The same on all ranks.
+            foreach: Has no effect; torch's function takes it.
+
+        Raises:
+            UsageError: It is not a positive number, or the step's gradient is clipped by its norm already.
+        """
+        self._refuse_if_combined("clip_grad_value_")
+        if not float(clip_value) > 0:
+            raise UsageError(f"clip_grad_value_({clip_value!r}): expected a positive number")
+        if self._clip_coefficient != 1.0:
+            raise UsageError("clip_grad_value_ after clip_grad_norm_: a step clips by one of them")
+        self._clip_value = float(clip_value)
 
     def _grad_norm(self, norm_type: float) -> float:
         """Of the unscaled mean gradient."""
@@ -131,7 +165,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.skipped = not self._commit(self._clip_coefficient / (self._loss_scale or 1.0))
-        self._clip_coefficient, self._loss_scale = 1.0, None
+        self._clip_coefficient, self._clip_value, self._loss_scale = 1.0, None, None
         return loss
 
     def _commit(self, coefficient: float) -> bool:
@@ -145,7 +179,7 @@ class ShardedOptimizer(Optimizer):
         ``step.batches`` it drops those of all items computed here: ``step`` then commits without them.
         """
         self._session.zero_grad()
-        self._clip_coefficient, self._loss_scale = 1.0, None
+        self._clip_coefficient, self._clip_value, self._loss_scale = 1.0, None, None
 
     def state_dict(self) -> dict[str, Any]:
         """The hyper-parameters of every group; the state itself lives on the servers."""
@@ -190,6 +224,7 @@ class ShardedOptimizer(Optimizer):
             algorithm=self.algorithm,
             groups=groups,
             ema_decay=self._ema_decay,
+            clip_value=self._clip_value,
             skip_non_finite=self._loss_scale is not None,
             units=[common_pb2.UnitGroups(unit_index=index, group_indices=group) for index, group in indices.items()],
         )

@@ -74,6 +74,8 @@ class ShardOptimizer:
             if gradient is None or group < 0:
                 continue
             clipped = gradient.mul_(clip_coefficient) if clip_coefficient != 1.0 else gradient
+            if optimizer.HasField("clip_value"):
+                clipped.clamp_(-optimizer.clip_value, optimizer.clip_value)
             parameter.grad = clipped.view_as(parameter)
             members[group].append(parameter)
             self._begin(number, names[group])
