@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -90,7 +91,9 @@ def compute_check_finite(
         dtype = getattr(torch, parameter.dtype)
         # Packed values of mixed dtypes need not be aligned.
         aligned = piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
-        if not bool(torch.isfinite(aligned.view(dtype)).all()):
+        numbers = aligned.view(dtype)
+        # A sum is one pass over them, and finite only if they are; it may overflow where they are, too.
+        if not math.isfinite(numbers.sum().item()) and not bool(torch.isfinite(numbers).all()):
             raise NonFiniteError(
                 f"{what}: the new value of parameter {parameter.name!r} has NaN or infinity; nothing was updated",
                 unit=shard.unit,
