@@ -72,16 +72,17 @@ class RemoteSlice:
                 logger.info("slice of unit %r is streamed: %s", self._place.layout.unit, error)
         return read_slice(self._shard.server.client, self._place, context, timeout_s=self._timeout_s, held=held)
 
-    def stage(self, context: common_pb2.RequestContext, part: SlicePart, *, may_keep_bytes: float) -> None:
+    def stage(self, make_context: MakeContext, part: SlicePart, *, may_keep_bytes: float) -> None:
         """Sends new values and state; raises as ``stage_slice`` does.
 
         Args:
-            context: Of a request of its own.
+            make_context: Makes the context of a request.
             part: What ``read`` returned, changed.
             may_keep_bytes: How much may stay here until the next step.
         """
-        if isinstance(part, DeskPart) and self._stage_desk(context, part):
+        if isinstance(part, DeskPart) and self._stage_desk(make_context(), part):
             return
+        context = make_context()
         stage_slice(
             self._shard.server.client,
             self._place,
@@ -177,7 +178,7 @@ class SliceUpdates:
                 if len(stagings) == _BEHIND_COUNT:
                     stagings.popleft().result()
                 free_bytes = keep_bytes - sum(other.held_bytes for other in self._slices.values())
-                stagings.append(self._threads.submit(piece.stage, make_context(), part, may_keep_bytes=free_bytes))
+                stagings.append(self._threads.submit(piece.stage, make_context, part, may_keep_bytes=free_bytes))
             for staging in stagings:
                 staging.result()
         finally:
