@@ -130,9 +130,13 @@ def rprop_hash() -> str:
     return sha256(model.state_dict())
 
 
-@pytest.mark.parametrize("lanes", ["shm,grpc", "grpc"])
 @pytest.mark.parametrize(
-    "death", [("--kill-at-step", 2), ("--kill-in-update", 2), ("--kill-in-update", 2, "--after", 7)]
+    ("lanes", "death"),
+    [
+        ("shm,grpc", ("--kill-at-step", 2)),
+        ("shm,grpc", ("--kill-in-update", 2)),
+        ("grpc", ("--kill-in-update", 2, "--after", 7)),
+    ],
 )
 def test_a_trainer_that_dies_leaves_its_slices_and_their_state_to_another(
     clusters: dict[int, shardwell.LocalCluster], rprop_hash: str, death: tuple[object, ...], lanes: str

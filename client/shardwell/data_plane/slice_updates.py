@@ -182,7 +182,8 @@ class SliceUpdates:
             for staging in stagings:
                 staging.result()
         finally:
-            wait([*stagings, *(reading for _, reading in reads)])
+            wait(stagings)
+            wait([reading for _, reading in reads])
 
     def forget(self) -> None:
         """Keeps nothing until the next step."""

@@ -120,11 +120,15 @@ class ClientSide(ShardedOptimizer):
                 clipped.clamp_(-self._clip_value, self._clip_value)
             parameters[index].grad = clipped
         inner = self._make(list(self._inner_groups(parameters, groups)), **self._options)
-        for index, state in part.state.items():
-            inner.state[parameters[index]] = state
+        left = {index: state for index, state in part.state.items() if index not in parameters}
+        for index, parameter in parameters.items():
+            if index in part.state:
+                inner.state[parameter] = part.state[index]
         inner.step()
         part.values.update({index: value.detach().contiguous() for index, value in parameters.items()})
-        part.state = {index: dict(inner.state[value]) for index, value in parameters.items() if value in inner.state}
+        # In the order of the layout; that of parameters which are in no group now stays as it is.
+        found = {index: dict(inner.state[value]) for index, value in parameters.items() if value in inner.state}
+        part.state = dict(sorted((found | left).items()))
 
     def _inner_groups(self, parameters: Mapping[int, nn.Parameter], groups: Sequence[int]) -> Iterator[dict[str, Any]]:
         for number, group in enumerate(self.param_groups):

@@ -63,10 +63,21 @@ class ShardedOptimizer(Optimizer):
         self._ema_decay = decay
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; not once the optimizer is part of a ``Combined``."""
+        """As in torch, also between steps; not once the optimizer is part of a ``Combined``.
+
+        Raises:
+            UsageError: A parameter is not sharded; there is no new group then.
+        """
         if getattr(self, "_combined", None) is not None:
             raise UsageError(f"add parameter groups to {type(self).__name__} before it becomes part of a Combined")
         super().add_param_group(param_group)
+        if hasattr(self, "_session"):
+            try:
+                for parameter in self.param_groups[-1]["params"]:
+                    self._locate(parameter)
+            except UsageError:
+                self.param_groups.pop()
+                raise
 
     def clip_grad_norm_(
         self,
@@ -182,15 +193,32 @@ class ShardedOptimizer(Optimizer):
         self._clip_coefficient, self._clip_value, self._loss_scale = 1.0, None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """The hyper-parameters of every group; the state itself lives on the servers."""
+        """The hyper-parameters of every group. The state itself lives on the servers and belongs to the run."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return {"param_groups": groups, "ema_decay": self._ema_decay}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the hyper-parameters of every group."""
+        """Takes over the hyper-parameters of every group, also those of a torch optimizer that has no state yet.
+
+        Raises:
+            UsageError: It has state, which is not for a trainer to load; or other parameter groups.
+        """
+        self._refuse_if_combined("load_state_dict")
+        if state_dict.get("state"):
+            raise UsageError(
+                f"the state_dict has state of {len(state_dict['state'])} parameters, but an optimizer's state lives "
+                "on the shard servers and belongs to the run: joining the run again restores it. To take over the "
+                'hyper-parameters only, load {"param_groups": state_dict["param_groups"]}'
+            )
         saved = state_dict["param_groups"]
         if len(saved) != len(self.param_groups):
             raise UsageError(f"the state has {len(saved)} parameter groups, the optimizer {len(self.param_groups)}")
+        for number, (group, values) in enumerate(zip(self.param_groups, saved, strict=True)):
+            if "params" in values and len(values["params"]) != len(group["params"]):
+                raise UsageError(
+                    f"parameter group {number} of the state has {len(values['params'])} parameters, the optimizer's "
+                    f"{len(group['params'])}"
+                )
         for group, values in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
         self.ema_decay = state_dict.get("ema_decay")
@@ -252,11 +280,12 @@ class ShardedOptimizer(Optimizer):
         )
 
 
-def require_at_least_zero(**values: float) -> None:
-    """Raises UsageError naming the first of some hyper-parameters that is negative or not a number."""
+def at_least_zero(**values: float) -> dict[str, float]:
+    """Some hyper-parameters; raises UsageError naming the first that is negative or not a number."""
     for name, value in values.items():
         if not float(value) >= 0.0:
             raise UsageError(f"{name}={value!r}: expected at least 0")
+    return values
 
 
 def require_betas(betas: tuple[float, float]) -> None:
@@ -264,3 +293,9 @@ def require_betas(betas: tuple[float, float]) -> None:
     for index, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
             raise UsageError(f"betas[{index}]={beta!r}: expected 0 <= beta < 1")
+
+
+def moments(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool) -> dict[str, Any]:
+    """What all descendants of Adam have; raises UsageError as the checks do."""
+    require_betas(betas)
+    return {**at_least_zero(lr=lr, eps=eps, weight_decay=weight_decay), "betas": betas, "maximize": maximize}

@@ -82,7 +82,7 @@ async def stage(
         room = store.memory.try_room(sum(sizes) + state_places(header.state)[1], Cover(0), what)
         buffer, is_staged = store.memory.pool.take(sum(sizes)), False
         state = shard.slices.make_state(header.state, header.context.request_id, share=header.share_state)
-        values = buffer.split(sizes)
+        values = torch.split(buffer, sizes)
 
         def give_back() -> None:
             store.memory.pool.give(buffer)
