@@ -261,8 +261,21 @@ class Storage:
             for _, trainer, host, incarnation, epoch, rank, live, accepts in self._rows("members", run)
         ]
         commits = [
-            CommitRecord(step, time, decider, optimizer, clip, tuple(map(int, order.split())), *norms, bool(skipped))
-            for _, step, time, decider, optimizer, clip, order, *norms, skipped in self._rows("commits", run)
+            CommitRecord(
+                step,
+                time,
+                decider,
+                optimizer,
+                clip,
+                tuple(map(int, order.split())),
+                grad_norm,
+                norm_type,
+                other_norm,
+                bool(skipped),
+            )
+            for _, step, time, decider, optimizer, clip, order, grad_norm, norm_type, other_norm, skipped in self._rows(
+                "commits", run
+            )
         ]
         step = commits[-1].step + 1 if commits else 0
         states = self._rows("states", run)
