@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-from shardwell_wire.layout import BLOCK_BYTES, DTYPE_NAMES, PARAMETER_ITEM_SIZES, cut
+from shardwell_wire.layout import BLOCK_BYTES, DTYPE_NAMES, PARAMETER_ITEM_SIZES, align, cut
 from shardwell_wire.v1 import shard_pb2
 
 TRAINER_PREFIX = "trainer/"
@@ -44,3 +45,25 @@ def state_size(tensor: shard_pb2.StateTensor) -> int:
         KeyError: It is of no known dtype.
     """
     return math.prod(tensor.shape) * _ITEM_SIZES[DTYPE_NAMES[tensor.dtype]]
+
+
+def state_places(tensors: Iterable[shard_pb2.StateTensor]) -> tuple[list[tuple[int, int]], int]:
+    """Where state tensors lie in memory, each aligned as parameters are.
+
+    Returns:
+        The half-open range of each, in bytes, and the size of it all.
+
+    Raises:
+        KeyError: One is of no known dtype.
+    """
+    ranges, stop = [], 0
+    for tensor in tensors:
+        start = align(stop)
+        stop = start + state_size(tensor)
+        ranges.append((start, stop))
+    return ranges, stop
+
+
+def values_offset(start_bytes: int, stop_bytes: int) -> int:
+    """Where the values of the slice part ``[start_bytes, stop_bytes)`` begin on its desk, after the gradients."""
+    return align(stop_bytes - start_bytes, BLOCK_BYTES)

@@ -77,6 +77,8 @@ def validate(optimizer: common_pb2.OptimizerStep) -> None:
         InvalidRequestError: The algorithm is unknown, a hyper-parameter is missing, unknown, not finite
             or out of its range, or a group index does not exist.
     """
+    if optimizer.HasField("clip_value") and not optimizer.clip_value > 0.0:
+        raise InvalidRequestError(f"clip_value={optimizer.clip_value!r}: expected a positive number")
     if runs_on_trainers(optimizer.algorithm):
         _check_on_trainers(optimizer)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -122,7 +123,7 @@ def test_prepare_may_be_repeated_and_asked_for_more(server: ShardServer) -> None
     first = one.prepare(0)
     assert one.prepare(0) == first
     assert (first.version, sum(first.units[0].square_partials), first.units[0].max_abs) == (0, 60_000 * 2.25, 0.0)
-    assert one.prepare(0, with_max_abs=True).units[0].max_abs == 1.5
+    assert one.prepare(0, norm_type=math.inf).units[0].max_abs == 1.5
     assert server.taken_bytes() == before + 3 * one.size, "two contributions and their mean"
     one.update(0)
     assert_all(one.gather(1)[1], 1.5)

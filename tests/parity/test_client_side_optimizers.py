@@ -82,8 +82,9 @@ def plain(name: str, dp: int, steps: int = STEPS) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def joined(cluster: shardwell.LocalCluster, *, dp: int = 1) -> shardwell.Session:
-    return shardwell.join(cluster.address, run=uuid.uuid4().hex, world=shardwell.World(dp=dp), min_trainers=1)
+def joined(cluster: shardwell.LocalCluster, *, dp: int = 1, lanes: str | None = None) -> shardwell.Session:
+    world = shardwell.World(dp=dp)
+    return shardwell.join(cluster.address, run=uuid.uuid4().hex, world=world, min_trainers=1, lanes=lanes)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -94,6 +95,21 @@ def test_bits_of_the_optimizer_on_whole_parameters(
     with joined(clusters[num_servers], dp=dp) as session:
         _, state = train(session, steps=STEPS, make_optimizer=on_trainers(name))
     expected = plain(name, dp)
+    assert [key for key in expected if not torch.equal(expected[key], state[key])] == []
+
+
+@pytest.mark.parametrize("keep_bytes", [float("inf"), 40_000, 0])
+def test_bits_over_the_network_whatever_is_kept_here(
+    clusters: dict[int, shardwell.LocalCluster], keep_bytes: float
+) -> None:
+    optimizer_class, options = MAKERS["own"]
+
+    def make(parameters: Iterable[nn.Parameter]) -> shardwell.ClientSide:
+        return shardwell.ClientSide(parameters, optimizer_class, keep_bytes=keep_bytes, **options)
+
+    with joined(clusters[3], dp=2, lanes="grpc") as session:
+        _, state = train(session, steps=STEPS, make_optimizer=make)
+    expected = plain("own", 2)
     assert [key for key in expected if not torch.equal(expected[key], state[key])] == []
 
 
@@ -114,11 +130,19 @@ def rprop_hash() -> str:
     return sha256(model.state_dict())
 
 
-@pytest.mark.parametrize("death", ["--kill-at-step", "--kill-in-update"])
+@pytest.mark.parametrize(
+    ("lanes", "death"),
+    [
+        ("shm,grpc", ("--kill-at-step", 2)),
+        ("shm,grpc", ("--kill-in-update", 2)),
+        ("grpc", ("--kill-in-update", 2, "--after", 7)),
+    ],
+)
 def test_a_trainer_that_dies_leaves_its_slices_and_their_state_to_another(
-    clusters: dict[int, shardwell.LocalCluster], rprop_hash: str, death: str
+    clusters: dict[int, shardwell.LocalCluster], rprop_hash: str, death: tuple[object, ...], lanes: str
 ) -> None:
-    first, other = processes(clusters[3], death, 2)
+    """In mid-update some slices are staged, some are being staged, and others were read ahead."""
+    first, other = processes(clusters[3], *death, "--lanes", lanes)
     assert other["returncode"] == -9, other
     assert first.get("sha256") == rprop_hash, first
 

@@ -93,9 +93,9 @@ class Trainer:
             self.items = {item.global_rank: item for item in response.next_work.items}
         return response
 
-    async def prepare(self, step: int, *, with_max_abs: bool = False) -> coordinator_pb2.PrepareGradientsResponse:
+    async def prepare(self, step: int, *, norm_type: float = 0.0) -> coordinator_pb2.PrepareGradientsResponse:
         return await self.rpcs.call(
-            "PrepareGradients", context=self.context(step), trainer=self.name, with_max_abs=with_max_abs
+            "PrepareGradients", context=self.context(step), trainer=self.name, norm_type=norm_type
         )
 
     async def reset(self, step: int, rank: int, *, request_id: str = "") -> coordinator_pb2.WorkItem:

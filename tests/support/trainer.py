@@ -3,7 +3,8 @@
 ``python -m tests.support.trainer --address A --run R --dp 2 --steps 10 [--kill-at-step K | --stop-at-step K]``
 
 With ``--client-side NAME`` the optimizer is torch's of that name, on the trainers; with ``--kill-in-update K`` the
-process ends in mid-update of step K, when one unit's slice is staged and others are not.
+process ends in mid-update of step K, with ``--after N`` once N parts of slices are updated: others are read ahead then,
+and some of them staged.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def adamw(parameters: Iterable[torch.nn.Parameter]) -> shardwell.optim.ShardedOp
 
 
 def client_side(
-    name: str, kill_in_update: int | None
+    name: str, kill_in_update: int | None, after: int
 ) -> Callable[[Iterable[torch.nn.Parameter]], shardwell.optim.ShardedOptimizer]:
     """torch's optimizer of that name, on the trainers."""
 
@@ -39,7 +40,7 @@ def client_side(
             super()._update(*arguments)
             if self._session.step == kill_in_update:
                 self.updates += 1
-                if self.updates == 2:
+                if self.updates == after:
                     os.kill(os.getpid(), signal.SIGKILL)
 
     return lambda parameters: Mortal(parameters, getattr(torch.optim, name))
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--stop-at-step", type=int)
     parser.add_argument("--client-side")
     parser.add_argument("--kill-in-update", type=int)
+    parser.add_argument("--after", type=int, default=2)
     options = parser.parse_args()
     session = shardwell.join(
         options.address,
@@ -111,7 +113,11 @@ def main() -> None:
     at_step, number = options.kill_at_step, signal.SIGKILL
     if options.stop_at_step is not None:
         at_step, number = options.stop_at_step, signal.SIGSTOP
-    make = adamw if options.client_side is None else client_side(options.client_side, options.kill_in_update)
+    make = (
+        adamw
+        if options.client_side is None
+        else client_side(options.client_side, options.kill_in_update, options.after)
+    )
     _, state = train(
         session, steps=options.steps, clip=options.clip, signal_at_step=at_step, number=number, make_optimizer=make
     )

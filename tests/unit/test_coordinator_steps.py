@@ -119,12 +119,12 @@ def test_the_norm_is_asked_for_once_and_does_not_commit(tmp_path: Path) -> None:
             norms = await asyncio.gather(waiting, b.prepare(0))
             assert [norm.grad_norm for norm in norms] == [math.sqrt(8.0)] * 2
             assert all(shard.calls["PrepareStep"] == 1 for shard in cluster.shards.values())
-            assert (await b.prepare(0, with_max_abs=True)).max_abs == 2.0
+            assert (await b.prepare(0, norm_type=math.inf)).other_norm == 2.0
             assert all(shard.calls["PrepareStep"] == 2 for shard in cluster.shards.values())
             assert not cluster.state.runs["r"].commits
             await a.commit(0, wait_s=5, clip_coefficient=0.25)
-            late = await b.prepare(0, with_max_abs=True)
-            assert (late.grad_norm, late.max_abs) == (math.sqrt(8.0), 2.0), "a slow trainer still gets the norm"
+            late = await b.prepare(0, norm_type=math.inf)
+            assert (late.grad_norm, late.other_norm) == (math.sqrt(8.0), 2.0), "a slow trainer still gets the norm"
             with pytest.raises(HyperparameterMismatchError, match=r"clip coefficient: 0\.25 at rank 0"):
                 await b.commit(0)
 

@@ -43,7 +43,7 @@ UNIT = UnitRecord(0, b"spec", True, (ShardRecord(0, 4096, "s9", "i"), ShardRecor
 
 
 def commit_record(step: int) -> CommitRecord:
-    return CommitRecord(step, 1.5, "rank 0", b"optimizer", 0.25, (1, 0), float("inf"), None, skipped=step % 2 == 1)
+    return CommitRecord(step, 1.5, "rank 0", b"optimizer", 0.25, (1, 0), float("inf"), 3.0, 2.5, skipped=step % 2 == 1)
 
 
 def test_everything_comes_back_as_it_was_stored(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / FILE_NAME) as database:
         database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(ConflictError, match="has schema version 99, expected 2"):
+    with pytest.raises(ConflictError, match="has schema version 99, expected 3"):
         Storage(tmp_path)
 
 

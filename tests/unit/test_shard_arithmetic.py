@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwell_server import hyperparameters
-from shardwell_server.shard.norms import block_squares, exact_partials
+from shardwell_server.shard.norms import block_powers, block_squares, exact_partials
 from shardwell_server.shard.optimizer import ShardOptimizer
 from shardwell_server.shard.reduction import mean_in_rank_order, reduce_shard
 from shardwell_wire.errors import InvalidRequestError
@@ -63,6 +63,7 @@ def test_large_segments_are_reduced_as_if_at_once(dtype: torch.dtype) -> None:
     assert bits(out) == bits(mean(terms, 3))
     assert reduced.square_partials == exact_partials(block_squares(out, first_byte))
     assert reduced.max_abs() == out.abs().max().item()
+    assert reduced.power_partials([first_byte], 3.0) == exact_partials(block_powers(out, first_byte, 3.0))
 
 
 def test_16_bit_terms_are_rounded_once() -> None:
@@ -71,19 +72,23 @@ def test_16_bit_terms_are_rounded_once() -> None:
     assert mean(terms, 3).item() == 86.0
 
 
+@pytest.mark.parametrize("norm_type", [0.5, 1.0, 2.0, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_block_squares_are_the_same_for_every_cut(dtype: torch.dtype) -> None:
+def test_block_powers_are_the_same_for_every_cut(dtype: torch.dtype, norm_type: float) -> None:
     values = torch.randn(40_000, generator=torch.Generator().manual_seed(1)).to(dtype)
     first_byte, size = 64 * 7, values.element_size()
-    whole = block_squares(values, first_byte)
-    assert math.fsum(whole) == pytest.approx(float((values.double() ** 2).sum()), rel=1e-12)
+    whole = block_powers(values, first_byte, norm_type)
+    assert math.fsum(whole) == pytest.approx(float((values.double().abs() ** norm_type).sum()), rel=1e-12)
     blocks = range(BLOCK_BYTES, first_byte + values.nbytes, BLOCK_BYTES)
     rng = random.Random(0)
     for _ in range(30):
         cuts = sorted(rng.sample(blocks, rng.randrange(1, 6)))
         bounds = [0, *((cut - first_byte) // size for cut in cuts), values.numel()]
-        parts = [block_squares(values[low:high], first_byte + low * size) for low, high in itertools.pairwise(bounds)]
-        assert [square for part in parts for square in part] == whole
+        parts = [
+            block_powers(values[low:high], first_byte + low * size, norm_type)
+            for low, high in itertools.pairwise(bounds)
+        ]
+        assert [power for part in parts for power in part] == whole
 
 
 def test_exact_partials_sum_exactly() -> None:

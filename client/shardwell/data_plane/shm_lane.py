@@ -30,7 +30,7 @@ class LaidPart:
 
 
 class ShmLane:
-    """Reads shards in place, and hands gradients over in mailboxes; the rpcs carry control messages only.
+    """Reads shards in place, hands over gradients in mailboxes and slices on desks; rpcs carry control messages only.
 
     Args:
         client: Calls the server.
@@ -135,6 +135,39 @@ class ShmLane:
                 self._mailboxes.note_adopted(header.unit, header.dp_rank, mailbox)
             else:
                 self._mailboxes.give(header.unit, mailbox)
+
+    def open_desk(
+        self, request: shard_pb2.ReadSliceRequest, *, timeout_s: float, retry_for_s: float
+    ) -> shard_pb2.OpenDeskResponse:
+        """Has a slice laid out in shared memory.
+
+        Raises:
+            CapacityError: The server has no room for that.
+            ConflictError: The optimizer's state is not in shared memory.
+            StepStateError: The step is not prepared, or not any more.
+            StaleEpochError: The slice went to another trainer.
+        """
+        answer: shard_pb2.OpenDeskResponse = self._client.call(
+            "OpenDesk",
+            shard_pb2.OpenDeskRequest(slice=request, lane=self._name),
+            timeout_s=timeout_s,
+            retry_for_s=retry_for_s,
+        )
+        return answer
+
+    def stage_desk(
+        self, header: shard_pb2.StageSliceHeader, desk: int, *, timeout_s: float, retry_for_s: float
+    ) -> None:
+        """Stages what lies on a desk.
+
+        Raises:
+            ConflictError: The desk was given up, or the state has other tensors now.
+            StepStateError: The gradient is another by now.
+            StaleEpochError: The slice went to another trainer.
+            NonFiniteError: A value is NaN or infinity.
+        """
+        request = shard_pb2.StageDeskRequest(header=header, lane=self._name, desk=desk)
+        self._client.call("StageDesk", request, timeout_s=timeout_s, retry_for_s=retry_for_s)
 
     def _copy(self, laid: LaidPart) -> LaidPart:
         copy = self._empty(laid.header)

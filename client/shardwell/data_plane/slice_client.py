@@ -1,7 +1,8 @@
-"""How a slice's values, gradient and optimizer state travel between a trainer and one shard server."""
+"""How a slice's values, gradient and optimizer state travel between a trainer and one shard server, as streams."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,29 +46,58 @@ class SlicePart:
     state: dict[int, dict[str, Any]] = field(default_factory=dict)
     """What the optimizer keeps of a parameter: tensors and numbers by name."""
 
+    @property
+    def kept_bytes(self) -> int:
+        """What values and state take."""
+        state = (value for entry in self.state.values() for value in entry.values())
+        tensors = [*self.values.values(), *(value for value in state if isinstance(value, torch.Tensor))]
+        return sum(tensor.nbytes for tensor in tensors)
 
-def read_slice(
-    client: ShardClient, place: SlicePlace, context: common_pb2.RequestContext, *, timeout_s: float
-) -> SlicePart:
-    """Fetches a slice of a prepared step.
 
-    Raises:
-        StepStateError: The step is not prepared, or not any more.
-        StaleEpochError: The slice went to another trainer.
-    """
-    request = shard_pb2.ReadSliceRequest(
+@dataclass(frozen=True)
+class HeldSlice:
+    """Values and state that were staged from here, and of which the server may have no others by now."""
+
+    request_id: str
+    """Of the request that staged them."""
+    part: SlicePart
+
+
+def read_request(
+    place: SlicePlace, context: common_pb2.RequestContext, held: HeldSlice | None = None
+) -> shard_pb2.ReadSliceRequest:
+    """What asks for a slice."""
+    return shard_pb2.ReadSliceRequest(
         context=context,
         unit=place.layout.unit,
         dp_rank=place.dp_rank,
         start_bytes=place.start_bytes,
         stop_bytes=place.stop_bytes,
+        held_request_id="" if held is None else held.request_id,
     )
+
+
+def read_slice(
+    client: ShardClient,
+    place: SlicePlace,
+    context: common_pb2.RequestContext,
+    *,
+    timeout_s: float,
+    held: HeldSlice | None = None,
+) -> SlicePart:
+    """Fetches a slice of a prepared step; of one that is held here and is still what the server has, the gradient.
+
+    Raises:
+        StepStateError: The step is not prepared, or not any more.
+        StaleEpochError: The slice went to another trainer.
+    """
+    request = read_request(place, context, held)
 
     def fetch() -> SlicePart:
         incoming = None
         for data in client.byte_response_stub("ReadSlice")(request, timeout=timeout_s):
             message, chunk = codec.decode_message(data, shard_pb2.ReadSliceResponse)
-            incoming = incoming or _Incoming(place, message.header)
+            incoming = incoming or _Incoming(place, message.header, held)
             incoming.receiver.feed(chunk)
         assert incoming is not None
         return incoming.finish()
@@ -75,26 +105,25 @@ def read_slice(
     return client.attempt(fetch, retry_for_s=timeout_s)
 
 
-def stage_slice(
-    client: ShardClient,
+def describe_state(place: SlicePlace, part: SlicePart) -> list[tuple[shard_pb2.StateTensor, torch.Tensor]]:
+    """An optimizer's state as it is sent, in a row.
+
+    Raises:
+        UsageError: Something in it is neither a tensor nor a number.
+    """
+    return [
+        _describe(place, index, name, value) for index, entry in part.state.items() for name, value in entry.items()
+    ]
+
+
+def stage_header(
     place: SlicePlace,
     context: common_pb2.RequestContext,
     part: SlicePart,
-    *,
-    timeout_s: float,
-) -> None:
-    """Sends the new values of the parameters that have a gradient, and the whole new state.
-
-    Raises:
-        StepStateError: The gradient is another by now.
-        StaleEpochError: The slice went to another trainer.
-        NonFiniteError: A value is NaN or infinity.
-        CapacityError: The server has no room for it.
-    """
-    state = [
-        _describe(place, index, name, value) for index, entry in part.state.items() for name, value in entry.items()
-    ]
-    header = shard_pb2.StageSliceHeader(
+    state: Iterable[tuple[shard_pb2.StateTensor, torch.Tensor]],
+) -> shard_pb2.StageSliceHeader:
+    """What announces new values and new state."""
+    return shard_pb2.StageSliceHeader(
         context=context,
         unit=place.layout.unit,
         dp_rank=place.dp_rank,
@@ -104,6 +133,36 @@ def stage_slice(
         parameter_indices=sorted(part.gradients),
         state=[description for description, _ in state],
     )
+
+
+def stage_slice(
+    client: ShardClient,
+    place: SlicePlace,
+    context: common_pb2.RequestContext,
+    part: SlicePart,
+    *,
+    timeout_s: float,
+    share_state: bool = False,
+) -> None:
+    """Sends the new values of the parameters that have a gradient, and the whole new state.
+
+    Args:
+        client: Calls the server.
+        place: Of the slice.
+        context: Names the request; what it sends may be held under its id.
+        part: What is sent.
+        timeout_s: How long it may take.
+        share_state: Whether the state shall be found in shared memory next time.
+
+    Raises:
+        StepStateError: The gradient is another by now.
+        StaleEpochError: The slice went to another trainer.
+        NonFiniteError: A value is NaN or infinity.
+        CapacityError: The server has no room for it.
+    """
+    state = describe_state(place, part)
+    header = stage_header(place, context, part, state)
+    header.share_state = share_state
     tensors = [part.values[index] for index in sorted(part.gradients)] + [tensor for _, tensor in state]
     first = shard_pb2.StageSliceRequest(header=header)
 
@@ -117,21 +176,16 @@ def stage_slice(
 class _Incoming:
     """A slice that is being received: tensors in the order of the stream."""
 
-    def __init__(self, place: SlicePlace, header: shard_pb2.ReadSliceHeader) -> None:
-        self._header, self._segments = header, place.segments
-        dtypes = [getattr(torch, place.layout.parameters[segment.parameter_index].dtype) for segment in self._segments]
-        with_gradient = set(header.gradient_indices)
+    def __init__(self, place: SlicePlace, header: shard_pb2.ReadSliceHeader, held: HeldSlice | None) -> None:
+        self._header, self._held = header, held if header.held else None
+        segments = {segment.parameter_index: segment for segment in place.segments}
 
-        def like(segment: Segment, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(segment.stop_element - segment.start_element, dtype=dtype)
+        def like(index: int) -> torch.Tensor:
+            segment, parameter = segments[index], place.layout.parameters[index]
+            return torch.empty(segment.stop_element - segment.start_element, dtype=getattr(torch, parameter.dtype))
 
-        pairs = list(zip(self._segments, dtypes, strict=True))
-        self._values = {segment.parameter_index: like(segment, dtype) for segment, dtype in pairs}
-        self._gradients = {
-            segment.parameter_index: like(segment, dtype)
-            for segment, dtype in pairs
-            if segment.parameter_index in with_gradient
-        }
+        self._values = {} if header.held else {index: like(index) for index in segments}
+        self._gradients = {index: like(index) for index in header.gradient_indices}
         self._state = [
             torch.empty(tuple(entry.shape), dtype=getattr(torch, DTYPE_NAMES[entry.dtype])) for entry in header.state
         ]
@@ -141,6 +195,9 @@ class _Incoming:
     def finish(self) -> SlicePart:
         """What came; raises ChunkError if the stream ended early."""
         self.receiver.require_complete()
+        if self._held is not None:
+            kept = self._held.part
+            return SlicePart(self._header.generation, kept.values, self._gradients, kept.state)
         state: dict[int, dict[str, Any]] = {}
         for entry, tensor in zip(self._header.state, self._state, strict=True):
             value = tensor.item() if entry.is_number else tensor

@@ -221,6 +221,7 @@ def refuse_clipping(owner: Owner) -> NoReturn:
     """Raises for ``torch.nn.utils`` clipping a sharded parameter's gradient."""
     raise UsageError(
         f"torch.nn.utils.clip_grad sees only gradients that are left here, but that of {owner.name!r} goes to the "
-        "shard servers: call optimizer.clip_grad_norm_(max_norm), which clips by the norm over all of them",
+        "shard servers: call optimizer.clip_grad_norm_(max_norm), which clips by the norm over all of them, or "
+        "optimizer.clip_grad_value_(clip_value)",
         parameter=owner.name,
     )

@@ -1,13 +1,15 @@
 """Optimizers that run on the trainers: each data rank updates its slice of every unit and writes it back by value.
 
-Nothing is kept here from step to step: values, mean gradient and the optimizer's state of a slice come from the
-servers and go back to them, and take effect when the step is committed. So any trainer can update any slice.
+Values, mean gradient and the optimizer's state of a slice come from the servers and go back to them in every step, and
+take effect when it is committed. So any trainer can update any slice; what one may have kept from the step before only
+saves fetching it again.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,14 +39,24 @@ class ClientSide(ShardedOptimizer):
     Args:
         params: As of torch's optimizers: sharded parameters, or groups of them.
         optimizer_class: Takes groups and ``options``, as torch's optimizers do; its ``step`` needs no closure.
+        keep_bytes: How much values and state may stay here from step to step where a server is not on this host, so
+            that a step fetches the gradient only. Without shared memory all of it is ``1 / dp`` of the model's values
+            and state. 0: nothing stays.
         **options: Its hyper-parameters, by name.
 
     Raises:
         UsageError: A parameter is not sharded, or the optimizer's step needs a closure.
     """
 
-    def __init__(self, params: ParamsT, optimizer_class: Callable[..., Optimizer], **options: Any) -> None:
-        self._make, self._options, self._void_count = optimizer_class, options, 0
+    def __init__(
+        self,
+        params: ParamsT,
+        optimizer_class: Callable[..., Optimizer],
+        *,
+        keep_bytes: float = math.inf,
+        **options: Any,
+    ) -> None:
+        self._make, self._options, self._keep_bytes, self._void_count = optimizer_class, options, keep_bytes, 0
         # torch's optimizers fill in their defaults themselves.
         example = optimizer_class([nn.Parameter(torch.zeros(0))], **options)
         closure = inspect.signature(type(example).step).parameters.get("closure")
@@ -84,7 +96,7 @@ class ClientSide(ShardedOptimizer):
         staged = []
         for slices in work:
             try:
-                self._session.store.update_slices(slices, update)
+                self._session.store.update_slices(slices, update, keep_bytes=self._keep_bytes)
             except StepStateError as error:  # a rank has begun its work anew: the commit says what to do now
                 self._void_count += 1
                 if self._void_count > _MAX_VOID_COUNT:
@@ -103,13 +115,20 @@ class ClientSide(ShardedOptimizer):
         if not part.gradients:
             return
         for index, gradient in part.gradients.items():
-            parameters[index].grad = gradient.mul_(clip_coefficient) if clip_coefficient != 1.0 else gradient
+            clipped = gradient.mul_(clip_coefficient) if clip_coefficient != 1.0 else gradient
+            if self._clip_value is not None:
+                clipped.clamp_(-self._clip_value, self._clip_value)
+            parameters[index].grad = clipped
         inner = self._make(list(self._inner_groups(parameters, groups)), **self._options)
-        for index, state in part.state.items():
-            inner.state[parameters[index]] = state
+        left = {index: state for index, state in part.state.items() if index not in parameters}
+        for index, parameter in parameters.items():
+            if index in part.state:
+                inner.state[parameter] = part.state[index]
         inner.step()
         part.values.update({index: value.detach().contiguous() for index, value in parameters.items()})
-        part.state = {index: dict(inner.state[value]) for index, value in parameters.items() if value in inner.state}
+        # In the order of the layout; that of parameters which are in no group now stays as it is.
+        found = {index: dict(inner.state[value]) for index, value in parameters.items() if value in inner.state}
+        part.state = dict(sorted((found | left).items()))
 
     def _inner_groups(self, parameters: Mapping[int, nn.Parameter], groups: Sequence[int]) -> Iterator[dict[str, Any]]:
         for number, group in enumerate(self.param_groups):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch.optim.optimizer import ParamsT
 
-from shardwell.optimizers.sharded_optimizer import ShardedOptimizer, require_at_least_zero, require_betas
+from shardwell.optimizers.sharded_optimizer import ShardedOptimizer, at_least_zero, moments, require_betas
 from shardwell_wire.errors import UsageError
 
 
@@ -27,18 +27,10 @@ class SGD(ShardedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        require_at_least_zero(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        numbers = at_least_zero(lr=lr, momentum=momentum, weight_decay=weight_decay)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise UsageError("SGD(nesterov=True): expected momentum > 0 and dampening = 0")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, {**numbers, "dampening": dampening, "nesterov": nesterov, "maximize": maximize})
 
 
 class Adam(ShardedOptimizer):
@@ -60,7 +52,7 @@ class Adam(ShardedOptimizer):
         maximize: bool = False,
     ) -> None:
         decay = self._default_weight_decay if weight_decay is None else weight_decay
-        super().__init__(params, {**_moments(lr, betas, eps, decay, maximize), "amsgrad": amsgrad})
+        super().__init__(params, {**moments(lr, betas, eps, decay, maximize), "amsgrad": amsgrad})
 
 
 class AdamW(Adam):
@@ -88,13 +80,8 @@ class NAdam(ShardedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        require_at_least_zero(momentum_decay=momentum_decay)
-        defaults = {
-            **_moments(lr, betas, eps, weight_decay, maximize),
-            "momentum_decay": momentum_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(params, defaults)
+        numbers = {**moments(lr, betas, eps, weight_decay, maximize), **at_least_zero(momentum_decay=momentum_decay)}
+        super().__init__(params, {**numbers, "decoupled_weight_decay": decoupled_weight_decay})
 
 
 class RAdam(ShardedOptimizer):
@@ -114,8 +101,8 @@ class RAdam(ShardedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        moments = _moments(lr, betas, eps, weight_decay, maximize)
-        super().__init__(params, {**moments, "decoupled_weight_decay": decoupled_weight_decay})
+        numbers = moments(lr, betas, eps, weight_decay, maximize)
+        super().__init__(params, {**numbers, "decoupled_weight_decay": decoupled_weight_decay})
 
 
 class Adamax(ShardedOptimizer):
@@ -134,7 +121,7 @@ class Adamax(ShardedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, _moments(lr, betas, eps, weight_decay, maximize))
+        super().__init__(params, moments(lr, betas, eps, weight_decay, maximize))
 
 
 class RMSprop(ShardedOptimizer):
@@ -155,17 +142,8 @@ class RMSprop(ShardedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        require_at_least_zero(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
-        defaults = {
-            "lr": lr,
-            "alpha": alpha,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "centered": centered,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        numbers = at_least_zero(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
+        super().__init__(params, {**numbers, "centered": centered, "maximize": maximize})
 
 
 class Adagrad(ShardedOptimizer):
@@ -185,22 +163,14 @@ class Adagrad(ShardedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        require_at_least_zero(
+        numbers = at_least_zero(
             lr=lr,
             lr_decay=lr_decay,
             weight_decay=weight_decay,
             initial_accumulator_value=initial_accumulator_value,
             eps=eps,
         )
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, {**numbers, "maximize": maximize})
 
 
 class Adadelta(ShardedOptimizer):
@@ -219,11 +189,10 @@ class Adadelta(ShardedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        require_at_least_zero(lr=lr, eps=eps, weight_decay=weight_decay)
+        numbers = at_least_zero(lr=lr, eps=eps, weight_decay=weight_decay)
         if not 0.0 <= rho <= 1.0:
             raise UsageError(f"rho={rho!r}: expected 0 <= rho <= 1")
-        defaults = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults)
+        super().__init__(params, {**numbers, "rho": rho, "maximize": maximize})
 
 
 class Lion(ShardedOptimizer):
@@ -249,13 +218,6 @@ class Lion(ShardedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        require_at_least_zero(lr=lr, weight_decay=weight_decay)
         require_betas(betas)
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
-
-
-def _moments(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool) -> dict[str, Any]:
-    """What all descendants of Adam have, checked."""
-    require_at_least_zero(lr=lr, eps=eps, weight_decay=weight_decay)
-    require_betas(betas)
-    return {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        numbers = at_least_zero(lr=lr, weight_decay=weight_decay)
+        super().__init__(params, {**numbers, "betas": betas, "maximize": maximize})

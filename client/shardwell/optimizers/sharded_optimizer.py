@@ -38,6 +38,7 @@ class ShardedOptimizer(Optimizer):
         self._session = self._find_session()
         self._session.note_buffers()
         self._clip_coefficient = 1.0
+        self._clip_value: float | None = None
         self._loss_scale: float | None = None
         self.skipped = False
         """Whether the last step changed no parameter, since a gradient of a scaled loss was not finite."""
@@ -70,13 +71,28 @@ class ShardedOptimizer(Optimizer):
         self._ema_decay = decay
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; not once the optimizer is part of a ``Combined``."""
+        """As in torch, also between steps; not once the optimizer is part of a ``Combined``.
+
+        Raises:
+            UsageError: A parameter is not sharded; there is no new group then.
+        """
         if getattr(self, "_combined", None) is not None:
             raise UsageError(f"add parameter groups to {type(self).__name__} before it becomes part of a Combined")
         super().add_param_group(param_group)
+        if hasattr(self, "_session"):
+            try:
+                for parameter in self.param_groups[-1]["params"]:
+                    self._locate(parameter)
+            except UsageError:
+                self.param_groups.pop()
+                raise
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = True
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+        foreach: bool | None = None,
     ) -> torch.Tensor:
         """Clips the step's mean gradient to a global norm over all units, servers and ranks.
 
@@ -84,26 +100,55 @@ class ShardedOptimizer(Optimizer):
 
         Args:
             max_norm: Largest norm; the gradient is scaled by ``max_norm / (norm + 1e-6)`` if above.
-            norm_type: 2.0 or infinity.
+            norm_type: The norm's p, above 0, or infinity; ``"inf"`` as in torch. All ranks must take the same.
             error_if_nonfinite: Must be True: a step with a non-finite gradient is never committed.
+            foreach: Has no effect; torch's functions take it.
 
         Returns:
             The norm before clipping: a 0-dim float64 tensor, the same on every trainer. After
             ``GradScaler.unscale_`` it is that of the unscaled gradient, and infinity if the step will be skipped.
 
         Raises:
-            NonFiniteError: A gradient has NaN or infinity; names the parameter and the ranks.
+            NonFiniteError: A gradient has NaN or infinity; names the parameter and the ranks. Or its norm is beyond
+                what a double holds, though it has none.
         """
         self._refuse_if_combined("clip_grad_norm_")
-        if norm_type not in (2.0, math.inf):
-            raise UsageError(f"clip_grad_norm_(norm_type={norm_type!r}): expected 2.0 or infinity")
+        if not float(norm_type) > 0:
+            raise UsageError(f"clip_grad_norm_(norm_type={norm_type!r}): expected a number above 0, or infinity")
         if not error_if_nonfinite:
             raise UsageError("clip_grad_norm_(error_if_nonfinite=False): a non-finite gradient is never committed")
         if not max_norm > 0:
             raise UsageError(f"clip_grad_norm_({max_norm!r}): expected a positive norm")
+        if self._clip_value is not None:
+            raise UsageError("clip_grad_norm_ after clip_grad_value_: a step clips by one of them")
         norm = self._grad_norm(float(norm_type))
+        if not math.isfinite(norm) and self._loss_scale is None:
+            raise NonFiniteError(
+                f"the norm of type {norm_type} is beyond what a double holds, though the gradient is finite: "
+                "take a smaller norm_type, or infinity"
+            )
         self._clip_coefficient = min(1.0, max_norm / (norm + _CLIP_EPSILON)) if math.isfinite(norm) else 1.0
         return torch.tensor(norm, dtype=torch.float64)
+
+    def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
+        """Clips every element of the step's mean gradient, as ``torch.nn.utils.clip_grad_value_``.
+
+        Call it between the backward and ``step``. It is done where the optimizer runs, with the step, and does not
+        wait for anything.
+
+        Args:
+            clip_value: Elements are brought into ``[-clip_value, clip_value]``. The same on all ranks.
+            foreach: Has no effect; torch's function takes it.
+
+        Raises:
+            UsageError: It is not a positive number, or the step's gradient is clipped by its norm already.
+        """
+        self._refuse_if_combined("clip_grad_value_")
+        if not float(clip_value) > 0:
+            raise UsageError(f"clip_grad_value_({clip_value!r}): expected a positive number")
+        if self._clip_coefficient != 1.0:
+            raise UsageError("clip_grad_value_ after clip_grad_norm_: a step clips by one of them")
+        self._clip_value = float(clip_value)
 
     def _grad_norm(self, norm_type: float) -> float:
         """Of the unscaled mean gradient."""
@@ -144,7 +189,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.skipped = not self._commit(self._clip_coefficient / (self._loss_scale or 1.0))
-        self._clip_coefficient, self._loss_scale = 1.0, None
+        self._clip_coefficient, self._clip_value, self._loss_scale = 1.0, None, None
         return loss
 
     def _commit(self, coefficient: float) -> bool:
@@ -158,28 +203,35 @@ class ShardedOptimizer(Optimizer):
         ``step.batches`` it drops those of all items computed here: ``step`` then commits without them.
         """
         self._session.zero_grad()
-        self._clip_coefficient, self._loss_scale = 1.0, None
+        self._clip_coefficient, self._clip_value, self._loss_scale = 1.0, None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """The hyper-parameters of every group; the state itself lives on the servers, and in the run's checkpoints."""
+        """The hyper-parameters of every group. The state itself lives on the servers and belongs to the run."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return {"param_groups": groups, "ema_decay": self._ema_decay}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the hyper-parameters of every group.
+        """Takes over the hyper-parameters of every group, also those of a torch optimizer that has no state yet.
 
         Raises:
-            UsageError: There is state of parameters in it, or another number of groups.
+            UsageError: It has state, which is not for a trainer to load; or other parameter groups.
         """
+        self._refuse_if_combined("load_state_dict")
         if state_dict.get("state"):
             raise UsageError(
-                f"this state_dict has the state of {len(state_dict['state'])} parameters, as that of a local "
-                "optimizer: here state lives on the shard servers and comes back with the run's checkpoint. To take "
-                "over the hyper-parameters only, load {'param_groups': state_dict['param_groups']}"
+                f"the state_dict has state of {len(state_dict['state'])} parameters, but an optimizer's state lives "
+                "on the shard servers and belongs to the run: joining the run again restores it. To take over the "
+                'hyper-parameters only, load {"param_groups": state_dict["param_groups"]}'
             )
         saved = state_dict["param_groups"]
         if len(saved) != len(self.param_groups):
             raise UsageError(f"the state has {len(saved)} parameter groups, the optimizer {len(self.param_groups)}")
+        for number, (group, values) in enumerate(zip(self.param_groups, saved, strict=True)):
+            if "params" in values and len(values["params"]) != len(group["params"]):
+                raise UsageError(
+                    f"parameter group {number} of the state has {len(values['params'])} parameters, the optimizer's "
+                    f"{len(group['params'])}"
+                )
         for group, values in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
         self.ema_decay = state_dict.get("ema_decay")
@@ -213,6 +265,7 @@ class ShardedOptimizer(Optimizer):
             algorithm=self.algorithm,
             groups=groups,
             ema_decay=self._ema_decay,
+            clip_value=self._clip_value,
             skip_non_finite=self._loss_scale is not None,
             units=[common_pb2.UnitGroups(unit_index=index, group_indices=group) for index, group in indices.items()],
         )
@@ -244,11 +297,12 @@ class ShardedOptimizer(Optimizer):
         )
 
 
-def require_at_least_zero(**values: float) -> None:
-    """Raises UsageError naming the first of some hyper-parameters that is negative or not a number."""
+def at_least_zero(**values: float) -> dict[str, float]:
+    """Some hyper-parameters; raises UsageError naming the first that is negative or not a number."""
     for name, value in values.items():
         if not float(value) >= 0.0:
             raise UsageError(f"{name}={value!r}: expected at least 0")
+    return values
 
 
 def require_betas(betas: tuple[float, float]) -> None:
@@ -256,3 +310,9 @@ def require_betas(betas: tuple[float, float]) -> None:
     for index, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
             raise UsageError(f"betas[{index}]={beta!r}: expected 0 <= beta < 1")
+
+
+def moments(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool) -> dict[str, Any]:
+    """What all descendants of Adam have; raises UsageError as the checks do."""
+    require_betas(betas)
+    return {**at_least_zero(lr=lr, eps=eps, weight_decay=weight_decay), "betas": betas, "maximize": maximize}

@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from shardwell.module.tensors import local_part
-from shardwell.optimizers.sharded_optimizer import ShardedOptimizer, require_at_least_zero, require_betas
+from shardwell.optimizers.sharded_optimizer import ShardedOptimizer, at_least_zero, moments
 from shardwell_wire.errors import UsageError
 
 
@@ -57,10 +57,7 @@ class LAMB(WholeTensorOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        require_at_least_zero(lr=lr, eps=eps, weight_decay=weight_decay)
-        require_betas(betas)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults)
+        super().__init__(params, moments(lr, betas, eps, weight_decay, maximize))
 
 
 class Adafactor(WholeTensorOptimizer):
@@ -83,21 +80,13 @@ class Adafactor(WholeTensorOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        require_at_least_zero(lr=lr, weight_decay=weight_decay)
-        require_at_least_zero(**{f"eps[{index}]": value for index, value in enumerate(eps) if value is not None})
+        numbers = at_least_zero(lr=lr, weight_decay=weight_decay)
+        at_least_zero(**{f"eps[{index}]": value for index, value in enumerate(eps) if value is not None})
         if beta2_decay > 0.0:
             raise UsageError(f"beta2_decay={beta2_decay!r}: expected at most 0")
         if d < 1.0:
             raise UsageError(f"d={d!r}: expected at least 1")
-        defaults = {
-            "lr": lr,
-            "beta2_decay": beta2_decay,
-            "eps": eps,
-            "d": d,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, {**numbers, "beta2_decay": beta2_decay, "eps": eps, "d": d, "maximize": maximize})
 
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, float]:
         eps1, eps2 = group["eps"]
@@ -141,18 +130,15 @@ class Muon(WholeTensorOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
     ) -> None:
-        require_at_least_zero(lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
+        numbers = at_least_zero(lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
         if not 0 <= ns_steps < 100:
             raise UsageError(f"ns_steps={ns_steps!r}: expected 0 to 99")
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
             raise UsageError(f"adjust_lr_fn={adjust_lr_fn!r}: expected 'original' or 'match_rms_adamw'")
         defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
+            **numbers,
             "nesterov": nesterov,
             "ns_coefficients": ns_coefficients,
-            "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }

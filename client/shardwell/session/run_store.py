@@ -18,7 +18,8 @@ from shardwell.data_plane.node_gathers import NodeGathers, fetch
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.server_connection import ServerConnection
 from shardwell.data_plane.shared_vector import CAN_MAP, SegmentPlace, SharedVector
-from shardwell.data_plane.slice_client import SlicePart, SlicePlace, read_slice, stage_slice
+from shardwell.data_plane.slice_client import SlicePart
+from shardwell.data_plane.slice_updates import SliceUpdates
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
 from shardwell.memory.completion import Completable
 from shardwell.module.store import InitialValues
@@ -29,8 +30,7 @@ from shardwell.session.progress import ItemProgress, StepProgress
 from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import ConflictError, DeadlineError, UsageError
 from shardwell_wire.layout import UnitLayout
-from shardwell_wire.slices import part_in
-from shardwell_wire.v1 import coordinator_pb2, shard_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class RunStore:
         self._servers: dict[str, ServerConnection] = {}
         self._units: dict[int, RemoteUnit] = {}
         self._traffic = Traffic(push_bytes=config.push_bytes)
+        self._slice_updates = SliceUpdates(membership.world.dp, config.wait_limit_s)
         self._wire, self._feedback = self._make_wire()
         self._cache = self._open_cache() if config.host_cache_bytes else None
         group = form_node_group(membership, config) if config.node_group != "none" else None
@@ -106,6 +107,7 @@ class RunStore:
         self.progress = progress
         self._release_mailboxes()
         if fewer_ranks:
+            self._slice_updates.forget()
             # Whoever plays the others now needs the room that is reserved for their gradients.
             for server in self._servers.values():
                 server.give_mailboxes_back()
@@ -295,33 +297,32 @@ class RunStore:
             if progress.parts:
                 self._reset(progress)
 
-    def update_slices(self, work: coordinator_pb2.SliceWork, update: Callable[[int, SlicePart], None]) -> None:
-        """Reads, updates and stages one data rank's slices of all units, one part after the other.
+    def update_slices(
+        self, work: coordinator_pb2.SliceWork, update: Callable[[int, SlicePart], None], *, keep_bytes: float
+    ) -> None:
+        """Reads, updates and stages one data rank's slices of all units; see ``SliceUpdates.run``.
 
         Args:
             work: The lease on the slices.
             update: Is given a unit's index and a part of its slice, to be changed in place.
+            keep_bytes: How much values and state may stay here until the next step.
 
         Raises:
             StepStateError: The step's gradient is another by now, or void.
             StaleEpochError: The slices went to another trainer.
         """
-        dp, limit_s = self._membership.world.dp, self._config.wait_limit_s
-        for unit in self._units.values():
-            for shard in unit.shards:
-                start, stop = part_in(unit.layout.size_bytes, dp, work.dp_rank, shard.start_bytes, shard.stop_bytes)
-                if start == stop:
-                    continue
-                self._membership.check()
-                place, client = SlicePlace(unit.layout, work.dp_rank, start, stop), shard.server.client
-                context = self._membership.context(self.progress.number, epoch=work.epoch)
-                part = read_slice(client, place, context, timeout_s=limit_s)
-                update(unit.index, part)
-                stage_slice(client, place, context, part, timeout_s=limit_s)
+
+        def make_context() -> common_pb2.RequestContext:
+            self._membership.check()
+            return self._membership.context(self.progress.number, epoch=work.epoch)
+
+        units = self._units.values()
+        self._slice_updates.run(units, work.dp_rank, make_context, update, keep_bytes=keep_bytes)
 
     def close(self) -> None:
         """Stops the threads and closes the connections."""
         self._traffic.close()
+        self._slice_updates.close()
         for server in self._servers.values():
             server.close()
         if self._cache is not None:

@@ -226,10 +226,12 @@ class Session:
             return self._last_norm
         self._finish_loose_work()
         request = coordinator_pb2.PrepareGradientsRequest(
-            context=self._membership.context(self.step), trainer=self.trainer, with_max_abs=norm_type == float("inf")
+            context=self._membership.context(self.step),
+            trainer=self.trainer,
+            norm_type=0.0 if norm_type == 2.0 else norm_type,
         )
         response: coordinator_pb2.PrepareGradientsResponse = self._membership.call("PrepareGradients", request)
-        return response.max_abs if request.with_max_abs else response.grad_norm
+        return response.other_norm if request.norm_type else response.grad_norm
 
     def commit(
         self,

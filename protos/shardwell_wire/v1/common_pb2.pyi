@@ -508,6 +508,7 @@ class OptimizerStep(google.protobuf.message.Message):
     UNITS_FIELD_NUMBER: builtins.int
     SKIP_NON_FINITE_FIELD_NUMBER: builtins.int
     EMA_DECAY_FIELD_NUMBER: builtins.int
+    CLIP_VALUE_FIELD_NUMBER: builtins.int
     algorithm: builtins.str
     """Such as "adamw"; docs/optimizers.md has all. Empty: every group names its own. "trainer/NAME": trainers run
     the optimizer called NAME and stage new values of their slices, and hyperparameters are only compared.
@@ -517,6 +518,10 @@ class OptimizerStep(google.protobuf.message.Message):
     ema_decay: builtins.float
     """The servers keep an exponential moving average of what is optimised; this is the weight of what
     it was before, in [0, 1]. Unset: averages stay as they are.
+    """
+    clip_value: builtins.float
+    """Every element of the mean gradient, once it is multiplied by the clip coefficient, is brought into
+    [-clip_value, clip_value]. Unset: none is.
     """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterGroup]:
@@ -534,9 +539,13 @@ class OptimizerStep(google.protobuf.message.Message):
         units: collections.abc.Iterable[global___UnitGroups] | None = ...,
         skip_non_finite: builtins.bool = ...,
         ema_decay: builtins.float | None = ...,
+        clip_value: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_ema_decay", b"_ema_decay", "ema_decay", b"ema_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ema_decay", b"_ema_decay", "algorithm", b"algorithm", "ema_decay", b"ema_decay", "groups", b"groups", "skip_non_finite", b"skip_non_finite", "units", b"units"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_clip_value", b"_clip_value", "_ema_decay", b"_ema_decay", "clip_value", b"clip_value", "ema_decay", b"ema_decay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_clip_value", b"_clip_value", "_ema_decay", b"_ema_decay", "algorithm", b"algorithm", "clip_value", b"clip_value", "ema_decay", b"ema_decay", "groups", b"groups", "skip_non_finite", b"skip_non_finite", "units", b"units"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_clip_value", b"_clip_value"]) -> typing.Literal["clip_value"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ema_decay", b"_ema_decay"]) -> typing.Literal["ema_decay"] | None: ...
 
 global___OptimizerStep = OptimizerStep

@@ -802,11 +802,11 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
 
     CONTEXT_FIELD_NUMBER: builtins.int
     TRAINER_FIELD_NUMBER: builtins.int
-    WITH_MAX_ABS_FIELD_NUMBER: builtins.int
+    NORM_TYPE_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
-    with_max_abs: builtins.bool
-    """Whether max_abs is wanted too (for the infinity norm)."""
+    norm_type: builtins.float
+    """Another norm that is wanted beside the Euclidean one: its p, above 0, or infinity. 0: none."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, epoch, step and request id."""
@@ -816,10 +816,10 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
         *,
         context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
         trainer: builtins.str = ...,
-        with_max_abs: builtins.bool = ...,
+        norm_type: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "trainer", b"trainer", "with_max_abs", b"with_max_abs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "norm_type", b"norm_type", "trainer", b"trainer"]) -> None: ...
 
 global___PrepareGradientsRequest = PrepareGradientsRequest
 
@@ -828,18 +828,18 @@ class PrepareGradientsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GRAD_NORM_FIELD_NUMBER: builtins.int
-    MAX_ABS_FIELD_NUMBER: builtins.int
+    OTHER_NORM_FIELD_NUMBER: builtins.int
     grad_norm: builtins.float
     """Euclidean norm of the mean gradient over all units and servers."""
-    max_abs: builtins.float
-    """Largest absolute value of the mean gradient; only when asked for."""
+    other_norm: builtins.float
+    """The norm of type norm_type; only when asked for."""
     def __init__(
         self,
         *,
         grad_norm: builtins.float = ...,
-        max_abs: builtins.float = ...,
+        other_norm: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["grad_norm", b"grad_norm", "max_abs", b"max_abs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["grad_norm", b"grad_norm", "other_norm", b"other_norm"]) -> None: ...
 
 global___PrepareGradientsResponse = PrepareGradientsResponse
 

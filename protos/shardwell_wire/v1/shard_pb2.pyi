@@ -845,12 +845,12 @@ class PrepareStepRequest(google.protobuf.message.Message):
     CONTEXT_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
     DP_FIELD_NUMBER: builtins.int
-    WITH_MAX_ABS_FIELD_NUMBER: builtins.int
+    NORM_TYPE_FIELD_NUMBER: builtins.int
     SKIP_FIELD_NUMBER: builtins.int
     dp: builtins.int
     """Logical data ranks of the run: the sum of contributions is divided by it."""
-    with_max_abs: builtins.bool
-    """Whether max_abs is wanted too."""
+    norm_type: builtins.float
+    """Another norm that is wanted beside the Euclidean one: its p, above 0, or infinity. 0: none."""
     skip: builtins.bool
     """Go on as if nobody had pushed: a gradient was not finite. No norm is reported then."""
     @property
@@ -867,11 +867,11 @@ class PrepareStepRequest(google.protobuf.message.Message):
         context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
         ranks: collections.abc.Iterable[global___RankManifest] | None = ...,
         dp: builtins.int = ...,
-        with_max_abs: builtins.bool = ...,
+        norm_type: builtins.float = ...,
         skip: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "ranks", b"ranks", "skip", b"skip", "with_max_abs", b"with_max_abs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "norm_type", b"norm_type", "ranks", b"ranks", "skip", b"skip"]) -> None: ...
 
 global___PrepareStepRequest = PrepareStepRequest
 
@@ -884,14 +884,21 @@ class UnitNorm(google.protobuf.message.Message):
     UNIT_INDEX_FIELD_NUMBER: builtins.int
     SQUARE_PARTIALS_FIELD_NUMBER: builtins.int
     MAX_ABS_FIELD_NUMBER: builtins.int
+    POWER_PARTIALS_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
     """Position of the unit in the run."""
     max_abs: builtins.float
-    """Largest absolute value; only when asked for."""
+    """Largest absolute value; only when the norm of type infinity is asked for."""
     @property
     def square_partials(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Squares of the mean gradient, summed in fp64 over fixed blocks of 4096 bytes; the block sums
         are added without rounding error and reported as a few doubles whose exact sum is the result.
+        """
+
+    @property
+    def power_partials(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Absolute values to the power norm_type, summed and reported like squares; only when another norm
+        than that of type infinity is asked for.
         """
 
     def __init__(
@@ -900,8 +907,9 @@ class UnitNorm(google.protobuf.message.Message):
         unit_index: builtins.int = ...,
         square_partials: collections.abc.Iterable[builtins.float] | None = ...,
         max_abs: builtins.float = ...,
+        power_partials: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_abs", b"max_abs", "square_partials", b"square_partials", "unit_index", b"unit_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_abs", b"max_abs", "power_partials", b"power_partials", "square_partials", b"square_partials", "unit_index", b"unit_index"]) -> None: ...
 
 global___UnitNorm = UnitNorm
 
@@ -972,6 +980,7 @@ class ReadSliceRequest(google.protobuf.message.Message):
     DP_RANK_FIELD_NUMBER: builtins.int
     START_BYTES_FIELD_NUMBER: builtins.int
     STOP_BYTES_FIELD_NUMBER: builtins.int
+    HELD_REQUEST_ID_FIELD_NUMBER: builtins.int
     unit: builtins.str
     """Name of the unit."""
     dp_rank: builtins.int
@@ -980,6 +989,8 @@ class ReadSliceRequest(google.protobuf.message.Message):
     """The part of the slice that lies in this server's shard."""
     stop_bytes: builtins.int
     """End of that part, half-open."""
+    held_request_id: builtins.str
+    """Request id of the StageSlice that sent values and state which the trainer still has. Empty: none."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, step and request id; epoch of the lease on the slice."""
@@ -992,9 +1003,10 @@ class ReadSliceRequest(google.protobuf.message.Message):
         dp_rank: builtins.int = ...,
         start_bytes: builtins.int = ...,
         stop_bytes: builtins.int = ...,
+        held_request_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "dp_rank", b"dp_rank", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "dp_rank", b"dp_rank", "held_request_id", b"held_request_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
 
 global___ReadSliceRequest = ReadSliceRequest
 
@@ -1006,10 +1018,13 @@ class ReadSliceHeader(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     GRADIENT_INDICES_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version of the values; the step."""
     generation: builtins.int
     """Names the gradient in StageSlice: rises when it is worked out anew."""
+    held: builtins.bool
+    """What the trainer still has is what is here: neither values nor state are sent, and state is empty."""
     @property
     def gradient_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Parameters (layout indices, rising) that have a gradient in this step."""
@@ -1025,8 +1040,9 @@ class ReadSliceHeader(google.protobuf.message.Message):
         generation: builtins.int = ...,
         gradient_indices: collections.abc.Iterable[builtins.int] | None = ...,
         state: collections.abc.Iterable[global___StateTensor] | None = ...,
+        held: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "gradient_indices", b"gradient_indices", "state", b"state", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "gradient_indices", b"gradient_indices", "held", b"held", "state", b"state", "version", b"version"]) -> None: ...
 
 global___ReadSliceHeader = ReadSliceHeader
 
@@ -1070,6 +1086,7 @@ class StageSliceHeader(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     PARAMETER_INDICES_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
+    SHARE_STATE_FIELD_NUMBER: builtins.int
     unit: builtins.str
     """Name of the unit."""
     dp_rank: builtins.int
@@ -1080,6 +1097,8 @@ class StageSliceHeader(google.protobuf.message.Message):
     """End of that part, half-open."""
     generation: builtins.int
     """Of the gradient that the values were computed from."""
+    share_state: builtins.bool
+    """The trainer has a shm lane: it would rather find the state in shared memory next time."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, step and request id; epoch of the lease on the slice."""
@@ -1103,9 +1122,10 @@ class StageSliceHeader(google.protobuf.message.Message):
         generation: builtins.int = ...,
         parameter_indices: collections.abc.Iterable[builtins.int] | None = ...,
         state: collections.abc.Iterable[global___StateTensor] | None = ...,
+        share_state: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "dp_rank", b"dp_rank", "generation", b"generation", "parameter_indices", b"parameter_indices", "start_bytes", b"start_bytes", "state", b"state", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "dp_rank", b"dp_rank", "generation", b"generation", "parameter_indices", b"parameter_indices", "share_state", b"share_state", "start_bytes", b"start_bytes", "state", b"state", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
 
 global___StageSliceHeader = StageSliceHeader
 
@@ -1151,6 +1171,111 @@ class StageSliceResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["version", b"version"]) -> None: ...
 
 global___StageSliceResponse = StageSliceResponse
+
+@typing.final
+class OpenDeskRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SLICE_FIELD_NUMBER: builtins.int
+    LANE_FIELD_NUMBER: builtins.int
+    lane: builtins.str
+    """An open shm lane."""
+    @property
+    def slice(self) -> global___ReadSliceRequest:
+        """What is wanted; held_request_id is empty."""
+
+    def __init__(
+        self,
+        *,
+        slice: global___ReadSliceRequest | None = ...,
+        lane: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["slice", b"slice"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["lane", b"lane", "slice", b"slice"]) -> None: ...
+
+global___OpenDeskRequest = OpenDeskRequest
+
+@typing.final
+class OpenDeskResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    DESK_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    STATE_PATH_FIELD_NUMBER: builtins.int
+    NEW_STATE_PATH_FIELD_NUMBER: builtins.int
+    desk: builtins.int
+    """Names the desk in StageDesk."""
+    path: builtins.str
+    """A file on the server's host: the gradients, then, from the next multiple of 4096 on, room for the
+    values. Each lies as in the slice's range of the flat vector.
+    """
+    state_path: builtins.str
+    """A file with the present state, not to be written to: the tensors in the order of the header, each
+    from a multiple of 64 on. Empty: there is no state.
+    """
+    new_state_path: builtins.str
+    """A file with room for the new state, laid out likewise. Empty: there is no state."""
+    @property
+    def header(self) -> global___ReadSliceHeader:
+        """As of ReadSlice."""
+
+    def __init__(
+        self,
+        *,
+        header: global___ReadSliceHeader | None = ...,
+        desk: builtins.int = ...,
+        path: builtins.str = ...,
+        state_path: builtins.str = ...,
+        new_state_path: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["desk", b"desk", "header", b"header", "new_state_path", b"new_state_path", "path", b"path", "state_path", b"state_path"]) -> None: ...
+
+global___OpenDeskResponse = OpenDeskResponse
+
+@typing.final
+class StageDeskRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    LANE_FIELD_NUMBER: builtins.int
+    DESK_FIELD_NUMBER: builtins.int
+    lane: builtins.str
+    """An open shm lane."""
+    desk: builtins.int
+    """Of this lane. It must not be written to any more until it is opened again."""
+    @property
+    def header(self) -> global___StageSliceHeader:
+        """As of StageSlice; state has the tensors that OpenDesk named, in that order."""
+
+    def __init__(
+        self,
+        *,
+        header: global___StageSliceHeader | None = ...,
+        lane: builtins.str = ...,
+        desk: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["desk", b"desk", "header", b"header", "lane", b"lane"]) -> None: ...
+
+global___StageDeskRequest = StageDeskRequest
+
+@typing.final
+class StageDeskResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """The step that the values are for."""
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["version", b"version"]) -> None: ...
+
+global___StageDeskResponse = StageDeskResponse
 
 @typing.final
 class ConfirmSlicesRequest(google.protobuf.message.Message):

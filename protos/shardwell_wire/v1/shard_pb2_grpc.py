@@ -113,6 +113,16 @@ class ShardServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.StageSliceRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.StageSliceResponse.FromString,
                 _registered_method=True)
+        self.OpenDesk = channel.unary_unary(
+                '/shardwell.v1.ShardService/OpenDesk',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenDeskRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenDeskResponse.FromString,
+                _registered_method=True)
+        self.StageDesk = channel.unary_unary(
+                '/shardwell.v1.ShardService/StageDesk',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.StageDeskRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.StageDeskResponse.FromString,
+                _registered_method=True)
         self.ConfirmSlices = channel.unary_unary(
                 '/shardwell.v1.ShardService/ConfirmSlices',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesRequest.SerializeToString,
@@ -286,6 +296,24 @@ class ShardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenDesk(self, request, context):
+        """Trainer with a shm lane: as ReadSlice, but the gradient is copied to shared memory, where there is
+        room for the new values and the new state as well: a desk. What is staged on this desk already is
+        not staged any more. FAILED_PRECONDITION: also if there is no such lane; RESOURCE_EXHAUSTED: no
+        room for a desk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StageDesk(self, request, context):
+        """Trainer with a shm lane: as StageSlice, for new values and state that lie on a desk.
+        FAILED_PRECONDITION: also if the desk is not open any more, or the state has other tensors now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ConfirmSlices(self, request, context):
         """Coordinator, before the commit record of a step that trainers update by value: confirms that every
         slice is staged. Changes nothing. FAILED_PRECONDITION: some are not (named).
@@ -417,6 +445,16 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.StageSlice,
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.StageSliceRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.StageSliceResponse.SerializeToString,
+            ),
+            'OpenDesk': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenDesk,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenDeskRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenDeskResponse.SerializeToString,
+            ),
+            'StageDesk': grpc.unary_unary_rpc_method_handler(
+                    servicer.StageDesk,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.StageDeskRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.StageDeskResponse.SerializeToString,
             ),
             'ConfirmSlices': grpc.unary_unary_rpc_method_handler(
                     servicer.ConfirmSlices,
@@ -841,6 +879,60 @@ class ShardService(object):
             '/shardwell.v1.ShardService/StageSlice',
             shardwell__wire_dot_v1_dot_shard__pb2.StageSliceRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.StageSliceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenDesk(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.ShardService/OpenDesk',
+            shardwell__wire_dot_v1_dot_shard__pb2.OpenDeskRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.OpenDeskResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StageDesk(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.ShardService/StageDesk',
+            shardwell__wire_dot_v1_dot_shard__pb2.StageDeskRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.StageDeskResponse.FromString,
             options,
             channel_credentials,
             insecure,

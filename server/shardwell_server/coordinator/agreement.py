@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from shardwell_server import hyperparameters
 from shardwell_wire.errors import ConflictError, HyperparameterMismatchError, InvalidRequestError
@@ -133,7 +134,8 @@ def _first_difference(
     whole_step = {
         "clip coefficient": (decider.clip_coefficient, other.clip_coefficient),
         "whether losses are scaled": (ours.skip_non_finite, theirs.skip_non_finite),
-        "ema_decay": (_decay(ours), _decay(theirs)),
+        "clip value": (_set(ours, "clip_value"), _set(theirs, "clip_value")),
+        "ema_decay": (_set(ours, "ema_decay"), _set(theirs, "ema_decay")),
     }
     for what, (expected, got) in whole_step.items():
         if expected != got:
@@ -141,8 +143,8 @@ def _first_difference(
     return _first_group_difference(_groups(ours), _groups(theirs), layouts)
 
 
-def _decay(optimizer: common_pb2.OptimizerStep) -> float | None:
-    return optimizer.ema_decay if optimizer.HasField("ema_decay") else None
+def _set(optimizer: common_pb2.OptimizerStep, name: Literal["clip_value", "ema_decay"]) -> float | None:
+    return getattr(optimizer, name) if optimizer.HasField(name) else None
 
 
 def _value(group: common_pb2.ParameterGroup, name: str) -> object:

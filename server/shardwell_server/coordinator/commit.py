@@ -19,7 +19,7 @@ from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.trainers import Trainers
-from shardwell_server.coordinator.work import Prepared, Step
+from shardwell_server.coordinator.work import OtherNorm, Prepared, Step
 from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError, StepStateError
 from shardwell_wire.slices import runs_on_trainers
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
@@ -42,7 +42,7 @@ class Committer:
     def __init__(self, state: CoordinatorState, servers: ShardServers, trainers: Trainers) -> None:
         self._state, self._servers, self._trainers = state, servers, trainers
 
-    async def prepare(self, run: Run, *, with_max_abs: bool = False) -> Prepared | None:
+    async def prepare(self, run: Run, *, norm_type: float = 0.0) -> Prepared | None:
         """Has the gradients of the finished step reduced; who asks meanwhile shares the outcome.
 
         Returns:
@@ -58,9 +58,9 @@ class Committer:
         while step is not None and step is run.step and step.all_finished:
             if step.failure is not None:
                 raise type(step.failure)(str(step.failure), **step.failure.data)
-            if step.prepared is not None and not (with_max_abs and step.prepared.max_abs is None):
+            if step.prepared is not None and step.prepared.has(norm_type):
                 return step.prepared
-            await run.preparing(lambda: self._prepare(run, with_max_abs=with_max_abs))
+            await run.preparing(lambda: self._prepare(run, norm_type))
         return None
 
     def start_preparing(self, run: Run) -> None:
@@ -75,7 +75,7 @@ class Committer:
 
         self._state.tasks.start(prepare())
 
-    async def _prepare(self, run: Run, *, with_max_abs: bool) -> None:
+    async def _prepare(self, run: Run, norm_type: float) -> None:
         step = run.step
         assert step is not None
         generation = step.generation
@@ -92,7 +92,7 @@ class Committer:
                 context=self._servers.context(run, step.number),
                 ranks=_manifest(run, step, server_id),
                 dp=run.settings.world.dp,
-                with_max_abs=with_max_abs,
+                norm_type=norm_type,
                 skip=step.skipped,
             )
 
@@ -108,11 +108,9 @@ class Committer:
         if generation != step.generation:
             return
         step.prepared = (
-            Prepared(grad_norm=math.inf, max_abs=math.inf)
+            Prepared(math.inf, OtherNorm(norm_type, math.inf))
             if step.skipped
-            else combine_norms(
-                (norm for response in responses.values() for norm in response.units), with_max_abs=with_max_abs
-            )
+            else combine_norms((norm for response in responses.values() for norm in response.units), norm_type)
         )
 
     async def commit(self, run: Run) -> None:
@@ -129,6 +127,7 @@ class Committer:
             return
         if runs_on_trainers(decision.optimizer.algorithm) and not await self._confirm_slices(run, step, decision):
             return
+        other = prepared.other_norm
         record = CommitRecord(
             step=step.number,
             time=self._state.wall_clock(),
@@ -137,7 +136,8 @@ class Committer:
             clip_coefficient=decision.clip_coefficient,
             unit_order=decision.unit_order,
             grad_norm=prepared.grad_norm,
-            max_abs=prepared.max_abs,
+            norm_type=other.norm_type if other is not None else None,
+            other_norm=other.value if other is not None else None,
             skipped=step.skipped,
         )
         state = merge_state(run.state, decision, step.number)
@@ -231,18 +231,26 @@ def _manifest(run: Run, step: Step, server_id: str) -> list[shard_pb2.RankManife
     ]
 
 
-def combine_norms(norms: Iterable[shard_pb2.UnitNorm], *, with_max_abs: bool) -> Prepared:
-    """The norm over all units and servers: partial sums of squares are added without rounding."""
+def combine_norms(norms: Iterable[shard_pb2.UnitNorm], norm_type: float = 0.0) -> Prepared:
+    """The norms over all units and servers: partial sums are added without rounding."""
     found = list(norms)
-    partials = [partial for norm in found for partial in norm.square_partials]
-    if any(map(math.isnan, partials)):
+    grad_norm = math.sqrt(_exact_sum(partial for norm in found for partial in norm.square_partials))
+    if not norm_type:
+        return Prepared(grad_norm)
+    if norm_type == math.inf:
+        return Prepared(grad_norm, OtherNorm(norm_type, max((norm.max_abs for norm in found), default=0.0)))
+    powers = _exact_sum(partial for norm in found for partial in norm.power_partials)
+    return Prepared(grad_norm, OtherNorm(norm_type, powers ** (1.0 / norm_type)))
+
+
+def _exact_sum(partials: Iterable[float]) -> float:
+    found = list(partials)
+    if any(map(math.isnan, found)):
         raise NonFiniteError("a server reports a gradient norm that is not a number")
     try:
-        squares = math.inf if math.inf in partials else math.fsum(partials)
+        return math.inf if math.inf in found else math.fsum(found)
     except OverflowError:
-        squares = math.inf
-    max_abs = max((norm.max_abs for norm in found), default=0.0) if with_max_abs else None
-    return Prepared(math.sqrt(squares), max_abs)
+        return math.inf
 
 
 def merge_state(

@@ -99,7 +99,9 @@ class CommitRecord:
     clip_coefficient: float
     unit_order: tuple[int, ...]
     grad_norm: float
-    max_abs: float | None
+    norm_type: float | None = None
+    """Of the other norm that was asked for; None: none was."""
+    other_norm: float | None = None
     skipped: bool = False
 
 

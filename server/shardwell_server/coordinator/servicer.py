@@ -189,11 +189,12 @@ class CoordinatorServicer:
                 run,
                 member,
                 request.context.step,
-                with_max_abs=request.with_max_abs,
+                norm_type=_norm_type(request.norm_type),
                 wait_s=_wait_s(call, MAX_WAIT_S),
             )
+            other = prepared.other_norm
             return coordinator_pb2.PrepareGradientsResponse(
-                grad_norm=prepared.grad_norm, max_abs=prepared.max_abs or 0.0
+                grad_norm=prepared.grad_norm, other_norm=other.value if other is not None else 0.0
             )
 
     async def CommitStep(
@@ -307,6 +308,12 @@ def _check_name(what: str, value: str) -> None:
 def _check_seconds(what: str, value: float) -> None:
     if not 0 <= value < math.inf:
         raise InvalidRequestError(f"{what} is {value}: expected a finite number of at least 0")
+
+
+def _norm_type(value: float) -> float:
+    if not value >= 0:
+        raise InvalidRequestError(f"norm_type is {value}: expected a number above 0, infinity, or 0 for none")
+    return value
 
 
 def _wait_s(call: Call, wanted_s: float) -> float:

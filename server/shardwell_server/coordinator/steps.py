@@ -17,7 +17,7 @@ from shardwell_server.coordinator.stall import explain
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.trainers import Trainers
 from shardwell_server.coordinator.waiting import poll
-from shardwell_server.coordinator.work import Item, Prepared, Step, WorkState
+from shardwell_server.coordinator.work import Item, OtherNorm, Prepared, Step, WorkState
 from shardwell_wire.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -129,7 +129,7 @@ class Steps:
         self._trainers.start_fencing(run)
         return item
 
-    async def prepare(self, run: Run, member: Member, number: int, *, with_max_abs: bool, wait_s: float) -> Prepared:
+    async def prepare(self, run: Run, member: Member, number: int, *, norm_type: float, wait_s: float) -> Prepared:
         """The norm of a step's gradients, once every item is finished.
 
         Raises:
@@ -142,9 +142,9 @@ class Steps:
         async def look() -> Prepared | None:
             run.require(member.name, member.epoch)
             if step is None or step is not run.step:
-                return _prepared_for(run, number, with_max_abs=with_max_abs)
+                return _prepared_for(run, number, norm_type)
             self._servers.check(run)
-            return await self._committer.prepare(run, with_max_abs=with_max_abs) if step.all_finished else None
+            return await self._committer.prepare(run, norm_type=norm_type) if step.all_finished else None
 
         prepared = await poll(run.changed, look, wait_s)
         if prepared is None:
@@ -275,14 +275,21 @@ def _check_ready(step: Step, member: Member, hand_in: HandIn) -> None:
         )
 
 
-def _prepared_for(run: Run, number: int, *, with_max_abs: bool) -> Prepared:
+def _prepared_for(run: Run, number: int, norm_type: float) -> Prepared:
     record = run.commit_of(number)
-    if record is None or (with_max_abs and record.max_abs is None):
+    prepared = None if record is None else Prepared(record.grad_norm, _other_norm(record))
+    if prepared is None or not prepared.has(norm_type):
         raise VersionGoneError(
             f"step {number} is committed and its norms are not kept: step {run.committed_step} is in flight",
             step=number,
         )
-    return Prepared(record.grad_norm, record.max_abs)
+    return prepared
+
+
+def _other_norm(record: CommitRecord) -> OtherNorm | None:
+    if record.norm_type is None or record.other_norm is None:
+        return None
+    return OtherNorm(record.norm_type, record.other_norm)
 
 
 def _hand_in_of(record: CommitRecord, clip_coefficient: float) -> HandIn:

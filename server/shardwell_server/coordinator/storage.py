@@ -28,7 +28,7 @@ from shardwell_server.coordinator.records import (
 )
 from shardwell_wire.errors import ConflictError, UnavailableError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 FILE_NAME = "coordinator.sqlite"
 
@@ -73,8 +73,8 @@ CREATE TABLE finished (
 ) WITHOUT ROWID;
 CREATE TABLE commits (
     run TEXT NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL, decider TEXT NOT NULL, optimizer BLOB NOT NULL,
-    clip_coefficient REAL NOT NULL, unit_order TEXT NOT NULL, grad_norm REAL NOT NULL, max_abs REAL,
-    skipped INTEGER NOT NULL,
+    clip_coefficient REAL NOT NULL, unit_order TEXT NOT NULL, grad_norm REAL NOT NULL, norm_type REAL,
+    other_norm REAL, skipped INTEGER NOT NULL,
     PRIMARY KEY (run, step)
 ) WITHOUT ROWID;
 CREATE TABLE states (run TEXT PRIMARY KEY, step INTEGER NOT NULL, state BLOB NOT NULL) WITHOUT ROWID;
@@ -167,11 +167,12 @@ class Storage:
             record.clip_coefficient,
             order,
             record.grad_norm,
-            record.max_abs,
+            record.norm_type,
+            record.other_norm,
             int(record.skipped),
         )
         writes: list[_Write] = [
-            (_upsert("commits", 10), [row]),
+            (_upsert("commits", 11), [row]),
             ("DELETE FROM commits WHERE run = ? AND step <= ?", [(run, record.step - KEPT_COMMITS)]),
             _clear("finished", run),
         ]
@@ -261,9 +262,18 @@ class Storage:
         ]
         commits = [
             CommitRecord(
-                step, time, decider, optimizer, clip, tuple(map(int, order.split())), grad_norm, max_abs, bool(skipped)
+                step,
+                time,
+                decider,
+                optimizer,
+                clip,
+                tuple(map(int, order.split())),
+                grad_norm,
+                norm_type,
+                other_norm,
+                bool(skipped),
             )
-            for _, step, time, decider, optimizer, clip, order, grad_norm, max_abs, skipped in self._rows(
+            for _, step, time, decider, optimizer, clip, order, grad_norm, norm_type, other_norm, skipped in self._rows(
                 "commits", run
             )
         ]

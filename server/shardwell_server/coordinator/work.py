@@ -56,12 +56,24 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherNorm:
+    """The norm of the step's gradients, of another type than Euclidean."""
+
+    norm_type: float
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """What the servers said about the step's gradients."""
 
     grad_norm: float
-    max_abs: float | None
-    """None: was not asked for."""
+    other_norm: OtherNorm | None = None
+    """The last that was asked for; None: none was."""
+
+    def has(self, norm_type: float) -> bool:
+        """Whether the norm of a type is known, beside the Euclidean one; 0: none is wanted."""
+        return not norm_type or (self.other_norm is not None and self.other_norm.norm_type == norm_type)
 
 
 @dataclass

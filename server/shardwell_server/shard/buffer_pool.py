@@ -43,6 +43,15 @@ class BufferPool:
             self.idle_bytes += size_bytes
         self._fit()
 
+    def part_with(self, buffer: torch.Tensor) -> None:
+        """A buffer that was taken is counted elsewhere from now on."""
+        self.taken_bytes -= buffer.numel()
+
+    def take_over(self, buffer: torch.Tensor) -> None:
+        """Takes back a buffer that was counted elsewhere."""
+        self.taken_bytes += buffer.numel()
+        self.give(buffer)
+
     def trim(self) -> None:
         """Frees what is idle."""
         self._idle.clear()

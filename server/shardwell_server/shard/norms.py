@@ -1,4 +1,4 @@
-"""Sums of squares that do not depend on where shards begin. Pure.
+"""Sums of powers that do not depend on where shards begin. Pure.
 
 A term is the sum in fp64 over the part of one parameter that lies in one fixed block of the flat
 vector; cuts fall on blocks, so the terms are the same for any number of servers. Terms are added
@@ -17,11 +17,17 @@ from shardwell_wire.layout import BLOCK_BYTES
 
 
 def block_squares(values: torch.Tensor, first_byte: int) -> list[float]:
-    """Sums of squares of part of a parameter, per block of the flat vector.
+    """``block_powers`` of the Euclidean norm."""
+    return block_powers(values, first_byte, 2.0)
+
+
+def block_powers(values: torch.Tensor, first_byte: int, norm_type: float) -> list[float]:
+    """Sums of absolute values to a power of part of a parameter, per block of the flat vector.
 
     Args:
         values: Consecutive elements of one parameter. [numel]
         first_byte: Where they begin in the flat vector.
+        norm_type: The power, above 0 and finite.
 
     Returns:
         One term per block touched. [num_blocks]
@@ -30,13 +36,14 @@ def block_squares(values: torch.Tensor, first_byte: int) -> list[float]:
     head = min(values.numel(), -first_byte % BLOCK_BYTES // values.element_size())
     body = (values.numel() - head) // row * row
     pieces = (values[:head][None], values[head : head + body].view(-1, row), values[head + body :][None])
-    return list(chain.from_iterable(_row_squares(piece) for piece in pieces if piece.numel()))
+    return list(chain.from_iterable(_row_powers(piece, norm_type) for piece in pieces if piece.numel()))
 
 
-def _row_squares(rows: torch.Tensor) -> list[float]:
+def _row_powers(rows: torch.Tensor, norm_type: float) -> list[float]:
     """[num_rows, row] -> [num_rows]"""
-    squares: list[float] = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square().tolist()
-    return squares
+    norms = torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=torch.float64)
+    powers: list[float] = norms.pow(norm_type).tolist()
+    return powers
 
 
 def exact_partials(terms: Sequence[float]) -> list[float]:

@@ -73,6 +73,8 @@ class ShardOptimizer:
             if gradient is None or group < 0:
                 continue
             clipped = gradient.mul_(clip_coefficient) if clip_coefficient != 1.0 else gradient
+            if optimizer.HasField("clip_value"):
+                clipped.clamp_(-optimizer.clip_value, optimizer.clip_value)
             self._begin(number, names[group])
             self._step_counts[number] += 1
             members[group].append(Part(values, clipped.view_as(values), self._states[number]))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwell_server.shard.norms import block_squares, exact_partials
+from shardwell_server.shard.norms import block_powers, block_squares, exact_partials
 from shardwell_wire.layout import BLOCK_BYTES
 
 _SLICE_BYTES = 1 << 20
@@ -33,6 +33,21 @@ class Reduced:
         """The largest absolute value; 0 if there is no gradient."""
         values = (torch.aminmax(gradient) for gradient in self.gradients if gradient is not None and gradient.numel())
         return max((abs(float(value)) for pair in values for value in pair), default=0.0)
+
+    def power_partials(self, first_bytes: Sequence[int], norm_type: float) -> list[float]:
+        """The share of another norm than the Euclidean one, as ``square_partials`` are of that.
+
+        Args:
+            first_bytes: Where segments begin in the flat vector.
+            norm_type: Above 0 and finite.
+        """
+        powers: list[float] = []
+        for gradient, first_byte in zip(self.gradients, first_bytes, strict=True):
+            if gradient is not None:
+                for here in _slices(gradient, first_byte):
+                    start = first_byte + here.start * gradient.element_size()
+                    powers += block_powers(gradient[here], start, norm_type)
+        return exact_partials(powers)
 
 
 def reduce_shard(

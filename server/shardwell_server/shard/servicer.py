@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from google.protobuf.message import Message
 
 from shardwell_server.rpc import Call
-from shardwell_server.shard import initial_values, inspection, slice_transfers, steps, transfers
+from shardwell_server.shard import desk_transfers, initial_values, inspection, slice_transfers, steps, transfers
 from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.lanes import LaneOffer
 from shardwell_server.shard.pushes import Push
@@ -123,6 +123,20 @@ class ShardServicer:
         assert isinstance(header, shard_pb2.StageSliceHeader)
         self._note(call, header.context, header)
         return await slice_transfers.stage(self._store, header, incoming)
+
+    async def OpenDesk(self, request: shard_pb2.OpenDeskRequest, call: Call) -> shard_pb2.OpenDeskResponse:
+        run = self._store.run(request.slice.context.run)
+        lane = self._shm_lanes().lane(request.lane, run.name)
+        return await desk_transfers.open_desk(self._store, run, lane, request.slice)
+
+    async def StageDesk(self, request: shard_pb2.StageDeskRequest, call: Call) -> shard_pb2.StageDeskResponse:
+        header = request.header
+        self._note(call, header.context, request)
+        run = self._store.run(header.context.run)
+        lane = self._shm_lanes().lane(request.lane, run.name)
+        desk = lane.opened_desk(request.desk, run.shard(header.unit), header.dp_rank)
+        await desk_transfers.stage_desk(self._store, run, desk, header)
+        return shard_pb2.StageDeskResponse(version=header.context.step)
 
     async def OpenLane(
         self, request: shard_pb2.OpenLaneRequest, call: Call

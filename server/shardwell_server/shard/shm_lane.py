@@ -1,4 +1,4 @@
-"""Lanes through shared memory: trainers of this host map shards, and lay gradients in mailboxes."""
+"""Lanes through shared memory: trainers of this host map shards, lay gradients in mailboxes, update slices on desks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from shardwell_server.shard.mailboxes import Mailbox
 from shardwell_server.shard.memory import Memory
 from shardwell_server.shard.shared_memory import SharedMemory
+from shardwell_server.shard.slice_desks import Desk
 from shardwell_server.shard.unit_shard import UnitShard
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import ConflictError
@@ -21,7 +22,7 @@ _FILE_BYTES = 1 << 20
 
 
 class ShmLane:
-    """One trainer's mailboxes.
+    """One trainer's mailboxes and desks.
 
     Args:
         run: Name of the run that the lane is for.
@@ -32,6 +33,7 @@ class ShmLane:
     def __init__(self, run: str, shared: SharedMemory, memory: Memory) -> None:
         self._run, self._shared, self._memory = run, shared, memory
         self._mailboxes: dict[int, Mailbox] = {}
+        self._desks: dict[int, tuple[UnitShard, int, Desk]] = {}
         self._numbers = itertools.count(1)
 
     def check_run(self, run: str) -> None:
@@ -62,11 +64,36 @@ class ShmLane:
             raise ConflictError(f"the lane has no mailbox {number}")
         return self._mailboxes[number]
 
+    def desk(self, shard: UnitShard, dp_rank: int) -> tuple[int, Desk]:
+        """The desk for a rank's slice, a new one if there is none, and its number.
+
+        Raises:
+            CapacityError: Beyond the memory budget, or the shared memory is full.
+        """
+        for number, (owner, rank, desk) in list(self._desks.items()):
+            if desk.closed:
+                del self._desks[number]
+            elif owner is shard and rank == dp_rank:
+                return number, desk
+        desk, number = shard.slices.open_desk(dp_rank), next(self._numbers)
+        self._desks[number] = shard, dp_rank, desk
+        return number, desk
+
+    def opened_desk(self, number: int, shard: UnitShard, dp_rank: int) -> Desk:
+        """Raises ConflictError if the lane has no such desk for a rank's slice."""
+        owner, rank, desk = self._desks.get(number, (None, None, None))
+        if desk is None or owner is not shard or rank != dp_rank:
+            raise ConflictError(f"the lane has no desk {number} for {shard.what}, rank {dp_rank}")
+        return desk
+
     def close(self) -> None:
-        """Gives all mailboxes up."""
+        """Gives all mailboxes and desks up."""
         for mailbox in self._mailboxes.values():
             mailbox.close()
         self._mailboxes.clear()
+        for shard, _, desk in self._desks.values():
+            shard.slices.close_desk(desk)
+        self._desks.clear()
 
 
 class ShmLanes:

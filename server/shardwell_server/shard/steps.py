@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from shardwell_server import hyperparameters
 from shardwell_server.shard.runs import PreparedStep, Run
@@ -42,6 +43,8 @@ async def prepare(
         InvalidRequestError: The manifest does not fit the run.
     """
     step, asked = request.context.step, _without_context(request)
+    if not request.norm_type >= 0:
+        raise InvalidRequestError(f"norm_type is {request.norm_type}: expected a number above 0, or 0 for none")
     if run.prepared is not None and (run.prepared.step, run.prepared.asked) == (step, asked):
         assert run.prepared.answer is not None
         return run.prepared.answer
@@ -56,8 +59,11 @@ async def prepare(
                 continue
             reduced = await shard.reduce(in_thread)
             norm = shard_pb2.UnitNorm(unit_index=shard.index, square_partials=reduced.square_partials)
-            if request.with_max_abs:
+            if request.norm_type == math.inf:
                 norm.max_abs = await in_thread(reduced.max_abs)
+            elif request.norm_type:
+                starts = [segment.start_bytes for segment in shard.segments]
+                norm.power_partials.extend(await in_thread(partial(reduced.power_partials, starts, request.norm_type)))
             answer.units.append(norm)
     except BaseException:
         run.unprepare()

@@ -69,7 +69,7 @@ class UnitShard:
         """Of initial values and, by rank, of contributions."""
         self.contributions = Contributions()
         self.reduced: Reduced | None = None
-        self.slices = Slices(self.what, layout.size_bytes, start_bytes, stop_bytes, dp)
+        self.slices = Slices(self.what, layout.size_bytes, start_bytes, stop_bytes, dp, memory, shared)
         self.optimizer: ShardOptimizer | None = None
         self.optimizer_bytes = 0
         self.initial_cover, self.contribution_cover = Cover(1), Cover(dp)
@@ -110,12 +110,14 @@ class UnitShard:
         """Gives back what can be done without."""
         self.encoded.forget()
         self.values.revoke_superseded()
+        self.slices.make_room()
 
     def drop(self) -> None:
         """Forgets everything; those who wait, read or send are told that the run was deleted."""
         deleted = NotFoundError(f"run {self.run!r} was deleted", run=self.run)
         self.streams.end_all(deleted)
         self.drop_contributions()
+        self.slices.close()
         self.encoded.forget()
         self.values.drop(deleted)
 

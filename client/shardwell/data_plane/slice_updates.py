@@ -1,0 +1,213 @@
+"""How a trainer updates slices: read ahead of the arithmetic, each by the best way there is, and staged behind it."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from shardwell.data_plane.remote_shard import RemoteShard
+from shardwell.data_plane.slice_client import (
+    HeldSlice,
+    SlicePart,
+    SlicePlace,
+    describe_state,
+    read_request,
+    read_slice,
+    stage_header,
+    stage_slice,
+)
+from shardwell.data_plane.slice_desk import DeskPart, SliceDesk
+from shardwell.data_plane.traffic import RemoteUnit
+from shardwell_wire.errors import CapacityError, ConflictError
+from shardwell_wire.slices import part_in
+from shardwell_wire.v1 import common_pb2
+
+logger = logging.getLogger(__name__)
+
+_AHEAD_COUNT, _BEHIND_COUNT = 3, 3
+"""Parts of slices that are being read while another is updated, and that are being staged. They bound the memory."""
+
+MakeContext = Callable[[], common_pb2.RequestContext]
+
+
+class RemoteSlice:
+    """The part of one data rank's slice of a unit that one server owns, as this trainer reaches it.
+
+    Where the server shares memory it is updated there, and nothing stays here. Otherwise values and state that this
+    trainer staged are kept, so that the next step fetches the gradient only; the server says whether they are still
+    what it has.
+
+    Args:
+        unit_index: Of the unit.
+        place: Not empty.
+        shard: The shard that it lies in.
+        timeout_s: How long reading or staging it may take.
+    """
+
+    def __init__(self, unit_index: int, place: SlicePlace, shard: RemoteShard, timeout_s: float) -> None:
+        self.unit_index = unit_index
+        self._place, self._shard, self._timeout_s = place, shard, timeout_s
+        self._desk = SliceDesk(place)
+        self._held: HeldSlice | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """What is kept here until the next step."""
+        return 0 if self._held is None else self._held.part.kept_bytes
+
+    @property
+    def _shares_memory(self) -> bool:
+        return self._shard.server.shm is not None and self._shard.window is not None
+
+    def read(self, context: common_pb2.RequestContext) -> SlicePart:
+        """The slice of a prepared step, to be changed in place; raises as ``read_slice`` does."""
+        held, self._held = self._held, None  # it is about to be changed
+        if self._shares_memory:
+            try:
+                return self._open_desk(context)
+            except (CapacityError, ConflictError, OSError) as error:
+                _raise_unless_about_memory(error)
+                logger.info("slice of unit %r is streamed: %s", self._place.layout.unit, error)
+        return read_slice(self._shard.server.client, self._place, context, timeout_s=self._timeout_s, held=held)
+
+    def stage(self, make_context: MakeContext, part: SlicePart, *, may_keep_bytes: float) -> None:
+        """Sends new values and state; raises as ``stage_slice`` does.
+
+        Args:
+            make_context: Makes the context of a request.
+            part: What ``read`` returned, changed.
+            may_keep_bytes: How much may stay here until the next step.
+        """
+        if isinstance(part, DeskPart) and self._stage_desk(make_context(), part):
+            return
+        context = make_context()
+        stage_slice(
+            self._shard.server.client,
+            self._place,
+            context,
+            part,
+            timeout_s=self._timeout_s,
+            share_state=self._shares_memory,
+        )
+        if not self._shares_memory and part.kept_bytes <= may_keep_bytes:
+            self._held = HeldSlice(context.request_id, part)
+            part.gradients = {}
+
+    def _open_desk(self, context: common_pb2.RequestContext) -> DeskPart:
+        window, place = self._shard.window, self._place
+        assert window is not None
+        answer = self._shard.server.require_shm().open_desk(
+            read_request(place, context), timeout_s=self._timeout_s, retry_for_s=self._timeout_s
+        )
+        first = self._shard.start_bytes
+        values = window.bytes[place.start_bytes - first : place.stop_bytes - first]
+        part = self._desk.lay_out(answer, values)
+        window.check(answer.header.version)
+        return part
+
+    def _stage_desk(self, context: common_pb2.RequestContext, part: DeskPart) -> bool:
+        """Stages what lies on the desk; False if it has to be streamed."""
+        state = describe_state(self._place, part)
+        if not part.lay_back(state):
+            return False
+        header = stage_header(self._place, context, part, state)
+        try:
+            self._shard.server.require_shm().stage_desk(
+                header, part.desk, timeout_s=self._timeout_s, retry_for_s=self._timeout_s
+            )
+        except ConflictError as error:
+            _raise_unless_about_memory(error)
+            logger.info("slice of unit %r is streamed: %s", self._place.layout.unit, error)
+            return False
+        return True
+
+
+class SliceUpdates:
+    """Updates the slices of data ranks, unit by unit.
+
+    Args:
+        dp: Logical data ranks.
+        timeout_s: How long reading or staging one part may take.
+    """
+
+    def __init__(self, dp: int, timeout_s: float) -> None:
+        self._dp, self._timeout_s = dp, timeout_s
+        self._threads = ThreadPoolExecutor(_AHEAD_COUNT + _BEHIND_COUNT, thread_name_prefix="shardwell-slice")
+        self._slices: dict[tuple[int, int, int], RemoteSlice] = {}
+
+    def run(
+        self,
+        units: Iterable[RemoteUnit],
+        dp_rank: int,
+        make_context: MakeContext,
+        update: Callable[[int, SlicePart], None],
+        *,
+        keep_bytes: float,
+    ) -> None:
+        """Reads, updates and stages a data rank's slices.
+
+        Args:
+            units: All of the run.
+            dp_rank: Whose slices.
+            make_context: Makes the context of a request; raises if there shall be no more of them.
+            update: Is given a unit's index and a part of its slice, to be changed in place. Called in this thread.
+            keep_bytes: How much values and state may stay here until the next step, of all data ranks together.
+
+        Raises:
+            ShardwellError: See ``read_slice`` and ``stage_slice``; some slices may be staged.
+        """
+        todo = iter(self._slices_of(units, dp_rank))
+        reads: deque[tuple[RemoteSlice, Future[SlicePart]]] = deque()
+        stagings: deque[Future[None]] = deque()
+
+        def read_next() -> None:
+            if (piece := next(todo, None)) is not None:
+                reads.append((piece, self._threads.submit(piece.read, make_context())))
+
+        try:
+            for _ in range(_AHEAD_COUNT):
+                read_next()
+            while reads:
+                piece, reading = reads[0]
+                part = reading.result()
+                reads.popleft()
+                read_next()
+                update(piece.unit_index, part)
+                if len(stagings) == _BEHIND_COUNT:
+                    stagings.popleft().result()
+                free_bytes = keep_bytes - sum(other.held_bytes for other in self._slices.values())
+                stagings.append(self._threads.submit(piece.stage, make_context, part, may_keep_bytes=free_bytes))
+            for staging in stagings:
+                staging.result()
+        finally:
+            wait(stagings)
+            wait([reading for _, reading in reads])
+
+    def forget(self) -> None:
+        """Keeps nothing until the next step."""
+        self._slices.clear()
+
+    def close(self) -> None:
+        """Stops the threads."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _slices_of(self, units: Iterable[RemoteUnit], dp_rank: int) -> Sequence[RemoteSlice]:
+        found = []
+        for unit in units:
+            for shard in unit.shards:
+                start, stop = part_in(unit.layout.size_bytes, self._dp, dp_rank, shard.start_bytes, shard.stop_bytes)
+                key = unit.index, shard.start_bytes, dp_rank
+                if start < stop and key not in self._slices:
+                    place = SlicePlace(unit.layout, dp_rank, start, stop)
+                    self._slices[key] = RemoteSlice(unit.index, place, shard, self._timeout_s)
+                if start < stop:
+                    found.append(self._slices[key])
+        return found
+
+
+def _raise_unless_about_memory(error: Exception) -> None:
+    """Raises an error that another way to the server would meet too, such as a step that is not prepared."""
+    if isinstance(error, ConflictError) and type(error) is not ConflictError:
+        raise error
