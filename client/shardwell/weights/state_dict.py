@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from shardwell.memory.allocator import trim
 from shardwell.module.parameter import owner_of
 from shardwell.module.unit import Unit
+from shardwell.weights.split_units import SplitUnits, is_split
 
 
 def full_state_dict(model: nn.Module, *, ema: bool = False) -> dict[str, Any]:
@@ -23,11 +25,12 @@ def full_state_dict(model: nn.Module, *, ema: bool = False) -> dict[str, Any]:
 
     Returns:
         Copies of all parameters, under tied names too, and of persistent buffers. Loads with
-        ``load_state_dict`` into the model as it was before ``fully_shard``. Parameters split by tensor
-        parallelism are put together, so all ranks that hold parts must call.
+        ``load_state_dict`` into the model as it was before ``fully_shard``. Of parameters split by tensor
+        parallelism the other ranks' parts are read from the servers: no other rank need call.
 
     Raises:
         StepStateError: The moving average is wanted, and no step was averaged.
+        UsageError: A parameter is split in a way that the run does not know.
     """
     return dict(iter_full_state_dict(model, ema=ema))
 
@@ -48,36 +51,28 @@ def iter_full_state_dict(model: nn.Module, *, ema: bool = False) -> Iterator[tup
 
 
 def read_values(state: Mapping[str, Any], *, ema: bool = False) -> Iterator[tuple[str, Any]]:
-    """The values of a state with the parameters themselves in it, in its order: holds one unit."""
+    """The values of a state with the parameters themselves in it, in its order.
+
+    Holds one unit; of one with parameters that are split by tensor parallelism, all ranks' parts.
+    """
     gathered: Unit | None = None
     flat = torch.empty(0)
-    for name, value in state.items():
-        owner = owner_of(value) if isinstance(value, torch.Tensor) else None
-        if owner is not None:
-            if owner.unit is not gathered:
-                gathered, flat = None, torch.empty(0)
-                trim()  # streams leave holes in the heaps, which would add up over the units
-                gathered, flat = owner.unit, owner.unit.gather_average() if ema else owner.unit.gather_copy()
-            yield name, _whole(owner.unit.read(flat, owner.index), value)
-        elif isinstance(value, torch.Tensor):
-            yield name, value.detach().cpu().clone()
-        else:
-            yield name, value
-
-
-def _whole(values: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """A copy of a parameter's values; of all ranks' if it is a DTensor, of which ``values`` is this rank's part."""
-    if not hasattr(parameter, "placements"):
-        return values.clone()
-    from torch.distributed.tensor import DTensor
-
-    part = DTensor.from_local(
-        values.to(parameter.device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    whole: torch.Tensor = part.full_tensor()
-    return whole.cpu().clone()
+    with ExitStack() as stack:
+        others: SplitUnits | None = None
+        for name, value in state.items():
+            owner = owner_of(value) if isinstance(value, torch.Tensor) else None
+            if owner is not None:
+                if owner.unit is not gathered:
+                    gathered, flat = None, torch.empty(0)
+                    trim()  # streams leave holes in the heaps, which would add up over the units
+                    gathered, flat = owner.unit, owner.unit.gather_average() if ema else owner.unit.gather_copy()
+                own = owner.unit.read(flat, owner.index)
+                if is_split(value):
+                    others = others or stack.enter_context(SplitUnits(value, ema=ema))
+                    yield name, others.whole(value, owner, own)
+                else:
+                    yield name, own.clone()
+            elif isinstance(value, torch.Tensor):
+                yield name, value.detach().cpu().clone()
+            else:
+                yield name, value
