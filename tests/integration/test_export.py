@@ -25,7 +25,9 @@ import shardwell
 from shardwell.command import export_command
 from shardwell.command.cli import main
 from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.weights import held_version as module
 from shardwell.weights.held_version import HeldVersion, held_version
+from shardwell_wire.errors import VersionGoneError
 from tests.support.cluster import wait_until
 
 Command = Callable[..., SimpleNamespace]
@@ -177,8 +179,6 @@ def test_a_version_to_come_is_held_where_the_newest_is_over_at_once(
     cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first attempt is made with a description that is out of date."""
-    from shardwell.weights import held_version as module
-
     training = Training(cluster.address)
     with training.going_on(), closing(CoordinatorClient(cluster.address)) as coordinator:
         old = module.describe_weights(coordinator, training.run)
@@ -285,6 +285,22 @@ def test_too_small_a_disk_is_noticed_before_anything_is_read(
     done = export(ended.run, tmp_path / "new")
     assert done.code == 1 and "has 1000 B free: nothing was written" in done.err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_version_that_gave_way_is_named(cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(cluster.address)
+    opened, original = [], module._open
+    monkeypatch.setattr(module, "_open", lambda *arguments: opened.append(original(*arguments)) or opened[-1])
+    with (
+        training.going_on(),
+        closing(CoordinatorClient(cluster.address)) as coordinator,
+        held_version(coordinator, training.run, timeout_s=20) as held,
+    ):
+        for standing in opened:
+            standing.end()
+        training.wait_for(held.version + 4)
+        with pytest.raises(VersionGoneError, match=rf"version {held.version} of run .* was lost.*--memory-budget"):
+            dict(held.values())
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "dcp"])

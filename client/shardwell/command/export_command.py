@@ -132,8 +132,8 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(there).free
     if free_bytes < needed_bytes:
         raise CapacityError(
-            f"the weights are {format_size(needed_bytes)}, but the disk of {folder} has {format_size(free_bytes)} free: "
-            "nothing was written. --dtype bfloat16 halves what is stored in float32"
+            f"the weights are {format_size(needed_bytes)}, but the disk of {folder} has {format_size(free_bytes)} "
+            "free: nothing was written. --dtype bfloat16 halves what is stored in float32"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,6 @@ class Box:
     def is_whole(self) -> bool:
         """Whether the part is all of it."""
         return self.whole == self.shape
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """What takes the part out of the tensor."""
-        return tuple(slice(first, first + size) for first, size in zip(self.offsets, self.shape, strict=True))
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Where the elements ``[start, stop)`` of the flattened part lie in the flattened tensor.
@@ -59,20 +54,13 @@ class Box:
         return position
 
 
-def local_box(tensor: torch.Tensor, coordinate: Sequence[int] | None = None) -> Box:
-    """Which part of a tensor this process holds: of a ``DTensor`` its own, else all.
-
-    Args:
-        tensor: It.
-        coordinate: Of another process in the ``DTensor``'s mesh: its part instead.
-    """
+def local_box(tensor: torch.Tensor) -> Box:
+    """Which part of a tensor this process holds: of a ``DTensor`` its own, else all."""
     shape = tuple(tensor.shape)
     if not hasattr(tensor, "placements"):
         return Box(shape, (0,) * len(shape), shape)
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sharded: Any = tensor
-    mesh = sharded.device_mesh
-    place = list(mesh.get_coordinate() if coordinate is None else coordinate)
-    local, offsets = _compute_local_shape_and_global_offset(tensor.shape, mesh.shape, place, sharded.placements)
+    local, offsets = compute_local_shape_and_global_offset(tensor.shape, sharded.device_mesh, sharded.placements)
     return Box(shape, tuple(offsets), tuple(local))

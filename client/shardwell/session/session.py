@@ -140,12 +140,6 @@ class Session:
             return ""
         return f"pp{self.pp_rank}.tp{self.tp_rank}."
 
-    def describe_weights(self) -> coordinator_pb2.DescribeWeightsResponse:
-        """Units of all ranks, and where they are."""
-        request = coordinator_pb2.DescribeWeightsRequest(run=self.run)
-        response: coordinator_pb2.DescribeWeightsResponse = self._membership.call("DescribeWeights", request)
-        return response
-
     # ---- the loop ----
 
     def steps(self, num_steps: int) -> Iterator[Step]:

@@ -13,10 +13,9 @@ import torch
 from shardwell.data_plane.rpc import StandingRpc
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.run_state import from_tensor_value
-from shardwell.weights.run_names import buffer_name, names_in_model
-from shardwell.weights.unit_reader import PlacedUnit, UnitReader, placed_units, unreachable
+from shardwell.weights.run_names import buffer_name
+from shardwell.weights.unit_reader import PlacedUnit, UnitReader, unreachable
 from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneError
-from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 _ATTEMPTS = 8
@@ -28,7 +27,7 @@ class StoredParameter:
     """A parameter as the run stores it."""
 
     name: str
-    """In the model, as far as the run knows it."""
+    """In the run; that in the model, if ``auto_wrap`` was told the model."""
     unit: PlacedUnit
     index: int
     """In the unit's layout."""
@@ -53,17 +52,15 @@ class HeldVersion:
     def __init__(self, weights: coordinator_pb2.DescribeWeightsResponse, reader: UnitReader) -> None:
         self.run, self.version = reader.run, weights.version
         self._reader = reader
-        units = placed_units(weights.units)
-        names = names_in_model(World.from_proto(weights.world), [unit.layout for unit in units], self.run)
+        units = [PlacedUnit.from_proto(unit) for unit in weights.units]
         self.parameters: Sequence[StoredParameter] = [
-            StoredParameter(names[parameter.name], unit, index)
+            StoredParameter(parameter.name, unit, index)
             for unit in units
             for index, parameter in enumerate(unit.layout.parameters)
         ]
         layouts = [unit.layout for unit in units]
         self.buffers: Mapping[str, torch.Tensor] = {
-            buffer_name(name, layouts, names): from_tensor_value(value)
-            for name, value in sorted(weights.buffers.items())
+            buffer_name(name, layouts): from_tensor_value(value) for name, value in sorted(weights.buffers.items())
         }
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -77,7 +74,7 @@ class HeldVersion:
             if parameter.unit is not unit:
                 flat = torch.empty(0)  # two units are never held at once
                 unit, flat = parameter.unit, self._read(parameter.unit)
-            yield parameter.name, parameter.unit.view(flat, parameter.index)
+            yield parameter.name, parameter.unit.view(flat, parameter.index).clone()  # a view would keep the unit
         yield from self.buffers.items()
 
     def _read(self, unit: PlacedUnit) -> torch.Tensor:
@@ -108,7 +105,6 @@ def held_version(coordinator: CoordinatorClient, run: str, *, timeout_s: float) 
     Raises:
         NotFoundError: No such run.
         StepStateError: It has no weights yet.
-        UsageError: Its parameters are split by tensor parallelism.
         UnavailableError: A server that holds a part of it cannot be reached from here.
         VersionGoneError: No version lasted long enough to be held.
     """

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from shardwell.module.parameter import owner_of
-from shardwell.weights.checkpoint_files import write_dcp, write_safetensors
+from shardwell.weights.checkpoint_files import Values, write_dcp, write_safetensors
 from shardwell.weights.state_dict import read_values
+from shardwell.weights.tensor_parallel import mesh_of, written_by_one
 from shardwell_wire.errors import UsageError
+
+Result = TypeVar("Result")
 
 
 def save_safetensors(
@@ -26,8 +29,8 @@ def save_safetensors(
 
     The folder gets ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with
     ``model.safetensors.index.json``; of an earlier export nothing is left. The files appear when all of them are
-    complete. All values are of the version that the current step reads. One trainer is enough, also where tensor
-    parallelism splits parameters; call it between steps.
+    complete. All values are of the version that the current step reads. One trainer is enough; call it between steps.
+    Where tensor parallelism splits parameters, all trainers of one tensor group call it, and the first of them writes.
 
     Args:
         model: A model with sharded modules in it.
@@ -36,18 +39,23 @@ def save_safetensors(
         metadata: Further strings for the files' headers.
 
     Returns:
-        The files with tensors.
+        The files with tensors; none on a trainer that only gave its parts.
 
     Raises:
-        UsageError: A value cannot be stored: extra state that is no tensor, or a dtype that the format has not; or it
-            is split in a way that the run does not know.
+        UsageError: A value cannot be stored: extra state that is no tensor, or a dtype that the format has not; or
+            parameters are split over several meshes or dims of one.
         VersionGoneError: Other trainers committed a step meanwhile.
         OSError: The files cannot be written, as when the disk is full; the folder is as it was.
+        ConflictError: The trainer that writes for this one could not.
     """
     tensors = _in_order_of_units(_unique_tensors(model))
-    return write_safetensors(
-        Path(folder), tensors, read_values(tensors), max_shard_bytes=max_shard_bytes, metadata=metadata or {}
-    )
+
+    def write(values: Values) -> list[Path]:
+        return write_safetensors(
+            Path(folder), tensors, values, max_shard_bytes=max_shard_bytes, metadata=metadata or {}
+        )
+
+    return _write(tensors, write) or []
 
 
 def save_dcp(model: nn.Module, folder: str | Path) -> None:
@@ -55,20 +63,27 @@ def save_dcp(model: nn.Module, folder: str | Path) -> None:
 
     ``torch.distributed.checkpoint.load`` reads it in any number of processes, and ``dcp_to_torch_save`` makes a
     ``torch.load`` file of it. Names are those of ``state_dict``; tied parameters are stored once. As for
-    ``save_safetensors``: one trainer calls it, between steps, and the files appear together.
+    ``save_safetensors``: one trainer calls it, or one tensor group, between steps, and the files appear together.
 
     Args:
         model: A model with sharded modules in it.
         folder: Made if it does not exist.
 
     Raises:
-        UsageError: A value cannot be stored: extra state that is no tensor; or it is split in a way that the run does
-            not know.
+        UsageError: A value cannot be stored: extra state that is no tensor; or parameters are split over several
+            meshes or dims of one.
         VersionGoneError: Other trainers committed a step meanwhile.
         OSError: The files cannot be written; the folder is as it was.
+        ConflictError: The trainer that writes for this one could not.
     """
     tensors = _in_order_of_units(_unique_tensors(model))
-    write_dcp(Path(folder), tensors, read_values(tensors))
+    _write(tensors, lambda values: write_dcp(Path(folder), tensors, values))
+
+
+def _write(tensors: Mapping[str, torch.Tensor], write: Callable[[Values], Result]) -> Result | None:
+    mesh = mesh_of(tensors.values())
+    values = read_values(tensors)
+    return write(values) if mesh is None else written_by_one(mesh, values, write)
 
 
 def _unique_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

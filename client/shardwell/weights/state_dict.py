@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,8 +10,9 @@ from torch import nn
 
 from shardwell.memory.allocator import trim
 from shardwell.module.parameter import owner_of
+from shardwell.module.tensors import local_part
 from shardwell.module.unit import Unit
-from shardwell.weights.split_units import SplitUnits, is_split
+from shardwell.weights.tensor_parallel import whole
 
 
 def full_state_dict(model: nn.Module, *, ema: bool = False) -> dict[str, Any]:
@@ -25,12 +25,11 @@ def full_state_dict(model: nn.Module, *, ema: bool = False) -> dict[str, Any]:
 
     Returns:
         Copies of all parameters, under tied names too, and of persistent buffers. Loads with
-        ``load_state_dict`` into the model as it was before ``fully_shard``. Of parameters split by tensor
-        parallelism the other ranks' parts are read from the servers: no other rank need call.
+        ``load_state_dict`` into the model as it was before ``fully_shard``. Parameters split by tensor
+        parallelism are put together, so all ranks that hold parts must call.
 
     Raises:
         StepStateError: The moving average is wanted, and no step was averaged.
-        UsageError: A parameter is split in a way that the run does not know.
     """
     return dict(iter_full_state_dict(model, ema=ema))
 
@@ -51,28 +50,18 @@ def iter_full_state_dict(model: nn.Module, *, ema: bool = False) -> Iterator[tup
 
 
 def read_values(state: Mapping[str, Any], *, ema: bool = False) -> Iterator[tuple[str, Any]]:
-    """The values of a state with the parameters themselves in it, in its order.
-
-    Holds one unit; of one with parameters that are split by tensor parallelism, all ranks' parts.
-    """
+    """The values of a state with the parameters themselves in it, in its order: holds one unit."""
     gathered: Unit | None = None
     flat = torch.empty(0)
-    with ExitStack() as stack:
-        others: SplitUnits | None = None
-        for name, value in state.items():
-            owner = owner_of(value) if isinstance(value, torch.Tensor) else None
-            if owner is not None:
-                if owner.unit is not gathered:
-                    gathered, flat = None, torch.empty(0)
-                    trim()  # streams leave holes in the heaps, which would add up over the units
-                    gathered, flat = owner.unit, owner.unit.gather_average() if ema else owner.unit.gather_copy()
-                own = owner.unit.read(flat, owner.index)
-                if is_split(value):
-                    others = others or stack.enter_context(SplitUnits(value, ema=ema))
-                    yield name, others.whole(value, owner, own)
-                else:
-                    yield name, own.clone()
-            elif isinstance(value, torch.Tensor):
-                yield name, value.detach().cpu().clone()
-            else:
-                yield name, value
+    for name, value in state.items():
+        owner = owner_of(value) if isinstance(value, torch.Tensor) else None
+        if owner is not None:
+            if owner.unit is not gathered:
+                gathered, flat = None, torch.empty(0)
+                trim()  # streams leave holes in the heaps, which would add up over the units
+                gathered, flat = owner.unit, owner.unit.gather_average() if ema else owner.unit.gather_copy()
+            yield name, whole(owner.unit.read(flat, owner.index), value)
+        elif isinstance(value, torch.Tensor):
+            yield name, whole(local_part(value.detach()), value)
+        else:
+            yield name, value

@@ -1,8 +1,7 @@
-"""Values of a run's units, of any trainer, read straight from the shard servers."""
+"""Values of a run's units, read from the shard servers by whoever is no trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -66,39 +65,31 @@ class UnitReader:
             self._clients[address] = ShardClient(address)
         return self._clients[address]
 
-    def read(self, unit: PlacedUnit, *, ema: bool = False) -> torch.Tensor:
+    def read(self, unit: PlacedUnit) -> torch.Tensor:
         """A unit's flat vector, padding included, on the CPU. uint8. [size_bytes]
-
-        Args:
-            unit: The unit.
-            ema: The moving average of the values instead.
 
         Raises:
             VersionGoneError: The version was overwritten.
             UnavailableError: A server cannot be reached from here.
-            StepStateError: The moving average is wanted, and no step was averaged.
         """
         flat = torch.empty(unit.layout.size_bytes, dtype=torch.uint8)
         wanted = [shard for shard in unit.shards if shard.stop_bytes > shard.start_bytes]
         clients = [self.client(shard.address) for shard in wanted]
         reads = [
-            self._pool.submit(self._read, client, unit, shard, flat, ema)
+            self._pool.submit(self._read, client, unit, shard, flat)
             for client, shard in zip(clients, wanted, strict=True)
         ]
         for read in reads:
             read.result()
         return flat
 
-    def _read(
-        self, client: ShardClient, unit: PlacedUnit, shard: common_pb2.ShardRange, flat: torch.Tensor, ema: bool
-    ) -> None:
+    def _read(self, client: ShardClient, unit: PlacedUnit, shard: common_pb2.ShardRange, flat: torch.Tensor) -> None:
         request = shard_pb2.GatherRequest(
             run=self.run,
             unit=unit.layout.unit,
             version=self.version,
             start_bytes=shard.start_bytes,
             stop_bytes=shard.stop_bytes,
-            ema=ema,
         )
         target = memory_at(flat.data_ptr() + shard.start_bytes, shard.stop_bytes - shard.start_bytes)
         try:
@@ -113,8 +104,3 @@ def unreachable(shard: common_pb2.ShardRange, error: UnavailableError) -> Unavai
         f"{shard.server_id} at {shard.address} cannot be reached from here, though the coordinator can: {error}",
         server=shard.server_id,
     )
-
-
-def placed_units(units: Sequence[coordinator_pb2.UnitWeights]) -> tuple[PlacedUnit, ...]:
-    """Units as ``DescribeWeights`` lists them."""
-    return tuple(PlacedUnit.from_proto(unit) for unit in units)
