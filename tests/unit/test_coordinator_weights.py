@@ -40,7 +40,7 @@ def test_units_and_buffers_are_of_one_version(tmp_path: Path) -> None:
             await asyncio.sleep(0)
             for step in range(2):
                 await trainer.finish(step, parts={0: 1})
-                await trainer.commit(step, state=state(bytes([step])))
+                await trainer.commit(step, wait_s=5.0, state=state(bytes([step])))
                 await running.settle()
             answer = await coming
             assert (answer.version, answer.buffers["norm.mean"].data) == (1, b"\0")
