@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardwell
 from shardwell import SizePolicy, auto_wrap, from_safetensors
-from shardwell.module import fully_shard
+from shardwell.module.fully_shard import fully_shard
 from shardwell.module.boxes import Box
 from shardwell.module.units import Units
 from shardwell.weights import loading
