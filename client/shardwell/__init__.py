@@ -24,7 +24,7 @@ from shardwell.session.session import Session
 from shardwell.session.step import Step
 from shardwell.weights.loading import from_safetensors
 from shardwell.weights.saving import save_dcp, save_safetensors
-from shardwell.weights.sharded_state import TensorSlice, sharded_state_dict
+from shardwell.weights.sharded_state import TensorSlice, join_state_dicts, sharded_state_dict
 from shardwell.weights.state_dict import full_state_dict, iter_full_state_dict
 from shardwell.wrapping.memory_strategy import MemoryOptions, MemoryStrategy
 from shardwell.wrapping.tiled_linear import TiledLinear
@@ -111,6 +111,7 @@ __all__ = [
     "init",
     "iter_full_state_dict",
     "join",
+    "join_state_dicts",
     "local_ratio",
     "num_parameters",
     "offload_activations",

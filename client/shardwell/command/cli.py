@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from shardwell.command import inspect_commands
+from shardwell.command import export_command, inspect_commands
 from shardwell.planning import plan_command
 from shardwell.processes import launch
 from shardwell_wire.errors import ShardwellError
@@ -19,6 +19,7 @@ What will a run take?              shardwell plan MODEL --dp 8 --servers 4 --ban
 See what a cluster does:           shardwell runs; shardwell run NAME; shardwell servers
 Why does nothing move?             shardwell stall NAME
 Look at a weight while it trains:  shardwell peek NAME blocks.0.mlp.0.weight
+Take the weights out meanwhile:    shardwell export NAME FOLDER
 """
 
 
@@ -35,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     launch.add_parser(subparsers)
     plan_command.add_parser(subparsers)
     inspect_commands.add_parsers(subparsers)
+    export_command.add_parser(subparsers)
     return parser
 
 

@@ -70,7 +70,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _handler(command: _Command) -> Callable[[argparse.Namespace], int]:
     def handle(arguments: argparse.Namespace) -> int:
-        with _coordinator(arguments.address) as coordinator:
+        with open_coordinator(arguments.address) as coordinator:
             command.handler(arguments, coordinator)
         return 0
 
@@ -78,7 +78,7 @@ def _handler(command: _Command) -> Callable[[argparse.Namespace], int]:
 
 
 @contextmanager
-def _coordinator(address: str) -> Iterator[CoordinatorClient]:
+def open_coordinator(address: str) -> Iterator[CoordinatorClient]:
     """A client whose complaint about an absent coordinator says what to check."""
     with closing(CoordinatorClient(address)) as client:
         try:

@@ -98,8 +98,9 @@ class RemoteSlice:
     def _open_desk(self, context: common_pb2.RequestContext) -> DeskPart:
         window, place = self._shard.window, self._place
         assert window is not None
-        answer = self._shard.server.require_shm().open_desk(
-            read_request(place, context), timeout_s=self._timeout_s, retry_for_s=self._timeout_s
+        request, limit_s = read_request(place, context), self._timeout_s
+        answer = self._shard.server.through_shm(
+            lambda lane: lane.open_desk(request, timeout_s=limit_s, retry_for_s=limit_s)
         )
         first = self._shard.start_bytes
         values = window.bytes[place.start_bytes - first : place.stop_bytes - first]
@@ -112,10 +113,10 @@ class RemoteSlice:
         state = describe_state(self._place, part)
         if not part.lay_back(state):
             return False
-        header = stage_header(self._place, context, part, state)
+        header, limit_s = stage_header(self._place, context, part, state), self._timeout_s
         try:
-            self._shard.server.require_shm().stage_desk(
-                header, part.desk, timeout_s=self._timeout_s, retry_for_s=self._timeout_s
+            self._shard.server.through_shm(
+                lambda lane: lane.stage_desk(header, part.desk, timeout_s=limit_s, retry_for_s=limit_s)
             )
         except ConflictError as error:
             _raise_unless_about_memory(error)

@@ -10,7 +10,9 @@ from torch import nn
 
 from shardwell.memory.allocator import trim
 from shardwell.module.parameter import owner_of
+from shardwell.module.tensors import local_part
 from shardwell.module.unit import Unit
+from shardwell.weights.tensor_parallel import whole
 
 
 def full_state_dict(model: nn.Module, *, ema: bool = False) -> dict[str, Any]:
@@ -58,26 +60,8 @@ def read_values(state: Mapping[str, Any], *, ema: bool = False) -> Iterator[tupl
                 gathered, flat = None, torch.empty(0)
                 trim()  # streams leave holes in the heaps, which would add up over the units
                 gathered, flat = owner.unit, owner.unit.gather_average() if ema else owner.unit.gather_copy()
-            yield name, _whole(owner.unit.read(flat, owner.index), value)
+            yield name, whole(owner.unit.read(flat, owner.index), value)
         elif isinstance(value, torch.Tensor):
-            yield name, value.detach().cpu().clone()
+            yield name, whole(local_part(value.detach()), value)
         else:
             yield name, value
-
-
-def _whole(values: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """A copy of a parameter's values; of all ranks' if it is a DTensor, of which ``values`` is this rank's part."""
-    if not hasattr(parameter, "placements"):
-        return values.clone()
-    from torch.distributed.tensor import DTensor
-
-    part = DTensor.from_local(
-        values.to(parameter.device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    whole: torch.Tensor = part.full_tensor()
-    return whole.cpu().clone()

@@ -1440,6 +1440,112 @@ class ListUnitsResponse(google.protobuf.message.Message):
 global___ListUnitsResponse = ListUnitsResponse
 
 @typing.final
+class DescribeWeightsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    version: builtins.int
+    """Unset: the newest version."""
+    wait_s: builtins.float
+    """Longest time to wait for it to be committed, in seconds. 0: only look."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        version: builtins.int | None = ...,
+        wait_s: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "run", b"run", "version", b"version", "wait_s", b"wait_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
+
+global___DescribeWeightsRequest = DescribeWeightsRequest
+
+@typing.final
+class UnitWeights(google.protobuf.message.Message):
+    """A unit, and where its values are."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    @property
+    def spec(self) -> shardwell_wire.v1.common_pb2.UnitSpec:
+        """Names, shapes and dtypes; the flat layout follows from it."""
+
+    @property
+    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.ShardRange]:
+        """Ranges of the flat vector in order, without gap."""
+
+    def __init__(
+        self,
+        *,
+        spec: shardwell_wire.v1.common_pb2.UnitSpec | None = ...,
+        shards: collections.abc.Iterable[shardwell_wire.v1.common_pb2.ShardRange] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["shards", b"shards", "spec", b"spec"]) -> None: ...
+
+global___UnitWeights = UnitWeights
+
+@typing.final
+class DescribeWeightsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class BuffersEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        @property
+        def value(self) -> shardwell_wire.v1.common_pb2.TensorValue: ...
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: shardwell_wire.v1.common_pb2.TensorValue | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    VERSION_FIELD_NUMBER: builtins.int
+    WORLD_FIELD_NUMBER: builtins.int
+    UNITS_FIELD_NUMBER: builtins.int
+    BUFFERS_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """The version that all of this is of: committed steps."""
+    @property
+    def world(self) -> shardwell_wire.v1.common_pb2.World:
+        """The grid of logical ranks; ranks along tp and pp have units of their own."""
+
+    @property
+    def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnitWeights]:
+        """In the order of their indices."""
+
+    @property
+    def buffers(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, shardwell_wire.v1.common_pb2.TensorValue]:
+        """Buffers that have changed in training, by name: the unit's, and what it is called in its module."""
+
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        world: shardwell_wire.v1.common_pb2.World | None = ...,
+        units: collections.abc.Iterable[global___UnitWeights] | None = ...,
+        buffers: collections.abc.Mapping[builtins.str, shardwell_wire.v1.common_pb2.TensorValue] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["world", b"world"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "units", b"units", "version", b"version", "world", b"world"]) -> None: ...
+
+global___DescribeWeightsResponse = DescribeWeightsResponse
+
+@typing.final
 class ListServersRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

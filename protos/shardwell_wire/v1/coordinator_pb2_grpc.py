@@ -128,6 +128,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListUnitsRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListUnitsResponse.FromString,
                 _registered_method=True)
+        self.DescribeWeights = channel.unary_unary(
+                '/shardwell.v1.CoordinatorService/DescribeWeights',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeWeightsRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeWeightsResponse.FromString,
+                _registered_method=True)
         self.ListServers = channel.unary_unary(
                 '/shardwell.v1.CoordinatorService/ListServers',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListServersRequest.SerializeToString,
@@ -283,6 +288,15 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeWeights(self, request, context):
+        """People: all there is to know of one version of a run's weights but the values: every unit's parameters, where
+        they live, and the buffers. Waits until the version is committed. OUT_OF_RANGE: a newer one is;
+        FAILED_PRECONDITION: a unit has no initial values yet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListServers(self, request, context):
         """People: the shard servers.
         """
@@ -391,6 +405,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ListUnits,
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListUnitsRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListUnitsResponse.SerializeToString,
+            ),
+            'DescribeWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeWeights,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeWeightsRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeWeightsResponse.SerializeToString,
             ),
             'ListServers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListServers,
@@ -871,6 +890,33 @@ class CoordinatorService(object):
             '/shardwell.v1.CoordinatorService/ListUnits',
             shardwell__wire_dot_v1_dot_coordinator__pb2.ListUnitsRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.ListUnitsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.CoordinatorService/DescribeWeights',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeWeightsRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -467,6 +467,50 @@ class ReduceScatterResponse(google.protobuf.message.Message):
 global___ReduceScatterResponse = ReduceScatterResponse
 
 @typing.final
+class HoldVersionRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    version: builtins.int
+    """Which one."""
+    wait_s: builtins.float
+    """Longest time to wait for it to exist, in seconds."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        version: builtins.int = ...,
+        wait_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["run", b"run", "version", b"version", "wait_s", b"wait_s"]) -> None: ...
+
+global___HoldVersionRequest = HoldVersionRequest
+
+@typing.final
+class HoldVersionResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    SHARD_COUNT_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """The version that can be read from now on."""
+    shard_count: builtins.int
+    """Shards of the run here."""
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        shard_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["shard_count", b"shard_count", "version", b"version"]) -> None: ...
+
+global___HoldVersionResponse = HoldVersionResponse
+
+@typing.final
 class OpenLaneRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -68,6 +68,11 @@ class ShardServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterResponse.FromString,
                 _registered_method=True)
+        self.HoldVersion = channel.unary_stream(
+                '/shardwell.v1.ShardService/HoldVersion',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.HoldVersionRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.HoldVersionResponse.FromString,
+                _registered_method=True)
         self.OpenLane = channel.unary_stream(
                 '/shardwell.v1.ShardService/OpenLane',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneRequest.SerializeToString,
@@ -212,6 +217,16 @@ class ShardServiceServicer(object):
         another rank. ABORTED: stale epoch or attempt; OUT_OF_RANGE: the step is committed;
         FAILED_PRECONDITION: the step is prepared, or a part is missing before this one;
         DATA_LOSS: checksum mismatch; RESOURCE_EXHAUSTED: beyond the memory budget.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HoldVersion(self, request, context):
+        """People: keeps a version of all of a run's shards here readable while training goes on, until the caller
+        ends the stream, whose one message comes when the version is held. What the next step overwrites
+        is kept in a copy; copies give way when training needs the memory, and Gather of that version then
+        says OUT_OF_RANGE. Waits until the version exists. OUT_OF_RANGE: it has been overwritten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -400,6 +415,11 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.ReduceScatter,
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterResponse.SerializeToString,
+            ),
+            'HoldVersion': grpc.unary_stream_rpc_method_handler(
+                    servicer.HoldVersion,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.HoldVersionRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.HoldVersionResponse.SerializeToString,
             ),
             'OpenLane': grpc.unary_stream_rpc_method_handler(
                     servicer.OpenLane,
@@ -636,6 +656,33 @@ class ShardService(object):
             '/shardwell.v1.ShardService/ReduceScatter',
             shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shardwell.v1.ShardService/HoldVersion',
+            shardwell__wire_dot_v1_dot_shard__pb2.HoldVersionRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.HoldVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,7 +10,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from shardwell_server.coordinator import describe
+from shardwell_server.coordinator import describe, describe_weights
 from shardwell_server.coordinator.agreement import HandIn
 from shardwell_server.coordinator.assignment import Applicant
 from shardwell_server.coordinator.coordinator import Coordinator
@@ -251,6 +251,13 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.ListUnitsRequest, call: Call
     ) -> coordinator_pb2.ListUnitsResponse:
         return describe.units(self._state.require_run(request.run), self._state.cluster)
+
+    async def DescribeWeights(
+        self, request: coordinator_pb2.DescribeWeightsRequest, call: Call
+    ) -> coordinator_pb2.DescribeWeightsResponse:
+        run = self._state.require_run(request.run)
+        wanted = request.version if request.HasField("version") else None
+        return await describe_weights.at_version(run, self._state.cluster, wanted, _wait_s(call, request.wait_s))
 
     async def ListServers(
         self, request: coordinator_pb2.ListServersRequest, call: Call

@@ -27,6 +27,8 @@ class Parameters:
     """uint8. [stop_bytes - start_bytes]"""
     readers: int = 0
     """While there are any, the bytes stay as they are, here or in a copy."""
+    holders: int = 0
+    """Of the readers, those for whom more than one update may pass."""
     revoked: ShardwellError | None = None
     """Why the bytes may not be read any more, by those who still wanted to."""
     newest: bool = True

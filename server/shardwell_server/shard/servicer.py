@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from shardwell_server.rpc import Call
 from shardwell_server.shard import desk_transfers, initial_values, inspection, slice_transfers, steps, transfers
 from shardwell_server.shard.concurrency import uninterrupted
+from shardwell_server.shard.holds import holding
 from shardwell_server.shard.lanes import LaneOffer
 from shardwell_server.shard.pushes import Push
 from shardwell_server.shard.runs import Run
@@ -137,6 +138,14 @@ class ShardServicer:
         desk = lane.opened_desk(request.desk, run.shard(header.unit), header.dp_rank)
         await desk_transfers.stage_desk(self._store, run, desk, header)
         return shard_pb2.StageDeskResponse(version=header.context.step)
+
+    async def HoldVersion(
+        self, request: shard_pb2.HoldVersionRequest, call: Call
+    ) -> AsyncIterator[shard_pb2.HoldVersionResponse]:
+        run = self._store.run(request.run)
+        async with holding(run, request.version, call.remaining_s(request.wait_s)) as shard_count:
+            yield shard_pb2.HoldVersionResponse(version=request.version, shard_count=shard_count)
+            await self._lanes_end.wait()  # or until the caller is gone
 
     async def OpenLane(
         self, request: shard_pb2.OpenLaneRequest, call: Call

@@ -22,7 +22,9 @@ from shardwell_wire.shared_segment import UPDATING
 
 
 class Values:
-    """The newest version, in its place, and while somebody reads it the one before, in a copy.
+    """The newest version, in its place; in copies the one before, while somebody reads it, and those that are held.
+
+    Copies take staging room, and give way to what needs it more.
 
     Used on the event loop.
 
@@ -41,8 +43,8 @@ class Values:
         """Under which the values that wait for publication came."""
         self._what, self._unit = what, unit
         self._memory, self._shared = memory, shared
-        self._superseded: Parameters | None = None
-        """The version before, in a copy, while somebody reads it."""
+        self._superseded: dict[int, Parameters] = {}
+        """Older versions in copies, while somebody reads them."""
         self._updating = False
         self._failure: ShardwellError | None = None
         """Why there are no values any more."""
@@ -79,23 +81,38 @@ class Values:
         # From here to the return nothing is awaited: no update can begin in between.
         self.check_whole()
         assert self.version is not None and self.parameters is not None
-        if version is not None and version < self.version:
-            raise self._gone(version, self.version)
-        self.parameters.readers += 1
-        return self.version, self.parameters
+        found = self.version if version is None else version
+        parameters = self.parameters if found == self.version else self._superseded.get(found)
+        if parameters is None:
+            raise self._gone(found, self.version)
+        parameters.readers += 1
+        return found, parameters
 
     def release(self, parameters: Parameters) -> None:
         """A reader is done."""
         parameters.readers -= 1
-        if parameters is self._superseded and parameters.readers == 0:
-            self._forget_superseded()
+        if parameters.readers == 0:
+            for version in [version for version, copy in self._superseded.items() if copy is parameters]:
+                self._forget_superseded(version)
 
-    def revoke_superseded(self) -> None:
-        """Takes the version before from those who still read it."""
-        if self._superseded is not None:
-            assert self.version is not None
-            self._superseded.revoked = self._gone(self.version - 1, self.version)
-            self._forget_superseded()
+    async def hold(self, version: int, wait_s: float) -> Parameters:
+        """``read``, of a version that is to last for more than one update; until ``let_go``."""
+        _, parameters = await self.read(version, wait_s)
+        parameters.holders += 1
+        return parameters
+
+    def let_go(self, parameters: Parameters) -> None:
+        """A holder is done."""
+        parameters.holders -= 1
+        self.release(parameters)
+
+    def revoke_superseded(self, *, held_too: bool = True) -> None:
+        """Takes older versions from those who still read them."""
+        for version, copy in list(self._superseded.items()):
+            if held_too or not copy.holders:
+                assert self.version is not None
+                copy.revoked = self._gone(version, self.version)
+                self._forget_superseded(version)
 
     def check_whole(self) -> None:
         """Raises why there are no values any more: the run was deleted, or an update failed midway."""
@@ -115,11 +132,10 @@ class Values:
             newest=newest,
         )
 
-    def _forget_superseded(self) -> None:
-        assert self._superseded is not None and self.home is not None
-        self._memory.pool.give(self._superseded.buffer)
+    def _forget_superseded(self, version: int) -> None:
+        assert self.home is not None
+        self._memory.pool.give(self._superseded.pop(version).buffer)
         self._memory.staging.give(self.home.size_bytes)
-        self._superseded = None
 
     def _notify(self) -> None:
         """Wakes those who wait for a change; they look for themselves."""
@@ -185,23 +201,23 @@ class Values:
         before.newest, self.parameters = False, Parameters(live)
         if before.readers == 0:
             return
-        self.revoke_superseded()
+        self.revoke_superseded(held_too=False)
         if not self._memory.staging.try_take(self.home.size_bytes):
             before.revoked = self._gone(self.version, self.version + 1)
             return
         copy = self._memory.pool.take(self.home.size_bytes)
         await in_thread(lambda: copy.copy_(live))
-        before.buffer, self._superseded = copy, before
+        before.buffer, self._superseded[self.version] = copy, before
         if before.readers == 0:
-            self._forget_superseded()
+            self._forget_superseded(self.version)
 
     def drop(self, why: NotFoundError) -> None:
         """Forgets everything; those who wait or read are told why."""
         self._failure = why
         self._notify()
-        if self._superseded is not None:
-            self._superseded.revoked = why
-            self._forget_superseded()
+        for version, copy in list(self._superseded.items()):
+            copy.revoked = why
+            self._forget_superseded(version)
         if self.parameters is not None and self.home is not None:
             self.parameters.revoked, self.parameters.newest = why, False
             self.home.close()

@@ -1,0 +1,69 @@
+"""What the coordinator says of one version of a run's weights."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from shardwell_wire.errors import DeadlineError, NotFoundError, StepStateError, VersionGoneError
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.topology import World
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+from tests.support.coordinator import harness, run_async, unit
+
+
+def state(value: bytes) -> coordinator_pb2.RunState:
+    buffer = common_pb2.TensorValue(dtype=common_pb2.DTYPE_UINT8, shape=[1], data=value)
+    return coordinator_pb2.RunState(buffers={"norm.mean": buffer})
+
+
+def test_units_and_buffers_are_of_one_version(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as running:
+            (trainer,) = await running.team("a")
+            with pytest.raises(StepStateError, match="has no units yet"):
+                await running.call("DescribeWeights", run="r")
+            await trainer.declare(unit("u", (64, 64)))
+            with pytest.raises(StepStateError, match="initial values of unit 'u' are not complete"):
+                await running.call("DescribeWeights", run="r")
+            await running.publish_unit([trainer], "u")
+            first = await running.call("DescribeWeights", run="r")
+            assert (first.version, World.from_proto(first.world), dict(first.buffers)) == (0, World(), {})
+            (described,) = first.units
+            assert UnitLayout.from_proto(described.spec).parameters[0].shape == (64, 64)
+            assert [shard.server_id for shard in described.shards] == ["s0", "s1"]
+            assert described.shards[-1].stop_bytes == 64 * 64 * 4
+
+            coming = asyncio.create_task(running.call("DescribeWeights", run="r", version=1, wait_s=5.0))
+            await asyncio.sleep(0)
+            for step in range(2):
+                await trainer.finish(step, parts={0: 1})
+                await trainer.commit(step, wait_s=5.0, state=state(bytes([step])))
+                await running.settle()
+            answer = await coming
+            assert (answer.version, answer.buffers["norm.mean"].data) == (1, b"\0")
+            with pytest.raises(VersionGoneError, match="'r' is at version 2, 1 is over") as error:
+                await running.call("DescribeWeights", run="r", version=1)
+            assert error.value.data["newest"] == "2"
+            with pytest.raises(DeadlineError, match=r"waited 0.0 s for version 3 of run 'r'; the newest is 2"):
+                await running.call("DescribeWeights", run="r", version=3)
+            with pytest.raises(NotFoundError, match="there is no run 'x'"):
+                await running.call("DescribeWeights", run="x")
+
+    run_async(test())
+
+
+def test_who_waits_is_told_that_the_run_was_deleted(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with harness(tmp_path) as running:
+            (trainer,) = await running.team("a")
+            await running.publish_unit([trainer], "u")
+            waiting = asyncio.create_task(running.call("DescribeWeights", run="r", version=1, wait_s=5.0))
+            await asyncio.sleep(0)
+            await running.call("DeleteRun", run="r", force=True)
+            with pytest.raises(NotFoundError, match="run 'r' was deleted"):
+                await waiting
+
+    run_async(test())
