@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from shardwell_wire.codec import Buffer
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, from_status_details
 from shardwell_wire.frames import Kind
 from shardwell_wire.v1 import shard_pb2
+
+_TIMEVAL = struct.Struct("ll")
 
 _MAX_BUFFERS = 512
 """Per system call; the least limit of the systems in use is 1024."""
@@ -42,6 +45,8 @@ class LaneConnection:
         with self._request("connect", timeout_s):
             self._socket = socket.create_connection((host, port), timeout_s)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # Blocking, so that one call receives a whole frame; ``_limit`` says how long it may take.
+            self._socket.settimeout(None)
             self._arrived = select.poll()
             self._arrived.register(self._socket, select.POLLIN)
             try:
@@ -124,14 +129,17 @@ class LaneConnection:
 
     def _receive_stream(self, target: memoryview, what: str) -> None:
         receiver = frames.StreamReceiver([target], len(target), what)
+        head = memoryview(bytearray(frames.HEAD_BYTES))
+        self._fill(head)
         while True:
-            kind, size_bytes = self._head(Kind.DATA, Kind.END)
+            kind, size_bytes = self._parse_head(head, Kind.DATA, Kind.END)
             if kind is Kind.END:
                 receiver.end(self._exactly(size_bytes))
                 return
             receiver.begin(size_bytes)
-            while receiver.missing_bytes:
-                receiver.took(self._some(receiver.place()))
+            place = receiver.place()
+            self._fill(place, head)  # another frame follows this one
+            receiver.took(len(place))
 
     def _message(self, expected: Kind) -> bytes:
         _, size_bytes = self._head(expected)
@@ -139,7 +147,10 @@ class LaneConnection:
 
     def _head(self, *expected: Kind) -> tuple[Kind, int]:
         """The head of the next frame of an answer; raises what the server says instead."""
-        kind, size_bytes = frames.parse_head(self._exactly(frames.HEAD_BYTES), *expected, Kind.ERROR)
+        return self._parse_head(self._exactly(frames.HEAD_BYTES), *expected)
+
+    def _parse_head(self, head: Buffer, *expected: Kind) -> tuple[Kind, int]:
+        kind, size_bytes = frames.parse_head(head, *expected, Kind.ERROR)
         if kind is Kind.ERROR:
             error = from_status_details(self._exactly(size_bytes), self._peer)
             self.in_step = True
@@ -151,24 +162,31 @@ class LaneConnection:
     def _send(self, buffers: Sequence[Buffer]) -> None:
         left = buffers
         while left:
-            self._limit()
-            left = frames.unsent(left, self._socket.sendmsg(left[:_MAX_BUFFERS]))
+            self._limit(socket.SO_SNDTIMEO)
+            with contextlib.suppress(BlockingIOError):
+                left = frames.unsent(left, self._socket.sendmsg(left[:_MAX_BUFFERS]))
 
     def _exactly(self, size_bytes: int) -> bytes:
         data = bytearray(size_bytes)
-        left = memoryview(data)
-        while left:
-            left = left[self._some(left) :]
+        self._fill(memoryview(data))
         return bytes(data)
 
-    def _some(self, target: memoryview) -> int:
-        self._limit()
-        if count := self._socket.recv_into(target):
-            return count
-        raise ConnectionResetError("it was closed in mid-answer")
+    def _fill(self, *targets: memoryview) -> None:
+        left: Sequence[Buffer] = frames.unsent(targets, 0)
+        while left:
+            self._limit(socket.SO_RCVTIMEO)
+            with contextlib.suppress(BlockingIOError):
+                # The interpreter lock is given up once for all of it, however small the parts are in which it comes.
+                count, *_ = self._socket.recvmsg_into(left, 0, socket.MSG_WAITALL)
+                if not count:
+                    raise ConnectionResetError("it was closed in mid-answer")
+                left = frames.unsent(left, count)
 
-    def _limit(self) -> None:
+    def _limit(self, option: int) -> None:
+        """Lets the next call take as long as is left of the request's time; then it raises BlockingIOError."""
         remaining_s = self._give_up - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError
-        self._socket.settimeout(remaining_s)
+        seconds, rest_s = divmod(remaining_s, 1.0)
+        # Two zeros would mean: without limit.
+        self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), max(1, int(rest_s * 1e6))))

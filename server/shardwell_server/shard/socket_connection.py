@@ -6,7 +6,6 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 from shardwell_server.rpc import told
 from shardwell_server.shard import streams
@@ -36,7 +35,8 @@ class Connection:
     def __init__(self, peer: socket.socket) -> None:
         peer.setblocking(False)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._loop = peer, asyncio.get_running_loop()
+        # By number: asyncio would describe the socket object, in words, each time it begins to watch it.
+        self._socket, self._number, self._loop = peer, peer.fileno(), asyncio.get_running_loop()
         self._since_wait_bytes = 0
         self._torn = False
         """Part of a frame was sent: nothing that is sent from now on could be understood."""
@@ -46,24 +46,17 @@ class Connection:
     async def send(self, *buffers: Buffer) -> None:
         """Sends whole frames."""
         left: Sequence[Buffer] = buffers
-        self._torn = True
-        while left:
-            try:
-                sent_bytes = self._socket.sendmsg(left)
-            except BlockingIOError:
-                await self._until(self._loop.add_writer, self._loop.remove_writer, streams.IDLE_LIMIT_S)
-                continue
+
+        def advance() -> bool:
+            nonlocal left
+            sent_bytes = self._socket.sendmsg(left)
+            self._since_wait_bytes += sent_bytes
             left = frames.unsent(left, sent_bytes)
-            await self._count(sent_bytes)
+            return not left
+
+        self._torn = True
+        await self._drive(advance, self._loop.add_writer, self._loop.remove_writer, streams.IDLE_LIMIT_S)
         self._torn = False
-
-    async def head(self, *expected: Kind) -> tuple[Kind, int]:
-        """The head of the next frame, which is part of what has begun.
-
-        Raises:
-            InvalidRequestError: It is none of those expected.
-        """
-        return frames.parse_head(await self.exactly(frames.HEAD_BYTES), *expected)
 
     async def next_request(self) -> tuple[Kind, int] | None:
         """The head of the next request, however long it takes to come; None if there is none any more.
@@ -72,7 +65,7 @@ class Connection:
             InvalidRequestError: Something else came.
         """
         head = bytearray(frames.HEAD_BYTES)
-        count = await self._some(memoryview(head), None)
+        count = await self._read([memoryview(head)], None, enough=1)
         if count == 0:
             return None
         await self._fill(memoryview(head)[count:])
@@ -103,13 +96,18 @@ class Connection:
 
     async def _receive(self, targets: Iterable[memoryview], total_bytes: int, what: str) -> int:
         receiver = frames.StreamReceiver(targets, total_bytes, what)
+        head = memoryview(bytearray(frames.HEAD_BYTES))
+        await self._fill(head)
         while True:
-            kind, size_bytes = await self.head(Kind.DATA, Kind.END)
+            kind, size_bytes = frames.parse_head(head, Kind.DATA, Kind.END)
             if kind is Kind.END:
                 return receiver.end(await self.exactly(size_bytes))
             receiver.begin(size_bytes)
             while receiver.missing_bytes:
-                receiver.took(await self._some_or_end(receiver.place()))
+                place = receiver.place()
+                # Another frame follows the last byte of this one.
+                await self._fill(place, *([head] if len(place) == receiver.missing_bytes else []))
+                receiver.took(len(place))
 
     # ---- the peer's end ----
 
@@ -121,11 +119,11 @@ class Connection:
 
         def end() -> None:
             nonlocal ended
-            self._loop.remove_reader(self._socket)
+            self._loop.remove_reader(self._number)
             ended = True
             task.cancel()
 
-        self._loop.add_reader(self._socket, end)
+        self._loop.add_reader(self._number, end)
         try:
             yield
         except asyncio.CancelledError:
@@ -133,7 +131,7 @@ class Connection:
                 raise ConnectionResetError("the peer did not wait for the answer") from None
             raise
         finally:
-            self._loop.remove_reader(self._socket)
+            self._loop.remove_reader(self._number)
 
     async def refuse(self, reason: Exception) -> None:
         """Tells the peer why it gets no answer; raises OSError if that is not possible."""
@@ -150,54 +148,91 @@ class Connection:
         scratch = memoryview(bytearray(_SCRATCH_BYTES))
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
-                while await self._some(scratch, None):
+                while await self._read([scratch], None, enough=1):
                     pass
 
     # ---- bytes ----
 
-    async def _fill(self, target: memoryview) -> None:
-        while target:
-            target = target[await self._some_or_end(target) :]
+    async def _fill(self, *targets: memoryview) -> None:
+        size_bytes = sum(map(len, targets))
+        if size_bytes and await self._read(targets, streams.IDLE_LIMIT_S, enough=size_bytes) < size_bytes:
+            raise ConnectionResetError("the peer closed the connection in mid-stream")
 
-    async def _some_or_end(self, target: memoryview) -> int:
-        if count := await self._some(target, streams.IDLE_LIMIT_S):
-            return count
-        raise ConnectionResetError("the peer closed the connection in mid-stream")
+    async def _read(self, targets: Sequence[memoryview], idle_limit_s: float | None, *, enough: int) -> int:
+        """Receives into consecutive views until there is enough, or the peer has ended; returns how much came."""
+        left: Sequence[Buffer] = targets
+        count = 0
 
-    async def _some(self, target: memoryview, idle_limit_s: float | None) -> int:
-        while True:
-            try:
-                count = self._socket.recv_into(target)
-            except BlockingIOError:
-                await self._until(self._loop.add_reader, self._loop.remove_reader, idle_limit_s)
-                continue
-            await self._count(count)
-            return count
+        def advance() -> bool:
+            nonlocal left, count
+            came, *_ = self._socket.recvmsg_into(left)
+            count += came
+            self._since_wait_bytes += came
+            left = frames.unsent(left, came)
+            return not came or count >= enough
 
-    async def _until(
-        self, add: Callable[..., None], remove: Callable[[Any], object], idle_limit_s: float | None
+        await self._drive(advance, self._loop.add_reader, self._loop.remove_reader, idle_limit_s)
+        return count
+
+    async def _drive(
+        self,
+        advance: Callable[[], bool],
+        add: Callable[..., None],
+        remove: Callable[[int], object],
+        idle_limit_s: float | None,
     ) -> None:
-        ready = self._loop.create_future()
-        add(self._socket, _set, ready)
+        """Moves bytes until ``advance`` says that it is done: now, and whenever the socket is ready for more.
+
+        A link brings a frame in many small parts; the task that waits for it is woken once.
+        """
+        if await self._advance_now(advance):
+            return
+        done, moved_at, failure = self._loop.create_future(), self._loop.time(), None
+
+        def advance_more() -> None:
+            nonlocal moved_at, failure
+            if done.done():
+                return
+            try:
+                if advance():
+                    done.set_result(None)
+                moved_at = self._loop.time()
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                failure = error
+                done.set_result(None)
+
+        add(self._number, advance_more)
         try:
-            async with asyncio.timeout(idle_limit_s):
-                await ready
-        except TimeoutError:
-            raise DeadlineError(f"nothing came or went for {idle_limit_s:g} s in mid-stream") from None
+            while not await _within(done, None if idle_limit_s is None else moved_at + idle_limit_s):
+                if idle_limit_s is not None and self._loop.time() >= moved_at + idle_limit_s:
+                    raise DeadlineError(f"nothing came or went for {idle_limit_s:g} s in mid-stream")
         finally:
-            remove(self._socket)
-        self._since_wait_bytes = 0
+            remove(self._number)
+        if failure is not None:
+            raise failure
 
-    async def _count(self, size_bytes: int) -> None:
-        self._since_wait_bytes += size_bytes
-        if self._since_wait_bytes > _UNYIELDING_BYTES:
+    async def _advance_now(self, advance: Callable[[], bool]) -> bool:
+        """Moves what can be moved without waiting for the peer; returns whether that was all."""
+        try:
+            while not advance():
+                if self._since_wait_bytes > _UNYIELDING_BYTES:
+                    self._since_wait_bytes = 0
+                    await asyncio.sleep(0)
+        except BlockingIOError:
             self._since_wait_bytes = 0
-            await asyncio.sleep(0)
+            return False
+        return True
 
 
-def _set(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)
+async def _within(done: asyncio.Future[None], until_s: float | None) -> bool:
+    """Waits for a future, but not beyond a time of the loop; returns whether it is done."""
+    if until_s is None:
+        await done
+        return True
+    await asyncio.wait((done,), timeout=max(0.0, until_s - done.get_loop().time()))
+    return done.done()
 
 
 def _scratch(total_bytes: int) -> Iterator[memoryview]:
