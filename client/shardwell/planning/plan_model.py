@@ -6,19 +6,20 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 
 from shardwell.module.collect import collect_parameters
-from shardwell.planning.plan import PlannedUnit
+from shardwell.planning.activations import SavedActivations, recording
+from shardwell.planning.planned_units import PlannedUnit
 from shardwell.wrapping.default_policy import BlockPolicy
+from shardwell.wrapping.memory_strategy import can_compute_again
 from shardwell.wrapping.wrap import WrapPolicy, choose_units
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
@@ -71,6 +72,7 @@ def plan_units(model: nn.Module, policy: WrapPolicy | None = None) -> list[Plann
     """The units that ``auto_wrap(model, session, policy)`` would make, in that order."""
     blocks = {id(block) for block in BlockPolicy(model).blocks()}
     names = [name for name, module in model.named_modules() if id(module) in blocks]
+    recomputed = {name for name, module in _outermost(model, policy).items() if can_compute_again(module)}
     taken: list[nn.Parameter] = []
     layouts: list[UnitLayout] = []
     root: str | None = None
@@ -80,7 +82,8 @@ def plan_units(model: nn.Module, policy: WrapPolicy | None = None) -> list[Plann
         if found:
             root = None if name else type(model).__name__
             layouts.append(UnitLayout(root or name, tuple(entry.describe() for entry in found)))
-    return [_planned(layout, layouts, names, root) for layout in layouts]
+    planned = [_planned(layout, layouts, names, root) for layout in layouts]
+    return [replace(unit, can_recompute=not unit.is_root and unit.name in recomputed) for unit in planned]
 
 
 def _planned(layout: UnitLayout, others: Sequence[UnitLayout], blocks: Sequence[str], root: str | None) -> PlannedUnit:
@@ -91,26 +94,23 @@ def _planned(layout: UnitLayout, others: Sequence[UnitLayout], blocks: Sequence[
     return PlannedUnit(layout, block, around=tuple([*outer, root] if root else outer))
 
 
-def count_saved_bytes(shapes: ShapeModel) -> int | None:
-    """What autograd keeps of one call in training besides parameters and buffers; None if the call does not work so."""
+def _outermost(model: nn.Module, policy: WrapPolicy | None) -> dict[str, nn.Module]:
+    """The chosen modules that are in no other one."""
+    chosen = dict(choose_units(model, policy))
+    inside = {id(part) for module in chosen.values() for part in module.modules() if part is not module}
+    return {name: module for name, module in chosen.items() if id(module) not in inside}
+
+
+def record_activations(shapes: ShapeModel, policy: WrapPolicy | None = None) -> SavedActivations | None:
+    """What autograd keeps of one call in training, by unit; None if there is no call or it does not work so."""
     if not shapes.arguments and not shapes.keywords:
         return None
-    own = {tensor.untyped_storage()._cdata for tensor in [*shapes.module.parameters(), *shapes.module.buffers()]}
-    held: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            held[storage._cdata] = storage
-        return tensor
-
-    hooks: AbstractContextManager[None] = saved_tensors_hooks(keep, lambda tensor: tensor)
     try:
-        with shapes.mode, hooks:
+        with shapes.mode, recording(shapes.module, _outermost(shapes.module, policy)) as recorder:
             shapes.module.train()(*shapes.arguments, **shapes.keywords)
     except Exception:  # whatever a user's forward may raise when it asks for a value
         return None
-    return sum(storage.nbytes() for storage in held.values())
+    return SavedActivations(tuple(recorder.regions))
 
 
 _Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]

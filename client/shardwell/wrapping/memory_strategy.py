@@ -144,13 +144,14 @@ def save_less(modules: Sequence[nn.Module], options: MemoryOptions) -> None:
     for module in modules:
         if id(module) in inside:
             continue
-        if options.checkpoint_activations and not _counts_batches(module):
+        if options.checkpoint_activations and can_compute_again(module):
             wrap_forward(module, partial(checkpoint, use_reentrant=False))
         if options.offload_to is not None:
             offload_activations(module, to=options.offload_to, min_bytes=options.offload_min_bytes)
 
 
-def _counts_batches(module: nn.Module) -> bool:
-    return any(
+def can_compute_again(module: nn.Module) -> bool:
+    """Whether a second forward changes nothing: batch normalisation would count its batch twice."""
+    return not any(
         isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats for part in module.modules()
     )
