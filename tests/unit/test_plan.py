@@ -19,7 +19,7 @@ from shardwell.planning.plan_command import options_of, parse_bandwidth
 from shardwell.planning.plan_model import load, plan_units
 from shardwell.planning.planned_units import PlannedUnit
 from shardwell.wrapping.default_policy import BlockPolicy
-from shardwell.wrapping.wrap import ModuleTypePolicy, NoWrapPolicy, SizePolicy
+from shardwell.wrapping.policies import ModuleTypePolicy, NoWrapPolicy, SizePolicy
 from shardwell_wire.errors import UsageError, WorldError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.topology import World
@@ -96,7 +96,7 @@ def test_memory_for_bytes() -> None:
 
 def test_gradients_of_replicas_leave_in_buckets() -> None:
     layout = UnitLayout("m", tuple(Parameter(name, (5 << 20,), "float32") for name in "abcd"))
-    units = [PlannedUnit(layout, None, is_root=True)]
+    units = [PlannedUnit(layout, None)]
     assert make_plan(units, PlanOptions()).trainer.gradients_bytes == layout.size_bytes == 80 << 20
     replica = PlanOptions(strategy=ShardingStrategy.NO_SHARD)
     assert make_plan(units, replica).trainer.gradients_bytes == 45 << 20

@@ -7,18 +7,36 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardwell import BackwardPrefetch, MemoryOptions, ModuleTypePolicy, ShardingStrategy, SizePolicy, auto_wrap
+from shardwell import (
+    BackwardPrefetch,
+    CustomPolicy,
+    MemoryOptions,
+    ModuleTypePolicy,
+    ShardingStrategy,
+    SizePolicy,
+    auto_wrap,
+)
 from shardwell.module.flat_vector import Memory
 from shardwell.planning.options import PlanOptions
 from shardwell.planning.plan_model import plan_units
 from shardwell.planning.rehearsal import rehearse
-from tests.support.module_parity import Block, Sharded, gpt, gpt_loss
+from tests.support.module_parity import VOCABULARY, Block, Sharded, gpt, gpt_loss
 from tests.support.strategies import commit
 
 FULL, GRAD_OP, REPLICA, _ = ShardingStrategy
+
+
+def with_a_vocabulary(module: nn.Module) -> bool | str:
+    """The embeddings and the head, to which one is tied, are one unit: it is used at both ends of the model."""
+    if isinstance(module, nn.Embedding) or getattr(module, "out_features", None) == VOCABULARY:
+        return "vocabulary"
+    return isinstance(module, Block)
+
+
 POLICIES = {
     "blocks": ModuleTypePolicy({Block}),
     "nested": ModuleTypePolicy({Block, nn.LayerNorm}),
+    "grouped": CustomPolicy(with_a_vocabulary),
     "uneven": SizePolicy(min_num_params=1000),
 }
 NUM_STEPS = 4

@@ -18,9 +18,9 @@ Sizes = dict[int, int]
 
 @dataclass(slots=True)
 class _Region:
-    """A call of one outermost unit, or what is computed between two such calls."""
+    """A call of one module, or what is computed between two such calls."""
 
-    unit: str | None
+    module: str | None
     inputs: Sizes = field(default_factory=dict)
     saved: Sizes = field(default_factory=dict)
 
@@ -43,20 +43,20 @@ class SavedActivations:
         """The most that is held at once.
 
         Args:
-            absent: Units that compute elsewhere, as of other pipeline stages.
-            recomputed: Units that keep their inputs only and compute again in the backward, one at a time.
-            moved: Units whose activations of ``moved_min_bytes`` and more wait elsewhere.
+            absent: Modules that compute elsewhere, as those of other pipeline stages.
+            recomputed: Modules that keep their inputs only and compute again in the backward, one at a time.
+            moved: Modules whose activations of ``moved_min_bytes`` and more wait elsewhere.
             moved_min_bytes: Smaller ones stay.
         """
         held: Sizes = {}
         most = 0
         for region in self.regions:
-            if region.unit in absent:
+            if region.module in absent:
                 continue
-            kept = region.inputs if region.unit in recomputed else region.saved
+            kept = region.inputs if region.module in recomputed else region.saved
             # In its backward all of it is here, and what came before.
             most = max(most, sum((held | kept | region.saved).values()))
-            moves = region.unit in moved
+            moves = region.module in moved
             held |= {key: size for key, size in kept.items() if not (moves and size >= moved_min_bytes)}
         return max(most, sum(held.values()))
 
@@ -72,8 +72,8 @@ class _Recorder:
         self._note(tensor, self.regions[-1].saved)
         return tensor
 
-    def enter(self, unit: str, arguments: object) -> None:
-        self.regions.append(_Region(unit))
+    def enter(self, module: str, arguments: object) -> None:
+        self.regions.append(_Region(module))
         for leaf in tree_leaves(arguments):
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf, self.regions[-1].inputs)
@@ -89,16 +89,16 @@ class _Recorder:
 
 
 @contextmanager
-def recording(model: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[_Recorder]:
+def recording(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[_Recorder]:
     """Records the regions of the forward inside the block.
 
     Args:
         model: The whole model.
-        units: Its outermost units, none inside another, by name.
+        modules: Some inside it, none inside another, by name.
     """
     recorder = _Recorder([*model.parameters(), *model.buffers()])
     hooks: list[Any] = []
-    for name, module in units.items():
+    for name, module in modules.items():
         hooks += [
             module.register_forward_pre_hook(_entering(recorder, name), with_kwargs=True),
             module.register_forward_hook(lambda *_: recorder.leave()),

@@ -190,13 +190,13 @@ def _activation_bytes(
 ) -> int | None:
     if options.activation_bytes is not None or saved is None:
         return options.activation_bytes
-    here = {unit.name for unit in stage.units}
-    recomputed = {unit.name for unit in units if unit.can_recompute and options.checkpoint_activations}
+    here = {call.module for unit in stage.units for call in unit.calls}
+    calls = [call for unit in units for call in unit.calls]
     # What is offloaded "cpu" is there already.
     moved = options.offload_to not in (None, "cpu")
     return saved.peak_bytes(
-        absent={unit.name for unit in units} - here,
-        recomputed=recomputed,
+        absent={call.module for call in calls} - here,
+        recomputed={call.module for call in calls if call.can_recompute and options.checkpoint_activations},
         moved=here if moved else (),
         moved_min_bytes=options.offload_min_bytes,
     )

@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwell.module.collect import collect_parameters
 from shardwell.planning.activations import SavedActivations, recording
-from shardwell.planning.planned_units import PlannedUnit
+from shardwell.planning.planned_units import PlannedCall, PlannedUnit
+from shardwell.wrapping.choice import ChosenUnit, choose_units
 from shardwell.wrapping.default_policy import BlockPolicy
 from shardwell.wrapping.memory_strategy import can_compute_again
-from shardwell.wrapping.wrap import WrapPolicy, choose_units
+from shardwell.wrapping.policies import WrapPolicy
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
 
@@ -70,33 +71,59 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 def plan_units(model: nn.Module, policy: WrapPolicy | None = None) -> list[PlannedUnit]:
     """The units that ``auto_wrap(model, session, policy)`` would make, in that order."""
-    blocks = {id(block) for block in BlockPolicy(model).blocks()}
-    names = [name for name, module in model.named_modules() if id(module) in blocks]
-    recomputed = {name for name, module in _outermost(model, policy).items() if can_compute_again(module)}
+    root = ChosenUnit(type(model).__name__, {"": model})
     taken: list[nn.Parameter] = []
-    layouts: list[UnitLayout] = []
-    root: str | None = None
-    for name, module in [*choose_units(model, policy), ("", model)]:
-        found = collect_parameters([module], [f"{name}." if name else ""], taken)
+    made: list[tuple[ChosenUnit, UnitLayout]] = []
+    for unit in [*choose_units(model, policy), root]:
+        prefixes = [f"{name}." if name else "" for name in unit.modules]
+        found = collect_parameters(list(unit.modules.values()), prefixes, taken)
         taken += [entry.parameter for entry in found]
         if found:
-            root = None if name else type(model).__name__
-            layouts.append(UnitLayout(root or name, tuple(entry.describe() for entry in found)))
-    planned = [_planned(layout, layouts, names, root) for layout in layouts]
-    return [replace(unit, can_recompute=not unit.is_root and unit.name in recomputed) for unit in planned]
+            made.append((unit, UnitLayout(unit.name, tuple(entry.describe() for entry in found))))
+    around = {unit.name: _around(unit, [other for other, _ in made]) for unit, _ in made}
+    block_of, call = _blocks(model), _calls(model, policy)
+    return [
+        PlannedUnit(
+            layout,
+            block_of(unit),
+            around=around[unit.name],
+            calls=tuple(call(name, module) for name, module in unit.modules.items()),
+        )
+        for unit, layout in made
+    ]
 
 
-def _planned(layout: UnitLayout, others: Sequence[UnitLayout], blocks: Sequence[str], root: str | None) -> PlannedUnit:
-    if layout.unit == root:
-        return PlannedUnit(layout, None, is_root=True)
-    outer = [other.unit for other in others if layout.unit.startswith(f"{other.unit}.")]
-    block = next((at for at, name in enumerate(blocks) if f"{layout.unit}.".startswith(f"{name}.")), None)
-    return PlannedUnit(layout, block, around=tuple([*outer, root] if root else outer))
+def _around(unit: ChosenUnit, others: Sequence[ChosenUnit]) -> tuple[str, ...]:
+    """Names of the units with a module around one of this one's."""
+    return tuple(
+        other.name
+        for other in others
+        if other is not unit
+        and any(not outer or name.startswith(f"{outer}.") for outer in other.modules for name in unit.modules)
+    )
+
+
+def _blocks(model: nn.Module) -> Callable[[ChosenUnit], int | None]:
+    """Says in which of the model's repeated blocks a unit is."""
+    ids = {id(block) for block in BlockPolicy(model).blocks()}
+    names = [name for name, module in model.named_modules() if id(module) in ids]
+
+    def block_of(unit: ChosenUnit) -> int | None:
+        inside = (f"{name}." for name in unit.modules)
+        return next((at for name in inside for at, block in enumerate(names) if name.startswith(f"{block}.")), None)
+
+    return block_of
+
+
+def _calls(model: nn.Module, policy: WrapPolicy | None) -> Callable[[str, nn.Module], PlannedCall]:
+    places = {id(module): place for place, module in enumerate(model.modules())}
+    recomputed = {id(module) for module in _outermost(model, policy).values() if can_compute_again(module)}
+    return lambda name, module: PlannedCall(places[id(module)], name, id(module) in recomputed)
 
 
 def _outermost(model: nn.Module, policy: WrapPolicy | None) -> dict[str, nn.Module]:
-    """The chosen modules that are in no other one."""
-    chosen = dict(choose_units(model, policy))
+    """The modules of units that are in no other one, but the model."""
+    chosen = {name: module for unit in choose_units(model, policy) for name, module in unit.modules.items()}
     inside = {id(part) for module in chosen.values() for part in module.modules() if part is not module}
     return {name: module for name, module in chosen.items() if id(module) not in inside}
 

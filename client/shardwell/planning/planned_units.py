@@ -11,6 +11,18 @@ from shardwell_wire.topology import World
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedCall:
+    """One module of a unit, which a forward of the model calls once."""
+
+    place: int
+    """Among the model's modules, outer ones first: the order in which their forwards begin."""
+    module: str
+    """Its name; empty for the model."""
+    can_recompute: bool = False
+    """Whether ``checkpoint_activations`` has it compute its forward again, with all units inside it."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedUnit:
     """One unit of a model that is not sharded yet."""
 
@@ -19,15 +31,18 @@ class PlannedUnit:
     """Which of the model's repeated blocks it is, or is in; None for embeddings, heads and the rest."""
     around: tuple[str, ...] = ()
     """Names of the units around it: they stay gathered while it computes."""
-    is_root: bool = False
-    """Whether it is around all others: it stays gathered from the forward to the backward."""
-    can_recompute: bool = False
-    """Whether ``checkpoint_activations`` has it compute its forward again, with all units inside it."""
+    calls: tuple[PlannedCall, ...] = (PlannedCall(0, ""),)
+    """Of its modules; by default it is the model's own unit."""
 
     @property
     def name(self) -> str:
         """The unit's name."""
         return self.layout.unit
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is around all others: it stays gathered from the forward to the backward."""
+        return self.calls[0].module == ""
 
     @property
     def size_bytes(self) -> int:

@@ -17,7 +17,7 @@ from shardwell.module.prefetch import Phase
 from shardwell.module.strategy import ShardingStrategy
 from shardwell.module.unit import UnitSettings, UnitState
 from shardwell.planning.options import PlanOptions
-from shardwell.planning.planned_units import PlannedUnit
+from shardwell.planning.planned_units import PlannedCall, PlannedUnit
 from shardwell_wire.layout import UnitLayout
 
 _NUM_STEPS = 3
@@ -105,7 +105,6 @@ class _Unit:
     """0 if it is read in place."""
     is_replica: bool
     vectors: _Vectors
-    inner: list[_Unit] = field(default_factory=list)
     state: UnitState = UnitState.FREED
     settings: UnitSettings = field(default_factory=UnitSettings)
     num_gathers: int = 0
@@ -154,6 +153,19 @@ class _Unit:
         self.vectors.note_kept()
 
 
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A module of a unit, with those directly inside it that are units too, in the order of the forward."""
+
+    unit: _Unit
+    planned: PlannedCall
+    inner: list[_Call] = field(default_factory=list)
+
+    def inside(self) -> list[_Call]:
+        """All that is inside it, in the order of the forward."""
+        return [found for call in self.inner for found in (call, *call.inside())]
+
+
 class _Trainer:
     """Gathers, keeps and frees as ``Units`` does."""
 
@@ -172,7 +184,7 @@ class _Trainer:
             max_in_flight=0,
             backward_prefetch=options.backward_prefetch,
         )
-        self._in_backward: list[_Unit] = []
+        self._in_backward: list[_Call] = []
 
     def step(self) -> None:
         for unit in self.units:
@@ -180,21 +192,21 @@ class _Trainer:
         for unit in self.units:
             if unit.state is UnitState.STALE:
                 self._gathering.start_ahead(unit)
-        for unit in self._outermost:
-            self._forward(unit)
-        for unit in reversed(self._outermost):
-            self._backward(unit)
+        for call in self._outermost:
+            self._forward(call)
+        for call in reversed(self._outermost):
+            self._backward(call)
         self._end_backward()
         self._gathering.order.end_forward()
         for unit in self.units:
             unit.expire()
 
-    def _forward(self, unit: _Unit) -> None:
-        self._gathering.use(unit, Phase.FORWARD)
-        for inner in unit.inner:
+    def _forward(self, call: _Call) -> None:
+        self._gathering.use(call.unit, Phase.FORWARD)
+        for inner in call.inner:
             self._forward(inner)
-        if self._frees_after_forward(unit):
-            self._put_away(unit)
+        if self._frees_after_forward(call.unit):
+            self._put_away(call.unit)
 
     def _frees_after_forward(self, unit: _Unit) -> bool:
         strategy = self._options.strategy
@@ -204,21 +216,22 @@ class _Trainer:
             return self._options.reshard_after_forward
         return not (strategy is ShardingStrategy.SHARD_GRAD_OP or unit.planned.is_root)
 
-    def _backward(self, unit: _Unit) -> None:
-        over = [other for other in self._in_backward if unit not in _inside(other)]
-        self._in_backward = [other for other in self._in_backward if other not in over] + [unit]
+    def _backward(self, call: _Call) -> None:
+        over = [other for other in self._in_backward if call not in other.inside()]
+        self._in_backward = [other for other in self._in_backward if other not in over]
         for other in over:
-            self._put_away(other)
-        self._gathering.use(unit, Phase.BACKWARD)
-        if self._options.checkpoint_activations and unit.planned.can_recompute:
-            for inner in _inside(unit):
-                self._gathering.use(inner, Phase.BACKWARD)
-        for inner in reversed(unit.inner):
+            self._put_away(other.unit)
+        self._in_backward.append(call)
+        self._gathering.use(call.unit, Phase.BACKWARD)
+        if self._options.checkpoint_activations and call.planned.can_recompute:
+            for inner in call.inside():
+                self._gathering.use(inner.unit, Phase.BACKWARD)
+        for inner in reversed(call.inner):
             self._backward(inner)
 
     def _end_backward(self) -> None:
-        for unit in self._in_backward:
-            self._put_away(unit)
+        for call in self._in_backward:
+            self._put_away(call.unit)
         self._in_backward = []
         for unit in self.units:
             if unit.state is UnitState.FETCHING and not unit.is_replica:
@@ -231,20 +244,18 @@ class _Trainer:
             unit.free()
 
 
-def _nest(units: Sequence[_Unit]) -> list[_Unit]:
-    """Gives each unit those directly inside it, in the model's order; returns those that are in no other."""
-    by_name = {unit.planned.name: unit for unit in units}
-    outermost = []
-    for unit in units:
-        # Of another pipeline stage there is none. Names tell what is inside what, but for the root's.
-        around = [by_name[name] for name in unit.planned.around if name in by_name]
-        if around:
-            max(around, key=lambda outer: (not outer.planned.is_root, len(outer.planned.name))).inner.append(unit)
-        else:
-            outermost.append(unit)
+def _nest(units: Sequence[_Unit]) -> list[_Call]:
+    """The calls that are in no other one, in the order of the forward."""
+    outermost: list[_Call] = []
+    opened: list[_Call] = []
+    calls = [_Call(unit, call) for unit in units for call in unit.planned.calls]
+    for call in sorted(calls, key=lambda call: call.planned.place):
+        while opened and not _is_inside(call.planned.module, opened[-1].planned.module):
+            opened.pop()
+        (opened[-1].inner if opened else outermost).append(call)
+        opened.append(call)
     return outermost
 
 
-def _inside(unit: _Unit) -> list[_Unit]:
-    """All units inside another one, outer ones first."""
-    return [found for inner in unit.inner for found in (inner, *_inside(inner))]
+def _is_inside(module: str, outer: str) -> bool:
+    return not outer or module.startswith(f"{outer}.")
