@@ -230,6 +230,7 @@ def fully_shard(
         UsageError: The module can not be sharded; the message says why.
         ShardwellError: The run refused the unit.
     """
+    guards.check_session(session)
     modules = [module] if isinstance(module, nn.Module) else list(module)
     unit_name = name or session.units.next_name("+".join(type(part).__name__ for part in modules))
     shard_modules(
@@ -270,6 +271,7 @@ def shard_modules(
     """
     guards.install(units)
     guards.check_modules(modules)
+    guards.check_ignored(ignored_params)
     check_strategy(name, strategy, replica, reshard_after_forward)
     found = collect_parameters(modules, [f"{units.name_prefix}{prefix}" for prefix in prefixes], ignored_params)
     meta_device = torch.device(device)

@@ -112,8 +112,8 @@ class SizePolicy:
     min_num_params: int
 
     def __post_init__(self) -> None:
-        if self.min_num_params < 1:
-            raise UsageError(f"SizePolicy(min_num_params={self.min_num_params}): expected at least 1")
+        if not isinstance(self.min_num_params, int | float) or self.min_num_params < 1:
+            raise UsageError(f"SizePolicy(min_num_params={self.min_num_params!r}): expected a number, at least 1")
 
     def choose(self, candidates: Candidates) -> Collection[nn.Module]:
         chosen: list[nn.Module] = []

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from shardwell.module.fully_shard import HasUnits, ShardedModule, shard_modules
-from shardwell.module.guards import check_modules
+from shardwell.module.fully_shard import HasUnits, ShardedModule, fully_shard, shard_modules
+from shardwell.module.guards import check_ignored, check_modules, check_session
 from shardwell.wrapping.choice import choose_units
 from shardwell.wrapping.memory_strategy import MemoryOptions, MemoryStrategy, prepare_session, resolve, save_less
 from shardwell.wrapping.policies import CustomPolicy, ModuleTypePolicy, WrapPolicy
@@ -53,7 +54,11 @@ def auto_wrap(
         UsageError: The model is sharded already, or can not be; the message says why.
     """
     check_modules([model])
+    check_session(session)
+    ignored_params = list(ignored_params)
+    check_ignored(ignored_params)
     _check_policy(policy)
+    _check_options(options)
     saving = None if memory is None else resolve(memory)
     chosen = choose_units(model, policy, ignored_params)
     if not chosen and isinstance(policy, ModuleTypePolicy | CustomPolicy) and not _holds_units(model):
@@ -78,6 +83,13 @@ def _check_policy(policy: object) -> None:
             f"policy={policy!r}: expected a policy such as SizePolicy(min_num_params=1_000_000), "
             "ModuleTypePolicy({Block}), CustomPolicy(function) or NoWrapPolicy(); None chooses by itself"
         )
+
+
+def _check_options(options: Mapping[str, object]) -> None:
+    known = inspect.signature(fully_shard).parameters.keys() - {"module", "session", "name", "ignored_params"}
+    for name in options:
+        if name not in known:
+            raise UsageError(f"auto_wrap({name}=...): expected one of {', '.join(sorted(known))}, policy or memory")
 
 
 def _holds_units(model: nn.Module) -> bool:
