@@ -40,7 +40,7 @@ IN_FLIGHT_BYTES = 9 << 20
 """Weights fetched ahead, and gradients on their way: one tile or two layers each."""
 LEARNING_RATE = 1e-3
 CHILD_LIMIT_S = 600.0
-SIZES = {"num_layers": 104, "width": 1024, "num_classes": 102400, "num_tiles": 50, "batch_size": 4, "num_steps": 2}
+SIZES = {"num_layers": 100, "width": 1024, "num_classes": 107520, "num_tiles": 50, "batch_size": 4, "num_steps": 2}
 
 
 def main() -> None:
