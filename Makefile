@@ -19,10 +19,10 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format protos check-protos test-protobuf bench bench-full bench-network bench-growth compose-test clean
+.PHONY: help install demo larger-than-trainer test lint format protos check-protos test-protobuf bench bench-full bench-network bench-growth compose-test clean
 
 help:  ## Show this help
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED)  ## Make .venv with everything in it
 
@@ -34,6 +34,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: install  ## Train a small GPT: 2 trainers, 2 shard servers, under 2 minutes
 	@$(BIN)/shardwell launch --num-trainers 2 --num-shards 2 examples/train_gpt.py $(DEMO_OPTIONS)
+
+larger-than-trainer: install  ## Train a model of 8 times a trainer's memory; FSDP2 tries, too (8 GB free, 2 minutes)
+	@$(BIN)/python examples/larger_than_trainer.py
 
 test: install  ## Run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/pytest

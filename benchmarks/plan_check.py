@@ -1,31 +1,64 @@
 """What ``shardwell plan`` says of a model, and what training it takes: memory of the processes' own, bytes per step.
 
-``python -m benchmarks.plan_check`` prints a table. One trainer, two shard servers, the socket lane: the trainer and the
-servers share no memory, as on different hosts.
+``python -m benchmarks.plan_check`` prints a Markdown table of both and their ratio, one line per setting, each measured
+in a process and on a cluster of its own. One trainer, two shard servers, the socket lane: the trainer and the servers
+share no memory, as on different hosts.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn import functional
 
 import shardwell
-from shardwell.planning.plan import PlanOptions, make_plan
-from shardwell.planning.plan_model import count_saved_bytes, load, plan_units
+from shardwell import MemoryOptions, MemoryStrategy, ShardingStrategy
+from shardwell.planning.options import PlanOptions
+from shardwell.planning.plan import Plan, make_plan
+from shardwell.planning.plan_model import load, plan_units, record_activations
 
 BATCH, LENGTH, VOCABULARY, WIDTH, NUM_LAYERS, NUM_HEADS = 2, 128, 8192, 512, 10, 8
-NUM_SERVERS, NUM_STEPS = 2, 6
-PREFETCH_BYTES, PUSH_BYTES = 16 << 20, 16 << 20
+NUM_SERVERS, NUM_STEPS = 2, 4
+JOIN = {"prefetch_bytes": 16 << 20, "push_bytes": 16 << 20}
 _SAMPLE_S = 0.005
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How one trainer trains."""
+
+    memory: MemoryOptions = dataclasses.field(default_factory=MemoryOptions)
+    join: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments of ``join``, which the plan takes under the same names."""
+
+    def plan_options(self) -> PlanOptions:
+        known = {field.name for field in dataclasses.fields(PlanOptions)}
+        memory = {name: getattr(self.memory, name, None) for name in known}
+        told = {name: value for name, value in memory.items() if value is not None}
+        return PlanOptions(**{"num_servers": NUM_SERVERS, **JOIN, **self.join, **told})
+
+
+RETURNED = MemoryOptions(keep_freed_memory=False)
+SETTINGS = {
+    "as join": Setting(),
+    "freed memory returned": Setting(RETURNED),
+    "keep_bytes of 100 MB": Setting(RETURNED, {"keep_bytes": 100_000_000}),
+    "gather_dtype bfloat16": Setting(RETURNED, {"gather_dtype": "bfloat16"}),
+    "host_cache_bytes of 1 GB": Setting(RETURNED, {"host_cache_bytes": 1_000_000_000}),
+    "NO_SHARD": Setting(dataclasses.replace(RETURNED, strategy=ShardingStrategy.NO_SHARD)),
+    **{strategy.name: Setting(strategy.options(keep_freed_memory=False)) for strategy in MemoryStrategy},
+}
 
 
 class Model(nn.Module):
@@ -78,66 +111,89 @@ class Peak:
         self._thread.join()
 
 
-def train(address: str, run: str, model: nn.Module, num_steps: int, processes: Sequence[psutil.Process]) -> Measured:
-    """Shards the model, then trains it and watches the processes' memory."""
-    with shardwell.join(
-        address, run=run, lanes="socket", prefetch_bytes=PREFETCH_BYTES, push_bytes=PUSH_BYTES
-    ) as session:
-        shardwell.auto_wrap(model, session)
+@dataclass(frozen=True)
+class Measured:
+    """Bytes; ``peak_bytes`` of each process's own, the trainer's first."""
+
+    weights_bytes: float
+    received_bytes: float
+    """Per step."""
+    sent_bytes: float
+    """Per step."""
+    peak_bytes: Sequence[int]
+
+
+def train(
+    address: str, run: str, setting: Setting, model: nn.Module, num_steps: int, processes: Sequence[psutil.Process]
+) -> Measured:
+    """Shards the model, then trains it and watches the processes' memory; bytes are those after the first step."""
+    with shardwell.join(address, run=run, lanes="socket", **{**JOIN, **setting.join}) as session:
+        shardwell.auto_wrap(model, session, memory=setting.memory)
         optimizer = shardwell.optim.AdamW(model.parameters(), lr=1e-3)
         before: Mapping[str, float] = {}
         with Peak(processes) as peak:
             for step in session.steps(num_steps):
-                before = before or session.stats()
+                if step.number == 1:
+                    before = session.stats()
                 for tokens in step.batches(lambda *_: torch.randint(VOCABULARY, (BATCH, LENGTH))):
                     model(tokens).backward()
                 optimizer.step()
                 optimizer.zero_grad()
         after = session.stats()
-    received, sent = ((after[name] - before[name]) / num_steps for name in ("received_bytes", "sent_bytes"))
+    counted = num_steps - 1
+    received, sent = ((after[name] - before[name]) / counted for name in ("received_bytes", "sent_bytes"))
     return Measured(after["peak_unit_bytes"], received, sent, peak.bytes)
 
 
-@dataclass(frozen=True)
-class Measured:
-    weights_bytes: float
-    received_bytes: float
-    """Per step."""
-    sent_bytes: float
-    peak_bytes: Sequence[int]
-    """Of each process's own."""
+def measure(setting: Setting) -> Measured:
+    """Peaks are above what the processes had when they had trained a small model: what a first use costs once (kernels,
+    connections, threads) is no part of a plan."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with shardwell.LocalCluster(num_shards=NUM_SERVERS) as cluster:
+        processes = [psutil.Process(), *(psutil.Process(shard.pid) for shard in cluster.shards)]
+        train(cluster.address, "warm-up", setting, Model(num_layers=1), 2, processes)
+        start = [own_bytes(process) for process in processes]
+        measured = train(cluster.address, "measured", setting, Model(), NUM_STEPS, processes)
+    above = [most - before for most, before in zip(measured.peak_bytes, start, strict=True)]
+    return dataclasses.replace(measured, peak_bytes=above)
+
+
+def plan(setting: Setting) -> Plan:
+    shapes = load("benchmarks.plan_check:make", batch=BATCH, length=LENGTH)
+    return make_plan(plan_units(shapes.module), setting.plan_options(), record_activations(shapes))
+
+
+def cells(setting: Setting, measured: Measured) -> list[str]:
+    """``planned / measured = ratio``, in MB."""
+    planned = plan(setting)
+    return [
+        f"{expected / 1e6:.1f} / {found / 1e6:.1f} = {expected / found:.2f}" if expected and found else "0"
+        for expected, found in (
+            (planned.trainer.weights_bytes, measured.weights_bytes),
+            (planned.trainer.received_bytes, measured.received_bytes),
+            (planned.trainer.sent_bytes, measured.sent_bytes),
+            (planned.trainer.total_bytes, measured.peak_bytes[0]),
+            (planned.server.total_bytes, max(measured.peak_bytes[1:])),
+        )
+    ]
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    shapes = load("benchmarks.plan_check:make", batch=BATCH, length=LENGTH)
-    options = PlanOptions(
-        num_servers=NUM_SERVERS,
-        prefetch_bytes=PREFETCH_BYTES,
-        push_bytes=PUSH_BYTES,
-        activation_bytes=count_saved_bytes(shapes),
-    )
-    plan = make_plan(plan_units(shapes.module), options)
-    with shardwell.LocalCluster(num_shards=NUM_SERVERS) as cluster:
-        processes = [psutil.Process(), *(psutil.Process(shard.pid) for shard in cluster.shards)]
-        # What a first use costs once (kernels, connections, threads) is no part of a plan.
-        train(cluster.address, "warm-up", Model(num_layers=1), 2, processes)
-        start = [own_bytes(process) for process in processes]
-        measured = train(cluster.address, "measured", Model(), NUM_STEPS, processes)
-    trainer, *servers = (most - before for most, before in zip(measured.peak_bytes, start, strict=True))
-    table = Table("", "PLANNED", "MEASURED", "PLANNED / MEASURED")
-    most_weights = plan.trainer.weights_bytes + plan.trainer.prefetch_bytes
-    for name, planned, found in (
-        ("trainer: weights at most", most_weights, measured.weights_bytes),
-        ("trainer: received per step", plan.trainer.received_bytes, measured.received_bytes),
-        ("trainer: sent per step", plan.trainer.sent_bytes, measured.sent_bytes),
-        ("trainer: peak memory of its own", plan.trainer.total_bytes, trainer),
-        ("server: peak memory of its own", plan.server.total_bytes, max(servers)),
-    ):
-        table.add_row(name, f"{planned / 1e6:.1f} MB", f"{found / 1e6:.1f} MB", f"{planned / found:.2f}")
-    print(f"{plan.num_parameters:,} parameters, {plan.model_bytes / 1e6:.1f} MB, {plan.num_units} units")
-    Console(width=100).print(table)
+    parser = argparse.ArgumentParser(description="Compares plans with measurements.")
+    parser.add_argument("--only", choices=list(SETTINGS), nargs="+", default=list(SETTINGS), metavar="SETTING")
+    parser.add_argument("--measure", choices=list(SETTINGS), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(dataclasses.asdict(measure(SETTINGS[arguments.measure]))))
+        return
+    print("planned / measured, MB | weights | received | sent | trainer | server")
+    print("--- | --- | --- | --- | --- | ---")
+    for name in arguments.only:
+        command = [sys.executable, "-m", "benchmarks.plan_check", "--measure", name]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        measured = Measured(**json.loads(output.splitlines()[-1]))
+        print(" | ".join([name, *cells(SETTINGS[name], measured)]), flush=True)
 
 
 if __name__ == "__main__":

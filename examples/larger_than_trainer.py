@@ -1,19 +1,21 @@
-"""Trains a model whose state is more than eight times what a trainer may use; then FSDP2 tries under the same limit.
+"""Trains a model whose state is more than eight times what a trainer may use; then others try under the same limit.
 
     python examples/larger_than_trainer.py
 
-Every trainer is a process under RLIMIT_DATA, which the kernel enforces and which needs no rights: all memory that
-the process may write and does not share counts, that of the interpreter, of torch and of thread stacks too. The last
-layer alone is larger than the limit; it is a ``shardwell.TiledLinear``. Two shard servers on this machine hold the
-state; they are reached over sockets, as on other hosts: in memory that they share, weights would count twice. FSDP2
-gets the same model, with the same tiles as units, built without values and cut in two before a tensor has memory.
+What is limited: RLIMIT_DATA of every trainer, a process of its own. The kernel enforces it, it needs no rights, and
+it counts all memory that a process may write and does not share, used or not: the interpreter, torch and thread stacks
+too. It does not count shared memory, so trainers reach the shard servers over sockets, as on other hosts, and the table
+shows that they map none. Two shard servers on this machine, about 5 GB, hold the state and are not limited.
 
-A run took 50 s of processor time, all processes together; the servers need about 5 GB.
+The last layer alone is larger than the limit; it is a ``shardwell.TiledLinear``. FSDP2 gets the same model with the
+same tiles as units, built without values and cut in two before a tensor has memory; plain PyTorch gets it as it is. At
+the end plain PyTorch without a limit plays both ranks: its weights have the same bits.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import resource
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,14 +33,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from shardwell import Session
-
 NUM_TRAINERS = 2
 STATE_BYTES_PER_PARAMETER = 16
 """Weight, gradient and Adam's two moments in float32."""
 IN_FLIGHT_BYTES = 9 << 20
 """Weights fetched ahead, and gradients on their way: one tile or two layers each."""
-CHILD_LIMIT_S = 240.0
+LEARNING_RATE = 1e-3
+CHILD_LIMIT_S = 600.0
+SIZES = {"num_layers": 100, "width": 1024, "num_classes": 107520, "num_tiles": 50, "batch_size": 4, "num_steps": 2}
 
 
 def main() -> None:
@@ -46,33 +48,24 @@ def main() -> None:
     if arguments.role:
         run_role(arguments)
         return
-    import shardwell
-
     print(describe(arguments), flush=True)
-    with shardwell.LocalCluster(num_shards=2) as cluster:
-        ours = run_trainers("shardwell", arguments, cluster.address)
-    with tempfile.TemporaryDirectory() as folder:
-        fsdp2 = run_trainers("fsdp2", arguments, f"{folder}/limited")
-        control = run_trainers("fsdp2", arguments, f"{folder}/free", limited=False) if arguments.control else None
-    print_table(arguments, ours, fsdp2, control)
-    if not all(trainer.finished for trainer in ours):
+    results = dict(run_all(arguments))
+    print_table(arguments, results)
+    print("WEIGHTS is the beginning of a hash of all of them after the last step.")
+    if not all(trainer.finished for trainer in results["Shardwell"]):
         sys.exit("a trainer of Shardwell did not finish")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a model whose state is 8 times what a trainer may use.")
-    parser.add_argument("--limit-mib", type=int, default=384, help="RLIMIT_DATA of each trainer (default: 384)")
-    parser.add_argument("--num-layers", type=int, default=96)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--num-classes", type=int, default=102400, help="output features of the last layer")
-    parser.add_argument("--num-tiles", type=int, default=50, help="of the last layer")
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--num-steps", type=int, default=2)
+    parser.add_argument("--limit-mib", type=int, default=400, help="RLIMIT_DATA of each trainer (default: 400)")
+    for name, size in SIZES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size, help=f"(default: {size})")
     parser.add_argument("--control", action="store_true", help="let FSDP2 train without a limit, too")
-    parser.add_argument("--role", choices=["shardwell", "fsdp2"], help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=["shardwell", "fsdp2", "plain"], help=argparse.SUPPRESS)
     parser.add_argument("--place", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def count_parameters(arguments: argparse.Namespace) -> int:
@@ -80,13 +73,17 @@ def count_parameters(arguments: argparse.Namespace) -> int:
     return int(arguments.num_layers * layer + arguments.num_classes * (arguments.width + 1))
 
 
+def state_bytes(arguments: argparse.Namespace) -> int:
+    """Of weights, gradients and optimizer."""
+    return count_parameters(arguments) * STATE_BYTES_PER_PARAMETER
+
+
 def describe(arguments: argparse.Namespace) -> str:
-    parameters, limit = count_parameters(arguments), arguments.limit_mib << 20
-    state, largest = parameters * STATE_BYTES_PER_PARAMETER, arguments.num_classes * (arguments.width + 1) * 4
+    limit, largest = arguments.limit_mib << 20, arguments.num_classes * (arguments.width + 1) * 4
     return (
-        f"{parameters / 1e6:.0f} M parameters; with gradients and AdamW's moments {state / 1e9:.2f} GB, "
-        f"{state / limit:.1f} times the limit of {limit / 1e6:.0f} MB per trainer. "
-        f"The last layer's weight alone has {largest / 1e6:.0f} MB."
+        f"{count_parameters(arguments) / 1e6:.0f} M parameters; with gradients and AdamW's moments "
+        f"{state_bytes(arguments) / 1e9:.2f} GB, {state_bytes(arguments) / limit:.1f} times the limit of "
+        f"{limit / 1e6:.0f} MB per trainer. The last layer's weight alone has {largest / 1e6:.0f} MB."
     )
 
 
@@ -115,13 +112,29 @@ class Trainer:
         return f"died while {self.last('stage', 'starting')}: {self.last('died', f'exit code {self.exit_code}')}"
 
 
-def run_trainers(role: str, arguments: argparse.Namespace, place: str, *, limited: bool = True) -> list[Trainer]:
+def run_all(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Trainer]]]:
+    """All that is compared, one after another."""
+    import shardwell
+
+    with shardwell.LocalCluster(num_shards=2) as cluster:
+        yield "Shardwell", run_trainers("shardwell", arguments, cluster.address)
+    with tempfile.TemporaryDirectory() as folder:
+        yield "FSDP2, gloo", run_trainers("fsdp2", arguments, f"{folder}/limited")
+        if arguments.control:
+            yield "FSDP2, gloo, no limit", run_trainers("fsdp2", arguments, f"{folder}/free", limit_mib=0)
+    yield "plain PyTorch", run_trainers("plain", arguments, "", count=1)
+    yield "plain PyTorch, no limit", run_trainers("plain", arguments, "", count=1, limit_mib=0)
+
+
+def run_trainers(
+    role: str, arguments: argparse.Namespace, place: str, *, count: int = NUM_TRAINERS, limit_mib: int | None = None
+) -> list[Trainer]:
     """Starts all trainers of one kind and waits for them; one that dies ends the others."""
-    options = ["--role", role, "--place", place, "--limit-mib", str(arguments.limit_mib if limited else 0)]
-    for name in ("num_layers", "width", "num_classes", "num_tiles", "batch_size", "num_steps"):
+    options = ["--role", role, "--place", place]
+    for name in SIZES:
         options += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    # Freed gradients go back to the system at once: docs/memory.md, "The C library".
-    environment = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_ARENA_MAX": "2", **os.environ}
+    options += ["--limit-mib", str(arguments.limit_mib if limit_mib is None else limit_mib)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as `shardwell launch` does
     children = [
         subprocess.Popen(
             [sys.executable, __file__, *options, "--rank", str(rank)],
@@ -129,7 +142,7 @@ def run_trainers(role: str, arguments: argparse.Namespace, place: str, *, limite
             env=environment,
             text=True,
         )
-        for rank in range(NUM_TRAINERS)
+        for rank in range(count)
     ]
     try:
         wait_for(children)
@@ -162,17 +175,19 @@ def run_role(arguments: argparse.Namespace) -> None:
         limit = arguments.limit_mib << 20
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     say(stage="importing torch")
+    exit_code = 0
     try:
-        losses = (train_sharded if arguments.role == "shardwell" else train_fsdp2)(arguments)
+        import torch
+
+        torch.set_num_threads(1)
+        say(**ROLES[arguments.role](arguments), **memory())
     except (MemoryError, RuntimeError, OSError) as error:
         # torch's own reason is behind the name of the check that failed.
         reason = str(error).partition("DefaultCPUAllocator: ")[2] or str(error)
         say(died=f"{type(error).__name__}: {reason[:90]}", **memory())
-        sys.stdout.flush()
-        os._exit(1)  # threads of a process without memory do not end by themselves
-    say(losses=losses, **memory())
+        exit_code = 1
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(exit_code)  # threads of a process without memory do not end by themselves
 
 
 def say(**what: Any) -> None:
@@ -180,10 +195,63 @@ def say(**what: Any) -> None:
 
 
 def memory() -> dict[str, int]:
-    """Most resident, and limited memory now. Bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    kilobytes = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("VmHWM", "VmData"))}
-    return {"peak_resident": int(kilobytes["VmHWM"]) << 10, "data": int(kilobytes["VmData"]) << 10}
+    """Most resident; limited memory and resident shared memory now. Bytes."""
+    names = {"VmHWM": "peak_resident", "VmData": "limited", "RssShmem": "shared"}
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {names[words[0][:-1]]: int(words[1]) << 10 for words in lines if words and words[0][:-1] in names}
+
+
+def make_model(arguments: argparse.Namespace) -> torch.nn.Sequential:
+    """Layers, and a last one in tiles; without memory."""
+    import torch
+
+    import shardwell
+
+    with torch.device("meta"):
+        linears = [torch.nn.Linear(arguments.width, arguments.width) for _ in range(arguments.num_layers)]
+        head = shardwell.TiledLinear(arguments.width, arguments.num_classes, num_tiles=arguments.num_tiles)
+        layers = [layer for linear in linears for layer in (linear, torch.nn.Tanh())]
+        return torch.nn.Sequential(*layers, head)
+
+
+def linears_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
+    """The layers and tiles with their names in the model."""
+    import torch
+
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+
+
+def initialiser(model: torch.nn.Module) -> Any:
+    """Gives each layer values that depend on its name only."""
+    import torch
+
+    seeds = {module: number for number, (_, module) in enumerate(linears_of(model))}
+
+    def initialise(module: torch.nn.Module) -> None:
+        if isinstance(module, torch.nn.Linear):
+            generator, bound = torch.Generator().manual_seed(seeds[module]), module.in_features**-0.5
+            for parameter in module.parameters():
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                torch.nn.init.uniform_(local, -bound, bound, generator=generator)
+
+    return initialise
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Hash of all weights, one layer at a time."""
+    import shardwell
+
+    found = hashlib.sha256()
+    for name, module in linears_of(model):
+        is_sharded = isinstance(module, shardwell.ShardedModule)
+        if is_sharded:
+            module.unshard()
+        for parameter in module.parameters():
+            found.update(f"{name} {tuple(parameter.shape)}".encode())
+            found.update(parameter.detach().clone().numpy().data)
+        if is_sharded:
+            module.reshard()
+    return found.hexdigest()
 
 
 def batch(arguments: argparse.Namespace, step: int, dp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,8 +262,8 @@ def batch(arguments: argparse.Namespace, step: int, dp_rank: int) -> tuple[torch
     return inputs, torch.randint(arguments.num_classes, (arguments.batch_size,), generator=generator)
 
 
-def train_sharded(arguments: argparse.Namespace) -> list[float]:
-    """Shardwell: a layer leaves this process as soon as it is made."""
+def train_sharded(arguments: argparse.Namespace) -> Mapping[str, Any]:
+    """Shardwell: as any model that is built without memory, but that freed memory goes back to the system."""
     import torch
 
     import shardwell
@@ -211,9 +279,16 @@ def train_sharded(arguments: argparse.Namespace) -> list[float]:
         prefetch_bytes=IN_FLIGHT_BYTES,
         push_bytes=IN_FLIGHT_BYTES,
     ) as session:
-        say(stage="building", **memory())
-        model = make_model(arguments, session)
-        optimizer = shardwell.optim.AdamW(model.parameters(), lr=1e-3)
+        say(stage="sharding", **memory())
+        model = make_model(arguments)
+        shardwell.auto_wrap(
+            model,
+            session,
+            shardwell.ModuleTypePolicy({torch.nn.Linear}),
+            source=initialiser(model),
+            memory=shardwell.MemoryOptions(keep_freed_memory=False),
+        )
+        optimizer = shardwell.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         for step in session.steps(arguments.num_steps):
             say(stage=f"training step {step.number}", **memory())
             for inputs, labels in step.batches(lambda number, dp_rank: batch(arguments, number, dp_rank)):
@@ -223,28 +298,11 @@ def train_sharded(arguments: argparse.Namespace) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
         report = session.memory()
-        say(weights=report.peak_bytes, model=report.model_bytes)
-    return losses
+        say(stage="reading the weights", weights=report.peak_bytes, **memory())
+        return {"losses": losses} | ({"digest": digest(model)} if arguments.rank == 0 else {})
 
 
-def make_model(arguments: argparse.Namespace, session: Session | None) -> torch.nn.Sequential:
-    """Layers, and a last one in tiles; with a session each is sharded before the next is made."""
-    import torch
-
-    import shardwell
-
-    torch.manual_seed(0)
-    layers: list[torch.nn.Module] = []
-    for number in range(arguments.num_layers):
-        layer = torch.nn.Sequential(torch.nn.Linear(arguments.width, arguments.width), torch.nn.Tanh())
-        layers.append(layer if session is None else shardwell.fully_shard(layer, session, name=f"layer-{number}"))
-    head = shardwell.TiledLinear(
-        arguments.width, arguments.num_classes, num_tiles=arguments.num_tiles, session=session, name="head"
-    )
-    return torch.nn.Sequential(*layers, head)
-
-
-def train_fsdp2(arguments: argparse.Namespace) -> list[float]:
+def train_fsdp2(arguments: argparse.Namespace) -> Mapping[str, Any]:
     """FSDP2: the model is made without memory, cut in two, and given values then."""
     import torch
     from torch import distributed
@@ -255,9 +313,9 @@ def train_fsdp2(arguments: argparse.Namespace) -> list[float]:
         "gloo", init_method=f"file://{arguments.place}", rank=arguments.rank, world_size=NUM_TRAINERS
     )
     mesh = distributed.init_device_mesh("cpu", (NUM_TRAINERS,))
-    with torch.device("meta"):
-        model = make_model(arguments, None)
-    units = [*model[:-1], *model[-1].tiles]
+    model = make_model(arguments)
+    initialise = initialiser(model)
+    units = [module for _, module in linears_of(model)]
     for unit in units:
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -265,9 +323,8 @@ def train_fsdp2(arguments: argparse.Namespace) -> list[float]:
         say(stage=f"giving memory to its half of layer {number + 1} of {len(units)}", **memory())
         unit.to_empty(device="cpu")
         with torch.no_grad():
-            for parameter in unit.parameters():
-                parameter.to_local().uniform_(-(arguments.width**-0.5), arguments.width**-0.5)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            initialise(unit)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses = []
     for step in range(arguments.num_steps):
         say(stage=f"training step {step}", **memory())
@@ -277,36 +334,63 @@ def train_fsdp2(arguments: argparse.Namespace) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+    return {"losses": losses}
+
+
+def train_plain(arguments: argparse.Namespace) -> Mapping[str, Any]:
+    """One process plays all ranks, one after another; their gradients are added in the order of ranks."""
+    import torch
+
+    model = make_model(arguments)
+    initialise = initialiser(model)
+    for name, module in linears_of(model):
+        say(stage=f"giving memory to {name}", **memory())
+        module.to_empty(device="cpu")
+        with torch.no_grad():
+            initialise(module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    losses = []
+    for step in range(arguments.num_steps):
+        for dp_rank in range(NUM_TRAINERS):
+            say(stage=f"training step {step}", **memory())
+            inputs, labels = batch(arguments, step, dp_rank)
+            loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            losses.append(loss.item())
+        for parameter in model.parameters():
+            parameter.grad.div_(NUM_TRAINERS)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses[::NUM_TRAINERS], "digest": digest(model)}
+
+
+ROLES = {"shardwell": train_sharded, "fsdp2": train_fsdp2, "plain": train_plain}
 
 
 # ---- the result ----
 
 
-def print_table(
-    arguments: argparse.Namespace, ours: Sequence[Trainer], fsdp2: Sequence[Trainer], control: Sequence[Trainer] | None
-) -> None:
+def print_table(arguments: argparse.Namespace, results: Mapping[str, Sequence[Trainer]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", "LIMIT", "TRAINERS", "MOST RESIDENT", "WEIGHTS AT MOST", "LOSS", "ENDED")
-    limit = f"{(arguments.limit_mib << 20) / 1e6:.0f} MB"
-    table.add_row("Shardwell", limit, *cells(ours))
-    table.add_row("FSDP2, gloo", limit, *cells(fsdp2))
-    if control:
-        table.add_row("FSDP2, gloo", "none", *cells(control))
+    table = Table("", "LIMIT", "TRAINERS", "MOST RESIDENT", "SHARED", "WEIGHTS AT MOST", "LOSS", "WEIGHTS", "ENDED")
+    for name, trainers in results.items():
+        limit = "none" if "no limit" in name else f"{(arguments.limit_mib << 20) / 1e6:.0f} MB"
+        table.add_row(name.removesuffix(", no limit"), limit, *cells(trainers))
     console = Console()
-    Console(width=max(console.width, 160)).print(table)
+    Console(width=max(console.width, 180)).print(table)
 
 
 def cells(trainers: Sequence[Trainer]) -> Iterator[str]:
-    resident = max(trainer.last("peak_resident", 0) for trainer in trainers)
     weights = max(trainer.last("weights", 0) for trainer in trainers)
     losses = trainers[0].last("losses", [])
     yield str(len(trainers))
-    yield f"{resident / 1e6:.0f} MB"
+    yield f"{max(trainer.last('peak_resident', 0) for trainer in trainers) / 1e6:.0f} MB"
+    yield f"{max(trainer.last('shared', 0) for trainer in trainers) / 1e6:.0f} MB"
     yield f"{weights / 1e6:.0f} MB" if weights else ""
-    yield f"{losses[0]:.2f} to {losses[-1]:.2f}" if losses else ""
+    yield f"{losses[0]:.3f} to {losses[-1]:.3f}" if losses else ""
+    yield trainers[0].last("digest", "")[:8]
     first = next((trainer for trainer in trainers if "died" in str(trainer.lines)), trainers[0])
     yield first.ending()
 

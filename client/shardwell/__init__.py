@@ -27,8 +27,9 @@ from shardwell.weights.saving import save_dcp, save_safetensors
 from shardwell.weights.sharded_state import TensorSlice, join_state_dicts, sharded_state_dict
 from shardwell.weights.state_dict import full_state_dict, iter_full_state_dict
 from shardwell.wrapping.memory_strategy import MemoryOptions, MemoryStrategy
+from shardwell.wrapping.policies import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy
 from shardwell.wrapping.tiled_linear import TiledLinear
-from shardwell.wrapping.wrap import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, auto_wrap
+from shardwell.wrapping.wrap import auto_wrap
 from shardwell_wire.errors import (
     AccessError,
     CapacityError,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
-from shardwell.module.boxes import local_box
+from shardwell.module.boxes import Box, local_box
 from shardwell.module.collect import FoundParameter, Site
 from shardwell.module.initialization import InitFunction, Naming
 from shardwell.module.store import InitialValues
@@ -45,6 +45,16 @@ class Draw:
     """How one parameter's values are distributed; made by ``normal``, ``uniform`` and so on."""
 
     distribution: initialization_pb2.Distribution
+    zero_row: int | None = None
+    """Index in the first dim of what is 0 all the same."""
+
+    def with_zero_row(self, row: int) -> Draw:
+        """The same, but for one row that is 0: of an embedding that for ``padding_idx``.
+
+        Args:
+            row: From 0.
+        """
+        return replace(self, zero_row=row)
 
 
 Rule = Callable[[nn.Module, str, nn.Parameter], Draw | None]
@@ -101,7 +111,7 @@ def default_rule(module: nn.Module, name: str, parameter: nn.Parameter) -> Draw:
         parameter: It.
 
     Raises:
-        UsageError: A module of another kind, or an embedding with a row that must stay zero.
+        UsageError: A module of another kind.
     """
     draw = _of_torchs_module(module, name, parameter)
     if draw is None:
@@ -116,7 +126,7 @@ def default_rule(module: nn.Module, name: str, parameter: nn.Parameter) -> Draw:
 def _of_torchs_module(module: nn.Module, name: str, parameter: nn.Parameter) -> Draw | None:
     own_name, draw = name.rpartition(".")[2], None
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        draw = _of_embedding(module, name)
+        draw = replace(normal(), zero_row=module.padding_idx)
     elif isinstance(module, nn.LayerNorm | nn.GroupNorm | nn.RMSNorm | _NormBase):
         draw = zeros() if own_name == "bias" else ones()
     elif isinstance(module, NonDynamicallyQuantizableLinear) and own_name == "bias":
@@ -130,16 +140,6 @@ def _of_torchs_module(module: nn.Module, name: str, parameter: nn.Parameter) -> 
     elif isinstance(module, nn.PReLU):
         draw = constant(0.25)
     return draw
-
-
-def _of_embedding(module: nn.Embedding | nn.EmbeddingBag, name: str) -> Draw:
-    if module.padding_idx is not None:
-        raise UsageError(
-            f"{name!r} has a row of zeros (padding_idx), which drawn values would not have: give a rule for it, "
-            "if that is all right, or initialise it by a function as source",
-            parameter=name,
-        )
-    return normal()
 
 
 def _fan_in(module: nn.Linear | _ConvNd | nn.Bilinear) -> int:
@@ -180,9 +180,28 @@ class DrawnValues:
         box = local_box(entry.parameter)
         # Ranks that hold different parts of a parameter must not draw the same numbers, those of replicas must.
         stream = name if box.is_whole else f"{name}@{','.join(map(str, box.offsets))}"
+        zero_start, zero_stop = _zeros(draw, box, name)
         return initialization_pb2.ParameterDraw(
-            parameter_index=index, distribution=draw.distribution, seed=naming.seed, stream=stream
+            parameter_index=index,
+            distribution=draw.distribution,
+            seed=naming.seed,
+            stream=stream,
+            zero_start=zero_start,
+            zero_stop=zero_stop,
         )
+
+
+def _zeros(draw: Draw, box: Box, name: str) -> tuple[int, int]:
+    """Which elements of this process's part of a parameter are 0; half-open."""
+    if draw.zero_row is None:
+        return 0, 0
+    if not (box.whole and 0 <= draw.zero_row < box.whole[0]):
+        raise UsageError(
+            f"row {draw.zero_row} of {name!r} is to be 0, but its shape is {box.whole}: expected a row from 0 on",
+            parameter=name,
+        )
+    row, size = draw.zero_row - box.offsets[0], math.prod(box.shape[1:])
+    return (row * size, (row + 1) * size) if 0 <= row < box.shape[0] else (0, 0)
 
 
 @dataclass(frozen=True)

@@ -105,5 +105,25 @@ def test_modules_without_a_rule_are_named() -> None:
     session: Any = SimpleNamespace(units=Units(InMemoryStore()))
     with pytest.raises(UsageError, match=r"no distribution for 'Own-0.w' of Own.*drawn\(lambda"):
         fully_shard(Own(), session, source=init.drawn())
-    with pytest.raises(UsageError, match=r"'Embedding-0.weight' has a row of zeros"):
-        fully_shard(nn.Embedding(4, 3, padding_idx=0), session, source=init.drawn())
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_row_for_padding_is_zero_and_the_others_are_as_without(kind: Any, num_shards: int) -> None:
+    def drawn(padding_idx: int | None, source: Any = None) -> torch.Tensor:
+        with torch.device("meta"):
+            module = kind(1000, 7, padding_idx=padding_idx)
+        fully_shard(
+            module, SimpleNamespace(units=Units(InMemoryStore(num_shards))), source=source or init.drawn(), name="e"
+        )
+        return full_state_dict(module)["weight"]
+
+    expected = drawn(None)
+    for row in (0, 613, -1):
+        got = drawn(row)
+        assert not got[row].any() and expected[row].all()
+        assert torch.equal(torch.cat([got[:row], got[row:][1:]]), torch.cat([expected[:row], expected[row:][1:]]))
+    ruled = drawn(None, init.drawn(lambda *_: init.normal(std=0.02).with_zero_row(3)))
+    assert not ruled[3].any() and 0.015 < ruled.std() < 0.025
+    with pytest.raises(UsageError, match=r"row 1000 of 'e.weight' is to be 0, but its shape is \(1000, 7\)"):
+        drawn(None, init.drawn(lambda *_: init.ones().with_zero_row(1000)))

@@ -101,6 +101,30 @@ def test_everything_can_be_overridden() -> None:
     assert {unit.settings.reshard_after_forward for unit in kept.units} == {False}
 
 
+@pytest.mark.parametrize("strategy", MemoryStrategy)
+def test_a_tensor_that_is_query_key_and_value_is_one_when_computed_again(
+    strategy: MemoryStrategy, tmp_path: Path
+) -> None:
+    """Attention takes another path for three tensors; as a keyword and as a mask that is None, too."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x, x, x, need_weights=False)[0]
+            attended: torch.Tensor = self.second(x, key=x, value=x, attn_mask=None, need_weights=False)[0]
+            return attended
+
+    def wrap(model: nn.Module, session: Any) -> None:
+        auto_wrap(model, session, ModuleTypePolicy({nn.MultiheadAttention}), memory=exact(strategy, tmp_path))
+
+    torch.manual_seed(0)
+    pair = Pair(Model(), wrap)
+    pair.train(lambda model, number: model(inputs(number, 3, 5, 8)).square().sum())
+
+
 def test_batch_normalisation_is_not_computed_again() -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:

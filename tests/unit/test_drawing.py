@@ -75,6 +75,22 @@ def test_distributions() -> None:
     assert filled(init.normal(3, 0), 5).tolist() == [3] * 5
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_some_elements_are_zero_wherever_the_cut(kind: str) -> None:
+    how = draw(KINDS[kind])
+    how.zero_start, how.zero_stop = drawing.BLOCK_ELEMENTS - 3, drawing.BLOCK_ELEMENTS + 4
+    expected = filled(KINDS[kind])
+    expected[how.zero_start : how.zero_stop] = 0
+    for cut in (1, drawing.BLOCK_ELEMENTS - 5, drawing.BLOCK_ELEMENTS, 2 * drawing.BLOCK_ELEMENTS):
+        parts = torch.empty(cut), torch.empty(ODD - cut)
+        drawing.fill(parts[0], 0, how)
+        drawing.fill(parts[1], cut, how)
+        assert torch.equal(torch.cat(parts), expected)
+    how.zero_start = how.zero_stop + 1
+    with pytest.raises(InvalidRequestError, match=r"'w'.*expected start <= stop"):
+        drawing.check(how, "w")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_values_are_rounded_once(dtype: torch.dtype) -> None:
     exact = filled(init.normal(), dtype=torch.float64)

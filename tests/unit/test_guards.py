@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import shardwell
+from shardwell import auto_wrap, fully_shard
 from shardwell.module.unit import UnitState
-from shardwell_wire.errors import UsageError
+from shardwell.module.units import Units
+from shardwell_wire.errors import FreedParameterError, UsageError
+from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Sharded, gpt, gpt_loss, inputs, wrap_blocks, wrap_children
 
 
@@ -85,7 +90,8 @@ def test_load_state_dict_raises(sharded: Sharded, assign: bool) -> None:
 @pytest.mark.parametrize("copying", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_copies_raise(sharded: Sharded, copying: Any) -> None:
     for module in (sharded.model, sharded.model[0]):
-        with pytest.raises(UsageError, match="can not be copied or pickled"):
+        kind = type(module).__name__.removeprefix("Sharded")
+        with pytest.raises(UsageError, match=f"{kind} can not be copied or pickled.*full_state_dict.*ema_decay"):
             copying(module)
 
 
@@ -94,7 +100,7 @@ def test_copies_raise(sharded: Sharded, copying: Any) -> None:
 )
 def test_conversion_raises_and_changes_nothing(sharded: Sharded, convert: Any) -> None:
     for module in (sharded.model, sharded.model[0]):
-        with pytest.raises(UsageError, match=r"can not become.*convert or move the module before"):
+        with pytest.raises(UsageError, match=r"can not become.*convert or move the module before.*mp_policy"):
             convert(module)
     assert {parameter.dtype for parameter in sharded.model.parameters()} == {torch.float32}
     sharded.model(inputs(0, 4, 7)).sum().backward()
@@ -134,3 +140,61 @@ def test_exception_leaves_no_unit_gathered() -> None:
     with pytest.raises(ZeroDivisionError):
         gpt_loss(sharded.model, 0)
     assert {unit.name for unit in sharded.units if unit.state is not UnitState.FREED} <= {"Gpt-0"}
+
+
+def test_sharding_twice_says_what_to_call(sharded: Sharded) -> None:
+    again = "Sequential is sharded already.*once for each module.*set_sharding_strategy.*make the model anew"
+    for session in (sharded.session, SimpleNamespace(units=Units(InMemoryStore()))):
+        for shard in (fully_shard, auto_wrap):
+            with pytest.raises(UsageError, match=again):
+                shard(sharded.model, session)
+    assert len(sharded.units) == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda model, session: auto_wrap(model, "host:1"), r"session='host:1': expected.*shardwell.join"),
+        (lambda model, session: fully_shard(model, None), r"session=None: expected.*shardwell.join"),
+        (lambda model, session: auto_wrap([model], session), r"expected a module, got list"),
+        (lambda model, session: fully_shard("model", session), r"expected a module, got str"),
+        (lambda model, session: auto_wrap(model, session, reshard=True), r"auto_wrap\(reshard=...\): expected one of"),
+        (
+            lambda model, session: auto_wrap(model, session, ignored_params=["weight"]),
+            r"ignored_params has 'weight': expected parameters, such as \{model.get_parameter",
+        ),
+    ],
+)
+def test_wrong_arguments_name_the_right_ones(call: Any, match: str) -> None:
+    model, session = nn.Sequential(nn.Linear(3, 3)), SimpleNamespace(units=Units(InMemoryStore()))
+    with pytest.raises(UsageError, match=match):
+        call(model, session)
+    assert len(session.units) == 0
+
+
+def test_an_optimizer_from_before_says_what_to_use() -> None:
+    model = nn.Sequential(nn.Linear(7, 5))
+    before = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UsageError, match=r"no sharded parameter: call fully_shard\(model, session\) first"):
+        shardwell.optim.AdamW(model.parameters())
+    wrap_children(model, SimpleNamespace(units=Units(InMemoryStore())))
+    model(inputs(0, 4, 7)).sum().backward()
+    with pytest.raises(UsageError, match=r"AdamW.step\(\).*Use shardwell.optim.AdamW"):
+        before.step()
+
+
+def test_a_module_of_two_parents_says_what_to_shard_first() -> None:
+    shared, session = nn.Linear(5, 5), SimpleNamespace(units=Units(InMemoryStore()))
+    parents = [nn.Sequential(nn.Linear(5, 5), shared) for _ in range(2)]
+    fully_shard(parents[0], session)
+    with pytest.raises(UsageError, match="its Linear is in several modules, so call fully_shard on that Linear before"):
+        fully_shard(parents[1], session)
+    shared, session = nn.Linear(5, 5), SimpleNamespace(units=Units(InMemoryStore()))
+    for module in (shared, *(nn.Sequential(nn.Linear(5, 5), shared) for _ in range(2))):
+        fully_shard(module, session)
+    assert len(session.units) == 3
+
+
+def test_initial_values_are_set_before(sharded: Sharded) -> None:
+    with pytest.raises(FreedParameterError, match="before fully_shard, or by its source="):
+        nn.init.zeros_(sharded.model[0].weight)

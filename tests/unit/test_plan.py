@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 from argparse import ArgumentTypeError
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shardwell.command.cli import main
-from shardwell.planning.plan import PlanOptions, make_plan
-from shardwell.planning.plan_command import parse_bandwidth
-from shardwell.planning.plan_model import count_saved_bytes, load, plan_units
+from shardwell import BackwardPrefetch, ShardingStrategy
+from shardwell.command.cli import build_parser, main
+from shardwell.planning.options import PlanOptions
+from shardwell.planning.plan import TrainerPlan, make_plan
+from shardwell.planning.plan_command import options_of, parse_bandwidth
+from shardwell.planning.plan_model import load, plan_units
+from shardwell.planning.planned_units import PlannedUnit
 from shardwell.wrapping.default_policy import BlockPolicy
-from shardwell.wrapping.wrap import ModuleTypePolicy, NoWrapPolicy, SizePolicy
+from shardwell.wrapping.policies import ModuleTypePolicy, NoWrapPolicy, SizePolicy
 from shardwell_wire.errors import UsageError, WorldError
+from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.topology import World
-from tests.support.module_parity import Block, Pair, Sharded, gpt, gpt_loss
+from tests.support.module_parity import Block, Sharded, gpt
 from tests.support.real_models import VOCABULARY, llama
 
 HERE = "tests.unit.test_plan"
@@ -26,18 +31,6 @@ HERE = "tests.unit.test_plan"
 
 def make_gpt() -> nn.Module:
     return gpt()
-
-
-def make_mlp(batch: int) -> tuple[nn.Module, torch.Tensor]:
-    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)), torch.zeros(batch, 8)
-
-
-def make_with_values(batch: int) -> tuple[nn.Module, torch.Tensor]:
-    class Model(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * float(x.sum())
-
-    return Model(8, 8), torch.zeros(batch, 8)
 
 
 def make_nothing(size: int) -> None:
@@ -54,26 +47,6 @@ def test_units_are_those_of_auto_wrap(policy: object) -> None:
 
     sharded = Sharded(gpt(), lambda model, session: auto_wrap(model, session, policy))
     assert [unit.layout for unit in plan_units(gpt(), policy)] == [unit.layout for unit in sharded.units]
-
-
-@pytest.mark.parametrize("prefetch_bytes", [0, 20000])
-@pytest.mark.parametrize("policy", [None, ModuleTypePolicy({Block, nn.LayerNorm})])
-def test_weights_and_bytes_are_those_of_a_step(policy: object, prefetch_bytes: int) -> None:
-    """What is fetched ahead is bounded by the plan, all else is exact."""
-    from shardwell.wrapping.wrap import auto_wrap
-
-    pair = Pair(gpt(), lambda model, session: auto_wrap(model, session, policy), prefetch_bytes=prefetch_bytes)
-    for number in range(3):
-        pair.backward(gpt_loss, number)
-        pair.step()
-    trainer = make_plan(plan_units(gpt(), policy), PlanOptions(prefetch_bytes=prefetch_bytes)).trainer
-    sizes, store = pair.sharded.unit_bytes(), pair.sharded.store
-    gathered = sum(sizes[name] * count for name, count in store.gathers.items())
-    pushed = sum(sizes[name] * count for name, count in store.pushes.items())
-    assert (3 * trainer.received_bytes, 3 * trainer.sent_bytes) == (gathered, pushed)
-    most = trainer.weights_bytes + trainer.prefetch_bytes
-    assert trainer.weights_bytes <= pair.sharded.units.peak_bytes <= most
-    assert bool(trainer.prefetch_bytes) == bool(prefetch_bytes)
 
 
 def test_a_server() -> None:
@@ -101,6 +74,56 @@ def test_time_is_the_busiest_links() -> None:
     assert shared.weights_bytes == shared.received_bytes == shared.push_bytes == 0 < shared.sent_bytes
 
 
+def test_memory_for_bytes() -> None:
+    units = plan_units(gpt())
+    whole = sum(unit.size_bytes for unit in units)
+    root = units[-1].size_bytes
+
+    def trainer(**options: Any) -> TrainerPlan:
+        return make_plan(units, PlanOptions(**options)).trainer
+
+    assert trainer().received_bytes == 2 * whole - root
+    assert trainer(keep_bytes=whole).received_bytes == trainer(keep_bytes=whole).weights_bytes == whole
+    block = units[0].size_bytes
+    assert trainer(keep_bytes=block).received_bytes == 2 * whole - root - block
+    for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+        assert trainer(strategy=strategy).weights_bytes == trainer(strategy=strategy).received_bytes == whole
+    assert trainer(reshard_after_forward=True).received_bytes == 2 * whole
+    rounded = make_plan(units, PlanOptions(gather_dtype="bfloat16")).server
+    assert 0.48 * whole < rounded.encoded_bytes < 0.51 * whole
+    assert make_plan(units, PlanOptions()).server.encoded_bytes == 0
+
+
+def test_gradients_of_replicas_leave_in_buckets() -> None:
+    layout = UnitLayout("m", tuple(Parameter(name, (5 << 20,), "float32") for name in "abcd"))
+    units = [PlannedUnit(layout, None)]
+    assert make_plan(units, PlanOptions()).trainer.gradients_bytes == layout.size_bytes == 80 << 20
+    replica = PlanOptions(strategy=ShardingStrategy.NO_SHARD)
+    assert make_plan(units, replica).trainer.gradients_bytes == 45 << 20
+
+
+def test_a_hosts_cache() -> None:
+    """Weights come to each host once per step; what does not fit comes to every trainer twice."""
+    units = plan_units(gpt())
+    whole, block = sum(unit.size_bytes for unit in units), units[0].size_bytes
+    world = World(dp=6)
+    cached = make_plan(units, PlanOptions(world=world, ranks_per_host=3, host_cache_bytes=whole))
+    assert cached.trainer.weights_bytes == cached.trainer.idle_bytes == 0
+    assert cached.trainer.received_bytes == whole // 3
+    assert cached.host_cache_bytes == whole + 4096 * len(units)
+    assert cached.server.sent_bytes == 2 * whole
+    assert cached.link_seconds["trainer in"] == pytest.approx(whole / cached.options.bandwidth, rel=1e-4)
+    part = make_plan(units, PlanOptions(world=world, ranks_per_host=3, host_cache_bytes=2 * block + 1))
+    assert part.host_cache_bytes == 2 * (block + 4096)
+    assert part.trainer.received_bytes == 2 * block // 3 + 2 * whole - units[-1].size_bytes - 4 * block
+    hybrid = PlanOptions(world=world, ranks_per_host=3, strategy=ShardingStrategy.HYBRID_SHARD)
+    assert make_plan(units, hybrid).trainer == cached.trainer
+    on_servers = make_plan(units, PlanOptions(same_host=True, host_cache_bytes=whole))
+    assert on_servers.host_cache_bytes == 0 == on_servers.transfer_seconds
+    rounded = make_plan(units, PlanOptions(same_host=True, gather_dtype="bfloat16")).trainer
+    assert rounded.weights_bytes > 0, "rounded weights can not be read where the servers have them"
+
+
 def test_tensor_and_pipeline_parallelism() -> None:
     units = plan_units(gpt())
     whole = make_plan(units, PlanOptions())
@@ -113,14 +136,6 @@ def test_tensor_and_pipeline_parallelism() -> None:
     assert staged.server.weights_bytes == whole.server.weights_bytes
     with pytest.raises(WorldError, match="3 layers cannot be split evenly over pp=2"):
         make_plan(units, PlanOptions(world=World(pp=2)))
-
-
-def test_saved_bytes_of_a_known_graph() -> None:
-    """The two inputs of the linear layers: ReLU keeps its result, which is the second."""
-    shapes = load(f"{HERE}:make_mlp", batch=16, length=1)
-    assert count_saved_bytes(shapes) == 16 * (8 + 32) * 4
-    assert count_saved_bytes(load(f"{HERE}:make_with_values", batch=2, length=1)) is None
-    assert count_saved_bytes(load(f"{HERE}:make_gpt", batch=1, length=1)) is None
 
 
 @pytest.fixture
@@ -150,6 +165,56 @@ def test_tables_name_what_is_not_known(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], {}),
+        (["--memory", "basic"], {"strategy": ShardingStrategy.SHARD_GRAD_OP}),
+        (["--memory", "standard"], {"strategy": ShardingStrategy.FULL_SHARD, "checkpoint_activations": True}),
+        (
+            ["--memory", "extreme", "--gather-dtype", "float32", "--prefetch-bytes", "7"],
+            {
+                "strategy": ShardingStrategy.FULL_SHARD,
+                "reshard_after_forward": True,
+                "checkpoint_activations": True,
+                "offload_to": "disk",
+                "push_dtype": "bfloat16",
+                "prefetch_bytes": 7,
+                "backward_prefetch": BackwardPrefetch.NONE,
+            },
+        ),
+        (
+            ["--memory", "aggressive", "--strategy", "no-shard", "--no-checkpoint-activations"],
+            {
+                "strategy": ShardingStrategy.NO_SHARD,
+                "offload_to": "cpu",
+                "gather_dtype": "bfloat16",
+                "push_dtype": "bfloat16",
+            },
+        ),
+    ],
+)
+def test_options_of_the_command(arguments: list[str], expected: dict[str, Any]) -> None:
+    assert options_of(build_parser().parse_args(["plan", "m", *arguments])) == PlanOptions(**expected)
+
+
+def test_assumptions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    target = f"{HERE}:make_gpt"
+    assert main(["plan", target, "--dp", "4", "--tp", "2", "--pp", "3", "--checkpoint-activations"]) == 0
+    text = capsys.readouterr().out
+    for line in (
+        "tp: every matrix is cut along its first dim in 2 parts",
+        "pp: blocks are split evenly",
+        "checkpoints:",
+    ):
+        assert line in text
+    cache = ["--dp", "4", "--ranks-per-host", "2", "--host-cache-bytes", "1000000"]
+    assert main(["plan", target, "--bandwidth", "1gbit", *cache]) == 0
+    text = capsys.readouterr().out
+    assert "2 data-parallel ranks share a host" in text and "the 2 trainers of a host receive weights" in text
+    assert "tp:" not in text
+
+
+@pytest.mark.parametrize(
     ("target", "match"),
     [
         ("no_such_module:make", "No module named"),
@@ -165,9 +230,11 @@ def test_what_is_no_model(target: str, match: str, capsys: pytest.CaptureFixture
 
 
 def test_impossible_options() -> None:
-    for options in ({"optimizer": "magic"}, {"num_servers": 0}, {"gather_dtype": "float8"}):
+    for options in ({"optimizer": "magic"}, {"num_servers": 0}, {"gather_dtype": "float8"}, {"ranks_per_host": 2}):
         with pytest.raises(UsageError, match="expected"):
             PlanOptions(**options)
+    with pytest.raises(UsageError, match=r"contradicts ShardingStrategy.NO_SHARD"):
+        PlanOptions(strategy=ShardingStrategy.NO_SHARD, reshard_after_forward=True)
     with pytest.raises(UsageError, match="no parameters"):
         make_plan([], PlanOptions())
     assert main(["plan", f"{HERE}:make_gpt", "--batch", "0"]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import nn
 from shardwell.module.fully_shard import fully_shard
 from shardwell.module.parameter import owner_of
 from shardwell.module.units import Units
-from shardwell.wrapping.wrap import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, WrapPolicy, auto_wrap
-from shardwell_wire.errors import UsageError
+from shardwell.wrapping.policies import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, WrapPolicy
+from shardwell.wrapping.wrap import auto_wrap
+from shardwell_wire.errors import TiedParameterError, UsageError
 from tests.support.in_memory_store import InMemoryStore
-from tests.support.module_parity import Block, Gpt, Pair, gpt, gpt_loss
+from tests.support.module_parity import Block, Gpt, Pair, gpt, gpt_loss, inputs
 
 
 def wrapped(model: nn.Module, policy: WrapPolicy | None, **options: Any) -> dict[str, list[str]]:
@@ -218,7 +220,114 @@ def test_modules_that_share_a_unit_stay_together() -> None:
     assert [unit.name for unit in session.units] == ["vocabulary", "blocks.0", "blocks.1", "blocks.2", "Gpt"]
 
 
-@pytest.mark.parametrize("make", [lambda: SizePolicy(0), lambda: ModuleTypePolicy({"Block"})])
+def vocabulary_and_blocks(model: Gpt) -> CustomPolicy:
+    """The tied embedding and head are one unit, each block is one."""
+    return CustomPolicy(
+        lambda module: "vocabulary" if module in (model.tokens, model.head) else isinstance(module, Block)
+    )
+
+
+def test_a_custom_policy_names_modules_that_form_one_unit() -> None:
+    """Tied modules too, which no unit of their own is made of."""
+    model = gpt()
+    found = wrapped(model, vocabulary_and_blocks(model))
+    assert list(found) == ["vocabulary", "blocks.0", "blocks.1", "blocks.2", "Gpt"]
+    assert found["vocabulary"] == ["tokens.weight"] and "tokens.weight" not in found["Gpt"]
+
+
+def test_training_with_modules_that_form_one_unit() -> None:
+    def wrap(model: Any, session: Any) -> None:
+        auto_wrap(model, session, vocabulary_and_blocks(model))
+
+    Pair(gpt(), wrap).train(gpt_loss)
+
+
+def test_inner_units_are_made_before_a_group_and_a_group_before_what_is_around_it() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3)), nn.PReLU())
+    first, second = model[0], model[1][0]
+    names = {id(first[0]): "pair", id(model[1]): "pair", id(first): True, id(second): True}
+    found = wrapped(model, CustomPolicy(lambda module: names.get(id(module), False)))
+    assert list(found) == ["1.0", "pair", "0", "Sequential"]
+    assert found["pair"] == ["0.0.weight", "0.0.bias"] and found["0"] == ["0.1.weight", "0.1.bias"]
+
+
+def test_impossible_groups() -> None:
+    model = gpt()
+    with pytest.raises(UsageError, match="puts Block and a module inside it into one unit 'x'"):
+        wrapped(model, CustomPolicy(lambda module: "x" if module in (model.blocks[0], model.blocks[0].up) else None))
+    with pytest.raises(
+        TiedParameterError, match=r"'x' of Embedding shares a parameter.*return 'x' for that module too"
+    ):
+        wrapped(model, CustomPolicy(lambda module: "x" if module is model.tokens else None))
+    assert not any(map(owner_of, model.parameters()))
+
+
+def test_ignored_parameters_do_not_count() -> None:
+    model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(9, 11, bias=False))
+    model[0].extra = nn.Parameter(torch.zeros(5))
+    wanted = SizePolicy(min_num_params=100)
+    assert list(wrapped(model, wanted, ignored_params={model[0].extra})) == ["0", "Sequential"]
+    model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(9, 11, bias=False))
+    model[0].extra = nn.Parameter(torch.zeros(5))
+    assert list(wrapped(model, wanted, ignored_params={model[0].weight})) == ["Sequential"]
+    large = nn.Sequential(nn.Linear(1024, 1024), nn.LayerNorm(4))
+    assert list(wrapped(large, None, ignored_params={large[0].weight})) == ["Sequential"]
+
+
+class Parent(nn.Module):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.own, self.shared = nn.Linear(5, 5), shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.shared(self.own(x))
+        return result
+
+
+def siblings() -> nn.Sequential:
+    shared = nn.Linear(5, 5)
+    return nn.Sequential(Parent(shared), Parent(shared), nn.Linear(5, 5))
+
+
+def test_parents_of_a_shared_module_are_units_once_it_is_one_itself() -> None:
+    """Else its parameters, and theirs, go to the unit around both."""
+    with pytest.warns(UserWarning, match="chooses no module"):
+        assert list(wrapped(siblings(), CustomPolicy(lambda module: isinstance(module, int)))) == ["Sequential"]
+    assert list(wrapped(siblings(), ModuleTypePolicy({Parent, nn.Linear}))) == ["0.own", "0.shared", "1.own", "2"]
+    model = siblings()
+    by_size = wrapped(model, CustomPolicy(lambda module: module is model[0].shared or isinstance(module, Parent)))
+    assert list(by_size) == ["0.shared", "0", "1", "Sequential"]
+
+
+@pytest.mark.parametrize("policy", [None, ModuleTypePolicy({Parent}), SizePolicy(40), ModuleTypePolicy({nn.Linear})])
+@pytest.mark.filterwarnings("ignore:.*chooses no module")
+def test_a_module_with_two_parents_trains(policy: WrapPolicy | None) -> None:
+    torch.manual_seed(0)
+    pair = Pair(siblings(), lambda model, session: auto_wrap(model, session, policy))
+    pair.train(lambda model, number: model(inputs(number, 4, 5)).square().sum())
+
+
+def test_a_policy_that_chooses_nothing_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"ModuleTypePolicy.*chooses no module of Gpt.*has .*Block.*NoWrapPolicy\(\)"):
+        wrapped(gpt(), ModuleTypePolicy({nn.Conv2d}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped(gpt(), NoWrapPolicy())
+        wrapped(gpt(), SizePolicy(10**9))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SizePolicy(0),
+        lambda: ModuleTypePolicy({"Block"}),
+        lambda: ModuleTypePolicy(Block),
+        lambda: ModuleTypePolicy(set()),
+        lambda: CustomPolicy(Block),
+        lambda: wrapped(gpt(), NoWrapPolicy),
+        lambda: wrapped(gpt(), {Block}),
+    ],
+)
 def test_impossible_policies(make: Any) -> None:
     with pytest.raises(UsageError, match="expected"):
         make()

@@ -57,7 +57,7 @@ def collect_parameters(
         if id(parameter) in left_alone:
             continue
         if owner_of(parameter) is not None:
-            _check_nested(parameter, site, name, inside)
+            _check_nested(parameter, site, name, modules, inside)
             continue
         entry = found.setdefault(id(parameter), FoundParameter(parameter))
         entry.names.append(name)
@@ -75,7 +75,9 @@ def _named_sites(modules: Sequence[nn.Module], prefixes: Sequence[str]) -> Itera
                     yield f"{prefix}{name}", Site(part, own_name), parameter
 
 
-def _check_nested(parameter: nn.Parameter, site: Site, name: str, inside: set[int]) -> None:
+def _check_nested(
+    parameter: nn.Parameter, site: Site, name: str, modules: Sequence[nn.Module], inside: set[int]
+) -> None:
     """Raises unless a unit's parameter is found where that unit holds it, below the modules at hand."""
     owner = owner_of(parameter)
     assert owner is not None
@@ -86,10 +88,17 @@ def _check_nested(parameter: nn.Parameter, site: Site, name: str, inside: set[in
             parameter=name,
             unit=owner.unit.name,
         )
-    if not all(id(module) in inside for module in owner.unit.modules):
-        raise UsageError(
-            f"parameter {name!r} is in unit {owner.unit.name!r} already: call fully_shard bottom-up, for inner modules "
-            "before the modules that contain them",
-            parameter=name,
-            unit=owner.unit.name,
-        )
+    holders = [module for module in owner.unit.modules if any(part is site.module for part in module.modules())]
+    if any(id(module) in inside for module in holders):
+        return
+    within = {id(part) for module in holders for part in module.modules()}
+    if any(id(module) in within for module in modules):
+        advice = "call fully_shard bottom-up, for inner modules before the modules that contain them"
+    else:
+        kind = type(site.module).__name__
+        advice = f"its {kind} is in several modules, so call fully_shard on that {kind} before the modules around it"
+    raise UsageError(
+        f"parameter {name!r} is in unit {owner.unit.name!r} already: {advice}",
+        parameter=name,
+        unit=owner.unit.name,
+    )

@@ -289,6 +289,7 @@ def shard_modules(
     A module's parameters are named by its prefix and their names in the module.
     """
     guards.install(units)
+    guards.check_ignored(ignored_params)
     guards.check_modules(modules, ignored_params)
     check_strategy(name, strategy, replica, reshard_after_forward)
     found = collect_parameters(modules, [f"{units.name_prefix}{prefix}" for prefix in prefixes], ignored_params)

@@ -69,21 +69,26 @@ def has_forward(module: nn.Module) -> bool:
 def check_session(session: object) -> None:
     """Raises UsageError for what ``shardwell.join`` did not return."""
     if not hasattr(session, "units"):
-        raise UsageError(
-            f"fully_shard(module, {type(session).__name__}): expected the session that shardwell.join(...) returned"
-        )
+        raise UsageError(f"session={session!r}: expected the session that shardwell.join(...) returned")
 
 
 def check_modules(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> None:
     """Raises UsageError for modules that can not be sharded."""
     for module in modules:
-        kind = type(module).__name__
+        kind = _kind(module)
+        if not isinstance(module, nn.Module):
+            raise UsageError(
+                f"expected a module, got {kind}: fully_shard takes one module or several, auto_wrap a model"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(f"{kind} can not be sharded: its forward is compiled; shard the module it was made from")
         if not has_forward(module):
             raise UsageError(f"{kind} has no forward, so nothing says when it is used: shard the modules in it")
         if hasattr(module, "_shardwell_sharding"):
-            raise UsageError(f"{kind} is sharded already")
+            raise UsageError(
+                f"{kind} is sharded already: call fully_shard or auto_wrap once for each module. set_sharding_strategy "
+                "and its other setters change how it is kept; for another run or session make the model anew"
+            )
         _refuse_torchs_sharding(module, ignored)
     if not modules or len({id(module) for module in modules}) != len(modules):
         raise UsageError(f"fully_shard needs different modules, got {[type(module).__name__ for module in modules]}")
@@ -99,6 +104,21 @@ def _refuse_torchs_sharding(module: nn.Module, ignored: Collection[nn.Parameter]
                 f"{type(part).__name__} holds its parameters itself (torch's {', '.join(held)}): give fully_shard the "
                 "module that was wrapped, without it, or these parameters as ignored_params"
             )
+
+
+def check_ignored(ignored: Collection[object]) -> None:
+    """Raises UsageError for ``ignored_params`` that are no parameters."""
+    for item in ignored:
+        if not isinstance(item, nn.Parameter):
+            raise UsageError(
+                f"ignored_params has {item!r}: expected parameters, such as {{model.get_parameter('head.weight')}}"
+            )
+
+
+def _kind(module: object) -> str:
+    """The class as the user knows it."""
+    kind = type(module)
+    return (kind.__bases__[-1] if hasattr(module, "_shardwell_sharding") else kind).__name__
 
 
 def check_parameters(named_parameters: Sequence[tuple[str, nn.Parameter]], meta_device: torch.device) -> None:
@@ -137,8 +157,9 @@ def _refuse_load(module: nn.Module, *args: object) -> None:
 def refuse_copy(module: nn.Module) -> NoReturn:
     """Raises for copies and pickles of a sharded module."""
     raise UsageError(
-        f"{type(module).__name__} can not be copied or pickled: its parameters live on the shard servers. Copy before "
-        "fully_shard, or load shardwell.full_state_dict(model) into another model"
+        f"{_kind(module)} can not be copied or pickled: its parameters live on the shard servers. Copy before "
+        "fully_shard, or load shardwell.full_state_dict(model) into another model; a moving average of the weights is "
+        "kept by the servers: optimizer.ema_decay = 0.999"
     )
 
 
@@ -167,7 +188,8 @@ def converted(units: Sequence[Unit], function: Callable[[torch.Tensor], torch.Te
             if (probe.dtype, probe.device) != (dtype, parameter.device):
                 raise UsageError(
                     f"unit {unit.name!r} is {dtype} on {parameter.device} and can not become {probe.dtype} "
-                    f"on {probe.device} after fully_shard: convert or move the module before",
+                    f"on {probe.device} after fully_shard: convert or move the module before it. To compute in another "
+                    "dtype pass fully_shard(..., mp_policy=shardwell.MixedPrecisionPolicy(param_dtype=...))",
                     unit=unit.name,
                 )
     places = [(site, parameter) for unit in units for parameter, sites in _placed(unit) for site in sites]

@@ -163,9 +163,11 @@ def _raise_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     parameter = _first_freed([*args, *kwargs.values()])
     owner = owner_of(parameter) if parameter is not None else None
     name, unit = (owner.name, owner.unit.name) if owner else ("?", "?")
+    function = _function_name(func)
+    initial = "; initial values are set before fully_shard, or by its source=" if _writes(function) else ""
     raise FreedParameterError(
-        f"{_function_name(func)} needs the values of parameter {name!r}, but its unit {unit!r} is freed. "
-        + (f"Here: {instead}" if (instead := advice()) else _WHERE_VALUES_ARE),
+        f"{function} needs the values of parameter {name!r}, but its unit {unit!r} is freed. "
+        + (f"Here: {instead}" if (instead := advice()) else f"{_WHERE_VALUES_ARE}{initial}"),
         unit=unit,
         parameter=name,
     )
@@ -184,6 +186,10 @@ def _function_name(func: Callable[..., Any]) -> str:
     if getattr(func, "__name__", "") in ("__get__", "__set__"):
         return f"Tensor.{getattr(func.__self__, '__name__', 'attribute')}"  # type: ignore[attr-defined]
     return str(getattr(func, "__name__", func))
+
+
+def _writes(function: str) -> bool:
+    return function.endswith("_") and not function.endswith("__")
 
 
 def _check_grad_access(parameter: torch.Tensor, *, writes: bool, caller: CodeType) -> None:

@@ -1,85 +1,26 @@
 """What a training run will take: memory of trainers and servers, bytes per step, and their time. Pure arithmetic.
 
-Counted as the code does it: a unit's flat vector as ``UnitLayout`` lays it out, the units in flight as ``Units``
-gathers and frees them, a server's buffers as its ``memory.py`` reserves them. With ``tp`` above 1 every matrix is
-taken to be cut along its first dim, and vectors to be whole on each rank; with ``pp`` above 1 the blocks are split
-evenly over the stages and everything else is on the first, which is the stage that is shown.
+Counted as the code does it: a unit's flat vector as ``UnitLayout`` lays it out, the units in flight as ``rehearsal``
+has them gathered and freed, a server's buffers as its ``memory.py`` reserves them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from shardwell.module.prefetch import MAX_UNITS_AHEAD
+from shardwell.module.strategy import ReplicaOptions, ShardingStrategy
+from shardwell.planning.activations import SavedActivations
+from shardwell.planning.options import OPTIMIZER_STATES, PlanOptions
+from shardwell.planning.planned_units import PlannedUnit, cut_into_stages
+from shardwell.planning.rehearsal import Rehearsal, rehearse
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout, cut
-from shardwell_wire.topology import World
+from shardwell_wire.shared_segment import HEAD_BYTES
 from shardwell_wire.wire_dtypes import NAMES, stream_size
-
-OPTIMIZER_STATES = {
-    **dict.fromkeys(("adam", "adamw", "nadam", "radam", "adamax", "adadelta", "lamb"), 2),
-    **dict.fromkeys(("sgd-momentum", "rmsprop", "adagrad", "lion", "muon"), 1),
-    "sgd": 0,
-}
-"""Tensors of a parameter's size and dtype that an optimizer keeps on the servers."""
 
 _RESERVED_STATES = 2
 """A server sets this many aside for every shard, whatever the optimizer."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedUnit:
-    """One unit of a model that is not sharded yet."""
-
-    layout: UnitLayout
-    block: int | None
-    """Which of the model's repeated blocks it is, or is in; None for embeddings, heads and the rest."""
-    around: tuple[str, ...] = ()
-    """Names of the units around it: they stay gathered while it computes."""
-    is_root: bool = False
-    """Whether it is around all others: it stays gathered from the forward to the backward."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanOptions:
-    """The run to plan."""
-
-    world: World = field(default_factory=World)
-    """The grid of logical ranks, each played by a trainer of its own."""
-    num_servers: int = 1
-    """Shard servers, all with the same memory."""
-    bandwidth: float = 1e9 / 8
-    """Bytes per second and direction of every trainer's and every server's link."""
-    optimizer: str = "adamw"
-    """One of ``OPTIMIZER_STATES``."""
-    gather_dtype: str = "float32"
-    """How float32 weights travel."""
-    push_dtype: str = "float32"
-    """How float32 gradients travel."""
-    prefetch_bytes: int = 128 << 20
-    """As ``join``'s."""
-    push_bytes: int = 64 << 20
-    """As ``join``'s."""
-    same_host: bool = False
-    """Whether trainers read weights in the memory of servers of their host."""
-    activation_bytes: int | None = None
-    """What autograd keeps of one work item; None if it is not known."""
-    min_shard_bytes: int = 64 << 10
-    """As the coordinator's."""
-
-    def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZER_STATES:
-            raise UsageError(f"optimizer={self.optimizer!r}: expected one of {', '.join(sorted(OPTIMIZER_STATES))}")
-        if self.num_servers < 1 or self.bandwidth <= 0:
-            raise UsageError(
-                f"num_servers={self.num_servers}, bandwidth={self.bandwidth}: expected at least 1 server and a "
-                "positive number of bytes per second"
-            )
-        for name in ("gather_dtype", "push_dtype"):
-            if getattr(self, name) not in NAMES:
-                raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(NAMES)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +28,13 @@ class TrainerPlan:
     """One trainer, that of the first pipeline stage. Bytes; the interpreter and libraries are not in it."""
 
     weights_bytes: int
-    """Units in use at once, without those fetched ahead."""
-    prefetch_bytes: int
-    """Units fetched ahead, or memory kept for them."""
+    """Units in use, fetched ahead and kept, at most at once."""
+    ahead_bytes: int
+    """Of them, those that wait for their first use, at most at once."""
+    kept_bytes: int
+    """Of them, those that wait for their next use in the step, at most at once."""
+    idle_bytes: int
+    """Buffers kept for the next units, at the peak."""
     gradients_bytes: int
     """Gradients in ``.grad``: of the unit in its backward and of those around it."""
     push_bytes: int
@@ -97,14 +42,14 @@ class TrainerPlan:
     activation_bytes: int | None
     """What autograd keeps for the backward; None if not known."""
     received_bytes: int
-    """Weights per step."""
+    """Weights per step; its part of what comes to the cache of its host."""
     sent_bytes: int
     """Gradients per step."""
 
     @property
     def total_bytes(self) -> int:
         """Of what is known."""
-        known = self.weights_bytes + self.prefetch_bytes + self.gradients_bytes + self.push_bytes
+        known = self.weights_bytes + self.idle_bytes + self.gradients_bytes + self.push_bytes
         return known + (self.activation_bytes or 0)
 
 
@@ -118,6 +63,8 @@ class ServerPlan:
     """One gradient per data-parallel rank, until the commit."""
     mean_bytes: int
     """Their mean; none at dp=1."""
+    encoded_bytes: int
+    """Weights as a lossy wire dtype has them, kept for all who ask while there is room."""
     staging_bytes: int
     """Room for one buffer of its largest shard."""
     reserved_bytes: int
@@ -130,34 +77,37 @@ class ServerPlan:
     @property
     def total_bytes(self) -> int:
         """Without staging, which is used where versions or streams overlap."""
-        return self.weights_bytes + self.optimizer_bytes + self.contributions_bytes + self.mean_bytes
+        held = self.weights_bytes + self.optimizer_bytes + self.encoded_bytes
+        return held + self.contributions_bytes + self.mean_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a run takes."""
 
-    world: World
-    num_servers: int
-    bandwidth: float
+    options: PlanOptions
     num_parameters: int
     model_bytes: int
     num_units: int
     replica_bytes: int
     """Weights, gradients and optimizer state: what a trainer of a replicated model would hold."""
     trainer: TrainerPlan
+    host_cache_bytes: int
+    """Weights that the trainers of a host share in memory, beside their own."""
     server: ServerPlan
 
     @property
     def link_seconds(self) -> dict[str, float]:
-        """Seconds per step for which each link direction is busy at least."""
+        """Seconds per step for which each link direction is busy at least; a link of trainers is that of their host."""
+        ranks = self.options.ranks_per_host
         busy = {
-            "trainer in": self.trainer.received_bytes,
-            "trainer out": self.trainer.sent_bytes,
+            "trainer in": self.trainer.received_bytes * ranks,
+            "trainer out": self.trainer.sent_bytes * ranks,
             "server in": self.server.received_bytes,
             "server out": self.server.sent_bytes,
         }
-        return {link: size_bytes / self.bandwidth for link, size_bytes in busy.items()}
+        used = not self.options.same_host
+        return {link: used * size_bytes / self.options.bandwidth for link, size_bytes in busy.items()}
 
     @property
     def transfer_seconds(self) -> float:
@@ -165,12 +115,13 @@ class Plan:
         return max(self.link_seconds.values())
 
 
-def make_plan(units: Sequence[PlannedUnit], options: PlanOptions) -> Plan:
+def make_plan(units: Sequence[PlannedUnit], options: PlanOptions, saved: SavedActivations | None = None) -> Plan:
     """Works out what a run takes.
 
     Args:
         units: In the order in which ``auto_wrap`` makes them, the unit around all others last.
         options: The run.
+        saved: What autograd keeps, unless ``options`` say how much.
 
     Raises:
         WorldError: The blocks can not be split evenly over the pipeline stages.
@@ -178,110 +129,137 @@ def make_plan(units: Sequence[PlannedUnit], options: PlanOptions) -> Plan:
     """
     if not units:
         raise UsageError("the model has no parameters: there is nothing to plan")
-    world = options.world
-    blocks = {unit.block for unit in units if unit.block is not None}
-    if world.pp > 1:
-        world.check_fits(num_layers=len(blocks) or 1)
-    whole = sum(unit.layout.size_bytes for unit in units)
-    stages = [_stage(units, stage, len(blocks), world) for stage in range(world.pp)]
-    # Each of the tp ranks has its own part of every unit, and so has its own units on the servers.
-    on_servers = [unit for stage in stages for unit in stage for _ in range(world.tp)]
+    whole = sum(unit.size_bytes for unit in units)
+    stages = [_Stage.rehearsed(stage, options) for stage in cut_into_stages(units, options.world)]
+    first = stages[0]
     return Plan(
-        world=world,
-        num_servers=options.num_servers,
-        bandwidth=options.bandwidth,
+        options=options,
         num_parameters=sum(parameter.numel for unit in units for parameter in unit.layout.parameters),
         model_bytes=whole,
         num_units=len(units),
         replica_bytes=whole * (2 + OPTIMIZER_STATES[options.optimizer]),
-        trainer=_plan_trainer(stages[0], options),
-        server=_plan_server(on_servers, options),
+        trainer=_plan_trainer(first, options, _activation_bytes(units, first, options, saved)),
+        host_cache_bytes=sum(unit.size_bytes + HEAD_BYTES * options.num_servers for unit in first.cached),
+        server=_plan_server(stages, options),
     )
 
 
-def _stage(units: Sequence[PlannedUnit], stage: int, num_blocks: int, world: World) -> list[PlannedUnit]:
-    """The units of one pipeline stage, cut for tensor parallelism."""
-    per_stage = max(1, num_blocks // world.pp)
-    mine = [unit for unit in units if (0 if unit.block is None else unit.block // per_stage) == stage]
-    return [replace(unit, layout=_cut_for_tp(unit.layout, world.tp)) for unit in mine]
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """The trainer of one pipeline stage and tensor-parallel rank."""
+
+    units: list[PlannedUnit]
+    cached: list[PlannedUnit]
+    """Those in the cache of its host."""
+    rehearsal: Rehearsal
+
+    @classmethod
+    def rehearsed(cls, units: list[PlannedUnit], options: PlanOptions) -> _Stage:
+        cached = [] if options.reads_servers else _cached(units, options)
+        in_place = units if options.reads_servers else cached
+        return cls(units, cached, rehearse(units, options, {unit.name for unit in in_place}))
+
+    def received_bytes(self, options: PlanOptions, trainers: int, hosts: int) -> int:
+        """Weights per step that so many trainers of this stage on so many hosts get from servers."""
+        cached = {unit.name for unit in self.cached}
+        return sum(
+            _wire_bytes(unit.layout, options.gather_dtype)
+            * (hosts if unit.name in cached else trainers * self.rehearsal.gathers[unit.name])
+            for unit in self.units
+            if not options.reads_servers
+        )
+
+    def pushed_bytes(self, options: PlanOptions) -> int:
+        return sum(_wire_bytes(unit.layout, options.push_dtype) for unit in self.units)
 
 
-def _cut_for_tp(layout: UnitLayout, tp: int) -> UnitLayout:
-    parameters = [
-        replace(parameter, shape=(math.ceil(parameter.shape[0] / tp), *parameter.shape[1:]))
-        if len(parameter.shape) > 1
-        else parameter
-        for parameter in layout.parameters
-    ]
-    return UnitLayout(layout.unit, tuple(parameters))
-
-
-def _plan_trainer(units: Sequence[PlannedUnit], options: PlanOptions) -> TrainerPlan:
-    sizes = {unit.layout.unit: unit.layout.size_bytes for unit in units}
-    # With pipeline stages a unit around this one may be another stage's.
-    in_use = max(unit.layout.size_bytes + sum(sizes.get(outer, 0) for outer in unit.around) for unit in units)
-    in_place = options.same_host
-    return TrainerPlan(
-        weights_bytes=0 if in_place else in_use,
-        prefetch_bytes=0 if in_place else _ahead(units, options.prefetch_bytes),
-        gradients_bytes=in_use,
-        # What is pushed through shared memory is copied there at once.
-        push_bytes=0 if in_place else min(sum(sizes.values()), max(options.push_bytes, *sizes.values())),
-        activation_bytes=options.activation_bytes,
-        received_bytes=0 if in_place else _received(units, options.gather_dtype),
-        sent_bytes=_pushed(units, options.push_dtype),
-    )
-
-
-def _ahead(units: Sequence[PlannedUnit], limit_bytes: int) -> int:
-    """The most that is fetched ahead of some unit, as ``Units`` does it."""
-    most = 0
-    for index, unit in enumerate(units):
-        following = [later for later in units[index + 1 :] if later.layout.unit not in unit.around]
-        ahead = 0
-        for later in following[:MAX_UNITS_AHEAD]:
-            if ahead + later.layout.size_bytes > limit_bytes:
-                break
-            ahead += later.layout.size_bytes
-        most = max(most, ahead)
-    return most
-
-
-def _received(units: Sequence[PlannedUnit], dtype: str) -> int:
-    """Weights come for the forward and for the backward; those of the unit around all others once."""
-    return sum(_wire_bytes(unit.layout, dtype) * (1 if unit.is_root else 2) for unit in units)
-
-
-def _pushed(units: Sequence[PlannedUnit], dtype: str) -> int:
-    return sum(_wire_bytes(unit.layout, dtype) for unit in units)
-
-
-def _wire_bytes(layout: UnitLayout, dtype: str) -> int:
-    if dtype == "float32":
-        return layout.size_bytes
-    return stream_size(layout, layout.segments(0, layout.size_bytes), NAMES[dtype])
-
-
-def _plan_server(units: Sequence[PlannedUnit], options: PlanOptions) -> ServerPlan:
-    dp, weights = options.world.dp, [1.0] * options.num_servers
-    held, largest = [0] * options.num_servers, [0] * options.num_servers
+def _cached(units: Sequence[PlannedUnit], options: PlanOptions) -> list[PlannedUnit]:
+    """Units are taken in as they are declared, if they fit."""
+    if options.strategy is ShardingStrategy.HYBRID_SHARD:
+        return list(units)
+    cached, room = [], options.host_cache_bytes
     for unit in units:
-        for server, (start, stop) in enumerate(cut(unit.layout.size_bytes, weights, options.min_shard_bytes)):
+        if unit.size_bytes <= room:
+            cached.append(unit)
+            room -= unit.size_bytes
+    return cached
+
+
+def _activation_bytes(
+    units: Sequence[PlannedUnit], stage: _Stage, options: PlanOptions, saved: SavedActivations | None
+) -> int | None:
+    if options.activation_bytes is not None or saved is None:
+        return options.activation_bytes
+    here = {call.module for unit in stage.units for call in unit.calls}
+    calls = [call for unit in units for call in unit.calls]
+    # What is offloaded "cpu" is there already.
+    moved = options.offload_to not in (None, "cpu")
+    return saved.peak_bytes(
+        absent={call.module for call in calls} - here,
+        recomputed={call.module for call in calls if call.can_recompute and options.checkpoint_activations},
+        moved=here if moved else (),
+        moved_min_bytes=options.offload_min_bytes,
+    )
+
+
+def _plan_trainer(stage: _Stage, options: PlanOptions, activation_bytes: int | None) -> TrainerPlan:
+    sizes, ranks = [unit.size_bytes for unit in stage.units], options.ranks_per_host
+    # What is pushed through shared memory is copied there at once; it is never rounded.
+    streams = not (options.same_host and options.push_dtype == "float32")
+    return TrainerPlan(
+        weights_bytes=stage.rehearsal.peak_bytes,
+        ahead_bytes=stage.rehearsal.ahead_bytes,
+        kept_bytes=stage.rehearsal.kept_bytes,
+        idle_bytes=stage.rehearsal.idle_bytes,
+        gradients_bytes=_gradients(stage.units, options, streams=streams),
+        push_bytes=min(sum(sizes), max(options.push_bytes, *sizes)) if streams else 0,
+        activation_bytes=activation_bytes,
+        received_bytes=stage.received_bytes(options, ranks, 1) // ranks,
+        sent_bytes=stage.pushed_bytes(options),
+    )
+
+
+def _gradients(units: Collection[PlannedUnit], options: PlanOptions, *, streams: bool) -> int:
+    """Those of a unit and of the units around it are here at once; a replica's leave in buckets."""
+    held = {unit.name: unit.size_bytes for unit in units}
+    if options.strategy is ShardingStrategy.NO_SHARD and streams:
+        bucket_bytes = ReplicaOptions().bucket_bytes
+        largest = {unit.name: max(spec.size_bytes for spec in unit.layout.parameters) for unit in units}
+        held = {name: min(size, bucket_bytes + largest[name]) for name, size in held.items()}
+    # With pipeline stages a unit around another may be another stage's.
+    return max(held[unit.name] + sum(held.get(outer, 0) for outer in unit.around) for unit in units)
+
+
+def _wire_bytes(layout: UnitLayout, dtype: str, start: int = 0, stop: int | None = None) -> int:
+    """What a part of a flat vector takes on the wire."""
+    stop = layout.size_bytes if stop is None else stop
+    return stop - start if dtype == "float32" else stream_size(layout, layout.segments(start, stop), NAMES[dtype])
+
+
+def _plan_server(stages: Sequence[_Stage], options: PlanOptions) -> ServerPlan:
+    world, count = options.world, options.num_servers
+    held, largest, encoded = [0] * count, [0] * count, [0] * count
+    # Each of the tp ranks has its own part of every unit, and so has its own units on the servers.
+    for unit in [unit for stage in stages for unit in stage.units for _ in range(world.tp)]:
+        for server, (start, stop) in enumerate(cut(unit.size_bytes, [1.0] * count, options.min_shard_bytes)):
             held[server] += stop - start
             largest[server] = max(largest[server], stop - start)
-    most = max(range(options.num_servers), key=lambda server: held[server])
-    shards, total = held[most], sum(held)
-    share = shards / total if total else 0.0
-    mean = shards if dp > 1 else 0
+            if options.gather_dtype != "float32":
+                encoded[server] += _wire_bytes(unit.layout, options.gather_dtype, start, stop)
+    most = max(range(count), key=lambda server: held[server])
+    shards, share = held[most], held[most] / sum(held) if sum(held) else 0.0
+    states, mean = OPTIMIZER_STATES[options.optimizer], shards if world.dp > 1 else 0
+    hosts = -(-world.dp // options.ranks_per_host)
+    sent = sum(stage.received_bytes(options, world.dp, hosts) for stage in stages) * world.tp
+    received = sum(stage.pushed_bytes(options) for stage in stages) * world.tp * world.dp
     return ServerPlan(
         weights_bytes=shards,
-        optimizer_bytes=shards * OPTIMIZER_STATES[options.optimizer],
-        contributions_bytes=shards * dp,
+        optimizer_bytes=shards * states,
+        contributions_bytes=shards * world.dp,
         mean_bytes=mean,
+        encoded_bytes=encoded[most],
         staging_bytes=largest[most],
-        reserved_bytes=shards * (1 + max(_RESERVED_STATES, OPTIMIZER_STATES[options.optimizer]) + dp)
-        + mean
-        + largest[most],
-        sent_bytes=0 if options.same_host else round(_received(units, options.gather_dtype) * dp * share),
-        received_bytes=round(_pushed(units, options.push_dtype) * dp * share),
+        reserved_bytes=shards * (1 + max(_RESERVED_STATES, states) + world.dp) + mean + largest[most],
+        sent_bytes=round(sent * share),
+        received_bytes=round(received * share),
     )

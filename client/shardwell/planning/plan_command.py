@@ -1,19 +1,21 @@
-"""``shardwell plan``: what a run will take, before there is one."""
+"""``shardwell plan``: what a training run will take, before there is one."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from typing import Any
 
 import torch
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Console
 
-from shardwell.planning.plan import OPTIMIZER_STATES, Plan, PlanOptions, make_plan
-from shardwell.sizes import format_size
+from shardwell.module.strategy import BackwardPrefetch, ShardingStrategy
+from shardwell.planning.options import OPTIMIZER_STATES, PlanOptions
+from shardwell.planning.plan import Plan, make_plan
+from shardwell.planning.plan_tables import assumptions, to_tables
+from shardwell.wrapping.memory_strategy import MemoryStrategy
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import PARAMETER_ITEM_SIZES
 from shardwell_wire.topology import World
@@ -25,6 +27,9 @@ A model of your own: a function that returns the model, or (model, arguments of 
 
 A Hugging Face model, from its config alone:
   shardwell plan path/to/config.json --dp 8 --servers 4 --batch 4 --length 2048 --gather-dtype bfloat16
+
+As auto_wrap(memory=MemoryStrategy.AGGRESSIVE) would train it, but with exact weights:
+  shardwell plan mymodels:make_gpt --memory aggressive --gather-dtype float32
 
 Nothing is allocated: the model is built in shapes only.
 """
@@ -44,30 +49,62 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="module:callable, or a Hugging Face config.json")
-    for axis in ("dp", "tp", "pp"):
-        parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"size of the {axis} axis (default: 1)")
-    parser.add_argument("--servers", type=int, default=1, metavar="N", help="shard servers (default: 1)")
-    parser.add_argument(
-        "--bandwidth",
-        type=parse_bandwidth,
-        default="1gbit",
-        metavar="RATE",
-        help="of each trainer's and server's link, such as 1gbit or 300MB (default: 1gbit)",
-    )
-    parser.add_argument("--optimizer", choices=sorted(OPTIMIZER_STATES), default="adamw", help="(default: adamw)")
     parser.add_argument(
         "--dtype", choices=sorted(PARAMETER_ITEM_SIZES), help="of the parameters (default: the model's)"
     )
-    parser.add_argument("--gather-dtype", choices=list(NAMES), default="float32", help="of float32 weights on the wire")
-    parser.add_argument("--push-dtype", choices=list(NAMES), default="float32", help="of gradients on the wire")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences per trainer (default: 1)")
     parser.add_argument("--length", type=int, default=1024, metavar="N", help="tokens per sequence (default: 1024)")
-    parser.add_argument("--activations", type=int, metavar="BYTES", help="kept by autograd; worked out if not given")
-    parser.add_argument("--prefetch-bytes", type=int, default=PlanOptions().prefetch_bytes, metavar="N")
-    parser.add_argument("--push-bytes", type=int, default=PlanOptions().push_bytes, metavar="N")
-    parser.add_argument("--same-host", action="store_true", help="trainers run where the servers do, and share memory")
     parser.add_argument("--json", action="store_true", help="print numbers (bytes, seconds) as JSON")
+    _add_cluster(parser.add_argument_group("the cluster"))
+    _add_memory(parser.add_argument_group("memory against bytes", "As arguments of join and auto_wrap of these names."))
     parser.set_defaults(handler=_run)
+
+
+def _add_cluster(group: argparse._ArgumentGroup) -> None:
+    for axis in ("dp", "tp", "pp"):
+        group.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"size of the {axis} axis (default: 1)")
+    group.add_argument("--servers", dest="num_servers", type=int, metavar="N", help="shard servers (default: 1)")
+    group.add_argument(
+        "--ranks-per-host", type=int, metavar="N", help="data-parallel ranks on a host with one link (default: 1)"
+    )
+    group.add_argument(
+        "--bandwidth",
+        type=parse_bandwidth,
+        metavar="RATE",
+        help="of each trainer host's and server's link, such as 1gbit or 300MB (default: 1gbit)",
+    )
+    group.add_argument(
+        "--same-host", action="store_true", help="servers run where the trainers do, which read their memory"
+    )
+    group.add_argument("--optimizer", choices=sorted(OPTIMIZER_STATES), help="(default: adamw)")
+
+
+def _add_memory(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--memory",
+        choices=_names_of(MemoryStrategy),
+        help="what auto_wrap(memory=...) sets; the options below replace parts of it",
+    )
+    group.add_argument("--strategy", choices=_names_of(ShardingStrategy), help="of every unit (default: full-shard)")
+    group.add_argument(
+        "--reshard-after-forward", action=argparse.BooleanOptionalAction, help="(default: but for the outermost unit)"
+    )
+    group.add_argument(
+        "--checkpoint-activations",
+        action=argparse.BooleanOptionalAction,
+        help="units compute again in the backward; what the example call checkpoints itself is not counted anyway",
+    )
+    group.add_argument("--offload-to", metavar="WHERE", help="disk, a directory, or cpu, which moves nothing on a CPU")
+    group.add_argument("--activations", dest="activation_bytes", type=int, metavar="BYTES", help="if known")
+    for name in ("keep", "prefetch", "push", "host-cache"):
+        group.add_argument(f"--{name}-bytes", type=int, metavar="N")
+    group.add_argument("--backward-prefetch", choices=[str(mode) for mode in BackwardPrefetch], help="(default: pre)")
+    group.add_argument("--gather-dtype", choices=list(NAMES), help="of float32 weights on the wire (default: float32)")
+    group.add_argument("--push-dtype", choices=list(NAMES), help="of gradients on the wire (default: float32)")
+
+
+def _names_of(kind: type[MemoryStrategy] | type[ShardingStrategy]) -> list[str]:
+    return [member.name.lower().replace("_", "-") for member in kind]
 
 
 def parse_bandwidth(text: str) -> float:
@@ -88,22 +125,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
     if arguments.batch < 1 or arguments.length < 1:
         raise UsageError(f"--batch {arguments.batch} --length {arguments.length}: expected at least 1")
+    options = options_of(arguments)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     shapes = plan_model.load(arguments.model, batch=arguments.batch, length=arguments.length, dtype=dtype)
-    activations = arguments.activations
-    options = PlanOptions(
-        world=World(arguments.dp, arguments.tp, arguments.pp),
-        num_servers=arguments.servers,
-        bandwidth=arguments.bandwidth,
-        optimizer=arguments.optimizer,
-        gather_dtype=arguments.gather_dtype,
-        push_dtype=arguments.push_dtype,
-        prefetch_bytes=arguments.prefetch_bytes,
-        push_bytes=arguments.push_bytes,
-        same_host=arguments.same_host,
-        activation_bytes=plan_model.count_saved_bytes(shapes) if activations is None else activations,
-    )
-    plan = make_plan(plan_model.plan_units(shapes.module), options)
+    saved = plan_model.record_activations(shapes) if options.activation_bytes is None else None
+    plan = make_plan(plan_model.plan_units(shapes.module), options, saved)
     if arguments.json:
         print(json.dumps(to_json(plan), indent=2))
     else:
@@ -112,68 +138,39 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def options_of(arguments: argparse.Namespace) -> PlanOptions:
+    """What a memory strategy sets, as far as no option replaces it."""
+    known = {field.name for field in fields(PlanOptions)}
+    told = {name: value for name, value in vars(arguments).items() if name in known and value is not None}
+    if "strategy" in told:
+        told["strategy"] = _member(ShardingStrategy, told["strategy"])
+    if "backward_prefetch" in told:
+        told["backward_prefetch"] = BackwardPrefetch(told["backward_prefetch"])
+    by_strategy: dict[str, Any] = {}
+    if arguments.memory is not None:
+        memory = _member(MemoryStrategy, arguments.memory).options()
+        by_strategy = {name: getattr(memory, name) for name in known if getattr(memory, name, None) is not None}
+        if not memory.of_units(told):
+            by_strategy = {name: value for name, value in by_strategy.items() if name not in memory.of_units({})}
+    return PlanOptions(world=World(arguments.dp, arguments.tp, arguments.pp), **{**by_strategy, **told})
+
+
+def _member(kind: Any, name: str) -> Any:
+    return kind[name.upper().replace("-", "_")]
+
+
 def to_json(plan: Plan) -> dict[str, object]:
     """The plan as numbers: bytes and seconds."""
+    numbers = asdict(plan)
+    del numbers["options"]
     return {
-        **asdict(plan),
+        "world": asdict(plan.options.world),
+        "num_servers": plan.options.num_servers,
+        "bandwidth": plan.options.bandwidth,
+        **numbers,
         "trainer_total_bytes": plan.trainer.total_bytes,
         "server_total_bytes": plan.server.total_bytes,
         "link_seconds": plan.link_seconds,
         "transfer_seconds": plan.transfer_seconds,
+        "assumptions": list(assumptions(plan)),
     }
-
-
-def to_tables(plan: Plan) -> RenderableType:
-    """The plan for people."""
-    return Group(
-        f"{plan.num_parameters:,} parameters, {format_size(plan.model_bytes)}, in {plan.num_units} units; "
-        f"{plan.world.size} trainers as {plan.world}, {plan.num_servers} servers",
-        "",
-        _table("EACH TRAINER", _trainer_rows(plan)),
-        "",
-        _table("EACH SERVER", _server_rows(plan)),
-        "",
-        _table("EACH STEP", _step_rows(plan)),
-    )
-
-
-def _trainer_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    trainer = plan.trainer
-    yield "weights in use", format_size(trainer.weights_bytes)
-    yield "weights fetched ahead, at most", format_size(trainer.prefetch_bytes)
-    yield "gradients", format_size(trainer.gradients_bytes)
-    yield "gradients on their way, at most", format_size(trainer.push_bytes)
-    yield (
-        "activations",
-        "not known: give --activations" if trainer.activation_bytes is None else format_size(trainer.activation_bytes),
-    )
-    yield "together", format_size(trainer.total_bytes)
-    yield "a replica's weights, gradients and optimizer state", format_size(plan.replica_bytes)
-
-
-def _server_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    server = plan.server
-    yield "weights", format_size(server.weights_bytes)
-    yield "optimizer state", format_size(server.optimizer_bytes)
-    yield f"contributions of {plan.world.dp} ranks", format_size(server.contributions_bytes)
-    yield "mean gradient", format_size(server.mean_bytes)
-    yield "together", format_size(server.total_bytes)
-    yield "set aside, of --memory-budget", format_size(server.reserved_bytes)
-
-
-def _step_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    seconds = plan.link_seconds
-    yield "a trainer receives weights", f"{format_size(plan.trainer.received_bytes)} in {seconds['trainer in']:.3g} s"
-    yield "a trainer sends gradients", f"{format_size(plan.trainer.sent_bytes)} in {seconds['trainer out']:.3g} s"
-    yield "a server sends weights", f"{format_size(plan.server.sent_bytes)} in {seconds['server out']:.3g} s"
-    yield "a server receives gradients", f"{format_size(plan.server.received_bytes)} in {seconds['server in']:.3g} s"
-    busiest = max(seconds, key=lambda link: seconds[link])
-    rate = f"{plan.bandwidth * 8 / 1e9:g} Gbit/s"
-    yield "the links alone take, at least", f"{plan.transfer_seconds:.3g} s at {rate} (busiest: {busiest})"
-
-
-def _table(heading: str, rows: Iterator[tuple[str, str]]) -> Table:
-    table = Table(heading, "", box=None, pad_edge=False, header_style="bold")
-    for name, value in rows:
-        table.add_row(name, value)
-    return table

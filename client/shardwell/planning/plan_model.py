@@ -6,7 +6,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 
 from shardwell.module.collect import collect_parameters
-from shardwell.planning.plan import PlannedUnit
+from shardwell.planning.activations import SavedActivations, recording
+from shardwell.planning.planned_units import PlannedCall, PlannedUnit
+from shardwell.wrapping.choice import ChosenUnit, choose_units
 from shardwell.wrapping.default_policy import BlockPolicy
-from shardwell.wrapping.wrap import WrapPolicy, choose_units
+from shardwell.wrapping.memory_strategy import can_compute_again
+from shardwell.wrapping.policies import WrapPolicy
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
 
@@ -69,48 +71,73 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 def plan_units(model: nn.Module, policy: WrapPolicy | None = None) -> list[PlannedUnit]:
     """The units that ``auto_wrap(model, session, policy)`` would make, in that order."""
-    blocks = {id(block) for block in BlockPolicy(model).blocks()}
-    names = [name for name, module in model.named_modules() if id(module) in blocks]
+    root = ChosenUnit(type(model).__name__, {"": model})
     taken: list[nn.Parameter] = []
-    layouts: list[UnitLayout] = []
-    root: str | None = None
-    for name, module in [*choose_units(model, policy), ("", model)]:
-        found = collect_parameters([module], [f"{name}." if name else ""], taken)
+    made: list[tuple[ChosenUnit, UnitLayout]] = []
+    for unit in [*choose_units(model, policy), root]:
+        prefixes = [f"{name}." if name else "" for name in unit.modules]
+        found = collect_parameters(list(unit.modules.values()), prefixes, taken)
         taken += [entry.parameter for entry in found]
         if found:
-            root = None if name else type(model).__name__
-            layouts.append(UnitLayout(root or name, tuple(entry.describe() for entry in found)))
-    return [_planned(layout, layouts, names, root) for layout in layouts]
+            made.append((unit, UnitLayout(unit.name, tuple(entry.describe() for entry in found))))
+    around = {unit.name: _around(unit, [other for other, _ in made]) for unit, _ in made}
+    block_of, call = _blocks(model), _calls(model, policy)
+    return [
+        PlannedUnit(
+            layout,
+            block_of(unit),
+            around=around[unit.name],
+            calls=tuple(call(name, module) for name, module in unit.modules.items()),
+        )
+        for unit, layout in made
+    ]
 
 
-def _planned(layout: UnitLayout, others: Sequence[UnitLayout], blocks: Sequence[str], root: str | None) -> PlannedUnit:
-    if layout.unit == root:
-        return PlannedUnit(layout, None, is_root=True)
-    outer = [other.unit for other in others if layout.unit.startswith(f"{other.unit}.")]
-    block = next((at for at, name in enumerate(blocks) if f"{layout.unit}.".startswith(f"{name}.")), None)
-    return PlannedUnit(layout, block, around=tuple([*outer, root] if root else outer))
+def _around(unit: ChosenUnit, others: Sequence[ChosenUnit]) -> tuple[str, ...]:
+    """Names of the units with a module around one of this one's."""
+    return tuple(
+        other.name
+        for other in others
+        if other is not unit
+        and any(not outer or name.startswith(f"{outer}.") for outer in other.modules for name in unit.modules)
+    )
 
 
-def count_saved_bytes(shapes: ShapeModel) -> int | None:
-    """What autograd keeps of one call in training besides parameters and buffers; None if the call does not work so."""
+def _blocks(model: nn.Module) -> Callable[[ChosenUnit], int | None]:
+    """Says in which of the model's repeated blocks a unit is."""
+    ids = {id(block) for block in BlockPolicy(model).blocks()}
+    names = [name for name, module in model.named_modules() if id(module) in ids]
+
+    def block_of(unit: ChosenUnit) -> int | None:
+        inside = (f"{name}." for name in unit.modules)
+        return next((at for name in inside for at, block in enumerate(names) if name.startswith(f"{block}.")), None)
+
+    return block_of
+
+
+def _calls(model: nn.Module, policy: WrapPolicy | None) -> Callable[[str, nn.Module], PlannedCall]:
+    places = {id(module): place for place, module in enumerate(model.modules())}
+    recomputed = {id(module) for module in _outermost(model, policy).values() if can_compute_again(module)}
+    return lambda name, module: PlannedCall(places[id(module)], name, id(module) in recomputed)
+
+
+def _outermost(model: nn.Module, policy: WrapPolicy | None) -> dict[str, nn.Module]:
+    """The modules of units that are in no other one, but the model."""
+    chosen = {name: module for unit in choose_units(model, policy) for name, module in unit.modules.items()}
+    inside = {id(part) for module in chosen.values() for part in module.modules() if part is not module}
+    return {name: module for name, module in chosen.items() if id(module) not in inside}
+
+
+def record_activations(shapes: ShapeModel, policy: WrapPolicy | None = None) -> SavedActivations | None:
+    """What autograd keeps of one call in training, by unit; None if there is no call or it does not work so."""
     if not shapes.arguments and not shapes.keywords:
         return None
-    own = {tensor.untyped_storage()._cdata for tensor in [*shapes.module.parameters(), *shapes.module.buffers()]}
-    held: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            held[storage._cdata] = storage
-        return tensor
-
-    hooks: AbstractContextManager[None] = saved_tensors_hooks(keep, lambda tensor: tensor)
     try:
-        with shapes.mode, hooks:
+        with shapes.mode, recording(shapes.module, _outermost(shapes.module, policy)) as recorder:
             shapes.module.train()(*shapes.arguments, **shapes.keywords)
     except Exception:  # whatever a user's forward may raise when it asks for a value
         return None
-    return sum(storage.nbytes() for storage in held.values())
+    return SavedActivations(tuple(recorder.regions))
 
 
 _Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]

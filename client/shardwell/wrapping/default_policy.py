@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwell.module.guards import has_forward
-from shardwell.module.memory_report import num_parameters
+from shardwell.wrapping.candidates import Candidates
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _MIN_NUM_PARAMS = 1 << 20
@@ -31,14 +31,14 @@ class BlockPolicy:
 
     model: nn.Module
 
-    def choose(self, candidates: Sequence[nn.Module]) -> Collection[nn.Module]:
-        found = {id(block) for block in self.blocks()}
+    def choose(self, candidates: Candidates) -> Collection[nn.Module]:
+        found, size = {id(block) for block in self.blocks()}, candidates.num_parameters
         blocks = [module for module in candidates if id(module) in found]
-        limit = max(map(num_parameters, blocks), default=_MIN_NUM_PARAMS)
+        limit = max(map(size, blocks), default=_MIN_NUM_PARAMS)
         around = {id(module) for module in self.model.modules() if _holds_any(module, blocks)}
         inside = {id(part) for block in blocks for part in block.modules()}
         beside = [module for module in candidates if id(module) not in around | inside]
-        large = [module for module in beside if num_parameters(module) >= limit]
+        large = [module for module in beside if size(module) >= limit]
         return [*blocks, *_innermost(large)]
 
     def blocks(self) -> list[nn.Module]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from shardwell.memory.allocator import keep_freed_memory, return_freed_memory
@@ -144,13 +144,32 @@ def save_less(modules: Sequence[nn.Module], options: MemoryOptions) -> None:
     for module in modules:
         if id(module) in inside:
             continue
-        if options.checkpoint_activations and not _counts_batches(module):
-            wrap_forward(module, partial(checkpoint, use_reentrant=False))
+        if options.checkpoint_activations and can_compute_again(module):
+            wrap_forward(module, _compute_again)
         if options.offload_to is not None:
             offload_activations(module, to=options.offload_to, min_bytes=options.offload_min_bytes)
 
 
-def _counts_batches(module: nn.Module) -> bool:
-    return any(
+def _compute_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a forward in a checkpoint that is given each argument once.
+
+    What is offloaded comes back as new tensors. One that is query, key and value of an attention must be one tensor
+    again, else the second forward takes another path than the first.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    once = {id(leaf): leaf for leaf in leaves}
+    place = {key: number for number, key in enumerate(once)}
+    places = [place[id(leaf)] for leaf in leaves]
+
+    def run(*values: Any) -> Any:
+        again, named = tree_unflatten([values[number] for number in places], structure)
+        return forward(*again, **named)
+
+    return checkpoint(run, *once.values(), use_reentrant=False)
+
+
+def can_compute_again(module: nn.Module) -> bool:
+    """Whether a second forward changes nothing: batch normalisation would count its batch twice."""
+    return not any(
         isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats for part in module.modules()
     )

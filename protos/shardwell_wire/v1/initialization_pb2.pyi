@@ -111,12 +111,20 @@ class ParameterDraw(google.protobuf.message.Message):
     DISTRIBUTION_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     STREAM_FIELD_NUMBER: builtins.int
+    ZERO_START_FIELD_NUMBER: builtins.int
+    ZERO_STOP_FIELD_NUMBER: builtins.int
     parameter_index: builtins.int
     """In the unit's layout."""
     seed: builtins.int
     """With the stream it decides every value; the run's seed."""
     stream: builtins.str
     """Names the sequence of random numbers: parameters of one seed and one stream get the same values."""
+    zero_start: builtins.int
+    """The first element, by number in the flattened parameter, that is 0 instead; with zero_stop the row of an embedding
+    for padding. Both 0: none.
+    """
+    zero_stop: builtins.int
+    """The element after the last that is 0 instead; not below zero_start."""
     @property
     def distribution(self) -> global___Distribution:
         """How they are distributed."""
@@ -128,8 +136,10 @@ class ParameterDraw(google.protobuf.message.Message):
         distribution: global___Distribution | None = ...,
         seed: builtins.int = ...,
         stream: builtins.str = ...,
+        zero_start: builtins.int = ...,
+        zero_stop: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["distribution", b"distribution"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["distribution", b"distribution", "parameter_index", b"parameter_index", "seed", b"seed", "stream", b"stream"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["distribution", b"distribution", "parameter_index", b"parameter_index", "seed", b"seed", "stream", b"stream", "zero_start", b"zero_start", "zero_stop", b"zero_stop"]) -> None: ...
 
 global___ParameterDraw = ParameterDraw

@@ -32,6 +32,8 @@ def check(draw: initialization_pb2.ParameterDraw, name: str) -> None:
     if kind is None:
         raise InvalidRequestError(f"the initial values of parameter {name!r} have no distribution", parameter=name)
     problem = _problem(distribution, kind)
+    if not problem and draw.zero_start > draw.zero_stop:
+        problem = f"elements [{draw.zero_start}, {draw.zero_stop}) are to be 0, expected start <= stop"
     if problem:
         raise InvalidRequestError(f"the {kind} initial values of parameter {name!r}: {problem}", parameter=name)
 
@@ -65,6 +67,11 @@ def fill(target: torch.Tensor, first_element: int, draw: initialization_pb2.Para
         first_element: Number of the first one in the flattened parameter.
         draw: Checked.
     """
+    _fill_all(target, first_element, draw)
+    target[max(0, draw.zero_start - first_element) : max(0, draw.zero_stop - first_element)].zero_()
+
+
+def _fill_all(target: torch.Tensor, first_element: int, draw: initialization_pb2.ParameterDraw) -> None:
     if draw.distribution.WhichOneof("kind") == "constant":
         target.copy_(torch.tensor(draw.distribution.constant, dtype=torch.float64))  # fill_ would refuse an overflow
         return

@@ -1,0 +1,115 @@
+"""What autograd keeps of a forward until its backward, where in the model, and what is left with checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+Sizes = dict[int, int]
+"""Bytes of storages, by identity: one that is saved twice counts once."""
+
+
+@dataclass(slots=True)
+class _Region:
+    """A call of one module, or what is computed between two such calls."""
+
+    module: str | None
+    inputs: Sizes = field(default_factory=dict)
+    saved: Sizes = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedActivations:
+    """What one forward in training saves, besides parameters and buffers."""
+
+    regions: tuple[_Region, ...]
+    """In the order of the forward."""
+
+    def peak_bytes(
+        self,
+        *,
+        absent: Collection[str] = (),
+        recomputed: Collection[str] = (),
+        moved: Collection[str] = (),
+        moved_min_bytes: int = 1,
+    ) -> int:
+        """The most that is held at once.
+
+        Args:
+            absent: Modules that compute elsewhere, as those of other pipeline stages.
+            recomputed: Modules that keep their inputs only and compute again in the backward, one at a time.
+            moved: Modules whose activations of ``moved_min_bytes`` and more wait elsewhere.
+            moved_min_bytes: Smaller ones stay.
+        """
+        held: Sizes = {}
+        most = 0
+        for region in self.regions:
+            if region.module in absent:
+                continue
+            kept = region.inputs if region.module in recomputed else region.saved
+            # In its backward all of it is here, and what came before.
+            most = max(most, sum((held | kept | region.saved).values()))
+            moves = region.module in moved
+            held |= {key: size for key, size in kept.items() if not (moves and size >= moved_min_bytes)}
+        return max(most, sum(held.values()))
+
+
+class _Recorder:
+    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+        self._own = {tensor.untyped_storage()._cdata for tensor in own}
+        self._alive: list[torch.UntypedStorage] = []
+        """Keeps identities from being used again."""
+        self.regions = [_Region(None)]
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._note(tensor, self.regions[-1].saved)
+        return tensor
+
+    def enter(self, module: str, arguments: object) -> None:
+        self.regions.append(_Region(module))
+        for leaf in tree_leaves(arguments):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf, self.regions[-1].inputs)
+
+    def leave(self) -> None:
+        self.regions.append(_Region(None))
+
+    def _note(self, tensor: torch.Tensor, sizes: Sizes) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._own:
+            self._alive.append(storage)
+            sizes[storage._cdata] = storage.nbytes()
+
+
+@contextmanager
+def recording(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[_Recorder]:
+    """Records the regions of the forward inside the block.
+
+    Args:
+        model: The whole model.
+        modules: Some inside it, none inside another, by name.
+    """
+    recorder = _Recorder([*model.parameters(), *model.buffers()])
+    hooks: list[Any] = []
+    for name, module in modules.items():
+        hooks += [
+            module.register_forward_pre_hook(_entering(recorder, name), with_kwargs=True),
+            module.register_forward_hook(lambda *_: recorder.leave()),
+        ]
+    try:
+        with saved_tensors_hooks(recorder.keep, lambda tensor: tensor):
+            yield recorder
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _entering(recorder: _Recorder, name: str) -> Any:
+    return lambda module, args, kwargs: recorder.enter(name, (args, kwargs))

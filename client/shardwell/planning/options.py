@@ -1,0 +1,76 @@
+"""What ``shardwell plan`` is told of a run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from shardwell.module.strategy import BackwardPrefetch, ShardingStrategy, check_strategy
+from shardwell_wire.errors import UsageError
+from shardwell_wire.topology import World
+from shardwell_wire.wire_dtypes import NAMES
+
+OPTIMIZER_STATES = {
+    **dict.fromkeys(("adam", "adamw", "nadam", "radam", "adamax", "adadelta", "lamb"), 2),
+    **dict.fromkeys(("sgd-momentum", "rmsprop", "adagrad", "lion", "muon"), 1),
+    "sgd": 0,
+}
+"""Tensors of a parameter's size and dtype that an optimizer keeps on the servers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """The run to plan. What has the name of an argument of ``join`` or a field of ``MemoryOptions`` means the same."""
+
+    world: World = field(default_factory=World)
+    """The grid of logical ranks, each played by a trainer of its own."""
+    num_servers: int = 1
+    """Shard servers, all with the same memory, each with a link of its own."""
+    ranks_per_host: int = 1
+    """Data-parallel ranks whose trainers share a host: its link, and with a host cache what came over it."""
+    bandwidth: float = 1e9 / 8
+    """Bytes per second and direction of every trainer host's and every server's link."""
+    same_host: bool = False
+    """Whether trainers read weights in the memory of servers of their host."""
+    optimizer: str = "adamw"
+    """One of ``OPTIMIZER_STATES``."""
+    min_shard_bytes: int = 64 << 10
+    """As the coordinator's."""
+    activation_bytes: int | None = None
+    """What autograd keeps of one work item; None: worked out from an example call, if there is one."""
+
+    gather_dtype: str = "float32"
+    push_dtype: str = "float32"
+    prefetch_bytes: int = 128 << 20
+    push_bytes: int = 64 << 20
+    keep_bytes: int = 0
+    host_cache_bytes: int = 0
+    backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE
+
+    strategy: ShardingStrategy | None = None
+    reshard_after_forward: bool | None = None
+    checkpoint_activations: bool = False
+    offload_to: str | os.PathLike[str] | None = None
+    offload_min_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZER_STATES:
+            raise UsageError(f"optimizer={self.optimizer!r}: expected one of {', '.join(sorted(OPTIMIZER_STATES))}")
+        if self.num_servers < 1 or self.bandwidth <= 0:
+            raise UsageError(
+                f"num_servers={self.num_servers}, bandwidth={self.bandwidth}: expected at least 1 server and a "
+                "positive number of bytes per second"
+            )
+        if not 1 <= self.ranks_per_host <= self.world.dp:
+            raise UsageError(
+                f"ranks_per_host={self.ranks_per_host}: expected 1 to dp={self.world.dp}, the data-parallel ranks"
+            )
+        for name in ("gather_dtype", "push_dtype"):
+            if getattr(self, name) not in NAMES:
+                raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(NAMES)}")
+        check_strategy("of the plan", self.strategy, None, self.reshard_after_forward)
+
+    @property
+    def reads_servers(self) -> bool:
+        """Whether weights are read in the servers' memory: not if they are rounded on their way."""
+        return self.same_host and self.gather_dtype == "float32"

@@ -1,0 +1,126 @@
+"""What a plan says that autograd keeps: of graphs that are known, and of graphs that were made."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from shardwell.planning.activations import SavedActivations
+from shardwell.planning.options import PlanOptions
+from shardwell.planning.plan import make_plan
+from shardwell.planning.plan_model import load, plan_units, record_activations
+from shardwell_wire.topology import World
+from tests.support.module_parity import gpt
+
+HERE = "tests.unit.test_plan_activations"
+ROWS, WIDTH = 16, 8
+
+
+class Block(nn.Module):
+    """Saves its input, what ``up`` returns (for the ReLU as its result) and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(self.up(x).relu())
+        return result
+
+
+class Normed(Block):
+    """Can not compute again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+
+INPUT, INSIDE = ROWS * WIDTH * 4, ROWS * 4 * WIDTH * 4
+
+
+def make(batch: int) -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 3)), torch.zeros(batch, WIDTH)
+
+
+def make_normed(batch: int) -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(Normed(), Normed()), torch.zeros(batch, WIDTH)
+
+
+def make_with_values(batch: int) -> tuple[nn.Module, torch.Tensor]:
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * float(x.sum())
+
+    return Model(8, 8), torch.zeros(batch, 8)
+
+
+def make_without_a_call() -> nn.Module:
+    return gpt()
+
+
+def recorded(name: str = "make") -> SavedActivations:
+    saved = record_activations(load(f"{HERE}:{name}", batch=ROWS, length=1))
+    assert saved is not None
+    return saved
+
+
+def planned(name: str = "make", **options: object) -> int | None:
+    units = plan_units(load(f"{HERE}:{name}", batch=ROWS, length=1).module)
+    return make_plan(units, PlanOptions(**options), recorded(name)).trainer.activation_bytes
+
+
+def test_all_of_it() -> None:
+    """The input of each linear layer; ReLU keeps its result, which is the input of the next."""
+    assert planned() == 4 * (INPUT + INSIDE) + INPUT
+    assert planned(activation_bytes=17) == 17
+
+
+def test_computing_again_keeps_inputs_and_one_units_inside() -> None:
+    """Of the four blocks; the head's input is what the last one returned, and is gone when that computes again."""
+    assert planned(checkpoint_activations=True) == 4 * INPUT + INSIDE
+    assert planned("make_normed", checkpoint_activations=True) == planned("make_normed") == 2 * (INPUT + INSIDE)
+
+
+def test_what_is_moved_comes_back_one_unit_at_a_time() -> None:
+    """Each block's input is what the block before returned, so nothing else holds it; the last result is the head's."""
+    everything = planned(checkpoint_activations=True, offload_to="disk", offload_min_bytes=1)
+    assert everything == INPUT + INSIDE
+    assert planned(offload_to="disk", offload_min_bytes=INSIDE) == 4 * INPUT + INSIDE
+    assert planned(offload_to="disk") == planned(offload_to="cpu") == planned()
+
+
+def test_blocks_of_other_stages_compute_elsewhere() -> None:
+    assert planned(world=World(pp=2)) == 2 * (INPUT + INSIDE) + INPUT
+
+
+def test_what_can_not_be_recorded() -> None:
+    for name in ("make_with_values", "make_without_a_call"):
+        assert record_activations(load(f"{HERE}:{name}", batch=2, length=1)) is None
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_real_graphs_keep_as_much(recompute: bool) -> None:
+    """At the end of the forward, where recomputing has not begun."""
+    model, x = make(ROWS)
+    if recompute:
+        for block in model[:-1]:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            held[storage._cdata] = storage
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(x)
+    found = sum(storage.nbytes() for storage in held.values())
+    assert found == (5 * INPUT if recompute else planned())
