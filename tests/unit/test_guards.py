@@ -197,4 +197,4 @@ def test_a_module_of_two_parents_says_what_to_shard_first() -> None:
 
 def test_initial_values_are_set_before(sharded: Sharded) -> None:
     with pytest.raises(FreedParameterError, match="before fully_shard, or by its source="):
-        nn.init.zeros_(sharded.model[0].weight)
+        torch.Tensor.zero_(sharded.model[0].weight)

@@ -53,10 +53,10 @@ def auto_wrap(
     Raises:
         UsageError: The model is sharded already, or can not be; the message says why.
     """
-    check_modules([model], ignored_params)
-    check_session(session)
     ignored_params = list(ignored_params)
     check_ignored(ignored_params)
+    check_modules([model], ignored_params)
+    check_session(session)
     _check_policy(policy)
     _check_options(options)
     saving = None if memory is None else resolve(memory)
