@@ -27,7 +27,8 @@ from examples.gpt import GPT, GPTConfig
 ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
 
 
-PEERS = ("ddp", "fsdp2", "fsdp2-prefetch", "fsdp2-keep")
+PEERS = ("alone", "ddp", "fsdp2", "fsdp2-prefetch", "fsdp2-keep")
+"""Without Shardwell; ``alone`` does not communicate: what computing itself takes when all share the CPUs."""
 KINDS = (*PEERS, *(f"shardwell-{name}" for name in TRANSFERS))
 
 Steps = Iterator[float]
@@ -49,7 +50,9 @@ def peer_steps(model: GPT, kind: str, rank: int) -> Steps:
     """Steps of a model whose processes hold the state themselves and meet over gloo."""
     trained: nn.Module = model
     begin: Callable[[], object] = lambda: None  # noqa: E731
-    if kind == "ddp":
+    if kind == "alone":
+        pass
+    elif kind == "ddp":
         trained = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     else:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))

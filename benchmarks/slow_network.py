@@ -30,6 +30,7 @@ WARMUP_STEPS = 2
 MODEL = GPTConfig(vocab_size=8192, context=128, num_layers=8, num_heads=8, width=512)
 TINY_MODEL = GPTConfig(vocab_size=256, context=32, num_layers=2, num_heads=2, width=64)
 NAMES = {
+    "alone": "no communication: every trainer a model of its own",
     "ddp": "DDP (gloo)",
     "fsdp2": "FSDP2 (gloo)",
     "fsdp2-prefetch": "FSDP2 (gloo), explicit prefetch",
