@@ -273,7 +273,8 @@ def test_batch_norm_statistics_are_those_of_rank_0(join: Callable[..., shardwell
     assert state["1.num_batches_tracked"] == STEPS
 
 
-def train_tracked(session: shardwell.Session, until: int) -> tuple[Any, Any]:
+def train_tracked(session: shardwell.Session, until: int) -> tuple[Any, Any, dict[int, float]]:
+    norms = {}
     model = shard(net(), session)
     optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
@@ -281,21 +282,22 @@ def train_tracked(session: shardwell.Session, until: int) -> tuple[Any, Any]:
     for step in session.steps(until):
         for batch in step.batches(inputs):
             loss_of(model, batch).backward()
-        optimizer.clip_grad_norm_(0.5)
+        norms[step.number] = optimizer.clip_grad_norm_(0.5).item()
         optimizer.step()
         scheduler.step()
-    return model, scheduler
+    return model, scheduler, norms
 
 
 def test_a_run_goes_on_where_it_was_with_its_scheduler(join: Callable[..., shardwell.Session]) -> None:
-    whole, _ = train_tracked(join(), 5)
+    whole, _, expected_norms = train_tracked(join(), 5)
     expected = sha256(shardwell.full_state_dict(whole))
     first = join("resumed-run")
     train_tracked(first, 2)
     first.close()
     again = join("resumed-run")
     assert again.step == 2
-    model, scheduler = train_tracked(again, 5)
+    model, scheduler, norms = train_tracked(again, 5)
+    assert norms == {step: expected_norms[step] for step in range(1, 5)}, "step 1 is gone through again"
     assert scheduler.last_epoch == 5
     assert sha256(shardwell.full_state_dict(model)) == expected
 

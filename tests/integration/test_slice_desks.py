@@ -357,7 +357,8 @@ def test_what_is_refused(server: ShardServer) -> None:
         assert error.data["parameter"] == "u.b"
         assert isinstance(error_of(lambda: commit(one, 1)), IncompleteStepError)
         assert isinstance(error_of(lambda: own.read(1, rank=0, epoch=0)), StaleEpochError)
-        lane = own.server.require_shm()
+        lane = own.server.shm
+        assert lane is not None
         wrong = shard_pb2.ReadSliceRequest(context=one.context(1), unit="u", stop_bytes=4096)
         assert isinstance(error_of(lambda: lane.open_desk(wrong, timeout_s=20, retry_for_s=0)), InvalidRequestError)
         header = shard_pb2.StageSliceHeader(context=one.context(1), unit="u", stop_bytes=one.size)

@@ -73,7 +73,6 @@ class Session:
         self._buffers = RunBuffers(lambda: ((unit.name, module) for unit in self.units for module in unit.modules))
         self._buffers.committed(joined.state.buffers)
         self._finish_wait_s = self._commit_wait_s = 0.0
-        self._last_norm = float("nan")
         self._loop_step: int | None = None
         self._committed_last = False
         """Whether nothing happened since the last commit."""
@@ -221,12 +220,11 @@ class Session:
         return [] if response.all_finished else self.progress.add(response.work.items)
 
     def grad_norm(self, step: int, norm_type: float) -> float:
-        """Global norm of the step's mean gradient, before any clipping; finishes the work first."""
-        if self.step > step:
-            return self._last_norm
-        self._finish_loose_work()
+        """Global norm of a step's mean gradient, before any clipping; finishes the work first if it is in flight."""
+        if step == self.step:
+            self._finish_loose_work()
         request = coordinator_pb2.PrepareGradientsRequest(
-            context=self._membership.context(self.step),
+            context=self._membership.context(step),
             trainer=self.trainer,
             norm_type=0.0 if norm_type == 2.0 else norm_type,
         )
@@ -277,7 +275,6 @@ class Session:
             request.context.CopyFrom(self._membership.context(step))
             response = self._poll_commit(request)
         self._commit_wait_s += time.perf_counter() - started
-        self._last_norm = response.grad_norm
         self._committed_last = True
         if not replayed:
             try:
