@@ -24,7 +24,9 @@ class PreparedStep:
 
     step: int
     asked: bytes
-    """The request without its context."""
+    """The contributions that were named, and whether to skip them."""
+    norm_type: float
+    """Of the norms in the answer."""
     answer: shard_pb2.PrepareStepResponse | None
     """None while it is worked out."""
 
