@@ -313,8 +313,8 @@ class ShardServiceServicer(object):
 
     def OpenDesk(self, request, context):
         """Trainer with a shm lane: as ReadSlice, but the gradient is copied to shared memory, where there is
-        room for the new values and the new state as well: a desk. What is staged on this desk already is
-        not staged any more. FAILED_PRECONDITION: also if there is no such lane; RESOURCE_EXHAUSTED: no
+        room for the new values and the new state as well: a desk. What is staged on a desk already stays
+        so until it is staged anew, on another desk. FAILED_PRECONDITION: also if there is no such lane; RESOURCE_EXHAUSTED: no
         room for a desk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
