@@ -224,7 +224,7 @@ class ShardServiceServicer(object):
 
     def HoldVersion(self, request, context):
         """People: keeps a version of all of a run's shards here readable while training goes on, until the caller
-        ends the stream, whose one message comes when the version is held. What the next step overwrites
+        ends the stream or the run is deleted. Its one message comes when the version is held. What the next step overwrites
         is kept in a copy; copies give way when training needs the memory, and Gather of that version then
         says OUT_OF_RANGE. Waits until the version exists. OUT_OF_RANGE: it has been overwritten.
         """

@@ -46,7 +46,8 @@ class Run:
         self.prepared: PreparedStep | None = None
         self.duplicate_count = 0
         self.differing_duplicate_count = 0
-        self._dropped = False
+        self.dropped = asyncio.Event()
+        """Set once the run was deleted."""
         self._tasks: set[asyncio.Future[None]] = set()
         self._lock = asyncio.Lock()
 
@@ -73,7 +74,7 @@ class Run:
             NotFoundError: The run was deleted before its turn came.
         """
         async with self._lock:
-            if self._dropped:
+            if self.dropped.is_set():
                 raise NotFoundError(f"run {self.name!r} was deleted", run=self.name)
             return await work()
 
@@ -101,7 +102,7 @@ class Run:
 
     def drop(self) -> None:
         """Forgets everything; call it ``alone``."""
-        self._dropped = True
+        self.dropped.set()
         for shard in self.shards.values():
             shard.drop()
         self.shards.clear()
