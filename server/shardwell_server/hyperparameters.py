@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,6 +54,9 @@ FLAGS = frozenset(
     {"amsgrad", "nesterov", "maximize", "centered", "decoupled_weight_decay", "match_rms_adamw"},
 )
 """Booleans, sent as 0 and 1."""
+
+MAX_VALUE = 3.4028234663852886e38
+"""The largest number of fp32. What is beyond it torch refuses in mid-update, when it is too late."""
 
 MAX_NS_STEPS = 99
 """Newton-Schulz iterations that torch accepts."""
@@ -169,8 +171,8 @@ def _require_known(name: str) -> Algorithm:
 
 def _check_value(group: int, name: str, value: float) -> None:
     where = f"parameter group {group}: {name}={value!r}"
-    if not math.isfinite(value):
-        raise InvalidRequestError(f"{where} is not finite")
+    if not abs(value) <= MAX_VALUE:
+        raise InvalidRequestError(f"{where} is not finite in fp32")
     if name in FLAGS and value not in (0.0, 1.0):
         raise InvalidRequestError(f"{where}: expected 0 or 1")
     if name in ("beta1", "beta2") and not 0.0 <= value < 1.0:

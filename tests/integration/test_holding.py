@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
+from shardwell_server.shard.shared_memory import SharedMemory
 from shardwell_wire.errors import DeadlineError, NotFoundError, VersionGoneError
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import (
@@ -54,6 +56,15 @@ def test_a_version_to_come_is_held_when_it_comes(server: ShardServer) -> None:
     server.until(lambda: len(one.shard.values._changed._waiters) == 1, "somebody waits")
     train(one, 0)
     assert next(holding).version == 1
+
+
+def test_nothing_of_a_deleted_run_is_held() -> None:
+    with closing(SharedMemory()) as shared, ShardServer(shared=shared) as server:
+        one = unit(server, PLAIN)
+        values = weakref.ref(one.shard.values.parameters)
+        with held(one, 0):
+            one.drop()
+            server.until(lambda: values() is None, "the memory is given back while the caller is still there")
 
 
 def test_what_can_not_be_held_is_named(server: ShardServer) -> None:

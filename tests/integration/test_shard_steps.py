@@ -129,6 +129,47 @@ def test_prepare_may_be_repeated_and_asked_for_more(server: ShardServer) -> None
     assert_all(one.gather(1)[1], 1.5)
 
 
+def test_what_is_refused_leaves_a_prepared_step_prepared(server: ShardServer) -> None:
+    """Its commit record may be written already."""
+    one = unit(server)
+    one.push(one.filled(1.0))
+    one.prepare(0)
+    for refused in (
+        lambda: one.prepare(0, dp=2),
+        lambda: one.prepare(0, (0, 0, 2)),
+        lambda: one.prepare(1),
+        lambda: one.prepare(0, norm_type=math.nan),
+    ):
+        error_of(refused)
+    one.update(0)
+    assert_all(one.gather(1)[1], -1.0)
+
+
+def test_a_norm_that_nobody_waits_for_any_more_leaves_a_prepared_step_prepared(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardwell_server.shard.reduction import Reduced
+
+    one = unit(server)
+    one.push(one.filled(1.0))
+    one.prepare(0)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(*_: Any) -> list[float]:
+        begun.set()
+        assert go_on.wait(20)
+        return [1.0]
+
+    monkeypatch.setattr(Reduced, "power_partials", slowly)
+    call: Any = server.client._channel.unary_unary(f"/{SERVICE.full_name}/PrepareStep")
+    future = call.future(one.prepare_request(0, norm_type=3.0).SerializeToString())
+    assert begun.wait(20)
+    future.cancel()
+    updating = in_background(lambda: one.update(0))
+    go_on.set()
+    assert next(updating).version == 1
+
+
 def test_nan_names_parameter_and_ranks_and_the_step_can_be_mended(server: ShardServer) -> None:
     one = unit(server, dp=3)
     bad = one.filled(1.0)

@@ -17,8 +17,11 @@ from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
 from shardwell.data_plane.slice_client import SlicePart, SlicePlace
 from shardwell.data_plane.slice_desk import DeskPart
 from shardwell.data_plane.slice_updates import RemoteSlice
+from shardwell_server.shard.memory import Memory
 from shardwell_server.shard.shared_memory import SharedMemory
+from shardwell_server.shard.slices import Slices
 from shardwell_wire.errors import (
+    ConflictError,
     IncompleteStepError,
     InvalidRequestError,
     NonFiniteError,
@@ -149,23 +152,32 @@ def test_nothing_changes_before_the_update_and_the_state_only_with_it(server: Sh
             commit(one, step)
 
 
-def test_a_desk_that_is_opened_again_is_not_staged(server: ShardServer) -> None:
+def test_what_is_staged_stays_so_while_its_desk_is_asked_for_again(server: ShardServer) -> None:
+    """As by a trainer whose coordinator was restarted; the step may be about to commit, or be in its update."""
     one = unit(server)
     with trainer(one) as own:
-        prepare(one, 0)
-        own.update(0)
-        commit(one, 0)
-        prepare(one, 1)
-        part = own.update(1)
-        assert isinstance(part, DeskPart)
-        again = own.read(1)
-        error = error_of(lambda: commit(one, 1))
-        assert isinstance(error, IncompleteStepError)
-        descend(again)
-        own.stage(again, 1)
-        commit(one, 1)
-        assert sums(again) == {2.0}
-        assert_all(one.gather(2)[1], -2.0)
+        for step in range(3):
+            prepare(one, step)
+            first = own.update(step)
+            again = own.read(step)
+            for state in again.state.values():
+                state["sum"].fill_(7.0)
+            for value in again.values.values():
+                value.fill_(7.0)
+            if step == 2:
+                again = own.update(step)
+                assert sums(again) == {3.0}
+            commit(one, step)
+            if step > 0:  # the first state is streamed
+                assert isinstance(first, DeskPart)
+                assert isinstance(again, DeskPart)
+                assert again.desk != first.desk
+            assert_all(one.gather(step + 1)[1], -float(step + 1))
+        prepare(one, 3)
+        assert sums(own.read(3)) == {3.0}
+        one.drop()
+    assert server.staged_bytes() == 0
+    assert server.look(lambda: server.store.memory.used_bytes) == 0
 
 
 def test_work_begun_anew_voids_what_lies_on_a_desk(server: ShardServer) -> None:
@@ -341,6 +353,22 @@ def test_a_desk_is_given_up_when_room_is_needed(server: ShardServer) -> None:
         assert sums(part) == {4.0}
         commit(one, 3)
         assert_all(one.gather(4)[1], -4.0)
+
+
+def test_a_desk_that_is_given_up_for_its_own_state_leaves_nothing() -> None:
+    """There is room for gradients and values, or for the state, but not for both."""
+    size = 4096
+    with closing(SharedMemory()) as shared:
+        memory = Memory(8 * size)
+        memory.reserve("r", "u", size, 1)
+        assert memory.free_bytes == 3 * size
+        slices = Slices("u", size, 0, size, 1, memory, shared)
+        memory.staging.make_room = slices.make_room
+        desk, before = slices.open_desk(0), set(Path(shared._directory).iterdir())
+        with pytest.raises(ConflictError, match="stream the slice"):
+            desk.room_for_state(3 * size)
+        assert memory.staging.used_bytes == memory.used_bytes == 0
+        assert set(Path(shared._directory).iterdir()) == before - {Path(desk.path)}
 
 
 def test_what_is_refused(server: ShardServer) -> None:

@@ -21,7 +21,7 @@ from shardwell_wire.errors import (
     UnavailableError,
     VersionGoneError,
 )
-from shardwell_wire.v1 import common_pb2, coordinator_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.support.coordinator import SGD, Harness, Trainer, finished_item, harness, optimizer, run_async
 from tests.support.fake_shards import fail_times
 
@@ -555,6 +555,71 @@ def test_what_fails_while_gradients_are_reduced_early_is_tried_again_at_the_comm
             assert cluster.shards["s0"].calls["PrepareStep"] == 2
 
     run_async(scenario())
+
+
+def test_a_norm_asked_for_while_the_step_commits_does_not_prepare_the_next(tmp_path: Path) -> None:
+    """Else servers would take it for complete with what is finished of it, which is nothing."""
+
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b")
+            for trainer in (a, b):
+                await trainer.finish(0)
+            await cluster.settle()
+            written, told, save = asyncio.Event(), asyncio.Event(), cluster.state.storage.save_commit
+
+            async def save_slowly(*arguments: Any) -> None:
+                await save(*arguments)
+                written.set()
+                await told.wait()
+
+            cluster.state.storage.save_commit = save_slowly
+            committing = asyncio.create_task(a.commit(0, wait_s=5))
+            await written.wait()
+            told.set()
+            with pytest.raises(VersionGoneError, match="its norms are not kept"):
+                await b.prepare(0, norm_type=3.0)
+            assert (await committing).committed
+            await cluster.settle()
+            assert {manifest.context.step for shard in cluster.shards.values() for manifest in shard.manifests} == {0}
+
+    run_async(scenario())
+
+
+def test_work_begun_anew_while_the_last_update_is_under_way_is_not_prepared(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            (shard,) = cluster.shards.values()
+            trainers = await team_with_unit(cluster, "a", "b")
+            b = trainers[1]
+            shard.fail = lambda rpc, _: fail_update(rpc)
+            await take_step(trainers, 0)
+            for trainer in trainers:
+                await trainer.finish(1)
+            resetting = asyncio.create_task(b.reset(1, 1))
+            await asyncio.sleep(0.05)
+            shard.fail = lambda *_: None
+            await resetting
+            await cluster.settle()
+            assert [manifest.context.step for manifest in shard.manifests] == [0]
+            await b.finish(1, wait_s=1)
+            await cluster.settle()
+            assert shard.manifests[-1].ranks[1].attempt == 1
+
+    def fail_update(rpc: str) -> None:
+        if rpc == "Update":
+            raise UnavailableError("not yet")
+
+    run_async(scenario())
+
+
+def test_a_norm_of_a_type_near_0_may_be_beyond_all_numbers() -> None:
+    from shardwell_server.coordinator.commit import combine_norms
+
+    prepared = combine_norms([shard_pb2.UnitNorm(square_partials=[4.0], power_partials=[1e5])], 1e-3)
+    assert prepared.grad_norm == 2.0
+    assert prepared.other_norm is not None
+    assert prepared.other_norm.value == math.inf
 
 
 def test_hyperparameters_that_were_refused_do_not_count_later(tmp_path: Path) -> None:

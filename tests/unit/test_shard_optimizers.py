@@ -153,6 +153,20 @@ def test_groups_may_have_algorithms_of_their_own() -> None:
     assert not any(bool((value == 1.0).any()) for value in values)
 
 
+@pytest.mark.parametrize("clip_value", [1e300, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_clipping_by_more_than_a_dtype_has_clips_nothing(dtype: torch.dtype, clip_value: float) -> None:
+    outcomes = []
+    for clip in (clip_value, None):
+        values, step = torch.ones(4, dtype=dtype), step_of("sgd")
+        if clip is not None:
+            step.clip_value = clip
+        hyperparameters.validate(step)
+        ShardOptimizer([values]).step([torch.full((4,), 3.0, dtype=dtype)], step, [0], 1.0)
+        outcomes.append(bits(values))
+    assert outcomes[0] == outcomes[1]
+
+
 @pytest.mark.parametrize(
     ("algorithm", "changes", "message"),
     [
@@ -165,6 +179,8 @@ def test_groups_may_have_algorithms_of_their_own() -> None:
         ("muon", {"ns_steps": 100.0}, "at most 99"),
         ("lion", {"eps": 1e-8}, "eps missing or unknown"),
         ("lamb", {"eps": math.inf}, "not finite"),
+        ("adamw", {"eps": math.nan}, "not finite"),
+        ("lion", {"lr": 1e39}, "not finite in fp32"),
     ],
 )
 def test_impossible_settings_are_named(algorithm: str, changes: dict[str, float], message: str) -> None:

@@ -224,7 +224,7 @@ class ShardServiceServicer(object):
 
     def HoldVersion(self, request, context):
         """People: keeps a version of all of a run's shards here readable while training goes on, until the caller
-        ends the stream, whose one message comes when the version is held. What the next step overwrites
+        ends the stream or the run is deleted. Its one message comes when the version is held. What the next step overwrites
         is kept in a copy; copies give way when training needs the memory, and Gather of that version then
         says OUT_OF_RANGE. Waits until the version exists. OUT_OF_RANGE: it has been overwritten.
         """
@@ -313,8 +313,8 @@ class ShardServiceServicer(object):
 
     def OpenDesk(self, request, context):
         """Trainer with a shm lane: as ReadSlice, but the gradient is copied to shared memory, where there is
-        room for the new values and the new state as well: a desk. What is staged on this desk already is
-        not staged any more. FAILED_PRECONDITION: also if there is no such lane; RESOURCE_EXHAUSTED: no
+        room for the new values and the new state as well: a desk. What is staged on a desk already stays
+        so until it is staged anew, on another desk. FAILED_PRECONDITION: also if there is no such lane; RESOURCE_EXHAUSTED: no
         room for a desk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

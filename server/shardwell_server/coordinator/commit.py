@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 
 from shardwell_server.coordinator.agreement import HandIn
 from shardwell_server.coordinator.events import EventKind
@@ -60,7 +61,7 @@ class Committer:
                 raise type(step.failure)(str(step.failure), **step.failure.data)
             if step.prepared is not None and step.prepared.has(norm_type):
                 return step.prepared
-            await run.preparing(lambda: self._prepare(run, norm_type))
+            await run.preparing(partial(self._prepare, run, step, norm_type))
         return None
 
     def start_preparing(self, run: Run) -> None:
@@ -75,9 +76,7 @@ class Committer:
 
         self._state.tasks.start(prepare())
 
-    async def _prepare(self, run: Run, norm_type: float) -> None:
-        step = run.step
-        assert step is not None
+    async def _prepare(self, run: Run, step: Step, norm_type: float) -> None:
         generation = step.generation
         if missing := [unit.layout.unit for unit in run.units if not unit.published]:
             raise StepStateError(
@@ -86,6 +85,8 @@ class Committer:
                 unit=missing[0],
             )
         await run.updated()
+        if generation != step.generation or step is not run.step:
+            return  # servers would take what is finished now for all that there is
 
         def request(server_id: str) -> shard_pb2.PrepareStepRequest:
             return shard_pb2.PrepareStepRequest(
@@ -98,9 +99,11 @@ class Committer:
 
         try:
             responses = await self._servers.call_all(run.servers, "PrepareStep", request)
-        except (NonFiniteError, IncompleteStepError) as error:
-            if generation != step.generation:
+        except ShardwellError as error:
+            if generation != step.generation or step is not run.step:
                 return
+            if not isinstance(error, NonFiniteError | IncompleteStepError):
+                raise
             step.failure = error
             self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
             run.changed.notify()
@@ -108,7 +111,7 @@ class Committer:
         if generation != step.generation:
             return
         step.prepared = (
-            Prepared(math.inf, OtherNorm(norm_type, math.inf))
+            Prepared(math.inf, OtherNorm(norm_type, math.inf) if norm_type else None)
             if step.skipped
             else combine_norms((norm for response in responses.values() for norm in response.units), norm_type)
         )
@@ -240,7 +243,14 @@ def combine_norms(norms: Iterable[shard_pb2.UnitNorm], norm_type: float = 0.0) -
     if norm_type == math.inf:
         return Prepared(grad_norm, OtherNorm(norm_type, max((norm.max_abs for norm in found), default=0.0)))
     powers = _exact_sum(partial for norm in found for partial in norm.power_partials)
-    return Prepared(grad_norm, OtherNorm(norm_type, powers ** (1.0 / norm_type)))
+    return Prepared(grad_norm, OtherNorm(norm_type, _root(powers, norm_type)))
+
+
+def _root(value: float, norm_type: float) -> float:
+    try:
+        return float(value ** (1.0 / norm_type))
+    except OverflowError:  # of a norm_type near 0
+        return math.inf
 
 
 def _exact_sum(partials: Iterable[float]) -> float:

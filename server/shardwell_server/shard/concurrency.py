@@ -1,4 +1,4 @@
-"""Two rules of who may interrupt whom: work that is finished once begun, and streams that replace each other."""
+"""Who waits for whom and may interrupt whom: work that is finished once begun, streams that replace each other."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ async def uninterrupted(work: Awaitable[Result]) -> Result:
             task.exception()  # seen: nobody is left to raise it to
         raise asyncio.CancelledError
     return task.result()
+
+
+async def first_of(*events: asyncio.Event) -> None:
+    """Returns once one of several events is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 class _Stream:

@@ -27,14 +27,14 @@ from shardwell_wire.v1 import shard_pb2
 async def open_desk(
     store: ShardStore, run: Run, lane: ShmLane, request: shard_pb2.ReadSliceRequest
 ) -> shard_pb2.OpenDeskResponse:
-    """Lays the gradient of a slice on the trainer's desk, which is made if there is none.
+    """Lays the gradient of a slice on the trainer's desk, which is made if there is none that is free.
 
     Raises:
         InvalidRequestError: The range is not the slice's.
         StaleEpochError: The lease is over, or what a later one sent is here.
         StepStateError: The step is not prepared, or not any more.
         CapacityError: There is no room for a desk.
-        ConflictError: The optimizer's state is not in shared memory.
+        ConflictError: The optimizer's state is not in shared memory, or others needed the room.
     """
     shard = run.shard(request.unit)
     generation = check_lease(run, shard, request)
@@ -44,7 +44,6 @@ async def open_desk(
     if state.pooled:
         raise ConflictError(f"{shard.what}: the state of rank {request.dp_rank} is not in shared memory: stream it")
     number, desk = lane.desk(shard, request.dp_rank)
-    shard.slices.clear_desk(request.dp_rank, desk)
     new_state = desk.room_for_state(state.data.numel()) if state.shared is not None else None
     present = gradients_of(shard, shard.layout.segments(request.start_bytes, request.stop_bytes))
 

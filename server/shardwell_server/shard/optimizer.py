@@ -74,7 +74,9 @@ class ShardOptimizer:
                 continue
             clipped = gradient.mul_(clip_coefficient) if clip_coefficient != 1.0 else gradient
             if optimizer.HasField("clip_value"):
-                clipped.clamp_(-optimizer.clip_value, optimizer.clip_value)
+                # torch refuses a bound that the dtype does not have, which clips nothing.
+                bound = min(optimizer.clip_value, torch.finfo(clipped.dtype).max)
+                clipped.clamp_(-bound, bound)
             self._begin(number, names[group])
             self._step_counts[number] += 1
             members[group].append(Part(values, clipped.view_as(values), self._states[number]))

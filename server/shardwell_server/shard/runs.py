@@ -24,7 +24,9 @@ class PreparedStep:
 
     step: int
     asked: bytes
-    """The request without its context."""
+    """The contributions that were named, and whether to skip them."""
+    norm_type: float
+    """Of the norms in the answer."""
     answer: shard_pb2.PrepareStepResponse | None
     """None while it is worked out."""
 
@@ -44,7 +46,8 @@ class Run:
         self.prepared: PreparedStep | None = None
         self.duplicate_count = 0
         self.differing_duplicate_count = 0
-        self._dropped = False
+        self.dropped = asyncio.Event()
+        """Set once the run was deleted."""
         self._tasks: set[asyncio.Future[None]] = set()
         self._lock = asyncio.Lock()
 
@@ -71,7 +74,7 @@ class Run:
             NotFoundError: The run was deleted before its turn came.
         """
         async with self._lock:
-            if self._dropped:
+            if self.dropped.is_set():
                 raise NotFoundError(f"run {self.name!r} was deleted", run=self.name)
             return await work()
 
@@ -99,7 +102,7 @@ class Run:
 
     def drop(self) -> None:
         """Forgets everything; call it ``alone``."""
-        self._dropped = True
+        self.dropped.set()
         for shard in self.shards.values():
             shard.drop()
         self.shards.clear()

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from shardwell_server.rpc import Call
 from shardwell_server.shard import desk_transfers, initial_values, inspection, slice_transfers, steps, transfers
-from shardwell_server.shard.concurrency import uninterrupted
+from shardwell_server.shard.concurrency import first_of, uninterrupted
 from shardwell_server.shard.holds import holding
 from shardwell_server.shard.lanes import LaneOffer
 from shardwell_server.shard.pushes import Push
@@ -145,7 +145,7 @@ class ShardServicer:
         run = self._store.run(request.run)
         async with holding(run, request.version, call.remaining_s(request.wait_s)) as shard_count:
             yield shard_pb2.HoldVersionResponse(version=request.version, shard_count=shard_count)
-            await self._lanes_end.wait()  # or until the caller is gone
+            await first_of(self._lanes_end, run.dropped)  # or until the caller is gone
 
     async def OpenLane(
         self, request: shard_pb2.OpenLaneRequest, call: Call

@@ -65,12 +65,17 @@ class ShmLane:
         return self._mailboxes[number]
 
     def desk(self, shard: UnitShard, dp_rank: int) -> tuple[int, Desk]:
-        """The desk for a rank's slice, a new one if there is none, and its number.
+        """The desk for a rank's slice, a new one if there is none that is free, and its number.
+
+        What is staged on one stays staged, for the step may be about to commit: that desk is given up, and is gone
+        once it is not needed.
 
         Raises:
             CapacityError: Beyond the memory budget, or the shared memory is full.
         """
         for number, (owner, rank, desk) in list(self._desks.items()):
+            if owner is shard and rank == dp_rank and desk.held:
+                shard.slices.close_desk(desk)
             if desk.closed:
                 del self._desks[number]
             elif owner is shard and rank == dp_rank:

@@ -54,10 +54,14 @@ class Desk:
 
         Raises:
             CapacityError: There is no room for it.
+            ConflictError: Room was made for it by giving up this desk, on which nothing is staged.
         """
         if self._state is None or self._state.tensor.numel() != size_bytes:
             self._give_up_state()
             self._state, self._state_room = self._make(size_bytes)
+            if self.closed:
+                self._give_up_state()
+            self.check_open()
         return self._state
 
     def written_state(self, size_bytes: int) -> SharedBuffer | None:

@@ -81,8 +81,7 @@ async def stage(
         sizes = [segment.size_bytes for segment in segments]
         room = store.memory.try_room(sum(sizes) + state_places(header.state)[1], Cover(0), what)
         buffer, is_staged = store.memory.pool.take(sum(sizes)), False
-        state = shard.slices.make_state(header.state, header.context.request_id, share=header.share_state)
-        values = torch.split(buffer, sizes)
+        state, values = SliceState(), torch.split(buffer, sizes)
 
         def give_back() -> None:
             store.memory.pool.give(buffer)
@@ -96,6 +95,7 @@ async def stage(
             is_staged = True
 
         try:
+            state = shard.slices.make_state(header.state, header.context.request_id, share=header.share_state)
             await incoming.into([codec.memory_at(buffer.data_ptr(), buffer.numel()), *state.pieces], what)
             await store.in_thread(partial(compute_check_finite, shard, segments, values, what))
             await uninterrupted(run.alone(accept))

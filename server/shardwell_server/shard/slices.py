@@ -197,12 +197,6 @@ class Slices:
         self._desks.discard(desk)
         desk.close()
 
-    def clear_desk(self, dp_rank: int, desk: Desk) -> None:
-        """Its trainer begins anew: what is staged on the desk is dropped."""
-        staged = self._staged.get(dp_rank)
-        if staged is not None and staged.state.writer is desk:
-            self._drop(dp_rank)
-
     def make_room(self) -> None:
         """Gives up the desks on which nothing is staged: their trainers stage over another lane, or open another."""
         for desk in [desk for desk in self._desks if not desk.held]:

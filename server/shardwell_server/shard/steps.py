@@ -36,39 +36,52 @@ async def prepare(
 ) -> shard_pb2.PrepareStepResponse:
     """Confirms the contributions of a step and reduces them; the same again gets the same answer.
 
+    What is refused, and another norm of what is prepared, leave a prepared step prepared: it may be committed already.
+
     Raises:
         IncompleteStepError: Contributions are missing, or there are more than named.
         NonFiniteError: A gradient is not finite.
         StepStateError: The step is not the next.
         InvalidRequestError: The manifest does not fit the run.
     """
-    step, asked = request.context.step, _without_context(request)
+    step, asked = request.context.step, _content(request)
     if not request.norm_type >= 0:
         raise InvalidRequestError(f"norm_type is {request.norm_type}: expected a number above 0, or 0 for none")
-    if run.prepared is not None and (run.prepared.step, run.prepared.asked) == (step, asked):
-        assert run.prepared.answer is not None
-        return run.prepared.answer
-    run.unprepare()
-    _check_complete(run, request)
-    answer = shard_pb2.PrepareStepResponse(version=step)
-    run.prepared = PreparedStep(step, asked, None)  # from here on pushes are refused
+    former = run.prepared
+    if former is not None and (former.step, former.asked) == (step, asked):
+        assert former.answer is not None
+        if former.norm_type == request.norm_type:
+            return former.answer
+    else:
+        _check_complete(run, request)
+        run.prepared = PreparedStep(step, asked, request.norm_type, None)  # from here on pushes are refused
     try:
-        for shard in list(run.shards.values()):
-            if request.skip:
-                shard.reduce_to_nothing()
-                continue
-            reduced = await shard.reduce(in_thread)
-            norm = shard_pb2.UnitNorm(unit_index=shard.index, square_partials=reduced.square_partials)
-            if request.norm_type == math.inf:
-                norm.max_abs = await in_thread(reduced.max_abs)
-            elif request.norm_type:
-                starts = [segment.start_bytes for segment in shard.segments]
-                norm.power_partials.extend(await in_thread(partial(reduced.power_partials, starts, request.norm_type)))
-            answer.units.append(norm)
+        answer = await _reduced(run, in_thread, request)
     except BaseException:
-        run.unprepare()
+        if run.prepared is not former:
+            run.unprepare()
         raise
-    run.prepared = PreparedStep(step, asked, answer)
+    run.prepared = PreparedStep(step, asked, request.norm_type, answer)
+    return answer
+
+
+async def _reduced(
+    run: Run, in_thread: InThread, request: shard_pb2.PrepareStepRequest
+) -> shard_pb2.PrepareStepResponse:
+    """Reduces every shard, unless that is done, and says what its norms are."""
+    answer = shard_pb2.PrepareStepResponse(version=request.context.step)
+    for shard in list(run.shards.values()):
+        if request.skip:
+            shard.reduce_to_nothing()
+            continue
+        reduced = await shard.reduce(in_thread)
+        norm = shard_pb2.UnitNorm(unit_index=shard.index, square_partials=reduced.square_partials)
+        if request.norm_type == math.inf:
+            norm.max_abs = await in_thread(reduced.max_abs)
+        elif request.norm_type:
+            starts = [segment.start_bytes for segment in shard.segments]
+            norm.power_partials.extend(await in_thread(partial(reduced.power_partials, starts, request.norm_type)))
+        answer.units.append(norm)
     return answer
 
 
@@ -135,8 +148,10 @@ def _expected(run: Run, request: shard_pb2.PrepareStepRequest) -> dict[int, dict
     return {index: ranks for index, ranks in expected.items() if ranks}
 
 
-def _without_context(request: shard_pb2.PrepareStepRequest) -> bytes:
+def _content(request: shard_pb2.PrepareStepRequest) -> bytes:
+    """What is to be prepared, whoever asks and for which norm."""
     copy = shard_pb2.PrepareStepRequest()
     copy.CopyFrom(request)
     copy.ClearField("context")
+    copy.ClearField("norm_type")
     return copy.SerializeToString(deterministic=True)

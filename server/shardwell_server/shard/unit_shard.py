@@ -136,7 +136,12 @@ class UnitShard:
         return self.reduced
 
     def reduce_to_nothing(self) -> None:
-        """Leaves the step without a gradient. Contributions stay until the commit: ``reduce`` looks at them again."""
+        """Leaves the step without a gradient, unless that is done.
+
+        Contributions stay until the commit: ``reduce`` looks at them again.
+        """
+        if self.reduced is not None and self.reduced.skipped:
+            return  # what was staged for the step counts on
         self.forget_reduced()
         self.reduced = Reduced([None] * len(self.segments), None, [], skipped=True)
 
