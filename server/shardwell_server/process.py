@@ -126,7 +126,7 @@ def _why_not(endpoint: Endpoint) -> str:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             return "it was taken a moment ago; start the server again"
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno > 0 else error.strerror  # a name that is not known: below 0
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         return f"{reason}; choose another with --listen (port 0: a free one)"
 
 

@@ -6,6 +6,7 @@ that calls ``shardwell.join`` finds a cluster in its environment. Each runs alon
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import textwrap
@@ -144,6 +145,16 @@ def test_a_block_runs(
     monkeypatch.setenv("SHARDWELL_RUN", run_name)
     with _names(code, mark, cluster) as names:
         exec(code, names)
+
+
+def test_whatever_can_be_set_or_imported_is_described() -> None:
+    pages = "\n".join(page.read_text() for page in _PAGES)
+    settings = [*inspect.signature(shardwell.join).parameters, *shardwell.__all__]
+    assert not [name for name in settings if not re.search(rf"\b{name}\b", pages)]
+    rooms = [path.read_text() for room in ("client", "server") for path in (_ROOT / room).rglob("*.py")]
+    variables = set(re.findall(r"SHARDWELL_([A-Z_]+[A-Z])\b", "\n".join(rooms)))
+    assert variables
+    assert not [name for name in variables if f"SHARDWELL_{name}" not in pages and f"`_{name}`" not in pages]
 
 
 def test_every_page_with_python_is_found() -> None:

@@ -54,7 +54,7 @@ def test_a_coordinator_that_is_not_there_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(membership, "_SILENCE_S", 0.1)
-    with pytest.raises(shardwell.UnavailableError, match="127.0.0.1:1"):
+    with pytest.raises(shardwell.UnavailableError, match=r"127\.0\.0\.1:1"):
         shardwell.join("127.0.0.1:1", wait_limit_s=0.3)
     assert "Connection refused; trying on for 0 s" in caplog.text
 
