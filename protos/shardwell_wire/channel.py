@@ -5,6 +5,8 @@ from __future__ import annotations
 import grpc
 import grpc.aio
 
+from shardwell_wire.errors import UsageError
+
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message either end accepts: four times the largest chunk."""
 
@@ -42,10 +44,23 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 
 
 def open_channel(address: str) -> grpc.Channel:
-    """A blocking channel to ``host:port``; it connects when first used."""
+    """A blocking channel to ``host:port``; it connects when first used. Raises as ``check_address`` does."""
+    check_address(address)
     return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 def open_aio_channel(address: str) -> grpc.aio.Channel:
-    """An asyncio channel to ``host:port``; it connects when first used."""
+    """An asyncio channel to ``host:port``; it connects when first used. Raises as ``check_address`` does."""
+    check_address(address)
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def check_address(address: str) -> None:
+    """Refuses what gRPC would take for a name to look up, for as long as somebody waits.
+
+    Raises:
+        UsageError: It is not ``host:port``.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"{address!r} is no address: expected HOST:PORT, such as localhost:50051")

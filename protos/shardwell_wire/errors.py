@@ -259,4 +259,6 @@ def _named(status: status_pb2.Status, message: str) -> ShardwellError | None:
 
 
 def _unnamed(code: grpc.StatusCode, message: str, peer: str) -> ShardwellError:
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        message = "what listens there does not serve this: is it the address of another server?"
     return BY_STATUS.get(code, InternalError)(f"{peer}: {message or code.name}", peer=peer)

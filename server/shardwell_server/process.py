@@ -98,7 +98,7 @@ async def serve(
     try:
         port = server.add_insecure_port(endpoint.bind)
     except RuntimeError as error:
-        raise SystemExit(f"cannot listen on {endpoint.bind}: {error}") from error
+        raise SystemExit(f"cannot listen on {endpoint.bind}: {_why_not(endpoint)}") from error
     stop = stop_event(endpoint)
     await server.start()
     address = endpoint.address(port)
@@ -117,6 +117,17 @@ async def serve(
             await server.stop(STOP_GRACE_S)
     finally:
         await server.stop(0)
+
+
+def _why_not(endpoint: Endpoint) -> str:
+    """Why nothing can listen there, which gRPC does not say."""
+    host, port = endpoint.host.strip("[]"), int(endpoint.bind.rpartition(":")[2])
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            return "it was taken a moment ago; start the server again"
+    except OSError as error:
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        return f"{reason}; choose another with --listen (port 0: a free one)"
 
 
 async def _done_before(stop: asyncio.Event, starting: Coroutine[object, object, object]) -> bool:

@@ -93,6 +93,13 @@ def test_an_unknown_run_is_named(cluster: shardwell.LocalCluster, capsys: pytest
     assert "nobody" in capsys.readouterr().err
 
 
+def test_a_shard_server_is_not_taken_for_a_coordinator(
+    cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["runs", "--address", cluster.shards[0].address]) == 1
+    assert "does not serve this: is it the address of another server?" in capsys.readouterr().err
+
+
 def test_an_unknown_parameter_is_named(
     cluster: shardwell.LocalCluster, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwell
+from shardwell.session import membership
 from tests.support import transformer
 from tests.support.reference import ADAMW, sha256, train_plain
 
@@ -29,13 +30,33 @@ def join(cluster: shardwell.LocalCluster) -> Iterator[Callable[..., shardwell.Se
     sessions: list[shardwell.Session] = []
 
     def open_session(run: str | None = None, **options: Any) -> shardwell.Session:
-        session = shardwell.join(cluster.address, run=run or uuid.uuid4().hex, wait_limit_s=60, **options)
+        options = {"wait_limit_s": 60, **options}
+        session = shardwell.join(cluster.address, run=run or uuid.uuid4().hex, **options)
         sessions.append(session)
         return session
 
     yield open_session
     for session in sessions:
         session.close()
+
+
+def test_a_wait_for_other_trainers_is_told(
+    join: Callable[..., shardwell.Session], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(membership, "_POLL_S", 0.1)
+    with pytest.raises(shardwell.DeadlineError, match="1 of 2 trainers"):
+        join(run="half", world=shardwell.World(dp=2), wait_limit_s=0.5)
+    told = [record for record in caplog.records if "waiting for run 'half' to start" in record.message]
+    assert told and told[0].levelname == "WARNING"
+
+
+def test_a_coordinator_that_is_not_there_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(membership, "_SILENCE_S", 0.1)
+    with pytest.raises(shardwell.UnavailableError, match=r"127\.0\.0\.1:1"):
+        shardwell.join("127.0.0.1:1", wait_limit_s=0.3)
+    assert "Connection refused; trying on for 0 s" in caplog.text
 
 
 def net() -> nn.Sequential:

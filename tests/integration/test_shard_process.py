@@ -110,7 +110,9 @@ def test_a_second_signal_does_not_spoil_a_clean_end() -> None:
         (["--listen", "localhost"], {}, "expected HOST:PORT to listen on, got 'localhost'"),
         (["--threads", "0"], {}, "--threads 0: expected at least 1"),
         ([], {"SHARDWELL_THREADS": "many"}, "invalid int value: 'many'"),
-        (["--listen", "TAKEN"], {}, "cannot listen on 127.0.0.1:"),
+        (["--listen", "TAKEN"], {}, "Address already in use; choose another with --listen (port 0: a free one)"),
+        (["--coordinator", "node0"], {}, "'node0' is no address: expected HOST:PORT"),
+        (["--log-level", "loud"], {}, "invalid choice: 'loud'"),
     ],
 )
 def test_settings_that_are_wrong_are_named(arguments: list[str], environment: dict[str, str], complaint: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,38 @@ def test_an_absent_coordinator_is_explained(capsys: pytest.CaptureFixture[str]) 
     error = capsys.readouterr().err
     assert error.startswith("shardwell runs: no answer from a coordinator at 127.0.0.1:1 (")
     assert "refused" in error and "SHARDWELL_ADDRESS" in error
+
+
+@pytest.mark.parametrize("address", ["localhost", "localhost:", ":50051", "http://localhost:50051", "a:0", "a:65536"])
+def test_what_is_no_address_is_refused_at_once(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = f"{address!r} is no address: expected HOST:PORT, such as localhost:50051"
+    assert main(["runs", "--address", address]) == 1
+    assert capsys.readouterr().err == f"shardwell runs: {expected}\n"
+    assert server_cli.main(["health", address]) == 1
+    assert expected in capsys.readouterr().err
+    with pytest.raises(shardwell.UsageError, match=re.escape(expected)):
+        shardwell.join(address)
+    with pytest.raises(shardwell.UsageError, match=re.escape(expected)):
+        plan(tmp_path, "--coordinator", address)
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "soon", "inf", "nan"])
+def test_a_timeout_is_a_time(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["runs"], ["export", "gpt", "out"]):
+        with pytest.raises(SystemExit, match="2"):
+            main([*command, "--timeout", seconds])
+        assert f"expected seconds, more than 0, got {seconds!r}" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardwell.session.coordinator_client.CoordinatorClient.call", interrupted)
+    assert main(["runs", "--address", "127.0.0.1:1"]) == 130
+    assert capsys.readouterr().err == ""
 
 
 def test_an_unhealthy_server_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,9 @@ def test_assumptions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ("target", "match"),
     [
         ("no_such_module:make", "No module named"),
-        (f"{HERE}:absent", "has no attribute"),
+        (f"{HERE}:absent", "has no function 'absent' that makes a model"),
+        (f"{HERE}:HERE", "has no function 'HERE' that makes a model"),
+        ("models/mine.py:make", "expected the module's name, models.mine:make"),
         (f"{HERE}:make_nothing", "missing a required argument: 'size'"),
         (f"{HERE}:make_number", "returned int, expected a module"),
         ("no/such/config.json", "no such file"),
@@ -227,6 +230,29 @@ def test_assumptions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_no_model(target: str, match: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", target]) == 1
     assert match in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        (
+            "import nowhere",
+            "cannot import broken_model: ModuleNotFoundError: No module named 'nowhere' ({path}, line 1)",
+        ),
+        ("\nmake = ", "cannot import broken_model: SyntaxError: invalid syntax"),
+        ("def make():\n    raise RuntimeError('no')", "make failed: RuntimeError: no ({path}, line 2)"),
+        ("import torch\ndef make():\n    return torch.nn.Linear(-1, 2)", "({path}, line 3)"),
+    ],
+)
+def test_code_that_does_not_run(
+    source: str, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "broken_model.py"
+    path.write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_model", raising=False)
+    assert main(["plan", "broken_model:make"]) == 1
+    assert match.format(path=path) in capsys.readouterr().err
 
 
 def test_impossible_options() -> None:

@@ -23,6 +23,10 @@ Take the weights out meanwhile:    shardwell export NAME FOLDER
 """
 
 
+INTERRUPTED = 130
+"""What shells expect of a command that Ctrl-C ended."""
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command."""
     parser = argparse.ArgumentParser(
@@ -41,13 +45,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 0, or 1 after an error message."""
+    """Runs the command; returns its exit code: 0, 1 after an error message, or 130 after Ctrl-C."""
     arguments = build_parser().parse_args(argv)
     try:
         code: int = arguments.handler(arguments)
     except ShardwellError as error:
         print(f"shardwell {arguments.command}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe has seen enough; Python would complain while it exits
         return 0

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from shardwell.command.inspect_commands import DEFAULT_ADDRESS, open_coordinator
+from shardwell.command.inspect_commands import DEFAULT_ADDRESS, open_coordinator, positive_seconds
 from shardwell.sizes import format_size
 from shardwell.weights.checkpoint_files import Values, total_bytes, write_dcp, write_safetensors
 from shardwell.weights.held_version import HeldVersion, held_version
@@ -81,7 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=positive_seconds,
         default=60.0,
         metavar="S",
         help="give up when a server does not answer, or one unit does not arrive, within S seconds (default: 60)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import uuid
@@ -53,7 +54,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     common.add_argument("--json", action="store_true", help="print the response as JSON instead of tables")
     common.add_argument(
-        "--timeout", type=float, default=10.0, metavar="S", help="give up after S seconds (default: 10)"
+        "--timeout", type=positive_seconds, default=10.0, metavar="S", help="give up after S seconds (default: 10)"
     )
     for command in _COMMANDS:
         parser = subparsers.add_parser(
@@ -75,6 +76,17 @@ def _handler(command: _Command) -> Callable[[argparse.Namespace], int]:
         return 0
 
     return handle
+
+
+def positive_seconds(text: str) -> float:
+    """A time of more than 0 s; for argparse."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text!r}")
+    return seconds
 
 
 @contextmanager

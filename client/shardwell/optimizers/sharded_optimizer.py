@@ -105,7 +105,8 @@ class ShardedOptimizer(Optimizer):
             foreach: Has no effect; torch's functions take it.
 
         Returns:
-            The norm before clipping: a 0-dim float64 tensor, the same on every trainer. After
+            The norm before clipping: a 0-dim float64 tensor, the same on every trainer; NaN in a step that was
+            committed before this trainer joined, which ``session.track`` has the loop pass again. After
             ``GradScaler.unscale_`` it is that of the unscaled gradient, and infinity if the step will be skipped.
 
         Raises:
@@ -122,7 +123,8 @@ class ShardedOptimizer(Optimizer):
         if self._clip_value is not None:
             raise UsageError("clip_grad_norm_ after clip_grad_value_: a step clips by one of them")
         norm = self._grad_norm(float(norm_type))
-        if not math.isfinite(norm) and self._loss_scale is None:
+        # NaN: the step was committed before this trainer joined, and is only passed through again.
+        if math.isinf(norm) and self._loss_scale is None:
             raise NonFiniteError(
                 f"the norm of type {norm_type} is beyond what a double holds, though the gradient is finite: "
                 "take a smaller norm_type, or infinity"

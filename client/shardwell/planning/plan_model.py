@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -147,21 +148,41 @@ def _from_callable(target: str, sizes: Mapping[str, int]) -> _Made:
     module_name, _, name = target.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` does
-    try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"{target!r}: {error}; expected module:callable, or a Hugging Face config.json") from error
+    if module_name.endswith(".py"):
+        raise UsageError(f"{target!r}: expected the module's name, {module_name[:-3].replace('/', '.')}:{name}")
+    with _explaining(f"{target!r}: cannot import {module_name}"):
+        module = importlib.import_module(module_name)
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"{target!r}: {module_name} has no function {name!r} that makes a model")
     signature = inspect.signature(function)
     keywords = {key: value for key, value in sizes.items() if key in signature.parameters}
     try:
         signature.bind(**keywords)
     except TypeError as error:
         raise UsageError(f"{target!r}: {error}; it may take batch and length, and nothing else") from None
-    made = function(**keywords)
+    with _explaining(f"{target!r}: {name} failed"):
+        made = function(**keywords)
     model, *arguments = made if isinstance(made, tuple) else (made,)
     if not isinstance(model, nn.Module):
         raise UsageError(f"{target!r} returned {type(model).__name__}, expected a module, or it and its arguments")
     return model, tuple(arguments), {}
+
+
+@contextmanager
+def _explaining(what: str) -> Iterator[None]:
+    """Says where the user's own code raised."""
+    try:
+        yield
+    except Exception as error:
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+        where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+        raise UsageError(f"{what}: {type(error).__name__}: {error}{where}") from error
+
+
+def _is_users(filename: str) -> bool:
+    libraries = ("<", __file__, str(Path(inspect.__file__).parent))
+    return not filename.startswith(libraries) and "site-packages" not in filename
 
 
 def _from_config(path: Path, sizes: Mapping[str, int], dtype: torch.dtype | None) -> _Made:

@@ -15,6 +15,7 @@ from types import FrameType
 
 from shardwell.processes.local_cluster import LocalCluster
 from shardwell.processes.trainer_process import TrainerProcess, describe_exit
+from shardwell_wire.channel import check_address
 from shardwell_wire.errors import UsageError
 from shardwell_wire.topology import World
 
@@ -113,10 +114,13 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
     """Turns command line arguments into a plan.
 
     Raises:
-        UsageError: There is no such script, or the trainers cannot be split into the axes asked for.
+        UsageError: There is no such script, the address is none, or the trainers cannot be split into the axes
+            asked for.
     """
     if not Path(arguments.script).is_file():
         raise UsageError(f"no such script: {arguments.script}")
+    if arguments.coordinator:
+        check_address(arguments.coordinator)
     dp, model_size = arguments.dp, arguments.tp * arguments.pp
     if dp is None:
         dp, rest = divmod(arguments.num_trainers, model_size)

@@ -7,11 +7,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell_wire.errors import DeadlineError, ShardwellError, StaleEpochError, UsageError
+from shardwell_wire.errors import DeadlineError, ShardwellError, StaleEpochError, UnavailableError, UsageError
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -21,6 +22,9 @@ _POLL_S = 10.0
 """Length of one poll of a waiting rpc; a restarted coordinator is noticed within it."""
 
 _CALL_TIMEOUT_S = 30.0
+
+_SILENCE_S = 5.0
+"""What is unavailable for longer is told: the address may be wrong, or no shard server there."""
 
 
 class Membership:
@@ -65,8 +69,12 @@ class Membership:
         self.check()
         return self._call(rpc_name, request, timeout_s=_CALL_TIMEOUT_S)
 
-    def poll(self, rpc_name: str, request: Any, done: Callable[[Any], bool], *, what: str) -> Any:
+    def poll(
+        self, rpc_name: str, request: Any, done: Callable[[Any], bool], *, what: str, report: int = logging.INFO
+    ) -> Any:
         """Repeats a waiting rpc (one with ``wait_s`` and ``waiting_for``) until ``done(response)``.
+
+        ``report`` is the level at which it is logged what is waited for.
 
         Raises:
             DeadlineError: Not done within ``wait_limit_s``; names what was waited for.
@@ -82,7 +90,7 @@ class Membership:
             if now - started > self._config.wait_limit_s:
                 raise DeadlineError(f"waited {now - started:.0f} s for {what}: {reasons}", waiting_for=reasons)
             if now - last_report > _POLL_S / 2:
-                logger.info("waiting for %s (%.0f s): %s", what, now - started, reasons)
+                logger.log(report, "waiting for %s (%.0f s): %s", what, now - started, reasons)
                 last_report = now
 
     def check(self) -> None:
@@ -126,16 +134,30 @@ class Membership:
             incarnation=uuid.uuid4().hex,
         )
         response: coordinator_pb2.JoinResponse = self.poll(
-            "Join", request, lambda answer: answer.started, what=f"run {config.run!r} to start"
+            "Join",
+            request,
+            lambda answer: answer.started,
+            what=f"run {config.run!r} to start",
+            report=logging.WARNING,  # a person may have started too few trainers
         )
         return response
 
     def _call(self, rpc_name: str, request: Any, *, timeout_s: float) -> Any:
         try:
-            return self._coordinator.call(rpc_name, request, timeout_s=timeout_s, retry_for_s=self._config.wait_limit_s)
+            return self._call_patiently(partial(self._coordinator.call, rpc_name, request, timeout_s=timeout_s))
         except StaleEpochError as error:
             self._end(error)
             raise
+
+    def _call_patiently(self, call: Callable[..., Any]) -> Any:
+        limit_s = self._config.wait_limit_s
+        try:
+            return call(retry_for_s=min(_SILENCE_S, limit_s))
+        except UnavailableError as error:
+            if limit_s <= _SILENCE_S:
+                raise
+            logger.warning("%s; trying on for %.0f s", error, limit_s)
+        return call(retry_for_s=limit_s)
 
     def _keep_lease(self) -> None:
         request = coordinator_pb2.HeartbeatRequest(run=self.run, trainer=self.trainer, epoch=self.epoch)

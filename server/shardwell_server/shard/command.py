@@ -106,7 +106,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="shard servers to run on this host, see below (SHARDWELL_PROCESSES, default %(default)s)",
     )
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
-    parser.add_argument("--log-level", default=env("SHARDWELL_LOG_LEVEL", "info"), help="default %(default)s")
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default=env("SHARDWELL_LOG_LEVEL", "info"),
+        help="what is logged to standard error (SHARDWELL_LOG_LEVEL, default %(default)s)",
+    )
     parser.set_defaults(handler=_run)
 
 

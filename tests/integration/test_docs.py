@@ -1,0 +1,161 @@
+"""Every block of Python that README.md and docs/ show runs.
+
+It finds the names in ``_given``; after ``python on a sharded model`` the model is sharded and has an ``optimizer``. One
+that calls ``shardwell.join`` finds a cluster in its environment. Each runs alone, in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import textwrap
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import shardwell
+
+_ROOT = Path(__file__).parents[2]
+_PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(
+    r"^(?P<indent> *)```python(?P<mark>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
+)
+_SHARDED = "on a sharded model"
+_SIZE = 8
+
+
+class Block(nn.Module):
+    """What the pages call a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_SIZE)
+        self.proj = nn.Linear(_SIZE, _SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.proj(self.norm(x)))
+
+
+class Config:
+    """Stands in for a Transformers config."""
+
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "config.json").write_text("{}")
+
+
+class Model(nn.Module):
+    """Blocks between an embedding and a head, which returns its loss as Hugging Face's models do."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(16, _SIZE)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.head = nn.Linear(_SIZE, 16, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> types.SimpleNamespace:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return types.SimpleNamespace(loss=nn.functional.cross_entropy(self.head(x), tokens))
+
+
+class MyOptimizer(torch.optim.SGD):
+    """A user's own, with an option of its own."""
+
+    def __init__(self, params: Any, *, lr: float, mix: tuple[float, float]) -> None:
+        super().__init__(params, lr=lr * sum(mix))
+
+
+def _blocks() -> Iterator[Any]:
+    for page in _PAGES:
+        text = page.read_text()
+        for found in _BLOCK.finditer(text):
+            line = text[: found.start()].count("\n") + 1
+            source = "\n" * line + textwrap.dedent(found["code"])  # so that a traceback names the page's own line
+            yield pytest.param(compile(source, str(page), "exec"), found["mark"].strip(), id=f"{page.stem}-{line}")
+
+
+def _given() -> dict[str, Any]:
+    """The names that a block need not make itself."""
+    torch.manual_seed(0)
+    config = Config()
+    model = Model(config)
+    return {
+        "torch": torch,
+        "nn": nn,
+        "math": math,
+        "shardwell": shardwell,
+        "config": config,
+        "Block": Block,
+        "Model": Model,
+        "model": model,
+        "block": model.blocks[0],
+        "policy": shardwell.ModuleTypePolicy({Block}),
+        "num_layers": len(model.blocks),
+        "width": _SIZE,
+        "vocabulary": 100,
+        "linear": nn.Linear(_SIZE, 100),
+        "groups": [{"params": list(model.parameters())}],
+        "MyOptimizer": MyOptimizer,
+        "batch": torch.zeros(2, dtype=torch.long),
+        "dataset": [torch.tensor(token) for token in range(16)],
+    }
+
+
+@contextmanager
+def _names(code: types.CodeType, mark: str, cluster: shardwell.LocalCluster) -> Iterator[dict[str, Any]]:
+    """What ``code`` finds; closes the session that is there at its end, be it given or its own."""
+    names = _given()
+    Path("checkpoint").mkdir()
+    safetensors.torch.save_file(names["model"].state_dict(), "checkpoint/model.safetensors")
+    if "join" not in code.co_names:
+        names["session"] = shardwell.join()
+    if mark == _SHARDED:
+        shardwell.auto_wrap(names["model"], names["session"], names["policy"])
+        names["optimizer"] = shardwell.optim.AdamW(names["model"].parameters(), lr=3e-4)
+    names["address"] = cluster.address
+    try:
+        yield names
+    finally:
+        if "session" in names:
+            names["session"].close()
+
+
+@pytest.mark.parametrize(("code", "mark"), list(_blocks()))
+def test_a_block_runs(
+    code: types.CodeType,
+    mark: str,
+    cluster: shardwell.LocalCluster,
+    run_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert mark in ("", _SHARDED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDWELL_ADDRESS", cluster.address)
+    monkeypatch.setenv("SHARDWELL_RUN", run_name)
+    with _names(code, mark, cluster) as names:
+        exec(code, names)
+
+
+def test_whatever_can_be_set_or_imported_is_described() -> None:
+    pages = "\n".join(page.read_text() for page in _PAGES)
+    settings = [*inspect.signature(shardwell.join).parameters, *shardwell.__all__]
+    assert not [name for name in settings if not re.search(rf"\b{name}\b", pages)]
+    rooms = [path.read_text() for room in ("client", "server") for path in (_ROOT / room).rglob("*.py")]
+    variables = set(re.findall(r"SHARDWELL_([A-Z_]+[A-Z])\b", "\n".join(rooms)))
+    assert variables
+    assert not [name for name in variables if f"SHARDWELL_{name}" not in pages and f"`_{name}`" not in pages]
+
+
+def test_every_page_with_python_is_found() -> None:
+    assert sum(page.read_text().count("```python") for page in _PAGES) == len(list(_blocks()))
