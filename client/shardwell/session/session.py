@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Self
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,12 +23,11 @@ from shardwell.session.progress import ItemProgress, StepProgress
 from shardwell.session.run_state import RunBuffers, TrackedObjects
 from shardwell.session.run_store import RunStore
 from shardwell.session.step import Step
+from shardwell.session.step_end import SliceUpdate, StepEnd
 from shardwell_wire.errors import UsageError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
-
-SliceUpdate = Callable[[Sequence[coordinator_pb2.SliceWork]], Sequence[coordinator_pb2.SliceWork]]
 
 
 class Session:
@@ -72,8 +70,7 @@ class Session:
         self._tracked = TrackedObjects(joined.state.tracked_json)
         self._buffers = RunBuffers(lambda: ((unit.name, module) for unit in self.units for module in unit.modules))
         self._buffers.committed(joined.state.buffers)
-        self._finish_wait_s = self._commit_wait_s = 0.0
-        self._last_norm = float("nan")
+        self._step_end = StepEnd(self._membership)
         self._loop_step: int | None = None
         self._committed_last = False
         """Whether nothing happened since the last commit."""
@@ -203,35 +200,16 @@ class Session:
             A lost trainer's work items, now this one's; empty when all of the step are finished.
         """
         self.store.drain()
-        request = coordinator_pb2.FinishWorkRequest(
-            context=self._membership.context(self.step),
-            trainer=self.trainer,
-            items=[progress.to_proto() for progress in self.progress.items.values() if progress.finished],
-            accept_work=accept_work,
-        )
-        started = time.perf_counter()
-        response: coordinator_pb2.FinishWorkResponse = self._membership.poll(
-            "FinishWork",
-            request,
-            lambda answer: answer.all_finished or answer.HasField("work"),
-            what=f"the work of step {self.step}",
-        )
-        self._finish_wait_s += time.perf_counter() - started
+        response = self._step_end.finish_work(self.step, self.progress.items.values(), accept_work=accept_work)
         self.progress.is_complete = response.all_finished
         return [] if response.all_finished else self.progress.add(response.work.items)
 
     def grad_norm(self, step: int, norm_type: float) -> float:
         """Global norm of the step's mean gradient, before any clipping; finishes the work first."""
         if self.step > step:
-            return self._last_norm
+            return self._step_end.last_norm
         self._finish_loose_work()
-        request = coordinator_pb2.PrepareGradientsRequest(
-            context=self._membership.context(self.step),
-            trainer=self.trainer,
-            norm_type=0.0 if norm_type == 2.0 else norm_type,
-        )
-        response: coordinator_pb2.PrepareGradientsResponse = self._membership.call("PrepareGradients", request)
-        return response.other_norm if request.norm_type else response.grad_norm
+        return self._step_end.grad_norm(self.step, norm_type)
 
     def commit(
         self,
@@ -260,24 +238,16 @@ class Session:
         replayed = step < self.step
         if not replayed:
             self._finish_loose_work()
-        request = coordinator_pb2.CommitStepRequest(
-            context=self._membership.context(step),
-            trainer=self.trainer,
-            optimizer=optimizer,
-            clip_coefficient=clip_coefficient,
+        response = self._step_end.commit(
+            step,
+            optimizer,
+            clip_coefficient,
             unit_order=self.units.forward_order(),
             state=coordinator_pb2.RunState(
                 step=step, tracked_json=self._tracked.to_json(), buffers=self._buffers.to_proto()
             ),
+            update_slices=update_slices,
         )
-        started = time.perf_counter()
-        response = self._poll_commit(request)
-        while update_slices is not None and response.slices:
-            request.staged_slices.extend(update_slices(response.slices))
-            request.context.CopyFrom(self._membership.context(step))
-            response = self._poll_commit(request)
-        self._commit_wait_s += time.perf_counter() - started
-        self._last_norm = response.grad_norm
         self._committed_last = True
         if not replayed:
             try:
@@ -296,15 +266,6 @@ class Session:
                 "the gradients of all parameters. For several optimizers use shardwell.optim.Combined([...]); to "
                 "commit a step without gradients call optimizer.zero_grad() before"
             )
-
-    def _poll_commit(self, request: coordinator_pb2.CommitStepRequest) -> coordinator_pb2.CommitStepResponse:
-        response: coordinator_pb2.CommitStepResponse = self._membership.poll(
-            "CommitStep",
-            request,
-            lambda answer: answer.committed or answer.slices,
-            what=f"the commit of step {request.context.step}",
-        )
-        return response
 
     def _finish_loose_work(self) -> None:
         """In a plain loop nothing has finished this trainer's item yet."""
@@ -335,8 +296,7 @@ class Session:
         """
         return {
             **self.store.stats,
-            "finish_wait_s": self._finish_wait_s,
-            "commit_wait_s": self._commit_wait_s,
+            **self._step_end.stats,
             "live_unit_bytes": self.units.live_bytes,
             "peak_unit_bytes": self.units.peak_bytes,
         }
@@ -360,13 +320,7 @@ class Session:
 
     def exchange_address(self, name: str, address: str | None = None) -> str:
         """Publishes an address under a name, or waits until another trainer of the run does."""
-        request = coordinator_pb2.ExchangeAddressRequest(
-            context=self._membership.context(self.step), trainer=self.trainer, name=name, address=address
-        )
-        response: coordinator_pb2.ExchangeAddressResponse = self._membership.poll(
-            "ExchangeAddress", request, lambda answer: answer.HasField("address"), what=f"the address {name!r}"
-        )
-        return response.address
+        return self._membership.exchange_address(self.step, name, address)
 
     def explain_stall(self) -> list[str]:
         """What the run is waiting for, and on whom: one line each."""
