@@ -205,11 +205,10 @@ class Session:
         return [] if response.all_finished else self.progress.add(response.work.items)
 
     def grad_norm(self, step: int, norm_type: float) -> float:
-        """Global norm of the step's mean gradient, before any clipping; finishes the work first."""
-        if self.step > step:
-            return self._step_end.last_norm
-        self._finish_loose_work()
-        return self._step_end.grad_norm(self.step, norm_type)
+        """Global norm of a step's mean gradient, before any clipping; finishes the work first if it is in flight."""
+        if step == self.step:
+            self._finish_loose_work()
+        return self._step_end.grad_norm(step, norm_type)
 
     def commit(
         self,

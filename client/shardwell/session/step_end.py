@@ -22,8 +22,6 @@ class StepEnd:
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._finish_wait_s = self._commit_wait_s = 0.0
-        self.last_norm = float("nan")
-        """Global norm of the mean gradient of the step that was committed last, before any clipping."""
 
     @property
     def stats(self) -> dict[str, float]:
@@ -55,7 +53,7 @@ class StepEnd:
         return response
 
     def grad_norm(self, step: int, norm_type: float) -> float:
-        """Global norm of the mean gradient of a step whose work is finished, before any clipping."""
+        """Global norm of the mean gradient of a step whose work is finished, or that is committed, before any clipping."""
         request = coordinator_pb2.PrepareGradientsRequest(
             context=self._membership.context(step),
             trainer=self._membership.trainer,
@@ -99,7 +97,6 @@ class StepEnd:
             request.context.CopyFrom(self._membership.context(step))
             response = self._poll_commit(request)
         self._commit_wait_s += time.perf_counter() - started
-        self.last_norm = response.grad_norm
         return response
 
     def _poll_commit(self, request: coordinator_pb2.CommitStepRequest) -> coordinator_pb2.CommitStepResponse:
