@@ -53,7 +53,7 @@ class StepEnd:
         return response
 
     def grad_norm(self, step: int, norm_type: float) -> float:
-        """Global norm of the mean gradient of a step whose work is finished, or that is committed, before any clipping."""
+        """Global norm, before any clipping, of the mean gradient of a step whose work is finished or committed."""
         request = coordinator_pb2.PrepareGradientsRequest(
             context=self._membership.context(step),
             trainer=self._membership.trainer,
