@@ -10,7 +10,8 @@ import torch
 from torch.autograd import Variable
 
 from shardwell.memory.allocator import keep_freed_memory
-from shardwell.module.hooks import ForwardCall, backward_task
+from shardwell.module.hooks import backward_task
+from shardwell.module.usage import ForwardCall
 
 if TYPE_CHECKING:
     from shardwell.module.unit import Unit

@@ -10,8 +10,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,12 +24,10 @@ from shardwell.module.parameter import adopt
 from shardwell.module.placed_parameters import PlacedParameters
 from shardwell.module.store import InPlaceVector, ParameterStore
 from shardwell.module.strategy import ShardingStrategy, UnitSettings
+from shardwell.module.usage import Usage
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import UsageError, VersionGoneError
 from shardwell_wire.layout import UnitLayout
-
-if TYPE_CHECKING:
-    from shardwell.module.hooks import ForwardCall
 
 
 class UnitState(enum.Enum):
@@ -50,27 +46,6 @@ class UnitState(enum.Enum):
     """The flat vector is complete and waits for its next use in the step. Using a parameter raises."""
     STALE = enum.auto()
     """The flat vector of a replica has its memory, with bytes of an older version. Using a parameter raises."""
-
-
-@dataclass(slots=True)
-class Usage:
-    """Who needs the unit's memory now; it is freed only when nobody does."""
-
-    forward_calls: list[ForwardCall] = field(default_factory=list)
-    """Forwards that are running, innermost last."""
-    backward_calls: set[ForwardCall] = field(default_factory=set)
-    """Forwards whose backward is running."""
-    pinned: bool = False
-    """Whether a graph of a backward (``create_graph=True``) needs it until the end of the work item."""
-
-    def clear(self) -> None:
-        """Nobody needs it any more."""
-        self.forward_calls.clear()
-        self.backward_calls.clear()
-        self.pinned = False
-
-    def __bool__(self) -> bool:
-        return bool(self.forward_calls or self.backward_calls or self.pinned)
 
 
 class Unit:

@@ -13,7 +13,7 @@ from shardwell.module.collect import FoundParameter
 from shardwell.module.flat_vector import Memory
 from shardwell.module.gathering import Gathering
 from shardwell.module.gradient_pushes import GradientPushes
-from shardwell.module.hooks import NO_TASK, ForwardCall, attach, backward_task
+from shardwell.module.hooks import NO_TASK, attach, backward_task
 from shardwell.module.initialization import Naming, NewValues
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy
 from shardwell.module.parameter import owner_of
@@ -22,6 +22,7 @@ from shardwell.module.running_backwards import RunningBackwards
 from shardwell.module.store import ParameterStore
 from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
 from shardwell.module.unit import Unit, UnitState
+from shardwell.module.usage import ForwardCall
 from shardwell_wire.errors import CapacityError, UsageError
 from shardwell_wire.layout import UnitLayout
 
