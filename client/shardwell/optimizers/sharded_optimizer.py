@@ -153,9 +153,9 @@ class ShardedOptimizer(Optimizer):
     def _grad_norm(self, norm_type: float) -> float:
         """Of the unscaled mean gradient."""
         if self._loss_scale is None:
-            return self._session.grad_norm(self._session.loop_step, norm_type)
+            return self._session.in_flight.grad_norm(self._session.loop_step, norm_type)
         try:
-            return self._session.grad_norm(self._session.loop_step, norm_type) / self._loss_scale
+            return self._session.in_flight.grad_norm(self._session.loop_step, norm_type) / self._loss_scale
         except NonFiniteError:
             return math.inf
 
@@ -194,7 +194,7 @@ class ShardedOptimizer(Optimizer):
 
     def _commit(self, coefficient: float) -> bool:
         """Commits the step with its gradients times a coefficient; returns whether parameters were updated."""
-        return self._session.commit(self._session.loop_step, self._to_proto(), coefficient)
+        return self._session.in_flight.commit(self._session.loop_step, self._to_proto(), coefficient)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops this work item's gradients, also those that are on the servers already.
@@ -202,7 +202,7 @@ class ShardedOptimizer(Optimizer):
         After an exception in the backward nothing of it reaches the step. After the loop over
         ``step.batches`` it drops those of all items computed here: ``step`` then commits without them.
         """
-        self._session.zero_grad()
+        self._session.in_flight.zero_grad()
         self._clip_coefficient, self._clip_value, self._loss_scale = 1.0, None, None
 
     def state_dict(self) -> dict[str, Any]:

@@ -19,11 +19,12 @@ from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.membership import Membership
 from shardwell.session.mesh import device_mesh
-from shardwell.session.progress import ItemProgress, StepProgress
+from shardwell.session.progress import StepProgress
 from shardwell.session.run_state import RunBuffers, TrackedObjects
 from shardwell.session.run_store import RunStore
 from shardwell.session.step import Step
-from shardwell.session.step_end import SliceUpdate, StepEnd
+from shardwell.session.step_end import StepEnd
+from shardwell.session.step_in_flight import StepInFlight
 from shardwell_wire.errors import UsageError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -39,7 +40,8 @@ class Session:
         units: The sharded units of this process.
         world: The grid of logical ranks.
         seed: The run's seed.
-        progress: The step in flight.
+        store: Where their values are.
+        in_flight: The step that is computed now.
     """
 
     def __init__(self, config: JoinConfig) -> None:
@@ -56,8 +58,8 @@ class Session:
             raise
         joined = self._membership.joined
         self.world, self.seed = self._membership.world, self._membership.seed
-        self.progress = StepProgress(joined.committed_step, joined.work.items)
-        self.store = RunStore(self._membership, config, self.progress)
+        progress = StepProgress(joined.committed_step, joined.work.items)
+        self.store = RunStore(self._membership, config, progress)
         self.units = Units(
             self.store,
             prefetch_bytes=config.prefetch_bytes,
@@ -70,10 +72,10 @@ class Session:
         self._tracked = TrackedObjects(joined.state.tracked_json)
         self._buffers = RunBuffers(lambda: ((unit.name, module) for unit in self.units for module in unit.modules))
         self._buffers.committed(joined.state.buffers)
-        self._step_end = StepEnd(self._membership)
+        self.in_flight = StepInFlight(
+            StepEnd(self._membership), self.store, self.units, self._buffers, self._tracked, progress
+        )
         self._loop_step: int | None = None
-        self._committed_last = False
-        """Whether nothing happened since the last commit."""
         open_sessions.note_opened(self)
         logger.info("trainer %r plays logical ranks %s", self.trainer, [seat.global_rank for seat in self._seats])
 
@@ -92,7 +94,7 @@ class Session:
     @property
     def step(self) -> int:
         """Committed steps so far."""
-        return self.progress.number
+        return self.in_flight.progress.number
 
     @property
     def global_rank(self) -> int | None:
@@ -139,7 +141,7 @@ class Session:
         """
         self._loop_step = self.step - 1 if self._tracked.restored and self.step else self.step
         while self._loop_step < num_steps:
-            self._committed_last = False
+            self.in_flight.enter()
             yield Step(self, self._loop_step)
             if self.step <= self._loop_step:
                 raise UsageError(f"the loop body of step {self._loop_step} ended without optimizer.step()")
@@ -171,114 +173,6 @@ class Session:
         """The model is complete: what its buffers hold now is what the run starts from."""
         self._buffers.begin_item()
 
-    def begin_item(self, item: ItemProgress) -> None:
-        """The work item that gradients belong to from now on; nothing of an earlier try remains."""
-        self._committed_last = False
-        self.progress.begin(item)
-        self.units.zero_grad()
-        self._buffers.begin_item()
-
-    def zero_grad(self) -> None:
-        """Drops the current item's gradients, or, between items, those of all that are finished."""
-        self._committed_last = False
-        self.units.zero_grad()
-        if self.progress.current is None:
-            self.store.discard()
-
-    def end_item(self) -> None:
-        """The current item is computed: sends what is left of its gradients."""
-        current = self.progress.current
-        self.units.finish_item()
-        if current is not None and current.item.global_rank == 0:
-            self._buffers.end_item()
-        self.progress.end()
-
-    def finish_work(self, *, accept_work: bool) -> list[ItemProgress]:
-        """Reports finished items and waits for the other trainers' ones.
-
-        Returns:
-            A lost trainer's work items, now this one's; empty when all of the step are finished.
-        """
-        self.store.drain()
-        response = self._step_end.finish_work(self.step, self.progress.items.values(), accept_work=accept_work)
-        self.progress.is_complete = response.all_finished
-        return [] if response.all_finished else self.progress.add(response.work.items)
-
-    def grad_norm(self, step: int, norm_type: float) -> float:
-        """Global norm of a step's mean gradient, before any clipping; finishes the work first if it is in flight."""
-        if step == self.step:
-            self._finish_loose_work()
-        return self._step_end.grad_norm(step, norm_type)
-
-    def commit(
-        self,
-        step: int,
-        optimizer: common_pb2.OptimizerStep,
-        clip_coefficient: float,
-        update_slices: SliceUpdate | None = None,
-    ) -> bool:
-        """Hands in the step's hyper-parameters; returns when the step is committed.
-
-        ``update_slices`` is needed if the optimizer runs on the trainers: it stages the slices that the coordinator
-        gives this one and returns those that are staged.
-
-        Returns:
-            Whether the parameters were updated, the same on every trainer. False: a gradient was not finite, and
-            ``optimizer.skip_non_finite`` said to commit without any then.
-
-        Raises:
-            UsageError: Nothing happened since the last commit.
-            HyperparameterMismatchError: Another rank handed in different ones.
-            NonFiniteError: A gradient is not finite; nothing changed. ``zero_grad`` on every trainer and
-                committing again skips the step.
-            DeadlineError: Others did not finish in time.
-        """
-        self._refuse_second_commit()
-        replayed = step < self.step
-        if not replayed:
-            self._finish_loose_work()
-        response = self._step_end.commit(
-            step,
-            optimizer,
-            clip_coefficient,
-            unit_order=self.units.forward_order(),
-            state=coordinator_pb2.RunState(
-                step=step, tracked_json=self._tracked.to_json(), buffers=self._buffers.to_proto()
-            ),
-            update_slices=update_slices,
-        )
-        self._committed_last = True
-        if not replayed:
-            try:
-                self.units.invalidate()
-            finally:  # it may complain of a write, but the step is committed all the same
-                self._buffers.committed(response.state.buffers)
-                self.progress = StepProgress(response.next_work.step, response.next_work.items)
-                self.store.advance(self.progress)
-            self.units.begin_step()
-        return not response.skipped
-
-    def _refuse_second_commit(self) -> None:
-        if self._committed_last and not self.units.used:
-            raise UsageError(
-                f"optimizer.step() was called again right after step {self.step - 1} was committed: one call commits "
-                "the gradients of all parameters. For several optimizers use shardwell.optim.Combined([...]); to "
-                "commit a step without gradients call optimizer.zero_grad() before"
-            )
-
-    def _finish_loose_work(self) -> None:
-        """In a plain loop nothing has finished this trainer's item yet."""
-        if self.progress.current is not None:
-            self.end_item()
-        if missing := self.progress.unfinished:
-            ranks = ", ".join(str(progress.item.global_rank) for progress in missing)
-            raise UsageError(
-                f"step {self.step}: the work of logical rank {ranks} was not computed: "
-                "run `for batch in step.batches(...)` to its end before optimizer.step()"
-            )
-        if not self.progress.is_complete:
-            self.finish_work(accept_work=False)
-
     # ---- looking and leaving ----
 
     def stats(self) -> dict[str, float]:
@@ -295,7 +189,7 @@ class Session:
         """
         return {
             **self.store.stats,
-            **self._step_end.stats,
+            **self.in_flight.wait_s,
             "live_unit_bytes": self.units.live_bytes,
             "peak_unit_bytes": self.units.peak_bytes,
         }
