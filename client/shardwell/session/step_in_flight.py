@@ -143,8 +143,8 @@ class StepInFlight:
         if self._committed_last and not self._units.used:
             raise UsageError(
                 f"optimizer.step() was called again right after step {self.progress.number - 1} was committed: one "
-                "call commits the gradients of all parameters. For several optimizers use shardwell.optim.Combined([...]); "
-                "to commit a step without gradients call optimizer.zero_grad() before"
+                "call commits the gradients of all parameters. For several optimizers use "
+                "shardwell.optim.Combined([...]); to commit a step without gradients call optimizer.zero_grad() before"
             )
 
     def _finish_loose_work(self) -> None:
