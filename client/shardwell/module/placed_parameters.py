@@ -8,7 +8,7 @@ import torch
 
 from shardwell.module.collect import FoundParameter
 from shardwell.module.parameter import freed_class
-from shardwell.module.tensors import local_part
+from shardwell.module.tensors import local_part, set_dtype
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
 
@@ -41,6 +41,7 @@ class PlacedParameters:
     def lie_at(self, index: int, place: torch.Tensor) -> None:
         """From now on the values of one are this tensor."""
         self._locals[index].data = place
+        set_dtype(self._classes[index][0], place.dtype)
 
     def copy_to(self, places: Sequence[torch.Tensor], *, but: Collection[int]) -> None:
         """Copies the values of all, but for some."""

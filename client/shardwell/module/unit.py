@@ -26,7 +26,7 @@ from shardwell.module.store import InPlaceVector, ParameterStore
 from shardwell.module.strategy import ShardingStrategy, UnitSettings
 from shardwell.module.usage import Usage
 from shardwell_wire.codec import memory_at
-from shardwell_wire.errors import UsageError, VersionGoneError
+from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import UnitLayout
 
 
@@ -91,12 +91,6 @@ class Unit:
         self._version = -1
         """Of what was gathered last."""
         self._placed = PlacedParameters(layout, found)
-        if self.precision.casts and any(hasattr(parameter, "placements") for parameter in self.parameters):
-            raise UsageError(
-                f"unit {layout.unit!r} has DTensor parameters, which mixed precision can not compute with in another "
-                "dtype: leave param_dtype out for it, or convert the module before fully_shard",
-                unit=layout.unit,
-            )
         self.index = self._upload(values)
 
     @property
