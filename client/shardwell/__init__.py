@@ -13,9 +13,10 @@
 
 from shardwell import amp, init, optim
 from shardwell.module.activation_offload import ActivationOffload, offload_activations
-from shardwell.module.fully_shard import ShardedModule, fully_shard, register_forward_method
+from shardwell.module.fully_shard import fully_shard, register_forward_method
 from shardwell.module.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
 from shardwell.module.mixed_precision import MixedPrecisionPolicy
+from shardwell.module.sharded_module import ShardedModule
 from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
 from shardwell.optimizers.client_side import ClientSide
 from shardwell.processes.local_cluster import LocalCluster

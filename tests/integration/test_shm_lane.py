@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.server_connection import ServerConnection
-from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
-from shardwell.data_plane.shm_lane import ShmLane
-from shardwell_server.shard.mailboxes import Mailbox
 from shardwell_server.shard.shared_memory import SharedMemory
 from shardwell_wire.errors import (
     CapacityError,
@@ -29,16 +22,13 @@ from shardwell_wire.errors import (
     ShardwellError,
     StaleEpochError,
     StepStateError,
-    UnavailableError,
     VersionGoneError,
 )
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
-from shardwell_wire.wire_dtypes import Piece
 from tests.support.shard_server import (
     MIXED,
     PLAIN,
-    OneUnit,
     ShardServer,
     assert_all,
     error_of,
@@ -47,8 +37,8 @@ from tests.support.shard_server import (
     train,
     unit,
 )
+from tests.support.shm_lane import LanedUnit, assert_only_parameters, shared_bytes
 
-AS_STORED = common_pb2.WIRE_DTYPE_UNSPECIFIED
 EMPTY = layout_of(a=((0,), "float32"))
 
 
@@ -65,85 +55,10 @@ def server(shared: SharedMemory) -> Iterator[ShardServer]:
         running.until(lambda: not running.shm._open, "the lanes are closed")
 
 
-def header(
-    one: OneUnit, *, step: int = 0, rank: int = 0, epoch: int = 1, **changes: Any
-) -> shard_pb2.ReduceScatterHeader:
-    fields = {
-        "context": one.context(step, epoch),
-        "unit": one.layout.unit,
-        "dp_rank": rank,
-        "parameter_indices": [segment.parameter_index for segment in one.segments],
-        "start_bytes": one.start,
-        "stop_bytes": one.stop,
-    }
-    return shard_pb2.ReduceScatterHeader(**{**fields, **changes})
-
-
-class LanedUnit:
-    """One unit of a server, reached over a shm lane."""
-
-    def __init__(self, one: OneUnit) -> None:
-        self.one, self.server = one, one.server
-        self.lane = ShmLane(self.server.client, one.run, timeout_s=20.0)
-
-    def __enter__(self) -> LanedUnit:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.lane.close()
-
-    def locate(self, version: int | None = None, *, timeout_s: float = 20.0) -> shard_pb2.LocateShardResponse:
-        return self.lane.locate(self.one.layout.unit, version, timeout_s=timeout_s, retry_for_s=0.0)
-
-    def vector(self) -> SharedVector:
-        path = self.locate().segment.path
-        return SharedVector(self.one.layout.unit, [SegmentPlace(path, self.one.start, self.one.stop)])
-
-    def header(self, **options: Any) -> shard_pb2.ReduceScatterHeader:
-        return header(self.one, **options)
-
-    def push(self, gradients: list[torch.Tensor], **changes: Any) -> None:
-        pieces = [
-            Piece(segment.start_bytes, gradient) for segment, gradient in zip(self.one.segments, gradients, strict=True)
-        ]
-        laid = self.lane.lay(self.header(**changes), pieces, AS_STORED)
-        self.lane.hand_over(laid, timeout_s=20.0, retry_for_s=0.0)
-
-    def open_mailbox(self, **changes: Any) -> shard_pb2.OpenMailboxResponse:
-        fields = {"run": self.one.run, "unit": self.one.layout.unit, "lane": self.lane._name}
-        answer: shard_pb2.OpenMailboxResponse = self.server.call(
-            "OpenMailbox", shard_pb2.OpenMailboxRequest(**{**fields, **changes})
-        )
-        return answer
-
-    def reduce(self, mailbox: int, *, lane: str | None = None, **changes: Any) -> shard_pb2.ReduceMailboxResponse:
-        request = shard_pb2.ReduceMailboxRequest(
-            header=self.header(**changes), lane=self.lane._name if lane is None else lane, mailbox=mailbox
-        )
-        answer: shard_pb2.ReduceMailboxResponse = self.server.call("ReduceMailbox", request)
-        return answer
-
-    def mailboxes(self) -> list[Mailbox]:
-        """Those that the server has for the lane."""
-        return self.server.look(lambda: list(self.server.shm._open[self.lane._name]._mailboxes.values()))
-
-
 @pytest.fixture
 def laned(server: ShardServer) -> Iterator[LanedUnit]:
     with LanedUnit(unit(server, dp=2)) as made:
         yield made
-
-
-def shared_bytes(server: ShardServer) -> int:
-    return server.look(lambda: server.store.memory._shared_bytes)
-
-
-def assert_only_parameters(one: OneUnit) -> None:
-    """No mailbox counts against the budget, and nothing is staged."""
-    server = one.server
-    server.until(lambda: server.store.memory._shared_bytes == one.size, "mailboxes are given back")
-    assert (server.taken_bytes(), server.staged_bytes()) == (0, 0)
-    assert server.look(lambda: one.shard.contribution_cover._free_count) == one.dp
 
 
 def fill(path: str, value: float) -> None:
@@ -434,137 +349,3 @@ def test_a_mailbox_beyond_the_budget_is_refused() -> None:
         assert_only_parameters(laned.one)
         with LanedUnit(laned.one) as again:
             again.open_mailbox()
-
-
-# What a trainer makes of a server that offers less.
-
-
-def connect(one: OneUnit, kinds: str = "shm,grpc") -> ServerConnection:
-    return ServerConnection(one.server.client.address, one.run, kinds=kinds.split(","), chunk_bytes=64 << 10)
-
-
-def remote(one: OneUnit, connection: ServerConnection) -> RemoteShard:
-    return RemoteShard(one.run, one.layout, connection, one.start, one.stop, Wire(wait_limit_s=20.0))
-
-
-def flats(one: OneUnit, value: float) -> dict[int, torch.Tensor]:
-    return dict(enumerate(one.filled(value)))
-
-
-def test_no_room_for_mailboxes_is_said_once_and_gradients_are_streamed(
-    laned: LanedUnit, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise CapacityError("the shared memory is full")
-
-    assert laned.server._shared is not None
-    one = laned.one
-    with closing(connect(one)) as connection:
-        monkeypatch.setattr(laned.server._shared, "create", full)
-        for rank in (0, 1):
-            remote(one, connection).begin_send(laned.header(rank=rank), flats(one, 1.0))()
-    one.prepare(0)
-    one.update(0)
-    assert_all(one.gather(1)[1], -1.0)
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1
-    assert "no shared memory for gradients, sending them over grpc" in warnings[0]
-    assert_only_parameters(one)
-
-
-def test_a_server_without_shared_memory(caplog: pytest.LogCaptureFixture) -> None:
-    with ShardServer() as server, closing(connect(one := unit(server))) as connection:
-        assert (connection.kind, connection.shm, connection.pushes_through_shm) == ("grpc", None, False)
-        assert "offers no lane" in caplog.text
-        assert isinstance(error_of(lambda: connect(one, "shm")), UnavailableError)
-
-
-def test_another_file_where_the_proof_should_be(
-    laned: LanedUnit, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """As on a host of the same name, or with another /dev/shm."""
-    real = laned.server.shm._shared.create
-
-    def elsewhere(size_bytes: int, what: str) -> Any:
-        made = real(size_bytes, what)
-        made.unlink()
-        Path(made.path).write_bytes(bytes(size_bytes))
-        return made
-
-    monkeypatch.setattr(laned.server.shm._shared, "create", elsewhere)
-    with closing(connect(laned.one)) as connection:
-        assert connection.kind == "grpc"
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "is another file here" in warning
-    laned.server.until(lambda: len(laned.server.shm._open) == 1, "the lane that was of no use is closed")
-
-
-def test_a_shard_that_found_no_room_in_shared_memory(
-    server: ShardServer, shared: SharedMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise CapacityError("the shared memory is full")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(shared, "create_segment", full)
-        one = unit(server)
-    with LanedUnit(one) as laned:
-        error = error_of(laned.locate)
-        assert isinstance(error, ConflictError)
-        assert "is not in shared memory: the shared memory is full" in str(error)
-        laned.push(one.filled(1.0))
-        one.prepare(0)
-        one.update(0)
-    assert_all(one.gather(1)[1], -1.0)
-    one.drop()
-    assert server.taken_bytes() == shared_bytes(server) == 0
-
-
-# Several trainers.
-
-
-def test_two_trainers_and_one_that_plays_two_ranks(server: ShardServer) -> None:
-    one = unit(server, dp=3)
-    with ExitStack() as stack:
-        first, second = (stack.enter_context(LanedUnit(one)) for _ in range(2))
-        assert first.lane._name != second.lane._name
-        for step in range(2):
-            first.push(one.filled(1.0), step=step, rank=0)
-            second.push(one.filled(2.0), step=step, rank=1)
-            second.push(one.filled(6.0), step=step, rank=2)
-            one.prepare(step)
-            one.update(step)
-            for laned in (first, second):
-                laned.lane.release()
-        assert [len(laned.mailboxes()) for laned in (first, second)] == [1, 2]
-        assert torch.equal(first.vector().bytes, second.vector().bytes)
-        assert_all(one.gather(2)[1], -6.0)
-    assert_only_parameters(one)
-
-
-def test_a_trainer_that_gives_ranks_up_gives_their_mailboxes_back() -> None:
-    """Else whoever plays the ranks from now on finds no room where a server has none to spare."""
-    budget = PLAIN.size_bytes * 2 * 6 + PLAIN.size_bytes  # two units, and one more buffer
-    second = layout_of("v", a=((40_000,), "float32"), b=((20_000,), "float32"))
-    with closing(SharedMemory()) as shared, ShardServer(budget, shared) as server:
-        units = [unit(server, PLAIN, dp=2), unit(server, second, dp=2, index=1)]
-        with closing(connect(units[0], "shm")) as both, closing(connect(units[0], "shm")) as late:
-            for step, owners in enumerate([(both, both), (both, late)]):
-                for one, (rank, owner) in product(units, enumerate(owners)):
-                    remote(one, owner).begin_send(header(one, step=step, rank=rank), flats(one, 1.0))()
-                manifests = [
-                    shard_pb2.RankManifest(
-                        dp_rank=rank,
-                        units=[common_pb2.UnitParts(unit_index=index, part_count=1) for index in (0, 1)],
-                    )
-                    for rank in (0, 1)
-                ]
-                prepare = shard_pb2.PrepareStepRequest(context=units[0].context(step), ranks=manifests, dp=2)
-                server.call("PrepareStep", prepare)
-                units[0].update(step)
-                assert both.shm is not None
-                both.shm.release()
-                both.give_mailboxes_back()
-            assert late.pushes_through_shm
-        assert [one.gather()[0] for one in units] == [2, 2]
-        assert_all(units[0].gather()[1], -2.0)

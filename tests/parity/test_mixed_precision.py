@@ -446,13 +446,6 @@ def test_a_dtype_that_can_not_be_is_refused(name: str) -> None:
         MixedPrecisionPolicy(**{name: torch.int8})
 
 
-def test_tensor_parallel_parameters_are_refused(sharded: Sharded) -> None:
-    model = mlp((7, 5))
-    model[0].weight.placements = ()  # what tells a DTensor
-    with pytest.raises(shardwell.UsageError, match=r"unit 'Sequential-0' has DTensor parameters, .* leave param_dtype"):
-        shardwell.fully_shard(model, sharded.session, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-
-
 # Autocast.
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell.module.fully_shard import ShardedModule, fully_shard
+from shardwell.module.fully_shard import fully_shard
+from shardwell.module.sharded_module import ShardedModule
 from shardwell.module.store import InitialValues
 from shardwell.module.unit import UnitState
 from shardwell.module.units import Units

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.func import functional_call
 
+from shardwell import MixedPrecisionPolicy
 from shardwell.module.fully_shard import fully_shard
 from shardwell.module.parameter import FreedParameter
 from tests.support import gloo
@@ -63,10 +66,10 @@ def parallel_model(mesh: Any, sequence_parallel: bool) -> nn.Module:
     return model
 
 
-def wrap(model: Any, session: Any) -> None:
+def wrap(model: Any, session: Any, **options: Any) -> None:
     for block in model.blocks:
-        fully_shard(block, session)
-    fully_shard(model, session)
+        fully_shard(block, session, **options)
+    fully_shard(model, session, **options)
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -96,6 +99,44 @@ def worker(rank: int, path: str, sequence_parallel: bool) -> None:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(got[name], whole), name
     gloo.leave()
+
+
+def mixed_worker(rank: int, path: str, sequence_parallel: bool) -> None:
+    """Two backwards per step, of which the second pushes."""
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plain = parallel_model(mesh, sequence_parallel)
+    optimizer = make_optimizer(plain.parameters())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    store = InMemoryStore(make_optimizer=make_optimizer)
+    sharded = Sharded(parallel_model(mesh, sequence_parallel), partial(wrap, mp_policy=policy), store=store)
+    weight: Any = sharded.model.blocks[0].up.weight
+    assert isinstance(weight, DTensor) and weight.dtype == torch.float32, "that of the servers, while freed"
+    for step in range(STEPS):
+        for micro_batch in range(2):
+            batch = inputs(2 * step + micro_batch, 2, 4, 8)
+            cast = {name: parameter.to(torch.bfloat16) for name, parameter in plain.named_parameters()}
+            expected = functional_call(plain, cast, (batch.bfloat16(),)).square().mean()
+            expected.backward()
+            sharded.model.set_requires_gradient_sync(micro_batch == 1)
+            loss = sharded.model(batch).square().mean()
+            loss.backward()
+            assert torch.equal(loss, expected) and loss.dtype == torch.bfloat16
+        optimizer.step()
+        optimizer.zero_grad()
+        sharded.step()
+    got = sharded.state()
+    for name, value in plain.state_dict().items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        assert whole.dtype == torch.float32 and torch.equal(got[name], whole), name
+    sharded.model.blocks[0].unshard()
+    assert weight.dtype == weight.to_local().dtype == weight.full_tensor().dtype == torch.bfloat16
+    gloo.leave()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_bits_are_those_of_parameters_cast_in_the_forward(tmp_path: Path, sequence_parallel: bool) -> None:
+    torch.multiprocessing.spawn(mixed_worker, (str(tmp_path / "store"), sequence_parallel), nprocs=2)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

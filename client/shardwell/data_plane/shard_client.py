@@ -34,21 +34,7 @@ class ShardClient(ServiceClient):
     def gather(
         self, request: shard_pb2.GatherRequest, target: memoryview, *, timeout_s: float, retry_for_s: float
     ) -> int:
-        """Fetches one version of a shard, waiting until it exists.
-
-        Args:
-            request: What to fetch; ``chunk_bytes`` is filled in.
-            target: Receives the range, padding included. [stop_bytes - start_bytes]
-            timeout_s: Deadline of one try.
-            retry_for_s: How long to try again while the server is unavailable.
-
-        Returns:
-            The version fetched.
-
-        Raises:
-            VersionGoneError: A newer version has replaced it.
-            DeadlineError: It did not come to exist in time.
-        """
+        """Fetches one version of a shard, waiting until it exists; see ``Lane``. Fills in ``chunk_bytes``."""
         request.chunk_bytes = self._chunk_bytes
 
         def fetch() -> int:
@@ -110,7 +96,7 @@ class ShardClient(ServiceClient):
         timeout_s: float,
         retry_for_s: float,
     ) -> shard_pb2.ReduceScatterResponse:
-        """Pushes one part of a contribution: the segments of its parameters, without padding."""
+        """Pushes one part of a contribution; see ``Lane``."""
         first = shard_pb2.ReduceScatterRequest(header=header)
 
         def send() -> shard_pb2.ReduceScatterResponse:

@@ -19,6 +19,7 @@ from torch import nn
 
 from shardwell.module.mixed_precision import warn_of_autocast
 from shardwell.module.tensors import attribute_tensors, find_tensors, map_tensors, share_storage
+from shardwell.module.usage import ForwardCall
 from shardwell_wire.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,23 +33,6 @@ NO_TASK = -1
 def backward_task() -> int:
     """The id of the backward that runs in this thread, or ``NO_TASK``; nested ones have their own."""
     return torch._C._current_graph_task_id()
-
-
-class ForwardCall:
-    """One call of a unit's forward, as its part of the autograd graph remembers it.
-
-    Args:
-        unit: The unit.
-        generation: ``Units.generation`` when the call was made: a graph does not outlive its step.
-    """
-
-    __slots__ = ("first_node_number", "generation", "unit")
-
-    def __init__(self, unit: Unit, generation: int) -> None:
-        self.unit = unit
-        self.generation = generation
-        self.first_node_number: int = torch._C._autograd._get_sequence_nr()
-        """Nodes made during the call have this number or a higher one."""
 
 
 def attach(unit: Unit, units: Units) -> None:

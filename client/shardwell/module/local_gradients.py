@@ -28,10 +28,10 @@ class LocalGradients:
         with torch._C.DisableTorchFunctionSubclass():
             for index in range(len(self._parameters)) if indices is None else indices:
                 parameter = self._parameters[index]
-                own = None if parameter.grad is None else _plain(parameter.grad, parameter)
+                own = None if parameter.grad is None else _plain(parameter.grad)
                 if (gradient := self._precision.finish(index, own)) is not None:
                     parameter.grad = None
-                    taken.append((index, gradient))
+                    taken.append((index, _local(gradient, parameter)))
         return taken
 
     def put_by(self) -> None:
@@ -40,7 +40,7 @@ class LocalGradients:
             return
         with torch._C.DisableTorchFunctionSubclass():
             for index, parameter in enumerate(self._parameters):
-                if parameter.grad is not None and self._precision.put_by(index, _plain(parameter.grad, parameter)):
+                if parameter.grad is not None and self._precision.put_by(index, _plain(parameter.grad)):
                     parameter.grad = None
 
     def drop(self) -> None:
@@ -51,12 +51,20 @@ class LocalGradients:
                 parameter.grad = None
 
 
-def _plain(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    """Without a graph, dense and contiguous."""
     if gradient.requires_grad:
         gradient = gradient.detach()
-    if (placements := getattr(parameter, "placements", None)) is not None:
-        # A DTensor's gradient may be a partial sum, such as that of a norm under sequence parallelism.
-        gradient = cast(Any, gradient).redistribute(placements=placements).to_local()
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()
     return gradient.contiguous()
+
+
+def _local(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a parameter's gradient."""
+    if (placements := getattr(parameter, "placements", None)) is None:
+        return gradient
+    # A DTensor's gradient may be a partial sum, such as that of a norm under sequence parallelism. It is added up
+    # after the cast, as autograd has it where a parameter is cast in the forward.
+    local: torch.Tensor = cast(Any, gradient).redistribute(placements=placements).to_local()
+    return local.contiguous()

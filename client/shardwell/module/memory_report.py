@@ -142,9 +142,9 @@ def measure(units: Units, stats: Mapping[str, float]) -> MemoryReport:
     return MemoryReport(
         current_bytes=units.live_bytes,
         peak_bytes=units.peak_bytes,
-        fetching_bytes=units.fetching_bytes,
-        kept_bytes=units.kept_bytes,
-        idle_bytes=units.idle_bytes,
+        fetching_bytes=units.memory.fetching_bytes,
+        kept_bytes=units.memory.kept_bytes,
+        idle_bytes=units.memory.pool.idle_bytes,
         gather_count=int(stats["gather_count"]),
         reduce_scatter_count=int(stats["push_count"]),
         units=tuple(_measure_unit(unit) for unit in units),

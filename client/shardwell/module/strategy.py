@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from shardwell_wire.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardwell.module.unit import Unit
 
 
 class ShardingStrategy(enum.Enum):
@@ -70,6 +74,19 @@ _CONTRADICTIONS = {
     (ShardingStrategy.SHARD_GRAD_OP, True): "keeps them: use FULL_SHARD",
     (ShardingStrategy.NO_SHARD, True): "keeps them: use FULL_SHARD",
 }
+
+
+@dataclass(slots=True)
+class UnitSettings:
+    """What a user has chosen for one unit. None leaves the choice to ``Units``."""
+
+    strategy: ShardingStrategy | None = None
+    replica: ReplicaOptions = field(default_factory=ReplicaOptions)
+    reshard_after_forward: bool | None = None
+    reshard_after_backward: bool = True
+    requires_gradient_sync: bool = True
+    forward_prefetch: tuple[Unit, ...] | None = None
+    backward_prefetch: tuple[Unit, ...] | None = None
 
 
 def check_strategy(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -71,6 +71,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of a tensor: its shard of a ``DTensor``, else the tensor itself."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
+
+
+def set_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Has a ``DTensor`` be of the dtype that its local part was given; any other tensor is already."""
+    if tensor.dtype != dtype:
+        typed: Any = torch.empty_like(tensor.detach(), dtype=dtype)
+        tensor.data = typed  # which leaves alone what DTensor keeps beside it
+        cast(Any, tensor)._spec = typed._spec
 
 
 def share_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:

@@ -8,10 +8,8 @@ saved of the parameters, because that lies in the vector too.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,16 +20,14 @@ from shardwell.module.flat_vector import FlatVector, Memory
 from shardwell.module.initialization import FlatValues, NewValues
 from shardwell.module.local_gradients import LocalGradients
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy, Precision
-from shardwell.module.parameter import adopt, freed_class
+from shardwell.module.parameter import adopt
+from shardwell.module.placed_parameters import PlacedParameters
 from shardwell.module.store import InPlaceVector, ParameterStore
-from shardwell.module.strategy import ReplicaOptions, ShardingStrategy
-from shardwell.module.tensors import local_part
+from shardwell.module.strategy import ShardingStrategy, UnitSettings
+from shardwell.module.usage import Usage
 from shardwell_wire.codec import memory_at
-from shardwell_wire.errors import UsageError, VersionGoneError
+from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import UnitLayout
-
-if TYPE_CHECKING:
-    from shardwell.module.hooks import ForwardCall
 
 
 class UnitState(enum.Enum):
@@ -50,40 +46,6 @@ class UnitState(enum.Enum):
     """The flat vector is complete and waits for its next use in the step. Using a parameter raises."""
     STALE = enum.auto()
     """The flat vector of a replica has its memory, with bytes of an older version. Using a parameter raises."""
-
-
-@dataclass(slots=True)
-class UnitSettings:
-    """What FSDP2's setters set. None leaves the choice to ``Units``."""
-
-    strategy: ShardingStrategy | None = None
-    replica: ReplicaOptions = field(default_factory=ReplicaOptions)
-    reshard_after_forward: bool | None = None
-    reshard_after_backward: bool = True
-    requires_gradient_sync: bool = True
-    forward_prefetch: tuple[Unit, ...] | None = None
-    backward_prefetch: tuple[Unit, ...] | None = None
-
-
-@dataclass(slots=True)
-class Usage:
-    """Who needs the unit's memory now; it is freed only when nobody does."""
-
-    forward_calls: list[ForwardCall] = field(default_factory=list)
-    """Forwards that are running, innermost last."""
-    backward_calls: set[ForwardCall] = field(default_factory=set)
-    """Forwards whose backward is running."""
-    pinned: bool = False
-    """Whether a graph of a backward (``create_graph=True``) needs it until the end of the work item."""
-
-    def clear(self) -> None:
-        """Nobody needs it any more."""
-        self.forward_calls.clear()
-        self.backward_calls.clear()
-        self.pinned = False
-
-    def __bool__(self) -> bool:
-        return bool(self.forward_calls or self.backward_calls or self.pinned)
 
 
 class Unit:
@@ -128,19 +90,7 @@ class Unit:
         self._fetched: Future[int] | None = None
         self._version = -1
         """Of what was gathered last."""
-        self._loaded: list[tuple[int, int]] = []
-        # Of a DTensor the part of this process: sharding and tensor parallelism need not know of each other.
-        self._locals = [local_part(parameter) for parameter in self.parameters]
-        if self.precision.casts and any(hasattr(parameter, "placements") for parameter in self.parameters):
-            raise UsageError(
-                f"unit {layout.unit!r} has DTensor parameters, which mixed precision can not compute with in another "
-                "dtype: leave param_dtype out for it, or convert the module before fully_shard",
-                unit=layout.unit,
-            )
-        self._classes = [(parameter, type(parameter), freed_class(type(parameter))) for parameter in self.parameters]
-        self._places = [
-            (site.module._parameters, site.name, entry.parameter) for entry in found for site in entry.sites
-        ]
+        self._placed = PlacedParameters(layout, found)
         self.index = self._upload(values)
 
     @property
@@ -165,9 +115,9 @@ class Unit:
         placed = [flat.place(index) for index in range(len(self.parameters))]
         try:
             for number in values.blank:
-                self._locals[number].data = placed[number]
+                self._placed.lie_at(number, placed[number])
             if values.elsewhere is None:
-                self._lay_in_flat(placed, values.blank)
+                self._placed.copy_to(placed, but=values.blank)
             values.initialize()
             index = self._store.declare(self.layout, values.elsewhere or FlatValues(flat.send_buffer()))
         except BaseException:
@@ -177,20 +127,14 @@ class Unit:
             flat.release()
             self._flat.allocate()
             placed = [self._flat.place(number) for number in range(len(self.parameters))]
+        self._placed.lie_in(placed)
         for number, parameter in enumerate(self.parameters):
-            self._locals[number].data = placed[number]
             adopt(parameter, self, number)
         self._release()
         self._read_in_place(index)
         self._memory.pool.trim()
         trim()  # of what the module's own memory was until now
         return index
-
-    def _lay_in_flat(self, placed: Sequence[torch.Tensor], blank: Collection[int]) -> None:
-        with torch.no_grad():
-            for number, (view, local) in enumerate(zip(placed, self._locals, strict=True)):
-                if number not in blank:
-                    view.copy_(local)
 
     def _read_in_place(self, index: int) -> None:
         """While freed: from now on the flat vector lies where the store keeps it, if this process can read it there."""
@@ -200,9 +144,7 @@ class Unit:
             return
         self._flat.lie_in(shared.bytes)
         self._shared = shared
-        with torch._C.DisableTorchFunctionSubclass():
-            for number, local in enumerate(self._locals):
-                local.data = self._flat.place(number)
+        self._placed.lie_in([self._flat.place(number) for number in range(len(self.parameters))])
 
     def share_on_host(self) -> bool:
         """While freed: moves the values to memory that the processes of this host share; returns whether there is any.
@@ -264,12 +206,10 @@ class Unit:
         """
         if self.state is UnitState.UNSHARDED:
             return
-        self._check_sites()
+        self._placed.check_holders()
         if self.state is not UnitState.KEPT:
             self._receive()
-        for parameter, original, _ in self._classes:
-            parameter.__class__ = original
-        self._loaded = self._fingerprints()
+        self._placed.allow()
         self._set_state(UnitState.UNSHARDED)
 
     def _receive(self) -> None:
@@ -286,7 +226,7 @@ class Unit:
     def keep(self) -> None:
         """Makes the parameters unusable, but keeps their bytes for the next use in the step."""
         assert self.state is UnitState.UNSHARDED
-        self._guard()
+        self._placed.forbid()
         self._set_state(UnitState.KEPT)
 
     def free(self) -> None:
@@ -300,7 +240,7 @@ class Unit:
         """The values are of an older version: a replica keeps its memory for the next one, another unit is freed."""
         if self.is_replica and self.state is not UnitState.FREED:
             self._end_fetch()
-            self._guard()
+            self._placed.forbid()
             self._flat.abandon()
             self._set_state(UnitState.STALE)
         else:
@@ -312,13 +252,9 @@ class Unit:
         self._fetched = None
 
     def _release(self) -> None:
-        self._guard()
+        self._placed.forbid()
         self._flat.release()
         self._set_state(UnitState.FREED)
-
-    def _guard(self) -> None:
-        for parameter, _, freed in self._classes:
-            parameter.__class__ = freed
 
     def _set_state(self, state: UnitState) -> None:
         size_bytes, before = 0 if self.is_replica else self.own_bytes, self.state
@@ -335,11 +271,10 @@ class Unit:
 
     def written_parameter(self) -> str | None:
         """The name of a parameter that was written in place, or given other data, since it was gathered, if any."""
-        if self.state is not UnitState.UNSHARDED or (now := self._fingerprints()) == self._loaded:
+        if self.state is not UnitState.UNSHARDED or not (changed := self._placed.written()):
             return None
-        changed = [index for index, pair in enumerate(now) if pair != self._loaded[index]]
         for index in changed:
-            self._locals[index].data = self._flat.place(index)
+            self._placed.lie_at(index, self._flat.place(index))
         self.written_page()
         return self.layout.parameters[changed[0]].name
 
@@ -365,22 +300,6 @@ class Unit:
             except VersionGoneError:
                 self.free()
                 raise
-
-    def _fingerprints(self) -> list[tuple[int, int]]:
-        """Where each parameter lies and how often it was written; gathering counts as no write."""
-        return [(local.data_ptr(), local._version) for local in self._locals]
-
-    def _check_sites(self) -> None:
-        for held, name, parameter in self._places:
-            if held.get(name) is not parameter:
-                full_name = self.layout.parameters[self.parameters.index(parameter)].name
-                raise UsageError(
-                    f"parameter {full_name!r} of unit {self.name!r} was replaced or removed after fully_shard (by an "
-                    "assignment, load_state_dict(assign=True) or functional_call); the values on the shard servers "
-                    "are not those: change parameters before fully_shard",
-                    unit=self.name,
-                    parameter=full_name,
-                )
 
     # Reading beside the training.
 

@@ -1,48 +1,37 @@
-"""All units of one session: what is fetched ahead, when gradients are pushed, what is freed."""
+"""All units of one session, and by which rules they are gathered, kept and freed."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
-from shardwell.memory.allocator import keep_freed_memory
 from shardwell.memory.buffer_pool import BufferPool
 from shardwell.module.collect import FoundParameter
 from shardwell.module.flat_vector import Memory
 from shardwell.module.gathering import Gathering
-from shardwell.module.gradient_buckets import GradientBuckets, cut
-from shardwell.module.hooks import NO_TASK, ForwardCall, attach, backward_task
+from shardwell.module.gradient_pushes import GradientPushes
+from shardwell.module.hooks import NO_TASK, attach, backward_task
 from shardwell.module.initialization import Naming, NewValues
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy
 from shardwell.module.parameter import owner_of
 from shardwell.module.prefetch import Phase
+from shardwell.module.running_backwards import RunningBackwards
 from shardwell.module.store import ParameterStore
 from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
 from shardwell.module.unit import Unit, UnitState
+from shardwell.module.usage import ForwardCall
 from shardwell_wire.errors import CapacityError, UsageError
 from shardwell_wire.layout import UnitLayout
-
-
-@dataclass(slots=True)
-class _Backward:
-    """One running backward; reentrant checkpoints run further ones inside it."""
-
-    calls: dict[ForwardCall, None] = field(default_factory=dict)
-    """Forward calls whose backward has begun and is not over."""
-    units: dict[Unit, None] = field(default_factory=dict)
-    """All units that it used."""
 
 
 class Units:
     """The units of one session, and the rules by which they are gathered, pushed and freed.
 
     Attributes:
+        memory: What their flat vectors take here.
         gathering: Gathers them, and says how far ahead.
         keep_bytes: How much may stay between its uses in a step.
 
@@ -75,18 +64,17 @@ class Units:
         self.naming = Naming(init_seed, name_prefix)
         self.keep_bytes = keep_bytes
         self._store = store
-        self._buckets: dict[Unit, GradientBuckets] = {}
+        self._pushes = GradientPushes(store)
         self._by_name: dict[str, Unit] = {}
-        self._memory = Memory(BufferPool(prefetch_bytes, one_larger=True))
+        self.memory = Memory(BufferPool(prefetch_bytes, one_larger=True))
         self.gathering = Gathering(
-            self._memory,
+            self.memory,
             prefetch_bytes=prefetch_bytes,
             max_in_flight=max_gathers_in_flight,
             backward_prefetch=backward_prefetch,
         )
-        self._backwards: dict[int, _Backward] = {}
+        self._backwards = RunningBackwards(self._end_backward)
         self._outermost: list[Unit] = []
-        self._pushed = False
         self.generation = 0
         """How often graphs made before became unusable."""
         self.used = False
@@ -113,7 +101,7 @@ class Units:
             raise UsageError(
                 f"this session has a unit named {layout.unit!r} already: choose another name", unit=layout.unit
             )
-        unit = Unit(layout, found, modules, self._store, self._memory, values, policy)
+        unit = Unit(layout, found, modules, self._store, self.memory, values, policy)
         self._by_name[unit.name] = unit
         attach(unit, self)
         self._outermost.append(unit)
@@ -141,13 +129,10 @@ class Units:
             )
         self.free_unused(unit)
         unit.free()
-        if (buckets := self._buckets.pop(unit, None)) is not None:
-            buckets.remove()
         unit.settings.strategy, unit.settings.replica = strategy, replica or ReplicaOptions()
+        self._pushes.follow_strategy(unit)
         if strategy is ShardingStrategy.HYBRID_SHARD:
             self._share_on_host(unit)
-        elif unit.is_replica and unit.settings.replica.push_during_backward:
-            self._buckets[unit] = GradientBuckets(unit, partial(self._bucket_bytes, unit), partial(self._push, unit))
 
     def _share_on_host(self, unit: Unit) -> None:
         if not unit.share_on_host():
@@ -189,27 +174,12 @@ class Units:
     @property
     def live_bytes(self) -> int:
         """Memory of all flat vectors now."""
-        return self._memory.live_bytes
+        return self.memory.live_bytes
 
     @property
     def peak_bytes(self) -> int:
         """The most that ``live_bytes`` has been."""
-        return self._memory.peak_bytes
-
-    @property
-    def fetching_bytes(self) -> int:
-        """Memory of units that are on their way here, or wait for their first use."""
-        return self._memory.fetching_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """Memory of units that wait for their next use in the step."""
-        return self._memory.kept_bytes
-
-    @property
-    def idle_bytes(self) -> int:
-        """Memory of freed units that is kept for the next ones."""
-        return self._memory.pool.idle_bytes
+        return self.memory.peak_bytes
 
     def forward_order(self) -> list[int]:
         """Indices of the units in the order in which the last forward first used them."""
@@ -228,9 +198,10 @@ class Units:
         """
         for unit in self:
             unit.check_version()
-            self._push(unit)
+            self._pushes.push(unit)
         written = self._written()
-        self._pushed = self._pushed and bool(written)
+        if not written:
+            self._pushes.end_item()
         self._end_graphs(written, self._put_away)
 
     def invalidate(self) -> None:
@@ -252,14 +223,7 @@ class Units:
 
         Also cleans up after an exception in a forward or backward.
         """
-        for unit in self:
-            unit.gradients.drop()
-            unit.pushed = False
-        for buckets in self._buckets.values():
-            buckets.clear()
-        if self._pushed:
-            self._store.discard()
-            self._pushed = False
+        self._pushes.withdraw(self)
         failed = self._backwards or any(unit.usage.forward_calls for unit in self)
         if failed and backward_task() == NO_TASK:
             self._abandon(Unit.free)
@@ -276,14 +240,14 @@ class Units:
 
     def _abandon(self, leave: Callable[[Unit], None]) -> None:
         """Frees or puts away everything, whatever it was in use for."""
-        self._backwards.clear()
+        self._backwards.forget()
         for unit in self:
             unit.usage.clear()
             leave(unit)
 
     def _put_away(self, unit: Unit) -> None:
         """Keeps what will be needed again in the step, as far as there is room; frees the rest."""
-        stays = unit.is_replica or self._memory.kept_bytes + unit.own_bytes <= self.keep_bytes
+        stays = unit.is_replica or self.memory.kept_bytes + unit.own_bytes <= self.keep_bytes
         if unit.state is UnitState.UNSHARDED and stays:
             unit.keep()
         elif unit.state is not UnitState.KEPT and not unit.is_replica:
@@ -298,7 +262,7 @@ class Units:
             self._forget_failed_backward()
             self.gathering.use(unit, Phase.FORWARD)
         else:  # activation checkpointing computes it again: its backward comes next
-            self._current_backward().units[unit] = None
+            self._backwards.current().units[unit] = None
             self.gathering.use(unit, Phase.BACKWARD)
 
     def leave_forward(self, unit: Unit) -> None:
@@ -308,23 +272,15 @@ class Units:
 
     def enter_backward(self, call: ForwardCall, node_number: int) -> None:
         """A node that made a result of a forward call is about to run: the call's backward begins, if it has not."""
-        backward = self._current_backward()
-        over = [other for other in backward.calls if other.first_node_number > node_number]
-        for other in over:
-            del backward.calls[other]
-            other.unit.usage.backward_calls.discard(other)
+        backward = self._backwards.current()
+        over = backward.end_calls_after(node_number)
         if self.gathering.backward_prefetch is BackwardPrefetch.POST and call.unit.needs_gather:
             for other in over:
                 self._free_after_backward(other.unit)
             self.gathering.start(call.unit)
         for other in over:
             self._finish_backward(other.unit)
-        if call not in backward.calls:
-            backward.calls[call] = None
-            backward.units[call.unit] = None
-            call.unit.usage.backward_calls.add(call)
-            # With create_graph=True the graph of the backward keeps using the weights, without hooks.
-            call.unit.usage.pinned |= torch.is_grad_enabled()
+        backward.begin(call)
         self.gathering.use(call.unit, Phase.BACKWARD)
 
     def free_unused(self, unit: Unit, *, thorough: bool = False) -> None:
@@ -360,24 +316,13 @@ class Units:
 
     def _forget_failed_backward(self) -> None:
         if self._backwards:
-            self._backwards.clear()
+            self._backwards.forget()
             for unit in self:
                 unit.usage.backward_calls.clear()
 
-    def _current_backward(self) -> _Backward:
-        task = backward_task()
-        if task not in self._backwards:
-            keep_freed_memory()
-            self._backwards[task] = _Backward()
-            Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
-        return self._backwards[task]
-
-    def _end_backward(self, task: int) -> None:
+    def _end_backward(self, units: Iterable[Unit]) -> None:
         """Finishes the calls that no older call followed, and gradients that came late, as of tied parameters."""
-        backward = self._backwards.pop(task, _Backward())
-        for call in backward.calls:
-            call.unit.usage.backward_calls.discard(call)
-        for unit in reversed(backward.units):
+        for unit in units:
             self._finish_backward(unit, is_over=True)
         if not self._backwards and self.is_last_backward:
             for unit in self:
@@ -385,30 +330,12 @@ class Units:
                     unit.free()
 
     def _finish_backward(self, unit: Unit, *, is_over: bool = False) -> None:
-        waits = unit.is_replica and not (unit.settings.replica.push_during_backward or is_over)
-        if unit.settings.requires_gradient_sync and not waits:
-            self._push(unit)
-        elif not unit.settings.requires_gradient_sync:
-            unit.gradients.put_by()
+        self._pushes.after_backward(unit, is_over=is_over)
         self._free_after_backward(unit)
 
     def _free_after_backward(self, unit: Unit) -> None:
         if unit.settings.reshard_after_backward and not unit.is_replica:
             self.free_unused(unit)
-
-    def _push(self, unit: Unit, indices: Sequence[int] | None = None) -> None:
-        """Pushes the local gradients of a unit, or of some of its parameters."""
-        if indices is None and unit in self._buckets:
-            self._buckets[unit].clear()
-        for bucket in cut(unit.gradients.take(indices), self._bucket_bytes(unit) if indices is None else None):
-            self._pushed = unit.pushed = True
-            self._store.push(unit.index, bucket)
-
-    def _bucket_bytes(self, unit: Unit) -> int | None:
-        """How many bytes of gradients are pushed at once; None: all that the unit has when its backward is over."""
-        # What goes through shared memory hides behind nothing, and takes a mailbox of the unit's size for each push.
-        in_buckets = unit.is_replica and unit.settings.requires_gradient_sync
-        return unit.settings.replica.bucket_bytes if in_buckets and self._store.streams_gradients(unit.index) else None
 
 
 def _raise_written(unit: Unit, name: str) -> None:

@@ -74,7 +74,7 @@ class ClientSide(ShardedOptimizer):
 
     def _commit(self, coefficient: float) -> bool:
         request = self._to_proto()
-        return self._session.commit(
+        return self._session.in_flight.commit(
             self._session.loop_step,
             request,
             coefficient,

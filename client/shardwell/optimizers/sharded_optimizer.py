@@ -105,8 +105,7 @@ class ShardedOptimizer(Optimizer):
             foreach: Has no effect; torch's functions take it.
 
         Returns:
-            The norm before clipping: a 0-dim float64 tensor, the same on every trainer; NaN in a step that was
-            committed before this trainer joined, which ``session.track`` has the loop pass again. After
+            The norm before clipping: a 0-dim float64 tensor, the same on every trainer. After
             ``GradScaler.unscale_`` it is that of the unscaled gradient, and infinity if the step will be skipped.
 
         Raises:
@@ -123,8 +122,7 @@ class ShardedOptimizer(Optimizer):
         if self._clip_value is not None:
             raise UsageError("clip_grad_norm_ after clip_grad_value_: a step clips by one of them")
         norm = self._grad_norm(float(norm_type))
-        # NaN: the step was committed before this trainer joined, and is only passed through again.
-        if math.isinf(norm) and self._loss_scale is None:
+        if not math.isfinite(norm) and self._loss_scale is None:
             raise NonFiniteError(
                 f"the norm of type {norm_type} is beyond what a double holds, though the gradient is finite: "
                 "take a smaller norm_type, or infinity"
@@ -155,9 +153,9 @@ class ShardedOptimizer(Optimizer):
     def _grad_norm(self, norm_type: float) -> float:
         """Of the unscaled mean gradient."""
         if self._loss_scale is None:
-            return self._session.grad_norm(self._session.loop_step, norm_type)
+            return self._session.in_flight.grad_norm(self._session.loop_step, norm_type)
         try:
-            return self._session.grad_norm(self._session.loop_step, norm_type) / self._loss_scale
+            return self._session.in_flight.grad_norm(self._session.loop_step, norm_type) / self._loss_scale
         except NonFiniteError:
             return math.inf
 
@@ -196,7 +194,7 @@ class ShardedOptimizer(Optimizer):
 
     def _commit(self, coefficient: float) -> bool:
         """Commits the step with its gradients times a coefficient; returns whether parameters were updated."""
-        return self._session.commit(self._session.loop_step, self._to_proto(), coefficient)
+        return self._session.in_flight.commit(self._session.loop_step, self._to_proto(), coefficient)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops this work item's gradients, also those that are on the servers already.
@@ -204,7 +202,7 @@ class ShardedOptimizer(Optimizer):
         After an exception in the backward nothing of it reaches the step. After the loop over
         ``step.batches`` it drops those of all items computed here: ``step`` then commits without them.
         """
-        self._session.zero_grad()
+        self._session.in_flight.zero_grad()
         self._clip_coefficient, self._clip_value, self._loss_scale = 1.0, None, None
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from typing import Any
 from shardwell.module.flat_vector import Memory
 from shardwell.module.gathering import Gathering
 from shardwell.module.prefetch import Phase
-from shardwell.module.strategy import ShardingStrategy
-from shardwell.module.unit import UnitSettings, UnitState
+from shardwell.module.strategy import ShardingStrategy, UnitSettings
+from shardwell.module.unit import UnitState
 from shardwell.planning.options import PlanOptions
 from shardwell.planning.planned_units import PlannedCall, PlannedUnit
 from shardwell_wire.layout import UnitLayout

@@ -93,6 +93,16 @@ class Membership:
                 logger.log(report, "waiting for %s (%.0f s): %s", what, now - started, reasons)
                 last_report = now
 
+    def exchange_address(self, step: int, name: str, address: str | None) -> str:
+        """Publishes an address under a name, or waits until another trainer of the run does."""
+        request = coordinator_pb2.ExchangeAddressRequest(
+            context=self.context(step), trainer=self.trainer, name=name, address=address
+        )
+        response: coordinator_pb2.ExchangeAddressResponse = self.poll(
+            "ExchangeAddress", request, lambda answer: answer.HasField("address"), what=f"the address {name!r}"
+        )
+        return response.address
+
     def check(self) -> None:
         """Raises what ended the membership, if anything did."""
         if self._ended is not None:

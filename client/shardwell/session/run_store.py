@@ -1,23 +1,19 @@
-"""The run's parameters behind the sharded module: which unit lives where, which step reads what."""
+"""The run's parameters behind the sharded module: which unit lives where, which step reads and writes what."""
 
 from __future__ import annotations
 
-import itertools
-import logging
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardwell.data_plane.error_feedback import ErrorFeedback
-from shardwell.data_plane.host_cache import HostCache, ShardRange
 from shardwell.data_plane.node_gathers import NodeGathers, fetch
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.server_connection import ServerConnection
-from shardwell.data_plane.shared_vector import CAN_MAP, SegmentPlace, SharedVector
+from shardwell.data_plane.shared_vector import SharedVector
 from shardwell.data_plane.slice_client import SlicePart
 from shardwell.data_plane.slice_updates import SliceUpdates
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
@@ -27,17 +23,12 @@ from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
 from shardwell.session.node_members import form_node_group
 from shardwell.session.progress import ItemProgress, StepProgress
+from shardwell.session.shards_in_place import ShardsInPlace
+from shardwell.session.unit_declaration import UnitDeclarations
 from shardwell_wire import wire_dtypes
-from shardwell_wire.errors import ConflictError, DeadlineError, UsageError
+from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
-
-logger = logging.getLogger(__name__)
-
-_UPLOAD_THREADS = 8
-"""Each holds a piece of the values."""
-
-_FIRST_PUBLISH_POLL_S, _LONGEST_PUBLISH_POLL_S = 0.005, 0.25
 
 
 class RunStore:
@@ -57,7 +48,8 @@ class RunStore:
         self._traffic = Traffic(push_bytes=config.push_bytes)
         self._slice_updates = SliceUpdates(membership.world.dp, config.wait_limit_s)
         self._wire, self._feedback = self._make_wire()
-        self._cache = self._open_cache() if config.host_cache_bytes else None
+        self._declarations = UnitDeclarations(membership, config.wait_limit_s)
+        self._shards_in_place = ShardsInPlace(membership, config)
         group = form_node_group(membership, config) if config.node_group != "none" else None
         self._node = NodeGathers(group, self._traffic) if group is not None else None
 
@@ -69,7 +61,7 @@ class RunStore:
             **self._traffic.stats.as_dict(),
             "received_bytes": sum(server.received_bytes for server in servers),
             "sent_bytes": sum(server.sent_bytes for server in servers),
-            "cache_hit_bytes": self._cache.hit_bytes if self._cache is not None else 0,
+            "cache_hit_bytes": self._shards_in_place.hit_bytes,
             "node_shared_bytes": self._node.shared_bytes if self._node is not None else 0,
         }
 
@@ -116,95 +108,18 @@ class RunStore:
 
     def declare(self, layout: UnitLayout, initial_values: InitialValues) -> int:
         """See ``ParameterStore.declare``. Returns once the run has initial values for the unit."""
-        declared = self._declare(layout)
-        shards = tuple(
-            RemoteShard(
-                self._membership.run, layout, self._server(at.address), at.start_bytes, at.stop_bytes, self._wire
-            )
-            for at in declared.shards
-        )
-        unit = RemoteUnit(declared.unit_index, layout, shards)
-        give_up, delay = time.monotonic() + self._config.wait_limit_s, _FIRST_PUBLISH_POLL_S
-        # The values are kept until the unit is published: whoever should have sent them may be lost,
-        # and then this trainer is asked to.
-        while not declared.HasField("version"):
-            if declared.initialize:
-                self._initialize(unit, initial_values, declared.epoch)
-                break
-            if time.monotonic() > give_up:
-                raise DeadlineError(
-                    f"waited {self._config.wait_limit_s:.0f} s for the initial values of unit {layout.unit!r} "
-                    "from the trainer that plays the lowest logical rank",
-                    unit=layout.unit,
+
+        def reach(declared: coordinator_pb2.DeclareUnitResponse) -> tuple[RemoteShard, ...]:
+            return tuple(
+                RemoteShard(
+                    self._membership.run, layout, self._server(at.address), at.start_bytes, at.stop_bytes, self._wire
                 )
-            time.sleep(delay)
-            delay = min(delay * 2, _LONGEST_PUBLISH_POLL_S)
-            declared = self._declare(layout)
-        self._units[unit.index] = self._share(unit)
-        return unit.index
-
-    def _share(self, unit: RemoteUnit, *, beyond_budget: bool = False) -> RemoteUnit:
-        """Maps the shards that lie in shared memory, of servers or of the host's cache: as a whole, if all do."""
-        if not CAN_MAP or not unit.layout.size_bytes:
-            return unit
-        name, exact = unit.layout.unit, not self._wire.gather_dtype
-        try:
-            places = {}
-            for number, shard in enumerate(unit.shards):
-                if (place := self._place(unit, shard)) is not None:
-                    if place.stop_bytes > place.start_bytes:
-                        shard.window = SharedVector(name, [place])
-                    if exact:
-                        places[number] = place
-            others = [number for number in range(len(unit.shards)) if number not in places]
-            places.update(self._cached_places(unit, others, beyond_budget=beyond_budget))
-            if len(places) == len(unit.shards):
-                in_order = [places[number] for number in range(len(unit.shards))]
-                return replace(unit, vector=SharedVector(name, in_order, exact=exact))
-        except OSError as error:
-            logger.warning("unit %r is fetched, not read in place: %s", name, error)
-        return unit
-
-    def _cached_places(
-        self, unit: RemoteUnit, numbers: Sequence[int], *, beyond_budget: bool
-    ) -> dict[int, SegmentPlace]:
-        """Takes shards that cannot be read where they are into the host's cache, if they fit; returns where."""
-        if self._cache is None or not numbers:
-            return {}
-        ranges = {
-            number: ShardRange(
-                unit.index, unit.shards[number].start_bytes, unit.shards[number].stop_bytes, self._config.gather_dtype
+                for at in declared.shards
             )
-            for number in numbers
-        }
-        admitted = self._cache.admit(unit.layout.unit, ranges, beyond_budget=beyond_budget)
-        for number, cached in admitted.items():
-            unit.shards[number].cached = cached
-        return {number: cached.place for number, cached in admitted.items()}
 
-    def _open_cache(self) -> HostCache | None:
-        config, run = self._config, self._membership.run
-        if not CAN_MAP:
-            return None
-        # A run that is deleted and made again is another one, though its name and its steps are the same.
-        described = self._membership.call("DescribeRun", coordinator_pb2.DescribeRunRequest(run=run))
-        key = config.address, run, described.summary.created.ToNanoseconds()
-        try:
-            return HostCache(key, config.host_cache_bytes, wait_limit_s=config.wait_limit_s)
-        except OSError as error:
-            logger.warning("host cache: every trainer fetches for itself, there is no shared memory: %s", error)
-            return None
-
-    def _place(self, unit: RemoteUnit, shard: RemoteShard) -> SegmentPlace | None:
-        if shard.server.shm is None:
-            return None
-        limit_s = self._config.wait_limit_s
-        try:
-            answer = shard.server.shm.locate(unit.layout.unit, None, timeout_s=limit_s, retry_for_s=limit_s)
-        except ConflictError as error:
-            logger.warning("unit %r is fetched, not read in place: %s", unit.layout.unit, error)
-            return None
-        return SegmentPlace(answer.segment.path, shard.start_bytes, shard.stop_bytes)
+        unit = self._declarations.declare(layout, initial_values, self.progress.number, reach)
+        self._units[unit.index] = self._shards_in_place.map(unit, self._config.gather_dtype)
+        return unit.index
 
     def gather(
         self,
@@ -252,8 +167,8 @@ class RunStore:
         """See ``ParameterStore.share_on_host``."""
         unit = self._units[unit_index]
         if unit.vector is None:
-            self._cache = self._cache or self._open_cache()
-            self._units[unit_index] = unit = self._share(unit, beyond_budget=True)
+            unit = self._shards_in_place.share_on_host(unit, self._config.gather_dtype)
+            self._units[unit_index] = unit
         return unit.vector is not None or not unit.layout.size_bytes
 
     def streams_gradients(self, unit_index: int) -> bool:
@@ -325,52 +240,9 @@ class RunStore:
         self._slice_updates.close()
         for server in self._servers.values():
             server.close()
-        if self._cache is not None:
-            self._cache.close()
+        self._shards_in_place.close()
         if self._node is not None:
             self._node.close()
-
-    def _declare(self, layout: UnitLayout) -> coordinator_pb2.DeclareUnitResponse:
-        request = coordinator_pb2.DeclareUnitRequest(
-            context=self._membership.context(self.progress.number),
-            trainer=self._membership.trainer,
-            unit=layout.to_proto(),
-        )
-        response: coordinator_pb2.DeclareUnitResponse = self._membership.call("DeclareUnit", request)
-        return response
-
-    def _initialize(self, unit: RemoteUnit, values: InitialValues, epoch: int) -> None:
-        context = self._membership.context(0, epoch=epoch)
-
-        def upload(shard: RemoteShard) -> None:
-            segments = [
-                segment
-                for segment in unit.layout.segments(shard.start_bytes, shard.stop_bytes)
-                if segment.parameter_index not in values.draws
-            ]
-            header = shard_pb2.InitializeUnitHeader(
-                context=self._membership.context(0, epoch=epoch),
-                unit=unit.layout.unit,
-                start_bytes=shard.start_bytes,
-                stop_bytes=shard.stop_bytes,
-                draws=values.draws.values(),
-            )
-            shard.server.client.initialize(
-                header,
-                lambda: itertools.chain.from_iterable(map(values.read, segments)),
-                sum(segment.size_bytes for segment in segments),
-                timeout_s=self._config.wait_limit_s,
-                retry_for_s=self._config.wait_limit_s,
-            )
-
-        with ThreadPoolExecutor(min(_UPLOAD_THREADS, max(1, len(unit.shards)))) as uploads:
-            list(uploads.map(upload, unit.shards))
-        self._membership.call(
-            "PublishInitialUnit",
-            coordinator_pb2.PublishInitialUnitRequest(
-                context=context, trainer=self._membership.trainer, unit=unit.layout.unit
-            ),
-        )
 
     def _reset(self, progress: ItemProgress) -> None:
         self._traffic.forget()

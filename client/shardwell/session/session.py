@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Self
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,16 +19,16 @@ from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.membership import Membership
 from shardwell.session.mesh import device_mesh
-from shardwell.session.progress import ItemProgress, StepProgress
+from shardwell.session.progress import StepProgress
 from shardwell.session.run_state import RunBuffers, TrackedObjects
 from shardwell.session.run_store import RunStore
 from shardwell.session.step import Step
+from shardwell.session.step_end import StepEnd
+from shardwell.session.step_in_flight import StepInFlight
 from shardwell_wire.errors import UsageError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
-
-SliceUpdate = Callable[[Sequence[coordinator_pb2.SliceWork]], Sequence[coordinator_pb2.SliceWork]]
 
 
 class Session:
@@ -41,7 +40,8 @@ class Session:
         units: The sharded units of this process.
         world: The grid of logical ranks.
         seed: The run's seed.
-        progress: The step in flight.
+        store: Where their values are.
+        in_flight: The step that is computed now.
     """
 
     def __init__(self, config: JoinConfig) -> None:
@@ -58,8 +58,8 @@ class Session:
             raise
         joined = self._membership.joined
         self.world, self.seed = self._membership.world, self._membership.seed
-        self.progress = StepProgress(joined.committed_step, joined.work.items)
-        self.store = RunStore(self._membership, config, self.progress)
+        progress = StepProgress(joined.committed_step, joined.work.items)
+        self.store = RunStore(self._membership, config, progress)
         self.units = Units(
             self.store,
             prefetch_bytes=config.prefetch_bytes,
@@ -72,10 +72,10 @@ class Session:
         self._tracked = TrackedObjects(joined.state.tracked_json)
         self._buffers = RunBuffers(lambda: ((unit.name, module) for unit in self.units for module in unit.modules))
         self._buffers.committed(joined.state.buffers)
-        self._finish_wait_s = self._commit_wait_s = 0.0
+        self.in_flight = StepInFlight(
+            StepEnd(self._membership), self.store, self.units, self._buffers, self._tracked, progress
+        )
         self._loop_step: int | None = None
-        self._committed_last = False
-        """Whether nothing happened since the last commit."""
         open_sessions.note_opened(self)
         logger.info("trainer %r plays logical ranks %s", self.trainer, [seat.global_rank for seat in self._seats])
 
@@ -94,7 +94,7 @@ class Session:
     @property
     def step(self) -> int:
         """Committed steps so far."""
-        return self.progress.number
+        return self.in_flight.progress.number
 
     @property
     def global_rank(self) -> int | None:
@@ -141,7 +141,7 @@ class Session:
         """
         self._loop_step = self.step - 1 if self._tracked.restored and self.step else self.step
         while self._loop_step < num_steps:
-            self._committed_last = False
+            self.in_flight.enter()
             yield Step(self, self._loop_step)
             if self.step <= self._loop_step:
                 raise UsageError(f"the loop body of step {self._loop_step} ended without optimizer.step()")
@@ -173,149 +173,6 @@ class Session:
         """The model is complete: what its buffers hold now is what the run starts from."""
         self._buffers.begin_item()
 
-    def begin_item(self, item: ItemProgress) -> None:
-        """The work item that gradients belong to from now on; nothing of an earlier try remains."""
-        self._committed_last = False
-        self.progress.begin(item)
-        self.units.zero_grad()
-        self._buffers.begin_item()
-
-    def zero_grad(self) -> None:
-        """Drops the current item's gradients, or, between items, those of all that are finished."""
-        self._committed_last = False
-        self.units.zero_grad()
-        if self.progress.current is None:
-            self.store.discard()
-
-    def end_item(self) -> None:
-        """The current item is computed: sends what is left of its gradients."""
-        current = self.progress.current
-        self.units.finish_item()
-        if current is not None and current.item.global_rank == 0:
-            self._buffers.end_item()
-        self.progress.end()
-
-    def finish_work(self, *, accept_work: bool) -> list[ItemProgress]:
-        """Reports finished items and waits for the other trainers' ones.
-
-        Returns:
-            A lost trainer's work items, now this one's; empty when all of the step are finished.
-        """
-        self.store.drain()
-        request = coordinator_pb2.FinishWorkRequest(
-            context=self._membership.context(self.step),
-            trainer=self.trainer,
-            items=[progress.to_proto() for progress in self.progress.items.values() if progress.finished],
-            accept_work=accept_work,
-        )
-        started = time.perf_counter()
-        response: coordinator_pb2.FinishWorkResponse = self._membership.poll(
-            "FinishWork",
-            request,
-            lambda answer: answer.all_finished or answer.HasField("work"),
-            what=f"the work of step {self.step}",
-        )
-        self._finish_wait_s += time.perf_counter() - started
-        self.progress.is_complete = response.all_finished
-        return [] if response.all_finished else self.progress.add(response.work.items)
-
-    def grad_norm(self, step: int, norm_type: float) -> float:
-        """Global norm of a step's mean gradient, before any clipping; finishes the work first if it is in flight."""
-        if step == self.step:
-            self._finish_loose_work()
-        request = coordinator_pb2.PrepareGradientsRequest(
-            context=self._membership.context(step),
-            trainer=self.trainer,
-            norm_type=0.0 if norm_type == 2.0 else norm_type,
-        )
-        response: coordinator_pb2.PrepareGradientsResponse = self._membership.call("PrepareGradients", request)
-        return response.other_norm if request.norm_type else response.grad_norm
-
-    def commit(
-        self,
-        step: int,
-        optimizer: common_pb2.OptimizerStep,
-        clip_coefficient: float,
-        update_slices: SliceUpdate | None = None,
-    ) -> bool:
-        """Hands in the step's hyper-parameters; returns when the step is committed.
-
-        ``update_slices`` is needed if the optimizer runs on the trainers: it stages the slices that the coordinator
-        gives this one and returns those that are staged.
-
-        Returns:
-            Whether the parameters were updated, the same on every trainer. False: a gradient was not finite, and
-            ``optimizer.skip_non_finite`` said to commit without any then.
-
-        Raises:
-            UsageError: Nothing happened since the last commit.
-            HyperparameterMismatchError: Another rank handed in different ones.
-            NonFiniteError: A gradient is not finite; nothing changed. ``zero_grad`` on every trainer and
-                committing again skips the step.
-            DeadlineError: Others did not finish in time.
-        """
-        self._refuse_second_commit()
-        replayed = step < self.step
-        if not replayed:
-            self._finish_loose_work()
-        request = coordinator_pb2.CommitStepRequest(
-            context=self._membership.context(step),
-            trainer=self.trainer,
-            optimizer=optimizer,
-            clip_coefficient=clip_coefficient,
-            unit_order=self.units.forward_order(),
-            state=coordinator_pb2.RunState(
-                step=step, tracked_json=self._tracked.to_json(), buffers=self._buffers.to_proto()
-            ),
-        )
-        started = time.perf_counter()
-        response = self._poll_commit(request)
-        while update_slices is not None and response.slices:
-            request.staged_slices.extend(update_slices(response.slices))
-            request.context.CopyFrom(self._membership.context(step))
-            response = self._poll_commit(request)
-        self._commit_wait_s += time.perf_counter() - started
-        self._committed_last = True
-        if not replayed:
-            try:
-                self.units.invalidate()
-            finally:  # it may complain of a write, but the step is committed all the same
-                self._buffers.committed(response.state.buffers)
-                self.progress = StepProgress(response.next_work.step, response.next_work.items)
-                self.store.advance(self.progress)
-            self.units.begin_step()
-        return not response.skipped
-
-    def _refuse_second_commit(self) -> None:
-        if self._committed_last and not self.units.used:
-            raise UsageError(
-                f"optimizer.step() was called again right after step {self.step - 1} was committed: one call commits "
-                "the gradients of all parameters. For several optimizers use shardwell.optim.Combined([...]); to "
-                "commit a step without gradients call optimizer.zero_grad() before"
-            )
-
-    def _poll_commit(self, request: coordinator_pb2.CommitStepRequest) -> coordinator_pb2.CommitStepResponse:
-        response: coordinator_pb2.CommitStepResponse = self._membership.poll(
-            "CommitStep",
-            request,
-            lambda answer: answer.committed or answer.slices,
-            what=f"the commit of step {request.context.step}",
-        )
-        return response
-
-    def _finish_loose_work(self) -> None:
-        """In a plain loop nothing has finished this trainer's item yet."""
-        if self.progress.current is not None:
-            self.end_item()
-        if missing := self.progress.unfinished:
-            ranks = ", ".join(str(progress.item.global_rank) for progress in missing)
-            raise UsageError(
-                f"step {self.step}: the work of logical rank {ranks} was not computed: "
-                "run `for batch in step.batches(...)` to its end before optimizer.step()"
-            )
-        if not self.progress.is_complete:
-            self.finish_work(accept_work=False)
-
     # ---- looking and leaving ----
 
     def stats(self) -> dict[str, float]:
@@ -332,8 +189,7 @@ class Session:
         """
         return {
             **self.store.stats,
-            "finish_wait_s": self._finish_wait_s,
-            "commit_wait_s": self._commit_wait_s,
+            **self.in_flight.wait_s,
             "live_unit_bytes": self.units.live_bytes,
             "peak_unit_bytes": self.units.peak_bytes,
         }
@@ -357,13 +213,7 @@ class Session:
 
     def exchange_address(self, name: str, address: str | None = None) -> str:
         """Publishes an address under a name, or waits until another trainer of the run does."""
-        request = coordinator_pb2.ExchangeAddressRequest(
-            context=self._membership.context(self.step), trainer=self.trainer, name=name, address=address
-        )
-        response: coordinator_pb2.ExchangeAddressResponse = self._membership.poll(
-            "ExchangeAddress", request, lambda answer: answer.HasField("address"), what=f"the address {name!r}"
-        )
-        return response.address
+        return self._membership.exchange_address(self.step, name, address)
 
     def explain_stall(self) -> list[str]:
         """What the run is waiting for, and on whom: one line each."""

@@ -56,28 +56,28 @@ class Step:
         return self._batches(draw)
 
     def _batches(self, draw: BatchFunction) -> Iterator[Any]:
-        session = self._session
-        if session.step > self.number:
+        work = self._session.in_flight
+        if self._session.step > self.number:
             return
-        progress = session.progress
+        progress = work.progress
         progress.in_batches = True
         waiting = deque(progress.unfinished)
         while True:
             while waiting:
                 yield from self._compute(waiting.popleft(), draw)
-            lost = session.finish_work(accept_work=True)
+            lost = work.finish_work(accept_work=True)
             if not lost:
                 return
             waiting.extend(lost)
 
     def _compute(self, item: ItemProgress, draw: BatchFunction) -> Iterator[Any]:
-        session, dp_rank = self._session, item.item.dp_rank
-        session.begin_item(item)
-        torch.manual_seed(derive_seed(session.seed, self.number, dp_rank))
+        work, dp_rank = self._session.in_flight, item.item.dp_rank
+        work.begin_item(item)
+        torch.manual_seed(derive_seed(self._session.seed, self.number, dp_rank))
         yield draw(self.number, dp_rank)
-        if session.progress.number != self.number:
+        if work.progress.number != self.number:
             raise UsageError(
                 f"optimizer.step() was called inside the loop over step.batches of step {self.number}: "
                 "call it after the loop"
             )
-        session.end_item()
+        work.end_item()

@@ -8,9 +8,9 @@ from typing import overload
 
 from torch import nn
 
-from shardwell.module.fully_shard import ShardedModule
 from shardwell.module.guards import has_forward
 from shardwell.module.parameter import owner_of
+from shardwell.module.sharded_module import ShardedModule
 from shardwell.module.tensors import local_part
 
 _READS_CHILDREN = (nn.MultiheadAttention,)

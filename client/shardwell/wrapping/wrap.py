@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from shardwell.module.fully_shard import HasUnits, ShardedModule, fully_shard, shard_modules
+from shardwell.module.fully_shard import HasUnits, fully_shard, shard_modules
 from shardwell.module.guards import check_ignored, check_modules, check_session
+from shardwell.module.sharded_module import ShardedModule
 from shardwell.wrapping.choice import choose_units
 from shardwell.wrapping.memory_strategy import MemoryOptions, MemoryStrategy, prepare_session, resolve, save_less
 from shardwell.wrapping.policies import CustomPolicy, ModuleTypePolicy, WrapPolicy

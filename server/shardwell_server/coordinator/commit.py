@@ -98,7 +98,7 @@ class Committer:
             )
 
         try:
-            responses = await self._servers.call_all(run.servers, "PrepareStep", request)
+            responses = await self._servers.call_all(run.units.servers, "PrepareStep", request)
         except ShardwellError as error:
             if generation != step.generation or step is not run.step:
                 return
@@ -182,7 +182,7 @@ class Committer:
         """
         generation = step.generation
         await self._servers.call_all(
-            run.servers,
+            run.units.servers,
             "ConfirmSlices",
             lambda server_id: shard_pb2.ConfirmSlicesRequest(context=self._servers.context(run, step.number)),
         )
@@ -200,7 +200,7 @@ class Committer:
             clip_coefficient=record.clip_coefficient,
             unit_order=record.unit_order,
         )
-        pending, incarnation, delay, told = run.updates[server_id], run.servers[server_id], _FIRST_DELAY_S, False
+        pending, incarnation, delay, told = run.updates[server_id], run.units.servers[server_id], _FIRST_DELAY_S, False
         while not run.deleted and self._state.cluster.servers[server_id].incarnation == incarnation:
             try:
                 await self._servers.call(server_id, "Update", request, retry_for_s=0.0)

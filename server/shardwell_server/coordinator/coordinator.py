@@ -106,7 +106,7 @@ class Coordinator:
         former = cluster.register(server)
         message = f"server {server_id!r} at {address} with {budget_bytes} bytes, epoch {server.epoch}"
         if former is not None:
-            lost = sorted(run.name for run in self.state.runs.values() if server_id in run.servers)
+            lost = sorted(run.name for run in self.state.runs.values() if server_id in run.units.servers)
             message += f"; its memory is empty: runs {', '.join(lost)} have lost shards" if lost else ""
             self.state.events.add(EventKind.SERVER_RESTARTED, message)
         elif not known:
@@ -138,7 +138,7 @@ class Coordinator:
             raise
         self.state.runs.pop(name, None)
         run.changed.notify()
-        outcomes = await asyncio.gather(*(self._drop(run, server_id) for server_id in run.servers))
+        outcomes = await asyncio.gather(*(self._drop(run, server_id) for server_id in run.units.servers))
         self.state.events.add(EventKind.RUN_DELETED, f"{sum(outcomes)} bytes were freed", run=name)
         return sum(outcomes)
 

@@ -8,35 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shardwell_server.coordinator.agreement import HandIn, committed_optimizer, require_same, require_same_algorithms
 from shardwell_server.coordinator.assignment import Applicant, Seats, assign, claim, distribute, natural_key
+from shardwell_server.coordinator.declared_units import DeclaredUnits
 from shardwell_server.coordinator.membership import Member, Membership
-from shardwell_server.coordinator.records import CommitRecord, ShardRecord
+from shardwell_server.coordinator.records import CommitRecord
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.storage import KEPT_COMMITS
 from shardwell_server.coordinator.waiting import SharedCall, Signal
 from shardwell_server.coordinator.work import Item, Step, WorkState
 from shardwell_wire.errors import DuplicateError, HyperparameterMismatchError, NotFoundError
-from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
-
-
-@dataclass(slots=True)
-class Unit:
-    """A unit and where its shards live."""
-
-    index: int
-    layout: UnitLayout
-    shards: tuple[ShardRecord, ...]
-    published: bool = False
-    stored: bool = False
-    """Whether it is durable that the unit exists."""
-    reserved: bool = False
-    """Whether every owner has made room, as far as this process knows."""
-    in_flight: SharedCall[None] = field(default_factory=SharedCall)
-    """Its reservation or publication."""
 
 
 @dataclass(slots=True)
@@ -69,11 +53,7 @@ class Run:
         """Owner of each logical rank, gone or not; empty until the run starts."""
         self.step: Step | None = None
         """The step in flight; None until the run starts."""
-        self.units: list[Unit] = []
-        """By index."""
-        self._units_by_name: dict[str, Unit] = {}
-        self._processes: list[tuple[str, str]] | None = None
-        self.unit_of_parameter: dict[str, str] = {}
+        self.units = DeclaredUnits(name)
         self.clean_servers: set[str] = set()
         """Servers that are known to have nothing of a former run of this name."""
         self.cleaning: dict[str, SharedCall[None]] = {}
@@ -104,28 +84,6 @@ class Run:
     def committed_step(self) -> int:
         """Committed steps so far: the number of the step in flight."""
         return self.commits[-1].step + 1 if self.commits else 0
-
-    @property
-    def layouts(self) -> list[UnitLayout]:
-        return [unit.layout for unit in self.units]
-
-    @property
-    def cuts(self) -> list[list[int]]:
-        """Where the shards of each unit begin, in bytes of its flat vector."""
-        return [[shard.start_bytes for shard in unit.shards] for unit in self.units]
-
-    @property
-    def servers(self) -> dict[str, str]:
-        """Servers that hold shards, each with the incarnation of a process that was given some."""
-        return dict(self.processes)
-
-    @property
-    def processes(self) -> list[tuple[str, str]]:
-        """The server processes that were given shards: id and incarnation."""
-        if self._processes is None:
-            given = {(shard.server_id, shard.incarnation) for unit in self.units for shard in unit.shards}
-            self._processes = sorted(given)
-        return self._processes
 
     def touch(self) -> None:
         """Something changed that must be durable before anybody is told."""
@@ -331,7 +289,7 @@ class Run:
         """Raises ConflictError if the run's optimizer state is another algorithm's."""
         if self.commits:
             former = committed_optimizer(self.commits[-1].optimizer)
-            require_same_algorithms(former, optimizer, self.layouts)
+            require_same_algorithms(former, optimizer, self.units.layouts)
 
     def decision(self) -> HandIn | None:
         """The hyper-parameters that count: those of whoever plays the lowest logical rank."""
@@ -357,7 +315,7 @@ class Run:
         hand_ins[hand_in.trainer] = hand_in
         if (decision := self.decision()) is not None:
             try:
-                require_same(decision, hand_in, self.layouts)
+                require_same(decision, hand_in, self.units.layouts)
             except HyperparameterMismatchError:
                 # It must not count later, should its trainer come to decide.
                 del hand_ins[hand_in.trainer]
@@ -368,7 +326,7 @@ class Run:
         former = self._require_step().items
         self.commits.append(record)
         self.state = state
-        self.updates = {server: PendingUpdate(record.step, self.clock()) for server in self.servers}
+        self.updates = {server: PendingUpdate(record.step, self.clock()) for server in self.units.servers}
         self.begin_step(record.step + 1, former)
         self.changed.notify()
 
@@ -380,27 +338,3 @@ class Run:
     def commit_of(self, step: int) -> CommitRecord | None:
         """The record of a committed step; None if it is too long ago."""
         return next((record for record in self.commits if record.step == step), None)
-
-    # Units
-
-    def add_unit(self, unit: Unit) -> None:
-        assert unit.index == len(self.units)
-        self.units.append(unit)
-        self._processes = None
-        self._units_by_name[unit.layout.unit] = unit
-        self.unit_of_parameter.update(dict.fromkeys(unit.layout.index_by_name, unit.layout.unit))
-
-    def move_unit(self, unit: Unit, shards: tuple[ShardRecord, ...]) -> None:
-        """Other server processes have the unit's shards now."""
-        unit.shards = shards
-        self._processes = None
-
-    def find_unit(self, name: str) -> Unit | None:
-        return self._units_by_name.get(name)
-
-    def require_unit(self, name: str) -> Unit:
-        """Raises NotFoundError if no unit of that name was declared."""
-        unit = self.find_unit(name)
-        if unit is None:
-            raise NotFoundError(f"run {self.name!r} has no unit {name!r}: declare it first", run=self.name, unit=name)
-        return unit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shardwell_server.coordinator.declared_units import Unit
 from shardwell_server.coordinator.membership import Member
 from shardwell_server.coordinator.records import (
     FinishedRecord,
@@ -13,7 +14,7 @@ from shardwell_server.coordinator.records import (
     StoredRun,
     UnitRecord,
 )
-from shardwell_server.coordinator.run import PendingUpdate, Run, Unit
+from shardwell_server.coordinator.run import PendingUpdate, Run
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.work import Item, Step, WorkState
 from shardwell_wire.layout import UnitLayout
@@ -98,12 +99,12 @@ def from_stored(stored: StoredRun, clock: Callable[[], float]) -> Run:
         run.initializer = (record.initializer, record.initializer_epoch)
     for at in stored.units:
         layout = UnitLayout.from_proto(common_pb2.UnitSpec.FromString(at.spec))
-        run.add_unit(Unit(at.unit_index, layout, at.shards, at.published, stored=True))
+        run.units.add(Unit(at.unit_index, layout, at.shards, at.published, stored=True))
     run.commits.extend(stored.commits)
     if stored.state is not None:
         run.state = coordinator_pb2.RunState.FromString(stored.state)
     if stored.commits:
-        run.updates = {server: PendingUpdate(stored.commits[-1].step, clock()) for server in run.servers}
+        run.updates = {server: PendingUpdate(stored.commits[-1].step, clock()) for server in run.units.servers}
     if record.started:
         _restore_step(run, stored)
     return run

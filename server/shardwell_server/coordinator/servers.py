@@ -34,7 +34,7 @@ class ShardServers:
         """Raises ConflictError or UnavailableError if a server has lost shards of the run, or is silent."""
         problems = [
             problem
-            for server_id, incarnation in run.processes
+            for server_id, incarnation in run.units.processes
             if (problem := self._state.cluster.problem(server_id, incarnation)) is not None
         ]
         # What does not heal comes first.

@@ -129,7 +129,7 @@ class CoordinatorServicer:
     ) -> coordinator_pb2.PublishInitialUnitResponse:
         run, member = self._member(request, of_membership=False)
         with heard(member, self._state.clock):
-            unit = run.require_unit(request.unit)
+            unit = run.units.require(request.unit)
             await self._coordinator.units.publish(run, unit, member.name, request.context.epoch)
             return coordinator_pb2.PublishInitialUnitResponse(version=run.committed_step)
 

@@ -34,9 +34,9 @@ def explain(run: Run, cluster: Cluster, now: float) -> Stall:
             f"step {run.step.number} cannot be committed: {run.step.failure}; it goes on once a rank begins "
             "its work anew (zero_grad and backward)"
         )
-    elif phase == "preparing" and run.servers:
+    elif phase == "preparing" and run.units.servers:
         lines.append(
-            f"servers {', '.join(map(repr, run.servers))}: they reduce the gradients of step {run.step.number}"
+            f"servers {', '.join(map(repr, run.units.servers))}: they reduce the gradients of step {run.step.number}"
         )
     elif phase == "awaiting commit":
         lines += _decision(run, run.step)
@@ -62,7 +62,7 @@ def _starting(run: Run) -> list[str]:
 
 
 def _servers(run: Run, cluster: Cluster) -> list[str]:
-    problems = (cluster.problem(server_id, incarnation) for server_id, incarnation in run.processes)
+    problems = (cluster.problem(server_id, incarnation) for server_id, incarnation in run.units.processes)
     return [str(problem) for problem in problems if problem is not None]
 
 

@@ -174,7 +174,7 @@ class Steps:
         """
         step = _step_in_flight(run, number)
         if step is None or not any(hand_in.asks_the_same(known) for known in step.hand_ins.values()):
-            validate(hand_in, run.layouts, run.cuts)
+            validate(hand_in, run.units.layouts, run.units.cuts)
         if step is not None:
             run.check_algorithms(hand_in.optimizer)
             _check_ready(step, member, hand_in)
@@ -214,7 +214,7 @@ class Steps:
         if record is not None:
             # A trainer that joined later goes through the step without having seen its gradients.
             clip = record.clip_coefficient if number >= member.joined_step else hand_in.clip_coefficient
-            require_same(_hand_in_of(record, clip), hand_in, run.layouts)
+            require_same(_hand_in_of(record, clip), hand_in, run.units.layouts)
         response = coordinator_pb2.CommitStepResponse(
             committed=True,
             grad_norm=record.grad_norm if record is not None else 0.0,

@@ -160,7 +160,7 @@ class Trainers:
                 shard_pb2.RankFence(dp_rank=item.dp_rank, epoch=epoch, attempt=attempt) for item, epoch, attempt in told
             ],
         )
-        await asyncio.gather(*(self._fence_server(server_id, request) for server_id in run.servers))
+        await asyncio.gather(*(self._fence_server(server_id, request) for server_id in run.units.servers))
         for item, epoch, attempt in told:
             if (item.epoch, item.attempt) == (epoch, attempt):
                 item.fenced = True

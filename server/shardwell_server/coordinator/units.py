@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from shardwell_server.coordinator.declared_units import Unit
 from shardwell_server.coordinator.events import EventKind
 from shardwell_server.coordinator.placement import place
 from shardwell_server.coordinator.records import ShardRecord
-from shardwell_server.coordinator.run import Run, Unit
+from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.run_records import unit_record
 from shardwell_server.coordinator.servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
@@ -43,11 +44,11 @@ class Units:
             CapacityError: A server has no room for its part.
             UnavailableError: Not enough servers came within ``wait_s``.
         """
-        unit = run.find_unit(layout.unit)
+        unit = run.units.find(layout.unit)
         if unit is None:
             await self._wait_for_servers(run, wait_s)
             # Another trainer may have declared it in the meantime.
-            unit = run.find_unit(layout.unit) or self._place(run, layout)
+            unit = run.units.find(layout.unit) or self._place(run, layout)
         require_same_layout(unit.layout, layout)
         while not self._has_room(unit):
             await unit.in_flight(lambda: self._reserve(run, unit))
@@ -84,7 +85,7 @@ class Units:
             server.reserved_bytes += piece.stop_bytes - piece.start_bytes
             shards.append(ShardRecord(piece.start_bytes, piece.stop_bytes, piece.server_id, server.incarnation))
         unit = Unit(len(run.units), layout, tuple(sorted(shards, key=lambda shard: shard.start_bytes)))
-        run.add_unit(unit)
+        run.units.add(unit)
         return unit
 
     async def _reserve(self, run: Run, unit: Unit) -> None:
@@ -94,7 +95,7 @@ class Units:
         cluster = self._state.cluster
         await asyncio.gather(*(self._clean(run, shard.server_id) for shard in unit.shards))
         processes = {shard.server_id: cluster.require(shard.server_id).incarnation for shard in unit.shards}
-        run.move_unit(unit, tuple(replace(shard, incarnation=processes[shard.server_id]) for shard in unit.shards))
+        run.units.move(unit, tuple(replace(shard, incarnation=processes[shard.server_id]) for shard in unit.shards))
         await self._store(run, unit)
         ranges = {shard.server_id: shard for shard in unit.shards}
 
@@ -133,7 +134,7 @@ class Units:
     async def _store(self, run: Run, unit: Unit) -> None:
         """Makes durable that the owners are clean and where the unit lives; indices on disk have no gaps."""
         await self._state.save(run)
-        units = [other for other in run.units[: unit.index] if not other.stored] + [unit]
+        units = [other for other in run.units.before(unit) if not other.stored] + [unit]
         await self._state.store(run, self._state.storage.save_units, [unit_record(each) for each in units])
         for each in units:
             each.stored = True
@@ -187,7 +188,7 @@ def _check_new(run: Run, layout: UnitLayout) -> None:
             unit=layout.unit,
         )
     for name in layout.index_by_name:
-        if (owner := run.unit_of_parameter.get(name)) is not None:
+        if (owner := run.units.holder_of(name)) is not None:
             raise ConflictError(
                 f"parameter {name!r} of unit {layout.unit!r} is in unit {owner!r} already: wrap the model as the "
                 "trainers before did, or use another run",

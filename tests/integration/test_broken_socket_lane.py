@@ -1,0 +1,230 @@
+"""The socket lane and who may not connect, bytes that are wrong, and connections that break."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+
+import pytest
+
+from shardwell.data_plane.lane_connection import LaneConnection
+from shardwell.data_plane.shard_client import ShardClient
+from shardwell.data_plane.socket_lane import SocketLane
+from shardwell_server.shard import socket_lane
+from shardwell_wire import frames
+from shardwell_wire.errors import (
+    AccessError,
+    ChunkError,
+    CorruptDataError,
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    ShardwellError,
+    UnavailableError,
+)
+from shardwell_wire.frames import Kind
+from tests.support.shard_server import (
+    BIG,
+    PLAIN,
+    ShardServer,
+    error_of,
+    in_background,
+    train,
+    unit,
+)
+from tests.support.socket_lane import LanedUnit, Peer, closing_lane, data, end_of
+
+
+@pytest.fixture
+def laned(server: ShardServer) -> Iterator[LanedUnit]:
+    with closing_lane(LanedUnit(server)) as made:
+        yield made
+
+
+@pytest.fixture
+def big(server: ShardServer) -> Iterator[LanedUnit]:
+    """More than a connection's buffers hold."""
+    with closing_lane(LanedUnit(server, BIG)) as made:
+        yield made
+
+
+# Who may connect.
+
+
+@pytest.mark.parametrize(
+    ("hello", "error"),
+    [
+        (frames.hello(bytes(32)), AccessError),
+        (b"GET / HTTP/1.1\r\nHost: here\r\n".ljust(frames.HELLO_BYTES), InvalidRequestError),
+        (b"shrdlane" + struct.pack("<I", 7) + bytes(32), InvalidRequestError),
+    ],
+)
+def test_who_has_no_token_is_told_and_cut_off(laned: LanedUnit, hello: bytes, error: type[ShardwellError]) -> None:
+    with Peer(laned, hello=hello) as peer:
+        assert type(peer.error()) is error
+        assert peer.is_closed()
+    assert laned.gather()[0] == 0
+
+
+def test_who_says_nothing_is_cut_off(laned: LanedUnit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_lane, "HELLO_LIMIT_S", 0.05)
+    with Peer(laned, hello=b"shrd") as peer:
+        assert "no token within 0.05 s" in str(peer.error())
+        assert peer.is_closed()
+
+
+def test_opening_is_given_up_in_time() -> None:
+    silent = socket.create_server(("127.0.0.1", 0))
+    with silent, closing(ShardClient(f"127.0.0.1:{silent.getsockname()[1]}")) as client:
+        error = error_of(lambda: SocketLane(client, "r", timeout_s=0.1))
+    assert isinstance(error, DeadlineError)
+    assert "did not answer OpenLane within 0.1 s" in str(error)
+
+
+def test_a_port_out_of_reach_is_noticed_when_the_lane_is_opened(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = unit(server)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(server.sockets, "_port", nobody.getsockname()[1])
+        error = error_of(lambda: SocketLane(server.client, one.run))
+    assert isinstance(error, UnavailableError)
+    server.until(lambda: not server.sockets._lanes, "the lane is closed")
+
+
+def test_a_lane_needs_a_run(server: ShardServer) -> None:
+    assert isinstance(error_of(lambda: SocketLane(server.client, "nowhere")), NotFoundError)
+
+
+# Bytes that are wrong.
+
+
+@pytest.mark.parametrize(
+    ("sent", "complaint"),
+    [
+        (struct.pack("<IB", 1 << 31, Kind.GATHER), "a GATHER frame of 2147483648 bytes: at most"),
+        (struct.pack("<IB", 0, 99), "a frame of kind 99: expected GATHER or REDUCE_SCATTER"),
+        (data(b"abc"), "a frame of kind 7: expected GATHER or REDUCE_SCATTER"),
+        (frames.encode(Kind.GATHER, b"\0"), "a GATHER frame of 1 bytes"),
+        (frames.encode(Kind.GATHER, b"\0\0\0\0\xff\xff"), "do not decode as shardwell.v1.GatherRequest"),
+        (bytes(range(256)) * 512, "a frame of kind 4: expected GATHER or REDUCE_SCATTER"),
+    ],
+)
+def test_garbage_closes_its_connection_and_no_other(laned: LanedUnit, sent: bytes, complaint: str) -> None:
+    with Peer(laned) as peer:
+        peer.send(sent)
+        error = peer.error()
+        assert isinstance(error, InvalidRequestError)
+        assert complaint in str(error)
+        assert peer.is_closed()
+    assert laned.gather()[0] == 0
+
+
+RIGHT = bytes(PLAIN.size_bytes)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "duplicate"])
+@pytest.mark.parametrize(
+    ("stream", "error", "complaint"),
+    [
+        (data(RIGHT[1:]) + end_of(RIGHT[1:]), ChunkError, "ended after 239999 of 240000 bytes"),
+        (data(RIGHT, b"\0") + end_of(RIGHT + b"\0"), ChunkError, "240001 bytes or more, expected 240000"),
+        (data(b"", RIGHT) + end_of(RIGHT), ChunkError, "an empty frame at byte 0"),
+        (struct.pack("<IB", (4 << 20) + 1, Kind.DATA), InvalidRequestError, "a DATA frame of 4194305 bytes"),
+        (data(RIGHT) + end_of(b"other"), CorruptDataError, "was announced"),
+        (data(RIGHT[1:]) + frames.encode(Kind.GATHER), InvalidRequestError, "expected DATA or END"),
+    ],
+    ids=["short", "long", "empty frame", "large frame", "checksum", "request within"],
+)
+def test_nothing_is_kept_of_a_stream_that_is_wrong(
+    laned: LanedUnit, stream: bytes, error: type[ShardwellError], complaint: str, known: bool
+) -> None:
+    if known:
+        laned.push(laned.one.zeros())
+    with Peer(laned) as peer:
+        peer.push(laned, stream)
+        refused = peer.error()
+        assert peer.is_closed()
+    assert type(refused) is error
+    assert complaint in str(refused)
+    if not known:
+        laned.assert_nothing_came()
+    assert laned.push(laned.one.zeros()).duplicate == known
+
+
+# Connections that break.
+
+
+@pytest.mark.parametrize("sent", [0, 1, 3 << 20])
+def test_a_push_cut_in_mid_stream_leaves_no_trace(big: LanedUnit, sent: int) -> None:
+    with Peer(big) as peer:
+        peer.push(big, data(bytes(4 << 20))[: frames.HEAD_BYTES + sent])
+        big.server.until(lambda: len(big.one.shard.streams) == 1, "the stream is open")
+    big.assert_nothing_came()
+    assert not big.push(big.one.filled(1.0)).duplicate
+
+
+def test_a_reader_that_vanishes_releases_what_it_read(big: LanedUnit) -> None:
+    with Peer(big) as peer:
+        peer.request(Kind.GATHER, big.one.gather_request())
+        assert peer.frame()[0] is Kind.GATHERING
+        parameters = big.one.shard.values.parameters
+        assert parameters is not None
+        assert big.server.look(lambda: parameters.readers) == 1
+    big.server.until(lambda: parameters.readers == 0, "nobody reads")
+
+
+def test_a_deadline_within_a_frame_ends_the_connection_and_nothing_else(big: LanedUnit) -> None:
+    with Peer(big) as slow:
+        slow.send(frames.encode_request(Kind.GATHER, big.one.gather_request(), 1.0))
+        assert slow.frame()[0] is Kind.GATHERING
+        parameters = big.one.shard.values.parameters
+        assert parameters is not None
+        big.server.until(lambda: parameters.readers == 0, "nobody reads")
+        rest = slow.read(big.one.size)
+        frame_bytes = frames.HEAD_BYTES + frames.DATA_BYTES
+        heads = {
+            rest[start : start + frames.HEAD_BYTES] for start in range(0, len(rest) - frames.HEAD_BYTES, frame_bytes)
+        }
+    assert heads == {struct.pack("<IB", frames.DATA_BYTES, Kind.DATA)}
+    assert len(rest) < big.one.size
+    assert big.gather()[0] == 0
+
+
+def cut(laned: LanedUnit) -> None:
+    """Has the server drop every connection."""
+    laned.server.look(lambda: [task.cancel() for task in laned.server.sockets._connections])
+
+
+def test_a_connection_that_broke_while_idle_is_replaced(laned: LanedUnit) -> None:
+    laned.gather()
+    cut(laned)
+    laned.server.until(lambda: not laned.server.sockets._connections, "every connection is closed")
+    assert laned.gather()[0] == 0
+
+
+def test_a_connection_that_breaks_is_tried_again_for_as_long_as_asked(laned: LanedUnit) -> None:
+    for retry_for_s, outcome in ((0.0, "fails"), (20.0, "succeeds")):
+        waiting = in_background(partial(laned.gather, 1, retry_for_s=retry_for_s))
+        laned.server.until(lambda: len(laned.one.shard.values._changed._waiters) == 1, "somebody waits")
+        cut(laned)
+        if outcome == "fails":
+            assert isinstance(error_of(partial(next, waiting)), UnavailableError)
+            continue
+        laned.server.until(lambda: len(laned.one.shard.values._changed._waiters) == 1, "it waits again")
+        train(laned.one, 0)
+        assert next(waiting)[0] == 1
+
+
+def test_a_server_that_does_not_answer_is_given_up_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        connect = partial(LaneConnection, "127.0.0.1", port, bytes(32), peer="socket lane", timeout_s=0.1)
+        error = error_of(connect)
+        assert isinstance(error, DeadlineError)
+        assert "socket lane did not finish it within 0.1 s" in str(error)
+    assert isinstance(error_of(connect), UnavailableError)

@@ -1,0 +1,94 @@
+"""Units reached over a shm lane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
+from shardwell.data_plane.shm_lane import ShmLane
+from shardwell_server.shard.mailboxes import Mailbox
+from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.wire_dtypes import Piece
+from tests.support.shard_server import (
+    OneUnit,
+    ShardServer,
+)
+
+AS_STORED = common_pb2.WIRE_DTYPE_UNSPECIFIED
+
+
+def header(
+    one: OneUnit, *, step: int = 0, rank: int = 0, epoch: int = 1, **changes: Any
+) -> shard_pb2.ReduceScatterHeader:
+    fields = {
+        "context": one.context(step, epoch),
+        "unit": one.layout.unit,
+        "dp_rank": rank,
+        "parameter_indices": [segment.parameter_index for segment in one.segments],
+        "start_bytes": one.start,
+        "stop_bytes": one.stop,
+    }
+    return shard_pb2.ReduceScatterHeader(**{**fields, **changes})
+
+
+class LanedUnit:
+    """One unit of a server, reached over a shm lane."""
+
+    def __init__(self, one: OneUnit) -> None:
+        self.one, self.server = one, one.server
+        self.lane = ShmLane(self.server.client, one.run, timeout_s=20.0)
+
+    def __enter__(self) -> LanedUnit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lane.close()
+
+    def locate(self, version: int | None = None, *, timeout_s: float = 20.0) -> shard_pb2.LocateShardResponse:
+        return self.lane.locate(self.one.layout.unit, version, timeout_s=timeout_s, retry_for_s=0.0)
+
+    def vector(self) -> SharedVector:
+        path = self.locate().segment.path
+        return SharedVector(self.one.layout.unit, [SegmentPlace(path, self.one.start, self.one.stop)])
+
+    def header(self, **options: Any) -> shard_pb2.ReduceScatterHeader:
+        return header(self.one, **options)
+
+    def push(self, gradients: list[torch.Tensor], **changes: Any) -> None:
+        pieces = [
+            Piece(segment.start_bytes, gradient) for segment, gradient in zip(self.one.segments, gradients, strict=True)
+        ]
+        laid = self.lane.lay(self.header(**changes), pieces, AS_STORED)
+        self.lane.hand_over(laid, timeout_s=20.0, retry_for_s=0.0)
+
+    def open_mailbox(self, **changes: Any) -> shard_pb2.OpenMailboxResponse:
+        fields = {"run": self.one.run, "unit": self.one.layout.unit, "lane": self.lane._name}
+        answer: shard_pb2.OpenMailboxResponse = self.server.call(
+            "OpenMailbox", shard_pb2.OpenMailboxRequest(**{**fields, **changes})
+        )
+        return answer
+
+    def reduce(self, mailbox: int, *, lane: str | None = None, **changes: Any) -> shard_pb2.ReduceMailboxResponse:
+        request = shard_pb2.ReduceMailboxRequest(
+            header=self.header(**changes), lane=self.lane._name if lane is None else lane, mailbox=mailbox
+        )
+        answer: shard_pb2.ReduceMailboxResponse = self.server.call("ReduceMailbox", request)
+        return answer
+
+    def mailboxes(self) -> list[Mailbox]:
+        """Those that the server has for the lane."""
+        return self.server.look(lambda: list(self.server.shm._open[self.lane._name]._mailboxes.values()))
+
+
+def shared_bytes(server: ShardServer) -> int:
+    return server.look(lambda: server.store.memory._shared_bytes)
+
+
+def assert_only_parameters(one: OneUnit) -> None:
+    """No mailbox counts against the budget, and nothing is staged."""
+    server = one.server
+    server.until(lambda: server.store.memory._shared_bytes == one.size, "mailboxes are given back")
+    assert (server.taken_bytes(), server.staged_bytes()) == (0, 0)
+    assert server.look(lambda: one.shard.contribution_cover._free_count) == one.dp
