@@ -58,8 +58,8 @@ class Trainer:
     def read(self, step: int = 0, rank: int = 0, epoch: int = 1) -> SlicePart:
         return self.slice(rank).read(self._one.context(step, epoch))
 
-    def stage(self, part: SlicePart, step: int = 0, rank: int = 0, epoch: int = 1, keep: float = 1e9) -> None:
-        self.slice(rank).stage(lambda: self._one.context(step, epoch, uuid.uuid4().hex), part, may_keep_bytes=keep)
+    def stage(self, part: SlicePart, step: int = 0, rank: int = 0, epoch: int = 1, keep: bool = True) -> None:
+        self.slice(rank).stage(lambda: self._one.context(step, epoch, uuid.uuid4().hex), part, keep=keep)
 
     def update(self, step: int = 0, rank: int = 0, epoch: int = 1) -> SlicePart:
         """Descends along the gradient, and sums up gradients in the state."""
@@ -263,7 +263,7 @@ def test_kept_values_and_state_are_not_sent_again(server: ShardServer) -> None:
         second = own.read(1)
         assert all(second.values[index] is first.values[index] for index in first.values)
         descend(second)
-        own.stage(second, 1, keep=0)
+        own.stage(second, 1, keep=False)
         commit(one, 1)
         assert own.slice().held_bytes == 0
         prepare(one, 2)
@@ -357,7 +357,7 @@ def test_what_is_refused(server: ShardServer) -> None:
         assert error.data["parameter"] == "u.b"
         assert isinstance(error_of(lambda: commit(one, 1)), IncompleteStepError)
         assert isinstance(error_of(lambda: own.read(1, rank=0, epoch=0)), StaleEpochError)
-        lane = own.server.require_shm()
+        lane = own.server.shm
         wrong = shard_pb2.ReadSliceRequest(context=one.context(1), unit="u", stop_bytes=4096)
         assert isinstance(error_of(lambda: lane.open_desk(wrong, timeout_s=20, retry_for_s=0)), InvalidRequestError)
         header = shard_pb2.StageSliceHeader(context=one.context(1), unit="u", stop_bytes=one.size)
