@@ -202,6 +202,24 @@ def test_two_steps_in_one_loop_body(session: shardwell.Session) -> None:
             optimizer.step()
 
 
+def test_steps_of_which_no_forward_tells(session: shardwell.Session) -> None:
+    """Weights that are gathered and used by hand, and gradients that are set by hand."""
+    model = nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    fully_shard(model, session)
+    optimizer = shardwell.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        model.unshard()
+        (model.weight.sum()).backward()
+        optimizer.step()
+    for _ in range(2):
+        model.weight.grad = torch.full((2, 3), 2.0)
+        optimizer.step()
+    assert session.step == 4
+    assert torch.equal(shardwell.full_state_dict(model)["weight"], torch.full((2, 3), -6.0))
+
+
 def test_torchs_grad_scaler(session: shardwell.Session) -> None:
     model = shard(session)
     optimizer, scaler = shardwell.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
