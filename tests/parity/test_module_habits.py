@@ -211,13 +211,14 @@ def test_steps_of_which_no_forward_tells(session: shardwell.Session) -> None:
     optimizer = shardwell.optim.SGD(model.parameters(), lr=1.0)
     for _ in range(2):
         model.unshard()
-        (model.weight.sum()).backward()
+        model.weight.sum().backward()
         optimizer.step()
-    for _ in range(2):
-        model.weight.grad = torch.full((2, 3), 2.0)
+    # They must not reach the servers, nor memory that these share, while the step before is still being applied.
+    for number in range(20):
+        model.weight.grad = torch.full((2, 3), float(number))
         optimizer.step()
-    assert session.step == 4
-    assert torch.equal(shardwell.full_state_dict(model)["weight"], torch.full((2, 3), -6.0))
+    assert session.step == 22
+    assert torch.equal(shardwell.full_state_dict(model)["weight"], torch.full((2, 3), -2.0 - sum(range(20))))
 
 
 def test_torchs_grad_scaler(session: shardwell.Session) -> None:

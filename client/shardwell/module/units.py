@@ -241,7 +241,7 @@ class Units:
         """Frees all units, whose values a commit has made stale, and makes older graphs raise when used."""
         self._entered = False
         for unit in self:
-            unit.pushed = False
+            unit.pushed = unit.is_current = False
         self._end_graphs(self._written(), Unit.expire)
 
     def begin_step(self) -> None:
@@ -405,6 +405,7 @@ class Units:
         if indices is None and unit in self._buckets:
             self._buckets[unit].clear()
         for bucket in cut(unit.gradients.take(indices), self._bucket_bytes(unit) if indices is None else None):
+            unit.require_current()  # there are gradients without a forward: set by hand
             self._pushed = unit.pushed = True
             self._store.push(unit.index, bucket)
 
