@@ -191,7 +191,8 @@ class SliceUpdates:
             for staging in stagings:
                 staging.result()
         except Exception:
-            wait([*stagings, *(reading for _, reading in reads)])
+            wait(stagings)
+            wait([reading for _, reading in reads])
             raise
         except BaseException:  # such as Ctrl-C, which must not wait for servers: what they still answer is nobody's
             self.forget()
