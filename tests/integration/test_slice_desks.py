@@ -61,8 +61,8 @@ class Trainer:
     def read(self, step: int = 0, rank: int = 0, epoch: int = 1) -> SlicePart:
         return self.slice(rank).read(self._one.context(step, epoch))
 
-    def stage(self, part: SlicePart, step: int = 0, rank: int = 0, epoch: int = 1, keep: float = 1e9) -> None:
-        self.slice(rank).stage(lambda: self._one.context(step, epoch, uuid.uuid4().hex), part, may_keep_bytes=keep)
+    def stage(self, part: SlicePart, step: int = 0, rank: int = 0, epoch: int = 1, keep: bool = True) -> None:
+        self.slice(rank).stage(lambda: self._one.context(step, epoch, uuid.uuid4().hex), part, keep=keep)
 
     def update(self, step: int = 0, rank: int = 0, epoch: int = 1) -> SlicePart:
         """Descends along the gradient, and sums up gradients in the state."""
@@ -275,7 +275,7 @@ def test_kept_values_and_state_are_not_sent_again(server: ShardServer) -> None:
         second = own.read(1)
         assert all(second.values[index] is first.values[index] for index in first.values)
         descend(second)
-        own.stage(second, 1, keep=0)
+        own.stage(second, 1, keep=False)
         commit(one, 1)
         assert own.slice().held_bytes == 0
         prepare(one, 2)

@@ -202,6 +202,25 @@ def test_two_steps_in_one_loop_body(session: shardwell.Session) -> None:
             optimizer.step()
 
 
+def test_steps_of_which_no_forward_tells(session: shardwell.Session) -> None:
+    """Weights that are gathered and used by hand, and gradients that are set by hand."""
+    model = nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    fully_shard(model, session)
+    optimizer = shardwell.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        model.unshard()
+        model.weight.sum().backward()
+        optimizer.step()
+    # They must not reach the servers, nor memory that these share, while the step before is still being applied.
+    for number in range(20):
+        model.weight.grad = torch.full((2, 3), float(number))
+        optimizer.step()
+    assert session.step == 22
+    assert torch.equal(shardwell.full_state_dict(model)["weight"], torch.full((2, 3), -2.0 - sum(range(20))))
+
+
 def test_torchs_grad_scaler(session: shardwell.Session) -> None:
     model = shard(session)
     optimizer, scaler = shardwell.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")

@@ -45,6 +45,7 @@ def test_explicit_arguments_win() -> None:
         ({"chunk_bytes": 1 << 30}, {}, UsageError, "chunk_bytes="),
         ({"min_trainers": 3, "world": World(dp=2)}, {}, WorldError, "min_trainers=3: expected 1 to 2"),
         ({"wait_limit_s": 0.0}, {}, UsageError, "wait_limit_s=0.0"),
+        ({"wait_limit_s": float("inf")}, {}, UsageError, "wait_limit_s=inf: expected a positive number"),
         ({"host_cache_bytes": -1}, {}, UsageError, "host_cache_bytes=-1: expected at least 0"),
     ],
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -88,6 +89,17 @@ def test_what_is_laid_in_a_mailbox_is_rounded_as_on_the_wire(tmp_path: Path, wir
     assert torch.equal(torch.frombuffer(bytearray(content[256:4256]), dtype=torch.float32), expected)
     assert content[:256] + content[4256:] == b"\xff" * (8192 - 4000), "nothing beside it"
     assert torch.equal(expected, values) == (wire_dtype == common_pb2.WIRE_DTYPE_UNSPECIFIED)
+
+
+def test_an_open_mailbox_keeps_no_file_open(tmp_path: Path) -> None:
+    """Those of a large model would be more than a process may have."""
+    path = tmp_path / "mailbox"
+    path.write_bytes(bytes(8192))
+    mailbox = client.Mailbox.open(7, str(path), 8192)
+    assert str(path) not in [file.path for file in psutil.Process().open_files()]
+    assert str(path) in [mapped.path for mapped in psutil.Process().memory_maps()]
+    del mailbox
+    assert str(path) not in [mapped.path for mapped in psutil.Process().memory_maps()]
 
 
 # The server's.

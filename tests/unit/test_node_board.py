@@ -7,6 +7,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 
 import pytest
 
@@ -126,3 +127,24 @@ def test_two_processes_cannot_be_the_same_member(monkeypatch: pytest.MonkeyPatch
         NodeBoard(folder, 0, 2)
     folder.close()
     board.close()
+
+
+def test_who_looks_while_another_writes_sees_no_half_of_it(make: MakeBoards) -> None:
+    board, _ = make(2)
+    with board._changing() as record:
+        record.version, record.number, record.what, record.num_there = 7, 3, 5, 1
+    writing = (
+        "import sys; from shardwell.data_plane.host_folder import HostFolder; "
+        "from shardwell.data_plane.node_board import NodeBoard; "
+        "board = NodeBoard(HostFolder(sys.argv[1]), 2, 3); print('there', flush=True)\n"
+        "while True:\n with board._changing(): pass"
+    )
+    key = board._folder.path.name.rpartition("-")[2]
+    process = subprocess.Popen([sys.executable, "-c", writing, key], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"there\n"
+        seen = {astuple(board._read()) for _ in range(200_000)}
+    finally:
+        process.kill()
+        process.communicate()
+    assert seen == {(7, 3, 5, 1, Verdict.OPEN)}

@@ -6,7 +6,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -253,6 +253,36 @@ def test_a_member_that_dies_at_an_exchange_leaves_no_wrong_byte(
         all_do(members, lambda member: member.gather(0, vector=(Surviving, Dying)[members.index(member)]()))
         assert not any(member.gather(1).exchanged for member in members)
     assert len(caplog.records) == 2, "one line for each"
+
+
+def test_an_error_that_nobody_thought_of_does_not_keep_the_training_thread_waiting(
+    make: MakeMembers, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Vector):
+        def complete(self, start_bytes: int, stop_bytes: int, exchange: Exchange, limit_s: float) -> None:
+            raise AssertionError
+
+    members = make(2)
+    vectors = all_do(members, lambda member: member.gather(0, vector=Broken()))
+    assert not any(vector.exchanged for vector in vectors)
+    assert caplog.messages == ["node group: every unit is fetched whole from now on: AssertionError"] * 2
+
+
+def test_only_the_training_thread_is_seen_to_wait(make: MakeMembers) -> None:
+    member, _ = make(2, patience_s=SHORT_S)
+    vector, fetched = Vector(), threading.Event()
+    target = memory_at(vector.bytes.data_ptr(), vector.bytes.numel())
+    fetches, member.server.gather = (
+        member.server.gather,
+        lambda *arguments, **options: (  # type: ignore[method-assign]
+            fetched.wait(LONG_S) and fetches(*arguments, **options)
+        ),
+    )
+    future = member.gathers.gather(member.unit, 0, target, LAYOUT, vector)
+    fetched.set()
+    wait([future], LONG_S)
+    assert future.exception() is None and member.gathers._num_failures == 1
+    assert member.traffic.stats.gather_wait_s == 0.0
 
 
 def test_what_cannot_be_shared_is_fetched_whole_without_asking_anybody(make: MakeMembers) -> None:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardwell.data_plane.shared_vector import map_shared
 from shardwell_wire.wire_dtypes import Piece, WireDType, bytes_tensor, round_trip_
 
 
@@ -24,7 +25,7 @@ class Mailbox:
         """Maps a mailbox that the server made. Raises OSError if that fails."""
         descriptor = os.open(path, os.O_RDWR)
         try:
-            return cls(number, memoryview(mmap.mmap(descriptor, size_bytes)))
+            return cls(number, map_shared(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE))
         finally:
             os.close(descriptor)
 

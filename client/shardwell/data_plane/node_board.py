@@ -204,7 +204,8 @@ class NodeBoard:
         with locked(self._folder.path / _BOARD, _LOCK_LIMIT_S, self._closed):
             record = self._read()
             yield record
-            _RECORD.pack_into(self._memory, 0, *astuple(record))
+            # In one copy: pack_into clears the fields first, and who waits reads without the lock.
+            self._memory[: _RECORD.size] = _RECORD.pack(*astuple(record))
 
     def _read(self) -> _Record:
         return _Record(*_RECORD.unpack_from(self._memory, 0))

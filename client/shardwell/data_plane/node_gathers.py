@@ -16,7 +16,7 @@ from bisect import bisect_right
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from shardwell.data_plane.node_board import MemberGoneError, Turn, Verdict
+from shardwell.data_plane.node_board import Turn, Verdict
 from shardwell.data_plane.node_group import EXCHANGE_LIMIT_S, NodeGroup
 from shardwell.data_plane.traffic import RemoteUnit, Traffic, WaitedFor
 from shardwell.memory.completion import Completable
@@ -114,7 +114,7 @@ class NodeGathers:
     def _exchange_in_turn(self) -> None:
         while (gather := self._jobs.get()) is not None:
             try:
-                version = gather.part.result()
+                version = _awaited(gather.part)
             except BaseException as error:
                 self._abandon(gather)
                 gather.whole.set_exception(error)
@@ -132,8 +132,8 @@ class NodeGathers:
             if self._group.decide(gather.turn, gather.unit.index, self._patience_s) is Verdict.TOGETHER:
                 gather.vector.complete(gather.start_bytes, gather.stop_bytes, self._group.exchange, EXCHANGE_LIMIT_S)
                 return True
-        except (MemberGoneError, RuntimeError, OSError) as error:
-            self._leave(str(error).partition("\n")[0])
+        except Exception as error:  # the training thread waits for a gather, whatever ends its exchange
+            self._leave(str(error).partition("\n")[0] or type(error).__name__)
             return False
         self._go_apart(gather)
         return False
@@ -151,7 +151,7 @@ class NodeGathers:
             if (error := whole.exception()) is not None:
                 gather.whole.set_exception(error)
             else:
-                gather.whole.set_result(whole.result())
+                gather.whole.set_result(_awaited(whole))
 
         try:
             whole = fetch(self._traffic, gather.unit, gather.turn.version, gather.target, gather.layout)
@@ -186,6 +186,11 @@ def fetch(traffic: Traffic, unit: RemoteUnit, version: int, target: memoryview, 
     if layout == unit.layout:
         return traffic.gather(unit, version, target)
     return traffic.gather_cast(unit, version, target, layout)
+
+
+def _awaited(fetched: Future[int]) -> int:
+    """A fetch's result, without counting the time: it is not the training thread that waits for it."""
+    return Future.result(fetched)
 
 
 def _part_of(unit: RemoteUnit, layout: UnitLayout, start_bytes: int, stop_bytes: int) -> RemoteUnit:

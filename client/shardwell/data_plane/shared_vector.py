@@ -110,6 +110,8 @@ class SharedVector:
 
 def map_shared(descriptor: int, size_bytes: int, protection: int) -> memoryview:
     """The first bytes of a file, as long as a view of them lives. ``mmap.mmap`` would keep a file open for each."""
+    if not size_bytes:
+        return memoryview(bytearray())  # nothing cannot be mapped
     address = _map(None, size_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
     return memoryview(_mapped(address, size_bytes)).cast("B")
 

@@ -72,13 +72,17 @@ class RemoteSlice:
                 logger.info("slice of unit %r is streamed: %s", self._place.layout.unit, error)
         return read_slice(self._shard.server.client, self._place, context, timeout_s=self._timeout_s, held=held)
 
-    def stage(self, make_context: MakeContext, part: SlicePart, *, may_keep_bytes: float) -> None:
+    def bytes_to_keep(self, part: SlicePart) -> int:
+        """What ``stage`` can keep of a part."""
+        return 0 if self._shares_memory else part.kept_bytes
+
+    def stage(self, make_context: MakeContext, part: SlicePart, *, keep: bool) -> None:
         """Sends new values and state; raises as ``stage_slice`` does.
 
         Args:
             make_context: Makes the context of a request.
             part: What ``read`` returned, changed.
-            may_keep_bytes: How much may stay here until the next step.
+            keep: Whether values and state stay here until the next step.
         """
         if isinstance(part, DeskPart) and self._stage_desk(make_context(), part):
             return
@@ -91,7 +95,7 @@ class RemoteSlice:
             timeout_s=self._timeout_s,
             share_state=self._shares_memory,
         )
-        if not self._shares_memory and part.kept_bytes <= may_keep_bytes:
+        if keep and not self._shares_memory:
             self._held = HeldSlice(context.request_id, part)
             part.gradients = {}
 
@@ -162,6 +166,7 @@ class SliceUpdates:
         todo = iter(self._slices_of(units, dp_rank))
         reads: deque[tuple[RemoteSlice, Future[SlicePart]]] = deque()
         stagings: deque[Future[None]] = deque()
+        kept: dict[RemoteSlice, int] = {}
 
         def read_next() -> None:
             if (piece := next(todo, None)) is not None:
@@ -178,21 +183,28 @@ class SliceUpdates:
                 update(piece.unit_index, part)
                 if len(stagings) == _BEHIND_COUNT:
                     stagings.popleft().result()
-                free_bytes = keep_bytes - sum(other.held_bytes for other in self._slices.values())
-                stagings.append(self._threads.submit(piece.stage, make_context, part, may_keep_bytes=free_bytes))
+                # What is being staged counts before it is held.
+                total = sum(max(other.held_bytes, kept.get(other, 0)) for other in self._slices.values())
+                size = piece.bytes_to_keep(part)
+                kept[piece] = size if total + size <= keep_bytes else 0
+                stagings.append(self._threads.submit(piece.stage, make_context, part, keep=kept[piece] > 0))
             for staging in stagings:
                 staging.result()
-        finally:
+        except Exception:
             wait(stagings)
             wait([reading for _, reading in reads])
+            raise
+        except BaseException:  # such as Ctrl-C, which must not wait for servers: what they still answer is nobody's
+            self.forget()
+            raise
 
     def forget(self) -> None:
         """Keeps nothing until the next step."""
         self._slices.clear()
 
     def close(self) -> None:
-        """Stops the threads."""
-        self._threads.shutdown(cancel_futures=True)
+        """Stops the threads; what is under way ends when the servers' connections are closed."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _slices_of(self, units: Iterable[RemoteUnit], dp_rank: int) -> Sequence[RemoteSlice]:
         found = []

@@ -50,6 +50,7 @@ class GradientPushes:
         if indices is None and unit in self._buckets:
             self._buckets[unit].clear()
         for bucket in cut(unit.gradients.take(indices), self._bucket_bytes(unit) if indices is None else None):
+            unit.require_current()  # there are gradients without a forward: set by hand
             self._pushed = unit.pushed = True
             self._store.push(unit.index, bucket)
 

@@ -22,6 +22,13 @@ class LocalGradients:
     def __init__(self, parameters: Sequence[nn.Parameter], precision: Precision) -> None:
         self._parameters, self._precision = parameters, precision
 
+    @property
+    def exist(self) -> bool:
+        """Whether there is any."""
+        with torch._C.DisableTorchFunctionSubclass():
+            here = any(parameter.grad is not None for parameter in self._parameters)
+        return here or self._precision.has_put_by
+
     def take(self, indices: Iterable[int] | None = None) -> list[tuple[int, torch.Tensor]]:
         """The gradients of all or some parameters, by index, dense and as stored; not local any more."""
         taken = []

@@ -100,6 +100,11 @@ class Precision:
             self._sums[index] = gradient.to(dtype)
         return True
 
+    @property
+    def has_put_by(self) -> bool:
+        """Whether there are such sums."""
+        return bool(self._sums)
+
     def finish(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """What is to be pushed, in the dtype of the servers: what was put by and the gradient that came last."""
         total = self._sums.pop(index, None)

@@ -81,6 +81,8 @@ class Unit:
         self.usage = Usage()
         self.pushed = False
         """Whether a gradient was pushed that is not committed yet."""
+        self.is_current = False
+        """Whether the servers are known to have the version that the step reads."""
         self.state = UnitState.FREED
         self._store = store
         self._memory = memory
@@ -217,11 +219,24 @@ class Unit:
         assert self._fetched is not None
         try:
             self._version = self._fetched.result()
+            self.is_current = True
             self._flat.receive()
         except Exception:
             self.free()
             raise
         self._fetched = None
+
+    def require_current(self) -> None:
+        """Waits until the servers have the version that the step reads, as a gather does.
+
+        Until then they may still be reading the last step's gradients, where those of this step will lie.
+        """
+        if not self.is_current:
+            if self._shared is not None:
+                self._store.await_version(self.index).result()
+            else:
+                self.gather_copy()
+            self.is_current = True
 
     def keep(self) -> None:
         """Makes the parameters unusable, but keeps their bytes for the next use in the step."""

@@ -77,8 +77,7 @@ class Units:
         self._outermost: list[Unit] = []
         self.generation = 0
         """How often graphs made before became unusable."""
-        self.used = False
-        """Whether a forward began since the last commit."""
+        self._entered = False
         self.is_last_backward = True
         """Whether the end of a backward frees what was gathered ahead and not used."""
 
@@ -181,6 +180,11 @@ class Units:
         """The most that ``live_bytes`` has been."""
         return self.memory.peak_bytes
 
+    @property
+    def used(self) -> bool:
+        """Whether a forward began since the last commit, or there are gradients that came without one."""
+        return self._entered or any(unit.pushed or unit.gradients.exist for unit in self)
+
     def forward_order(self) -> list[int]:
         """Indices of the units in the order in which the last forward first used them."""
         return self.gathering.order.forward
@@ -206,9 +210,9 @@ class Units:
 
     def invalidate(self) -> None:
         """Frees all units, whose values a commit has made stale, and makes older graphs raise when used."""
-        self.used = False
+        self._entered = False
         for unit in self:
-            unit.pushed = False
+            unit.pushed = unit.is_current = False
         self._end_graphs(self._written(), Unit.expire)
 
     def begin_step(self) -> None:
@@ -257,7 +261,7 @@ class Units:
 
     def enter_forward(self, unit: Unit) -> None:
         """A forward of the unit begins."""
-        self.used = True
+        self._entered = True
         if backward_task() == NO_TASK:
             self._forget_failed_backward()
             self.gathering.use(unit, Phase.FORWARD)

@@ -122,7 +122,8 @@ class ShardedOptimizer(Optimizer):
         if self._clip_value is not None:
             raise UsageError("clip_grad_norm_ after clip_grad_value_: a step clips by one of them")
         norm = self._grad_norm(float(norm_type))
-        if not math.isfinite(norm) and self._loss_scale is None:
+        # NaN stands for that of a step committed before this trainer joined: nobody knows it any more.
+        if math.isinf(norm) and self._loss_scale is None:
             raise NonFiniteError(
                 f"the norm of type {norm_type} is beyond what a double holds, though the gradient is finite: "
                 "take a smaller norm_type, or infinity"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -92,7 +93,7 @@ class JoinConfig:
             if getattr(self, name) < 0:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected at least 0")
         for name in ("wait_limit_s", "push_bytes"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected a positive number")
         if self.backward_prefetch not in list(BackwardPrefetch):
             modes = ", ".join(BackwardPrefetch)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import FileStore
 
 from shardwell.data_plane.host_folder import HostFolder
-from shardwell.data_plane.node_board import CONNECTED, NodeBoard, Verdict
+from shardwell.data_plane.node_board import CONNECTED, MemberGoneError, NodeBoard, Verdict
 from shardwell.data_plane.node_group import NodeGroup
 from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
@@ -48,7 +48,7 @@ def form_node_group(membership: Membership, config: JoinConfig) -> NodeGroup | N
         if members is None:
             return None
         group = _connect(members, config.node_group)
-    except (ShardwellError, OSError, RuntimeError) as error:
+    except (ShardwellError, MemberGoneError, OSError, RuntimeError) as error:
         logger.warning(
             "node group: every trainer of this node fetches whole units for itself: %s", str(error).partition("\n")[0]
         )

@@ -117,6 +117,7 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], values: Values, meta
             name, value = next(values)
             assert name == expected
             file.write(memory_of(value))
+            del value  # before the next unit is gathered
 
 
 def memory_of(value: torch.Tensor) -> memoryview:

@@ -1,0 +1,40 @@
+"""How trainers of a node come to be a group, or go on without one."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import FileStore
+
+from shardwell.data_plane.host_folder import HostFolder
+from shardwell.data_plane.node_board import NodeBoard
+from shardwell.data_plane.node_group import NodeGroup
+from shardwell.session import node_members
+from shardwell.session.config import JoinConfig
+from shardwell.session.node_members import NodeMembers, form_node_group
+from tests.support.cluster import wait_until
+
+
+def test_a_member_that_dies_once_it_is_connected_leaves_the_other_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    key, membership = uuid.uuid4().hex, Any
+    monkeypatch.setattr(node_members, "_find", lambda *_: NodeMembers(key, (0, 1), 0))
+
+    def connect_and_die() -> None:
+        folder = HostFolder(key)
+        board = NodeBoard(folder, 1, 2)
+        assert board.meet(60.0)
+        group = NodeGroup(board, "gloo", FileStore(str(folder.path / "store"), 2), rank=1, size=2)
+        wait_until(lambda: board._read().num_there == 1, "the other to wait until both are connected")
+        group.close()
+
+    with ThreadPoolExecutor(1) as threads, caplog.at_level(logging.WARNING):
+        dying = threads.submit(connect_and_die)
+        assert form_node_group(membership, JoinConfig(run="r", address="a:1", node_group="gloo")) is None
+        dying.result()
+    assert "every trainer of this node fetches whole units for itself: member 1 of 2 is gone" in caplog.text
