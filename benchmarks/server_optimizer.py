@@ -21,9 +21,9 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.report import Chart, Report, Summary, ratio, summarize, to_table
 from shardwell_server.hyperparameters import ALGORITHMS
-from shardwell_server.shard.contributions import Contribution
-from shardwell_server.shard.shared_memory import SharedMemory
-from shardwell_server.shard.store import ShardStore
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.state.contributions import Contribution
+from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.v1 import common_pb2
 

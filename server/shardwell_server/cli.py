@@ -12,7 +12,7 @@ from shardwell_wire.errors import ShardwellError
 
 _COMMAND_MODULES = {
     "coordinator": "shardwell_server.coordinator.command",
-    "shard": "shardwell_server.shard.command",
+    "shard": "shardwell_server.shard.process.command",
     "health": "shardwell_server.health",
 }
 """Each has ``add_parser(subparsers)``, which sets ``handler(arguments) -> int`` as a default. Only the

@@ -14,9 +14,9 @@ import torch
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.server_connection import ServerConnection
 from shardwell.data_plane.shm_lane import ShmLane
-from shardwell_server.shard.mailboxes import Mailbox
-from shardwell_server.shard.pushes import Push
-from shardwell_server.shard.shared_memory import SharedMemory
+from shardwell_server.shard.lanes.mailboxes import Mailbox
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.requests.pushes import Push
 from shardwell_wire.errors import CapacityError, ConflictError, UnavailableError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import shard_pb2

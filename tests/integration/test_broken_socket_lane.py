@@ -13,7 +13,7 @@ import pytest
 from shardwell.data_plane.lane_connection import LaneConnection
 from shardwell.data_plane.shard_client import ShardClient
 from shardwell.data_plane.socket_lane import SocketLane
-from shardwell_server.shard import socket_lane
+from shardwell_server.shard.lanes import socket_lane
 from shardwell_wire import frames
 from shardwell_wire.errors import (
     AccessError,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shardwell.data_plane.shm_lane import ShmLane
-from shardwell_server.shard.encoded_versions import EncodedVersions
-from shardwell_server.shard.shared_memory import SharedMemory
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.state.encoded_versions import EncodedVersions
 from shardwell_wire import wire_dtypes
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import VersionGoneError

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from shardwell_server.shard.shared_memory import SharedMemory
+from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_wire.errors import DeadlineError, NotFoundError, VersionGoneError
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import (

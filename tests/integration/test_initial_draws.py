@@ -7,7 +7,7 @@ import torch
 
 import shardwell
 from shardwell import init
-from shardwell_server.shard import drawing
+from shardwell_server.shard.arithmetic import drawing
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import InvalidRequestError, NonFiniteError
 from shardwell_wire.v1 import initialization_pb2

@@ -18,8 +18,8 @@ import grpc.aio
 import pytest
 
 from shardwell_server.rpc import add_service
-from shardwell_server.shard.registration import Registration
-from shardwell_server.shard.store import ShardStore
+from shardwell_server.shard.process.registration import Registration
+from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.errors import InternalError, NotFoundError, ShardwellError, StaleEpochError
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.shard_server import shared_loop

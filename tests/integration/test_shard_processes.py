@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from shardwell_server.process import Endpoint
-from shardwell_server.shard import process_group
-from shardwell_server.shard.process_group import command_line, member_settings
+from shardwell_server.shard.process import process_group
+from shardwell_server.shard.process.process_group import command_line, member_settings
 from shardwell_wire.channel import open_channel
 from shardwell_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.support.cluster import descendants, wait_gone, wait_until

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell_server.shard.optimizer import ShardOptimizer
+from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
 from shardwell_wire import codec
 from shardwell_wire.errors import (
     DeadlineError,

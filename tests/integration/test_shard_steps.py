@@ -12,8 +12,8 @@ import grpc
 import pytest
 import torch
 
-from shardwell_server.shard import streams
-from shardwell_server.shard.optimizer import ShardOptimizer
+from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
+from shardwell_server.shard.requests import streams
 from shardwell_wire.errors import (
     CapacityError,
     DeadlineError,
@@ -148,7 +148,7 @@ def test_what_is_refused_leaves_a_prepared_step_prepared(server: ShardServer) ->
 def test_a_norm_that_nobody_waits_for_any_more_leaves_a_prepared_step_prepared(
     server: ShardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardwell_server.shard.reduction import Reduced
+    from shardwell_server.shard.arithmetic.reduction import Reduced
 
     one = unit(server)
     one.push(one.filled(1.0))
@@ -432,7 +432,7 @@ def test_an_update_goes_on_when_its_caller_is_gone(server: ShardServer, monkeypa
 
 
 def test_a_prepare_that_is_cancelled_leaves_nothing(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwell_server.shard import unit_shard
+    from shardwell_server.shard.state import unit_shard
 
     one = unit(server, dp=2)
     before = server.taken_bytes()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell_server.shard.shared_memory import SharedMemory
+from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_wire.errors import (
     CapacityError,
     ConflictError,

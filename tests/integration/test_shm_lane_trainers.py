@@ -14,7 +14,7 @@ import torch
 
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.server_connection import ServerConnection
-from shardwell_server.shard.shared_memory import SharedMemory
+from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_wire.errors import (
     CapacityError,
     ConflictError,

@@ -17,9 +17,9 @@ from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
 from shardwell.data_plane.slice_client import SlicePart, SlicePlace
 from shardwell.data_plane.slice_desk import DeskPart
 from shardwell.data_plane.slice_updates import RemoteSlice
-from shardwell_server.shard.memory import Memory
-from shardwell_server.shard.shared_memory import SharedMemory
-from shardwell_server.shard.slices import Slices
+from shardwell_server.shard.memory.budget import Memory
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.state.slices import Slices
 from shardwell_wire.errors import (
     ConflictError,
     IncompleteStepError,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwell.module.store import InitialValues
-from shardwell_server.shard import drawing
+from shardwell_server.shard.arithmetic import drawing
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import BLOCK_BYTES, UnitLayout, cut
 

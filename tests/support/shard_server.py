@@ -19,13 +19,13 @@ import torch
 
 from shardwell.data_plane.shard_client import ShardClient
 from shardwell_server.rpc import add_service
-from shardwell_server.shard.lanes import LaneOffer
+from shardwell_server.shard.lanes.offer import LaneOffer
+from shardwell_server.shard.lanes.shm_lane import ShmLanes
+from shardwell_server.shard.lanes.socket_lane import SocketLanes, listen
+from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.servicer import ShardServicer
-from shardwell_server.shard.shared_memory import SharedMemory
-from shardwell_server.shard.shm_lane import ShmLanes
-from shardwell_server.shard.socket_lane import SocketLanes, listen
-from shardwell_server.shard.store import ShardStore
-from shardwell_server.shard.unit_shard import UnitShard
+from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import codec
 from shardwell_wire.channel import SERVER_OPTIONS
 from shardwell_wire.errors import ShardwellError, from_rpc_error

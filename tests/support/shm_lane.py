@@ -8,7 +8,7 @@ import torch
 
 from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
 from shardwell.data_plane.shm_lane import ShmLane
-from shardwell_server.shard.mailboxes import Mailbox
+from shardwell_server.shard.lanes.mailboxes import Mailbox
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from shardwell_wire.wire_dtypes import Piece
 from tests.support.shard_server import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwell import init
-from shardwell_server.shard import drawing
+from shardwell_server.shard.arithmetic import drawing
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.v1 import initialization_pb2
 

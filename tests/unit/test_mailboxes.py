@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from shardwell.data_plane import mailboxes as client
-from shardwell_server.shard import mailboxes as server
-from shardwell_server.shard.memory import Memory
-from shardwell_server.shard.shared_memory import SharedMemory
-from shardwell_server.shard.unit_shard import UnitShard
+from shardwell_server.shard.lanes import mailboxes as server
+from shardwell_server.shard.memory.budget import Memory
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError
 from shardwell_wire.v1 import common_pb2

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardwell_server.shard.contributions import Contribution, Contributions
-from shardwell_server.shard.fences import Fences
+from shardwell_server.shard.state.contributions import Contribution, Contributions
+from shardwell_server.shard.state.fences import Fences
 from shardwell_wire.errors import StaleEpochError
 from shardwell_wire.v1 import shard_pb2
 

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from shardwell_server.shard.buffer_pool import BufferPool
-from shardwell_server.shard.memory import Memory, shard_need_bytes
-from shardwell_server.shard.staging import Staging
+from shardwell_server.shard.memory.budget import Memory, shard_need_bytes
+from shardwell_server.shard.memory.buffer_pool import BufferPool
+from shardwell_server.shard.memory.staging import Staging
 from shardwell_wire.errors import CapacityError
 
 

@@ -12,7 +12,7 @@ import torch
 
 from shardwell_server import hyperparameters
 from shardwell_server.hyperparameters import ALGORITHMS
-from shardwell_server.shard.optimizer import ShardOptimizer
+from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.v1 import common_pb2
@@ -110,7 +110,7 @@ def test_no_algorithm_has_torch_import_its_compiler() -> None:
     steps = [step_of(algorithm).SerializeToString() for algorithm in ALGORITHMS]
     program = f"""if True:
         import sys, torch
-        from shardwell_server.shard.optimizer import ShardOptimizer
+        from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
         from shardwell_wire.v1 import common_pb2
         for step in {steps}:
             optimizer = common_pb2.OptimizerStep.FromString(step)

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwell_server.shard.shared_memory import DEFAULT_DIRECTORY, SharedMemory
+from shardwell_server.shard.memory.shared_memory import DEFAULT_DIRECTORY, SharedMemory
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, read_version
 
 HOLD = """
 import sys
 from pathlib import Path
-from shardwell_server.shard.shared_memory import SharedMemory
+from shardwell_server.shard.memory.shared_memory import SharedMemory
 shared = SharedMemory(Path(sys.argv[1]))
 shared.create_segment(4096, "a shard")
 print("ready", flush=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
-from shardwell_server.shard.shared_memory import Segment, SharedMemory
+from shardwell_server.shard.memory.shared_memory import Segment, SharedMemory
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING

@@ -8,15 +8,22 @@ from collections.abc import AsyncIterator, Mapping
 from google.protobuf.message import Message
 
 from shardwell_server.rpc import Call
-from shardwell_server.shard import desk_transfers, initial_values, inspection, slice_transfers, steps, transfers
 from shardwell_server.shard.concurrency import first_of, uninterrupted
-from shardwell_server.shard.holds import holding
-from shardwell_server.shard.lanes import LaneOffer
-from shardwell_server.shard.pushes import Push
-from shardwell_server.shard.runs import Run
-from shardwell_server.shard.shm_lane import ShmLanes
-from shardwell_server.shard.store import ShardStore
-from shardwell_server.shard.streams import IncomingMessages
+from shardwell_server.shard.lanes.offer import LaneOffer
+from shardwell_server.shard.lanes.shm_lane import ShmLanes
+from shardwell_server.shard.requests import (
+    desk_transfers,
+    initial_values,
+    inspection,
+    slice_transfers,
+    steps,
+    transfers,
+)
+from shardwell_server.shard.requests.holds import holding
+from shardwell_server.shard.requests.pushes import Push
+from shardwell_server.shard.requests.streams import IncomingMessages
+from shardwell_server.shard.state.runs import Run
+from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire import codec
 from shardwell_wire.errors import ConflictError
 from shardwell_wire.layout import UnitLayout

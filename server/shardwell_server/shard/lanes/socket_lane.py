@@ -1,0 +1,138 @@
+"""The lane of kind socket: who may connect to it, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from shardwell_server.shard.lanes.socket_connection import Connection
+from shardwell_server.shard.requests.socket_requests import Requests
+from shardwell_server.shard.state.store import ShardStore
+from shardwell_wire import frames
+from shardwell_wire.errors import AccessError, DeadlineError
+from shardwell_wire.v1 import shard_pb2
+
+logger = logging.getLogger(__name__)
+
+HELLO_LIMIT_S = 5.0
+"""A connection that has not shown a token by then is closed."""
+
+_MAX_CONNECTIONS = 4096
+"""Of all lanes together; further ones are closed at once."""
+
+_ACCEPT_PAUSE_S = 0.5
+"""After a connection could not be accepted, as when there are no file descriptors left."""
+
+
+@dataclass(eq=False)
+class _Lane:
+    run: str
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(frames.TOKEN_BYTES))
+    connections: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class SocketLanes:
+    """Offers lanes of kind socket on one port; a ``LaneOffer``.
+
+    Args:
+        store: What requests are about.
+        listener: Listens already; owned from now on.
+    """
+
+    def __init__(self, store: ShardStore, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._store, self._listener = store, listener
+        self._port: int = listener.getsockname()[1]
+        self._lanes: set[_Lane] = set()
+        self._connections: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def accepting(self) -> AsyncIterator[None]:
+        """Lets clients connect until the block ends; then no connection is left."""
+        accepting = asyncio.ensure_future(self._accept())
+        try:
+            yield
+        finally:
+            await _end(accepting, *self._connections)
+            self._listener.close()
+
+    @asynccontextmanager
+    async def open(self, run: str) -> AsyncIterator[shard_pb2.OpenLaneResponse]:
+        """A lane; its connections end with it."""
+        lane = _Lane(run)
+        self._lanes.add(lane)
+        try:
+            yield shard_pb2.OpenLaneResponse(socket=shard_pb2.SocketOffer(port=self._port, token=lane.token))
+        finally:
+            self._lanes.remove(lane)
+            await _end(*lane.connections)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                peer, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                logger.warning("cannot accept a connection: %s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            if len(self._connections) >= _MAX_CONNECTIONS:
+                logger.warning("%d connections of socket lanes are open: refused another", _MAX_CONNECTIONS)
+                peer.close()
+                continue
+            task = asyncio.ensure_future(self._serve(peer))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, peer: socket.socket) -> None:
+        with peer:
+            try:
+                connection = Connection(peer)
+                try:
+                    lane = await self._welcome(connection)
+                    await Requests(self._store, lane.run, connection).serve()
+                except Exception as error:
+                    await connection.refuse(error)
+                    await connection.linger()
+            except OSError as error:
+                logger.info("a connection of a socket lane broke: %s", error)
+
+    async def _welcome(self, connection: Connection) -> _Lane:
+        """The lane whose token a new connection shows; closing the lane ends the connection from now on."""
+        try:
+            async with asyncio.timeout(HELLO_LIMIT_S):
+                token = frames.token_of(await connection.exactly(frames.HELLO_BYTES))
+        except TimeoutError:
+            raise DeadlineError(f"no token within {HELLO_LIMIT_S:g} s") from None
+        lane = next((lane for lane in self._lanes if hmac.compare_digest(lane.token, token)), None)
+        if lane is None:
+            raise AccessError("no lane that is open has this token")
+        task = asyncio.current_task()
+        assert task is not None
+        lane.connections.add(task)
+        task.add_done_callback(lane.connections.discard)
+        await connection.send(frames.encode(frames.Kind.WELCOME))
+        return lane
+
+
+def listen(host: str) -> socket.socket:
+    """A socket that listens on a free port of a host; IPv6 in brackets, as gRPC has it."""
+    name = host.strip("[]")
+    both = name == "::" and socket.has_dualstack_ipv6()
+    try:
+        family, *_, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=128, dualstack_ipv6=both)
+    except OSError as error:
+        raise SystemExit(f"cannot listen on {host}: {error}") from error
+
+
+async def _end(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""How much memory there is, for whom, and which of it trainers can map."""

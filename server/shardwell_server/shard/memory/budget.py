@@ -1,0 +1,238 @@
+"""How much memory a server may use, what is set aside for whom, and buffers that are used again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from shardwell_server.shard.memory.buffer_pool import BufferPool
+from shardwell_server.shard.memory.staging import Staging
+from shardwell_wire.errors import CapacityError
+
+DEFAULT_SHARE = 0.8
+"""Part of the machine's or container's memory that a server takes as its budget by default."""
+
+_OPTIMIZER_STATES = 2
+"""Adam's two moments. What takes more (amsgrad's third) is added once it is there."""
+
+
+def default_budget_bytes() -> int:
+    """80 % of what this process may use: the container's limit, or the machine's memory."""
+    limits = [psutil.virtual_memory().total]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limits.append(int(text))
+    return int(min(limits) * DEFAULT_SHARE)
+
+
+def shard_need_bytes(shard_bytes: int, dp: int) -> int:
+    """What a shard may come to use: parameters, optimizer state, contributions and their sum."""
+    return shard_bytes * (1 + _OPTIMIZER_STATES + dp + (1 if dp > 1 else 0))
+
+
+@dataclass(slots=True)
+class _Reservation:
+    shard_bytes: int
+    need_bytes: int
+    optimizer_bytes: int = 0
+    """What the optimizer's state takes now."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.need_bytes + max(0, self.optimizer_bytes - _OPTIMIZER_STATES * self.shard_bytes)
+
+
+class Cover:
+    """How many buffers of one kind a shard's reservation covers; others need staging room.
+
+    Args:
+        count: That many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free_count = count
+
+    def take(self) -> bool:
+        """Has one more buffer covered, if that is possible."""
+        if self._free_count == 0:
+            return False
+        self._free_count -= 1
+        return True
+
+    def give(self) -> None:
+        """One buffer less is covered."""
+        self._free_count += 1
+
+
+@dataclass(slots=True)
+class Room:
+    """Room for one buffer of a shard: covered by its reservation, or staged."""
+
+    memory: Memory
+    cover: Cover
+    size_bytes: int
+    covered: bool
+
+    def settle(self) -> None:
+        """The buffer stays: has it covered if that is possible by now, so that others find staging room."""
+        if not self.covered and self.cover.take():
+            self.covered = True
+            self.memory.staging.give(self.size_bytes)
+
+    def give(self) -> None:
+        """Gives the room back."""
+        if self.covered:
+            self.cover.give()
+        else:
+            self.memory.staging.give(self.size_bytes)
+
+
+@dataclass(slots=True)
+class IncomingBuffer:
+    """Where a stream is received; given back when its block ends, unless it is kept."""
+
+    buffer: torch.Tensor
+    """uint8. [size_bytes]"""
+    room: Room
+    kept: bool = False
+
+    def keep(self) -> torch.Tensor:
+        """The buffer stays, until ``give_back``."""
+        self.kept = True
+        self.room.settle()
+        return self.buffer
+
+    def give_back(self) -> None:
+        """Gives the buffer back, and its room."""
+        self.room.memory.pool.give(self.buffer)
+        self.room.give()
+
+
+class Memory:
+    """Reservations against a budget, and the buffers that live in them.
+
+    Besides the shards' own needs room for one buffer of the largest shard is set aside: for streams
+    and old versions that no reservation covers (see ``Staging``).
+
+    Args:
+        budget_bytes: What all of it together may take.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.pool = BufferPool(budget_bytes)
+        self.staging = Staging()
+        self._reservations: dict[tuple[str, str], _Reservation] = {}
+        self._needs_bytes = 0
+        self._optimizer_bytes = 0
+        self._shared_bytes = 0
+        self._update_limits()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What is set aside, or lent beyond that."""
+        return self._needs_bytes + max(self._largest_bytes(), self.staging.used_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        return max(0, self.budget_bytes - self.reserved_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """Parameters, contributions, streams being received, and optimizer state now."""
+        return self.pool.taken_bytes + self.pool.elsewhere_bytes
+
+    def reserve(self, run: str, unit: str, shard_bytes: int, dp: int) -> None:
+        """Sets memory aside for a shard.
+
+        Raises:
+            CapacityError: It does not fit; nothing is set aside.
+        """
+        need, lent = shard_need_bytes(shard_bytes, dp), max(self._largest_bytes(), self.staging.used_bytes)
+        total = need + max(0, shard_bytes - lent)
+        if total > self.free_bytes:
+            raise CapacityError(
+                f"unit {unit!r} of run {run!r} needs {total} bytes here ({shard_bytes} of parameters, with "
+                f"optimizer state and the gradients of {dp} ranks), but {self.free_bytes} of the budget of "
+                f"{self.budget_bytes} are free: add shard servers, raise --memory-budget, or use fewer data ranks",
+                unit=unit,
+                needed_bytes=total,
+                free_bytes=self.free_bytes,
+            )
+        self._reservations[run, unit] = _Reservation(shard_bytes, need)
+        self._update_limits()
+
+    def note_optimizer(self, run: str, unit: str, optimizer_bytes: int) -> None:
+        """Says how much a shard's optimizer state takes; its reservation grows if that is more than was set aside."""
+        self._reservations[run, unit].optimizer_bytes = optimizer_bytes
+        self._update_limits()
+
+    def note_shared(self, size_bytes: int) -> None:
+        """Says how much shared memory a shard came to use, or gave back if negative; reservations cover it."""
+        self._shared_bytes += size_bytes
+        self._update_elsewhere()
+
+    def release(self, run: str) -> int:
+        """Gives back what a run had; returns how much."""
+        before = self.reserved_bytes
+        self._reservations = {key: value for key, value in self._reservations.items() if key[0] != run}
+        self._update_limits()
+        return before - self.reserved_bytes
+
+    @asynccontextmanager
+    async def incoming(
+        self, size_bytes: int, cover: Cover, *, wait_s: float, what: str
+    ) -> AsyncIterator[IncomingBuffer]:
+        """A buffer for one stream.
+
+        Args:
+            size_bytes: Its size.
+            cover: What a reservation covers; beyond that it waits for room.
+            wait_s: How long.
+            what: Names the stream in errors.
+
+        Raises:
+            CapacityError: Other streams did not leave room in time.
+        """
+        covered = cover.take()
+        if not covered:
+            await self.staging.take(size_bytes, wait_s, what)
+        incoming = IncomingBuffer(self.pool.take(size_bytes), Room(self, cover, size_bytes, covered))
+        try:
+            yield incoming
+        finally:
+            if not incoming.kept:
+                incoming.give_back()
+
+    def try_room(self, size_bytes: int, cover: Cover, what: str) -> Room:
+        """Room for one buffer, now.
+
+        Raises:
+            CapacityError: There is none.
+        """
+        covered = cover.take()
+        if not covered and not self.staging.try_take_pressing(size_bytes):
+            raise CapacityError(f"{what}: no room for {size_bytes} bytes beyond what is reserved")
+        return Room(self, cover, size_bytes, covered)
+
+    def _largest_bytes(self) -> int:
+        return max((reservation.shard_bytes for reservation in self._reservations.values()), default=0)
+
+    def _update_limits(self) -> None:
+        reservations = self._reservations.values()
+        self._needs_bytes = sum(reservation.total_bytes for reservation in reservations)
+        self._optimizer_bytes = sum(reservation.optimizer_bytes for reservation in reservations)
+        self._update_elsewhere()
+        self.staging.set_limit(max(self._largest_bytes(), self.budget_bytes - self._needs_bytes))
+
+    def _update_elsewhere(self) -> None:
+        self.pool.elsewhere_bytes = self._optimizer_bytes + self._shared_bytes

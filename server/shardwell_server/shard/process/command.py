@@ -1,0 +1,181 @@
+"""The command ``shardwell-server shard``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from shardwell_server import process
+from shardwell_server.shard.lanes.offer import LaneOffer
+from shardwell_server.shard.lanes.shm_lane import ShmLanes
+from shardwell_server.shard.lanes.socket_lane import SocketLanes, listen
+from shardwell_server.shard.memory.budget import default_budget_bytes
+from shardwell_server.shard.memory.shared_memory import DEFAULT_DIRECTORY, SharedMemory
+from shardwell_server.shard.process.process_group import ProcessGroup, member_settings
+from shardwell_server.shard.process.registration import Registration
+from shardwell_server.shard.servicer import ShardServicer
+from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.sizes import parse_size
+from shardwell_wire.v1 import common_pb2, shard_pb2
+
+logger = logging.getLogger(__name__)
+
+_EXAMPLES = """\
+examples:
+    shardwell-server shard --coordinator localhost:50051
+    shardwell-server shard --coordinator coordinator:50051 --listen 0.0.0.0:50052 --memory-budget 12GiB
+    shardwell-server shard --coordinator coordinator:50051 --listen 0.0.0.0:50052 --processes 4
+
+One process moves no more than one Python interpreter can. Several per host are the normal deployment: on a host
+that is there to serve shards, raise --processes until the network is full, up to one per core. They share out
+--memory-budget, are called NAME-0, NAME-1 and so on, and listen on consecutive ports (with port 0: on free ones).
+Each prints a line of JSON when it is ready. If one dies, all stop and the command fails: whatever supervises it
+can start them again.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the subcommand."""
+    parser = subparsers.add_parser(
+        "shard",
+        help="hold shards of models and serve them",
+        description="Holds shards of models with their optimizer state, and serves ShardService.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    env = os.environ.get
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        default=env("SHARDWELL_COORDINATOR"),
+        required="SHARDWELL_COORDINATOR" not in os.environ,
+        help="where the coordinator listens (SHARDWELL_COORDINATOR)",
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        default=env("SHARDWELL_LISTEN", "127.0.0.1:0"),
+        help="where to listen; port 0 takes a free one (SHARDWELL_LISTEN, default %(default)s)",
+    )
+    parser.add_argument(
+        "--advertise",
+        metavar="HOST",
+        default=env("SHARDWELL_ADVERTISE", ""),
+        help="host that others shall use to reach this server (SHARDWELL_ADVERTISE, default: the one it listens on)",
+    )
+    parser.add_argument(
+        "--id",
+        metavar="NAME",
+        default=env("SHARDWELL_ID", ""),
+        help="name that stays the same over restarts (SHARDWELL_ID, default: host and process id)",
+    )
+    parser.add_argument(
+        "--memory-budget",
+        metavar="SIZE",
+        type=parse_size,
+        default=env("SHARDWELL_MEMORY_BUDGET"),
+        help="memory for shards, such as 12GiB (SHARDWELL_MEMORY_BUDGET, default: 80%% of what the process may use)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=env("SHARDWELL_THREADS", "1"),
+        help="torch threads per tensor operation (SHARDWELL_THREADS, default %(default)s)",
+    )
+    parser.add_argument(
+        "--shm-dir",
+        metavar="DIR",
+        type=_directory,
+        default=env("SHARDWELL_SHM_DIR", str(DEFAULT_DIRECTORY) if DEFAULT_DIRECTORY.is_dir() else "none"),
+        help="memory file system through which trainers of this host read shards in place and hand over gradients; "
+        "none: they use the network (SHARDWELL_SHM_DIR, default %(default)s)",
+    )
+    parser.add_argument(
+        "--processes",
+        metavar="N",
+        type=int,
+        default=env("SHARDWELL_PROCESSES", "1"),
+        help="shard servers to run on this host, see below (SHARDWELL_PROCESSES, default %(default)s)",
+    )
+    parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default=env("SHARDWELL_LOG_LEVEL", "info"),
+        help="what is logged to standard error (SHARDWELL_LOG_LEVEL, default %(default)s)",
+    )
+    parser.set_defaults(handler=_run)
+
+
+def _directory(text: str) -> str:
+    if text != "none" and not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a directory: name a memory file system, or none")
+    return text
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    endpoint = process.Endpoint(
+        bind=arguments.listen, advertise=arguments.advertise, exit_with_parent=arguments.exit_with_parent
+    )
+    if arguments.threads < 1:
+        raise ValueError(f"--threads {arguments.threads}: expected at least 1")
+    if arguments.processes < 1:
+        raise ValueError(f"--processes {arguments.processes}: expected at least 1")
+    if arguments.processes > 1:
+        return _run_group(arguments, endpoint)
+    torch.set_num_threads(arguments.threads)
+    process.run(_serve(arguments, endpoint), log_level=arguments.log_level)
+    return 0
+
+
+def _run_group(arguments: argparse.Namespace, endpoint: process.Endpoint) -> int:
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("command", "handler")}
+    members = member_settings(
+        settings,
+        server_id=arguments.id or f"{socket.gethostname()}-{os.getpid()}",
+        memory_budget_bytes=arguments.memory_budget or default_budget_bytes(),
+        bind=endpoint.bind,
+    )
+    return process.run(ProcessGroup(members).run(endpoint), log_level=arguments.log_level)
+
+
+async def _serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> None:
+    server_id = arguments.id or f"{socket.gethostname()}-{os.getpid()}"
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(2, thread_name_prefix="tensor-work"))
+        shared = stack.enter_context(_shared_memory(arguments.shm_dir))
+        store = ShardStore(arguments.memory_budget or default_budget_bytes(), threads, shared)
+        registration = Registration(arguments.coordinator, server_id, store)
+        service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
+        sockets = SocketLanes(store, listen(endpoint.host))
+        lanes: dict[int, LaneOffer] = {common_pb2.LANE_KIND_SOCKET: sockets}
+        if shared is not None:
+            lanes[common_pb2.LANE_KIND_SHM] = ShmLanes(shared, store.memory)
+        async with sockets.accepting():
+            servicer = ShardServicer(server_id, store, lanes)
+            await process.serve(service, servicer, endpoint, registration.running, end_standing=servicer.end_lanes)
+
+
+@contextmanager
+def _shared_memory(directory: str) -> Iterator[SharedMemory | None]:
+    if directory == "none":
+        yield None
+        return
+    try:
+        shared = SharedMemory(Path(directory))
+    except OSError as error:
+        logger.warning("no shared memory for trainers of this host, they use the network: %s", error)
+        yield None
+        return
+    try:
+        yield shared
+    finally:
+        shared.close()

@@ -1,0 +1,1 @@
+"""What a server does for each request, whichever way it comes."""

@@ -1,0 +1,107 @@
+"""How a shard gets its initial values: they are received, or drawn here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from shardwell_server.shard.arithmetic import drawing
+from shardwell_server.shard.requests.streams import IncomingStream
+from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.unit_shard import UnitShard, first_non_finite
+from shardwell_wire import codec
+from shardwell_wire.errors import InvalidRequestError, NonFiniteError, StaleEpochError
+from shardwell_wire.layout import Segment
+from shardwell_wire.v1 import initialization_pb2, shard_pb2
+
+Draws = Mapping[int, initialization_pb2.ParameterDraw]
+"""By parameter index."""
+
+
+async def receive(
+    store: ShardStore,
+    shard: UnitShard,
+    header: shard_pb2.InitializeUnitHeader,
+    incoming: IncomingStream,
+    wait_s: float,
+) -> None:
+    """Receives and draws initial values; of several unfinished streams the newest counts.
+
+    Values for a unit that is published are dropped.
+
+    Raises:
+        InvalidRequestError: They are not of the shard's range, the stream is broken, or a parameter cannot be
+            drawn as asked.
+        StaleEpochError: Values of a newer epoch are here, or on their way.
+        NonFiniteError: A value is NaN or infinity; nothing is kept.
+        CapacityError: There was no room to receive them.
+    """
+    shard.check_range(header.start_bytes, header.stop_bytes)
+    draws = _checked_draws(shard, header)
+    epoch, what = header.context.epoch, f"initial values of {shard.what}"
+    if shard.version is not None:
+        return
+
+    async def take() -> None:
+        _check_epoch(shard, epoch)
+        room = store.memory.incoming(shard.size_bytes, shard.initial_cover, wait_s=wait_s, what=what)
+        async with room as received:
+            _clear_gaps(shard, received.buffer)
+            views = shard.views(received.buffer)
+            await incoming.into(_streamed(shard.segments, views, draws), what)
+            await store.in_thread(partial(_draw, shard.segments, views, draws))
+            number = await store.in_thread(partial(first_non_finite, views))
+            if number is not None:
+                name = shard.layout.parameters[shard.segments[number].parameter_index].name
+                raise NonFiniteError(f"the initial value of parameter {name!r} has NaN or infinity", parameter=name)
+            if shard.version is None:
+                shard.values.accept_initial(epoch, received)
+
+    await shard.streams.replace("initial values", (epoch,), what, take)
+
+
+def _checked_draws(shard: UnitShard, header: shard_pb2.InitializeUnitHeader) -> Draws:
+    draws: dict[int, initialization_pb2.ParameterDraw] = {}
+    parameters = shard.layout.parameters
+    for draw in header.draws:
+        if draw.parameter_index >= len(parameters) or draw.parameter_index in draws:
+            raise InvalidRequestError(
+                f"{shard.what} has {len(parameters)} parameters; number {draw.parameter_index} is to be drawn, "
+                "but is none of them or was named before"
+            )
+        drawing.check(draw, parameters[draw.parameter_index].name)
+        draws[draw.parameter_index] = draw
+    return draws
+
+
+def _clear_gaps(shard: UnitShard, buffer: torch.Tensor) -> None:
+    position = 0
+    for segment in shard.segments:
+        buffer[position : segment.start_bytes - shard.start_bytes].zero_()
+        position = segment.stop_bytes - shard.start_bytes
+    buffer[position:].zero_()
+
+
+def _streamed(segments: Sequence[Segment], views: Sequence[torch.Tensor], draws: Draws) -> list[memoryview]:
+    return [
+        codec.memory_at(view.data_ptr(), view.nbytes)
+        for segment, view in zip(segments, views, strict=True)
+        if segment.parameter_index not in draws
+    ]
+
+
+def _draw(segments: Sequence[Segment], views: Sequence[torch.Tensor], draws: Draws) -> None:
+    for segment, view in zip(segments, views, strict=True):
+        if (draw := draws.get(segment.parameter_index)) is not None:
+            drawing.fill(view, segment.start_element, draw)
+
+
+def _check_epoch(shard: UnitShard, epoch: int) -> None:
+    if epoch < shard.values.initial_epoch:
+        raise StaleEpochError(
+            f"{shard.what}: epoch {epoch} is over, the initial values of epoch {shard.values.initial_epoch} are here",
+            epoch=epoch,
+            newest=shard.values.initial_epoch,
+        )

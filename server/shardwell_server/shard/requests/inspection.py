@@ -1,0 +1,172 @@
+"""What people see of a shard server: summaries, the step in flight, a few values."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as installed_version
+
+import torch
+
+from shardwell_server.shard.state.runs import Run
+from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_wire.errors import InvalidRequestError, NotFoundError, StepStateError
+from shardwell_wire.layout import DTYPE_NUMBERS
+from shardwell_wire.v1 import shard_pb2
+
+DEFAULT_PEEK_COUNT, MAX_PEEK_COUNT = 8, 1024
+
+
+def describe_server(store: ShardStore, server_id: str, uptime_s: float) -> shard_pb2.DescribeServerResponse:
+    """The server, its memory and its runs."""
+    return shard_pb2.DescribeServerResponse(
+        server_id=server_id,
+        shardwell_version=installed_version("shardwell"),
+        budget_bytes=store.memory.budget_bytes,
+        reserved_bytes=store.memory.reserved_bytes,
+        used_bytes=store.memory.used_bytes,
+        uptime_s=uptime_s,
+        runs=[
+            shard_pb2.RunOnServer(
+                run=run.name,
+                shard_count=len(run.shards),
+                parameter_bytes=sum(shard.size_bytes for shard in run.shards.values()),
+                version=run.step,
+            )
+            for run in store.runs.values()
+        ],
+    )
+
+
+def summarize(shard: UnitShard) -> shard_pb2.ShardSummary:
+    """One line of ListShards."""
+    return shard_pb2.ShardSummary(
+        unit=shard.unit,
+        unit_index=shard.index,
+        start_bytes=shard.start_bytes,
+        stop_bytes=shard.stop_bytes,
+        unit_bytes=shard.layout.size_bytes,
+        dtypes=sorted({DTYPE_NUMBERS[parameter.dtype] for parameter in shard.layout.parameters}),
+        version=shard.version,
+        parameter_bytes=shard.size_bytes,
+        optimizer_bytes=shard.optimizer_bytes,
+        contribution_bytes=shard.contributions.size_bytes,
+    )
+
+
+def describe_shard(shard: UnitShard) -> shard_pb2.DescribeShardResponse:
+    """A shard with its parameters and their ranges."""
+    pieces = []
+    for number, segment in enumerate(shard.segments):
+        parameter = shard.layout.parameters[segment.parameter_index]
+        pieces.append(
+            shard_pb2.ParameterPiece(
+                name=parameter.name,
+                shape=parameter.shape,
+                dtype=DTYPE_NUMBERS[parameter.dtype],
+                start_element=segment.start_element,
+                stop_element=segment.stop_element,
+                optimizer_step=0 if shard.optimizer is None else shard.optimizer.steps_of(number),
+            )
+        )
+    names = [] if shard.optimizer is None else shard.optimizer.state_names
+    return shard_pb2.DescribeShardResponse(summary=summarize(shard), parameters=pieces, optimizer_state=names)
+
+
+def describe_step(run: Run) -> shard_pb2.DescribeStepResponse:
+    """Which contributions the step in flight has and lacks."""
+    return shard_pb2.DescribeStepResponse(
+        step=run.step,
+        prepared=run.prepared is not None,
+        duplicate_count=run.duplicate_count,
+        differing_duplicate_count=run.differing_duplicate_count,
+        shards=[
+            shard_pb2.ShardContributions(
+                unit=shard.unit,
+                present_dp_ranks=sorted(shard.contributions.by_rank),
+                missing_dp_ranks=[rank for rank in range(shard.dp) if rank not in shard.contributions.by_rank],
+                bytes=shard.contributions.size_bytes,
+            )
+            for shard in run.shards.values()
+        ],
+    )
+
+
+async def peek(store: ShardStore, request: shard_pb2.PeekRequest) -> shard_pb2.PeekResponse:
+    """A few values of a parameter, with statistics over the part of it that is here.
+
+    Raises:
+        NotFoundError: The parameter, or the state asked for, is not here.
+        InvalidRequestError: ``start`` or ``count`` is out of range.
+        StepStateError: The unit has no values yet, or there is no reduced gradient now.
+    """
+    count = request.count or DEFAULT_PEEK_COUNT
+    if count > MAX_PEEK_COUNT:
+        raise InvalidRequestError(f"count is {count}: at most {MAX_PEEK_COUNT}")
+    run = store.run(request.run)
+    shard, number = _find_parameter(run, request.parameter)
+
+    async def look() -> shard_pb2.PeekResponse:
+        values, segment = _peeked(shard, number, request), shard.segments[number]
+        if request.start >= values.numel():
+            raise InvalidRequestError(f"start is {request.start}: this server has {values.numel()} elements of it")
+        response = await store.in_thread(lambda: _statistics(values))
+        response.values.extend(values[request.start : request.start + count].double().tolist())
+        response.version = shard.version or 0
+        response.start_element, response.stop_element = segment.start_element, segment.stop_element
+        return response
+
+    return await run.alone(look)  # no update changes the values meanwhile
+
+
+def _peeked(shard: UnitShard, number: int, request: shard_pb2.PeekRequest) -> torch.Tensor:
+    shard.values.check_whole()
+    if shard.version is None or shard.values.parameters is None:
+        raise StepStateError(f"{shard.what} has no published values yet")
+    if request.source in (shard_pb2.PEEK_SOURCE_UNSPECIFIED, shard_pb2.PEEK_SOURCE_PARAMETER):
+        return shard.views(shard.values.parameters.buffer)[number]
+    if request.source == shard_pb2.PEEK_SOURCE_GRADIENT:
+        gradient = None if shard.reduced is None else shard.reduced.gradients[number]
+        if gradient is None:
+            raise StepStateError(
+                f"parameter {request.parameter!r} has no reduced gradient now: it exists between "
+                "prepare and update only"
+            )
+        return gradient
+    if request.source == shard_pb2.PEEK_SOURCE_OPTIMIZER_STATE:
+        names = [] if shard.optimizer is None else shard.optimizer.state_names
+        state = {} if shard.optimizer is None else shard.optimizer.state(number)
+        if request.state_name not in names or request.state_name not in state:
+            raise NotFoundError(
+                f"parameter {request.parameter!r} has no optimizer state {request.state_name!r}; "
+                f"there is {', '.join(names) or 'none yet'}"
+            )
+        tensor: torch.Tensor = state[request.state_name]
+        return tensor.reshape(-1)
+    raise InvalidRequestError(f"source {request.source} is not known")
+
+
+def _statistics(values: torch.Tensor) -> shard_pb2.PeekResponse:
+    wide = values.double()
+    finite = wide[torch.isfinite(wide)]
+    return shard_pb2.PeekResponse(
+        norm=float(torch.linalg.vector_norm(wide)),
+        min=float(finite.min()) if finite.numel() else 0.0,
+        max=float(finite.max()) if finite.numel() else 0.0,
+        non_finite_count=wide.numel() - finite.numel(),
+    )
+
+
+def _find_parameter(run: Run, name: str) -> tuple[UnitShard, int]:
+    for shard in run.shards.values():
+        index = shard.layout.index_by_name.get(name)
+        if index is not None and index in shard.segment_of:
+            return shard, shard.segment_of[index]
+        if index is not None:
+            raise NotFoundError(
+                f"no element of parameter {name!r} is on this server: ask another owner", parameter=name
+            )
+    names = [parameter.name for shard in run.shards.values() for parameter in shard.layout.parameters]
+    some = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+    raise NotFoundError(
+        f"run {run.name!r} has no parameter {name!r} on this server; it has {some or 'none'}", parameter=name
+    )

@@ -1,0 +1,72 @@
+"""Answers the requests on one connection of a socket lane."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from shardwell_server.rpc import DEADLINE_MARGIN_S
+from shardwell_server.shard.lanes.socket_connection import Connection
+from shardwell_server.shard.requests import transfers
+from shardwell_server.shard.state.store import ShardStore
+from shardwell_wire import frames
+from shardwell_wire.errors import AccessError, DeadlineError
+from shardwell_wire.frames import Kind
+from shardwell_wire.v1 import shard_pb2
+
+
+class Requests:
+    """The requests of one connection, one after the other.
+
+    Args:
+        store: Of the server.
+        run: What they may be about.
+        connection: Where they come from.
+    """
+
+    def __init__(self, store: ShardStore, run: str, connection: Connection) -> None:
+        self._store, self._run, self._connection = store, run, connection
+
+    async def serve(self) -> None:
+        """Answers until the peer closes the connection.
+
+        Raises:
+            Exception: Why no further request can be read from the connection; the peer was not told.
+        """
+        while (head := await self._connection.next_request()) is not None:
+            kind, size_bytes = head
+            timeout_s, request = frames.parse_request(kind, await self._connection.exactly(size_bytes))
+            try:
+                async with asyncio.timeout(timeout_s) as limit:
+                    await self._answer(request, max(0.0, timeout_s - DEADLINE_MARGIN_S))
+            except Exception as error:
+                reason = DeadlineError(f"{kind.name} was not done within {timeout_s:g} s") if limit.expired() else error
+                if kind is Kind.REDUCE_SCATTER:
+                    raise reason from None  # the rest of its stream may still be coming
+                await self._connection.refuse(reason)
+
+    async def _answer(self, request: object, wait_s: float) -> None:
+        if isinstance(request, shard_pb2.GatherRequest):
+            await self._gather(request, wait_s)
+        elif isinstance(request, shard_pb2.MeasureLaneRequest):
+            await self._connection.send_stream(transfers.meaningless(request, frames.DATA_BYTES))
+        else:
+            assert isinstance(request, shard_pb2.ReduceScatterHeader)
+            await self._push(request, wait_s)
+
+    async def _gather(self, request: shard_pb2.GatherRequest, wait_s: float) -> None:
+        self._check(request.run, request)
+        async with AsyncExitStack() as stack:
+            async with self._connection.while_silent():
+                reading = await stack.enter_async_context(transfers.reading(self._store, request, wait_s))
+            await self._connection.send(frames.encode(Kind.GATHERING, reading.header.SerializeToString()))
+            await self._connection.send_stream(reading.pieces(frames.DATA_BYTES))
+
+    async def _push(self, header: shard_pb2.ReduceScatterHeader, wait_s: float) -> None:
+        self._check(header.context.run, header)
+        response = await transfers.push(self._store, header, self._connection, wait_s)
+        await self._connection.send(frames.encode(Kind.REDUCE_SCATTERED, response.SerializeToString()))
+
+    def _check(self, run: str, request: shard_pb2.GatherRequest | shard_pb2.ReduceScatterHeader) -> None:
+        if run != self._run:
+            raise AccessError(f"the lane was opened for run {self._run!r}, not for {run!r}", run=run)

@@ -1,0 +1,98 @@
+"""What lossy wire dtypes make of the newest version of a shard, worked out once for all who gather it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+
+from shardwell_server.shard.memory.budget import Memory
+from shardwell_server.shard.state.parameters import Parameters
+from shardwell_server.shard.threads import InThread
+from shardwell_wire import wire_dtypes
+from shardwell_wire.errors import VersionGoneError
+from shardwell_wire.layout import Segment, UnitLayout
+from shardwell_wire.wire_dtypes import WireDType
+
+
+class EncodedVersions:
+    """The encoded bytes of one shard, by wire dtype; kept until the next version or until others need the room.
+
+    Args:
+        layout: Of the unit.
+        segments: Of the shard.
+        start_bytes: Where the shard begins in the flat vector.
+        memory: Where buffers come from.
+    """
+
+    def __init__(self, layout: UnitLayout, segments: Sequence[Segment], start_bytes: int, memory: Memory) -> None:
+        self._layout, self._segments, self._start_bytes = layout, segments, start_bytes
+        self._memory = memory
+        self._kept: dict[WireDType, Parameters] = {}
+        self._lock = asyncio.Lock()
+
+    async def read(
+        self, wire_dtype: WireDType, source: Parameters, in_thread: InThread, *, wait_s: float, what: str
+    ) -> Parameters:
+        """The bytes in a wire dtype, until ``release``.
+
+        Args:
+            wire_dtype: A lossy one.
+            source: The version, which the caller reads.
+            in_thread: Where it is encoded.
+            wait_s: How long to wait for room.
+            what: Names the shard in errors.
+
+        Raises:
+            CapacityError: There was no room in time.
+            VersionGoneError: The version was overwritten meanwhile.
+        """
+        async with self._lock:
+            encoded = self._kept.get(wire_dtype)
+            if encoded is None or not source.newest:
+                encoded = await self._encode(wire_dtype, source, in_thread, wait_s, what)
+                if source.newest:
+                    self._kept[wire_dtype] = encoded
+            encoded.readers += 1
+            return encoded
+
+    def release(self, encoded: Parameters) -> None:
+        """A reader is done."""
+        encoded.readers -= 1
+        if encoded.readers == 0 and encoded not in self._kept.values():
+            self._give(encoded)
+
+    def forget(self) -> None:
+        """There is another version, or others need the room: what nobody reads is given back."""
+        kept, self._kept = self._kept, {}
+        for encoded in kept.values():
+            if encoded.readers == 0:
+                self._give(encoded)
+
+    async def _encode(
+        self, wire_dtype: WireDType, source: Parameters, in_thread: InThread, wait_s: float, what: str
+    ) -> Parameters:
+        size_bytes = wire_dtypes.stream_size(self._layout, self._segments, wire_dtype)
+        await self._memory.staging.take(size_bytes, wait_s, f"{what}, to be sent in another dtype")
+        encoded = Parameters(self._memory.pool.take(size_bytes))
+        try:
+            before = source.buffer
+            await in_thread(lambda: self.compute_encode(wire_dtype, before, encoded))
+            source.check()
+            if source.buffer is not before:
+                raise VersionGoneError(f"{what} was overwritten while it was encoded")
+        except BaseException:
+            self._give(encoded)
+            raise
+        return encoded
+
+    def compute_encode(self, wire_dtype: WireDType, values: torch.Tensor, encoded: Parameters) -> None:
+        """Encodes the bytes of a shard, which lie in ``values``."""
+        memory = Parameters(values).memory(0, values.numel())
+        pieces = wire_dtypes.segment_pieces(self._layout, self._segments, memory, self._start_bytes)
+        wire_dtypes.encode_pieces(pieces, wire_dtype, encoded.memory(0, encoded.buffer.numel()))
+
+    def _give(self, encoded: Parameters) -> None:
+        self._memory.pool.give(encoded.buffer)
+        self._memory.staging.give(encoded.buffer.numel())

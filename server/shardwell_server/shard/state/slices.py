@@ -1,0 +1,212 @@
+"""The slices of one shard that trainers update: what is staged for the next version, and the optimizers' state.
+
+Staged values and state take effect with the update of a committed step, together. Until then they may be
+replaced, and they are void when the gradient that they were computed from is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwell_server.shard.memory.budget import Memory
+from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
+from shardwell_server.shard.memory.slice_desks import Desk
+from shardwell_wire.codec import memory_at
+from shardwell_wire.errors import CapacityError, IncompleteStepError
+from shardwell_wire.layout import Segment
+from shardwell_wire.slices import part_in, state_places
+from shardwell_wire.v1 import shard_pb2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SliceState:
+    """An optimizer's state of one slice, opaque to the server."""
+
+    tensors: Sequence[shard_pb2.StateTensor] = ()
+    data: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    """The tensors, where ``state_places`` has them. uint8. [size_bytes]"""
+    shared: SharedBuffer | None = None
+    """What ``data`` is, if trainers of this host can map it."""
+    writer: Desk | None = None
+    """Whose trainer wrote it in place; None: it was received."""
+    request_id: str = ""
+    """Of the request that staged it, and the values of the same version."""
+
+    @property
+    def pooled(self) -> bool:
+        """Whether ``data`` is ordinary memory."""
+        return self.shared is None and self.data.numel() > 0
+
+    @property
+    def pieces(self) -> list[memoryview]:
+        """The memory of each tensor."""
+        ranges, _ = state_places(self.tensors)
+        return [memory_at(self.data.data_ptr() + start, stop - start) for start, stop in ranges]
+
+
+@dataclass(frozen=True)
+class StagedSlice:
+    """What a trainer sent for one slice, or laid on a desk."""
+
+    epoch: int
+    segments: Sequence[Segment]
+    """Of the parameters that have new values."""
+    values: Sequence[torch.Tensor]
+    """Their bytes, by segment. uint8."""
+    state: SliceState
+    give_back: Callable[[], None]
+    """Gives the memory of the values back; called once."""
+
+
+class Slices:
+    """Of one shard. Used on the event loop; methods named ``compute_*`` run in a thread.
+
+    Args:
+        what: Names the shard in errors.
+        unit_bytes: Length of the unit's flat vector.
+        start_bytes: Half-open range of the shard.
+        stop_bytes: Its end.
+        dp: Logical data ranks.
+        memory: Whose budget desks count against.
+        shared: Where state and desks lie, if trainers shall be able to map them.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        unit_bytes: int,
+        start_bytes: int,
+        stop_bytes: int,
+        dp: int,
+        memory: Memory,
+        shared: SharedMemory | None,
+    ) -> None:
+        self.generation = 0
+        """Of the gradient that values are computed from."""
+        self.states: dict[int, SliceState] = {}
+        """By dp rank, as of the newest version."""
+        self._what, self._start_bytes = what, start_bytes
+        self._bounds = [part_in(unit_bytes, dp, rank, start_bytes, stop_bytes) for rank in range(dp)]
+        self._staged: dict[int, StagedSlice] = {}
+        self._memory, self._shared = memory, shared
+        self._desks: set[Desk] = set()
+
+    @property
+    def state_bytes(self) -> int:
+        """What the optimizers' state takes."""
+        return sum(state.data.numel() for state in self.states.values())
+
+    def bounds(self, dp_rank: int) -> tuple[int, int]:
+        """The half-open part of a rank's slice that lies here."""
+        return self._bounds[dp_rank]
+
+    def staged_epoch(self, dp_rank: int) -> int:
+        """Under which epoch the values of a rank's slice were staged; -1 if they are not."""
+        staged = self._staged.get(dp_rank)
+        return -1 if staged is None else staged.epoch
+
+    def stage(self, dp_rank: int, staged: StagedSlice) -> None:
+        """Takes what a trainer sent, in place of what is there."""
+        self._drop(dp_rank)
+        self._staged[dp_rank] = staged
+
+    def check_staged(self) -> None:
+        """Raises IncompleteStepError unless every slice is staged."""
+        missing = [rank for rank, (start, stop) in enumerate(self._bounds) if start < stop and rank not in self._staged]
+        if missing:
+            ranks = ", ".join(map(str, missing))
+            raise IncompleteStepError(f"{self._what}: the slice of data rank {ranks} is not staged", ranks=ranks)
+
+    def compute_apply(self, home: torch.Tensor) -> None:
+        """Copies the staged values to their places in the shard. uint8. [stop_bytes - start_bytes]"""
+        for staged in self._staged.values():
+            for segment, values in zip(staged.segments, staged.values, strict=True):
+                begin = segment.start_bytes - self._start_bytes
+                home[begin : begin + segment.size_bytes] = values
+
+    def settle(self) -> None:
+        """The staged values are in place: their state is the optimizers' from now on."""
+        for rank, staged in self._staged.items():
+            former, self.states[rank] = self.states.get(rank, SliceState()), staged.state
+            desk = staged.state.writer
+            if staged.state.pooled:
+                self._memory.pool.part_with(staged.state.data)
+            # A desk's room for a state is what holds the new one now: it gets the former one for the next.
+            if desk is None or not desk.take_state(former.shared, former.writer):
+                self._free_settled(former)
+            staged.give_back()
+        self._staged.clear()
+        self.void()
+
+    def void(self) -> None:
+        """The gradient is another from now on, or gone: what is staged is dropped."""
+        self.generation += 1
+        for dp_rank in list(self._staged):
+            self._drop(dp_rank)
+
+    def _drop(self, dp_rank: int) -> None:
+        if (staged := self._staged.pop(dp_rank, None)) is not None:
+            self.free_unsettled(staged.state)
+            staged.give_back()
+
+    # ---- shared memory ----
+
+    def make_state(self, tensors: Sequence[shard_pb2.StateTensor], request_id: str, *, share: bool) -> SliceState:
+        """Room for the state that a trainer is about to send; to ``share`` it, in shared memory if that has room."""
+        _, size_bytes = state_places(tensors)
+        if share and self._shared is not None and size_bytes:
+            try:
+                shared = self._shared.create(size_bytes, f"state of {self._what}")
+                return SliceState(tensors, shared.tensor, shared, request_id=request_id)
+            except CapacityError as error:
+                logger.warning("%s", error)
+        return SliceState(tensors, self._memory.pool.take(size_bytes), request_id=request_id)
+
+    def free_unsettled(self, state: SliceState) -> None:
+        """Frees what ``make_state`` made; what was written on a desk stays the desk's."""
+        if state.pooled:
+            self._memory.pool.give(state.data)
+        elif state.writer is None and state.shared is not None:
+            state.shared.unlink()
+
+    def _free_settled(self, state: SliceState) -> None:
+        if state.pooled:
+            self._memory.pool.take_over(state.data)
+        elif state.shared is not None:
+            state.shared.unlink()
+
+    def open_desk(self, dp_rank: int) -> Desk:
+        """A new desk for a rank's slice.
+
+        Raises:
+            CapacityError: There is no room for it.
+        """
+        assert self._shared is not None
+        desk = Desk(f"a desk for {self._what}", self._bounds[dp_rank], self._memory, self._shared)
+        self._desks.add(desk)
+        return desk
+
+    def close_desk(self, desk: Desk) -> None:
+        """The trainer is gone; what is staged there stays until it is used or void."""
+        self._desks.discard(desk)
+        desk.close()
+
+    def make_room(self) -> None:
+        """Gives up the desks on which nothing is staged: their trainers stage over another lane, or open another."""
+        for desk in [desk for desk in self._desks if not desk.held]:
+            self.close_desk(desk)
+
+    def close(self) -> None:
+        """Frees everything: the run was deleted."""
+        self.void()
+        for desk in list(self._desks):
+            self.close_desk(desk)
+        for state in self.states.values():
+            self._free_settled(state)
+        self.states.clear()

@@ -1,0 +1,224 @@
+"""The values of one shard: which version can be read, who reads it, and how the next one takes its place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from shardwell_server.shard.memory.budget import IncomingBuffer, Memory
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.state.parameters import Home, Parameters
+from shardwell_server.shard.threads import InThread
+from shardwell_wire.errors import (
+    DeadlineError,
+    InternalError,
+    NotFoundError,
+    ShardwellError,
+    StepStateError,
+    VersionGoneError,
+)
+from shardwell_wire.shared_segment import UPDATING
+
+
+class Values:
+    """The newest version, in its place; in copies the one before, while somebody reads it, and those that are held.
+
+    Copies take staging room, and give way to what needs it more.
+
+    Used on the event loop.
+
+    Args:
+        what: Names the shard in errors.
+        unit: The unit's name, for errors.
+        memory: Where buffers come from.
+        shared: Where values lie, if trainers shall be able to map them.
+    """
+
+    def __init__(self, what: str, unit: str, memory: Memory, shared: SharedMemory | None) -> None:
+        self.version: int | None = None
+        self.parameters: Parameters | None = None
+        self.home: Home | None = None
+        self.initial_epoch = -1
+        """Under which the values that wait for publication came."""
+        self._what, self._unit = what, unit
+        self._memory, self._shared = memory, shared
+        self._superseded: dict[int, Parameters] = {}
+        """Older versions in copies, while somebody reads them."""
+        self._updating = False
+        self._failure: ShardwellError | None = None
+        """Why there are no values any more."""
+        self._changed = asyncio.Event()
+
+    # ---- reading ----
+
+    async def read(self, version: int | None, wait_s: float) -> tuple[int, Parameters]:
+        """The bytes of a version, kept as they are until ``release`` or until they are revoked.
+
+        Args:
+            version: None: the newest there is.
+            wait_s: How long to wait for it to exist.
+
+        Raises:
+            VersionGoneError: It has been overwritten.
+            DeadlineError: It does not exist yet.
+            NotFoundError: The run was deleted meanwhile.
+            InternalError: An update failed.
+        """
+        try:
+            async with asyncio.timeout(wait_s):
+                while not self._readable(version):
+                    await self._changed.wait()
+        except TimeoutError:
+            wanted = "any version" if version is None else f"version {version}"
+            newest = "there is none yet" if self.version is None else f"the newest is {self.version}"
+            raise DeadlineError(
+                f"waited {wait_s:.1f} s for {wanted} of {self._what}; {newest}",
+                unit=self._unit,
+                version=version,
+                newest=self.version,
+            ) from None
+        # From here to the return nothing is awaited: no update can begin in between.
+        self.check_whole()
+        assert self.version is not None and self.parameters is not None
+        found = self.version if version is None else version
+        parameters = self.parameters if found == self.version else self._superseded.get(found)
+        if parameters is None:
+            raise self._gone(found, self.version)
+        parameters.readers += 1
+        return found, parameters
+
+    def release(self, parameters: Parameters) -> None:
+        """A reader is done."""
+        parameters.readers -= 1
+        if parameters.readers == 0:
+            for version in [version for version, copy in self._superseded.items() if copy is parameters]:
+                self._forget_superseded(version)
+
+    async def hold(self, version: int, wait_s: float) -> Parameters:
+        """``read``, of a version that is to last for more than one update; until ``let_go``."""
+        _, parameters = await self.read(version, wait_s)
+        parameters.holders += 1
+        return parameters
+
+    def let_go(self, parameters: Parameters) -> None:
+        """A holder is done."""
+        parameters.holders -= 1
+        self.release(parameters)
+
+    def revoke_superseded(self, *, held_too: bool = True) -> None:
+        """Takes older versions from those who still read them."""
+        for version, copy in list(self._superseded.items()):
+            if held_too or not copy.holders:
+                assert self.version is not None
+                copy.revoked = self._gone(version, self.version)
+                self._forget_superseded(version)
+
+    def check_whole(self) -> None:
+        """Raises why there are no values any more: the run was deleted, or an update failed midway."""
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure), **self._failure.data)
+
+    def _readable(self, version: int | None) -> bool:
+        if self._failure is not None:
+            return True
+        return not self._updating and self.version is not None and (version is None or self.version >= version)
+
+    def _gone(self, version: int, newest: int) -> VersionGoneError:
+        return VersionGoneError(
+            f"version {version} of {self._what} has been overwritten by version {newest}",
+            unit=self._unit,
+            version=version,
+            newest=newest,
+        )
+
+    def _forget_superseded(self, version: int) -> None:
+        assert self.home is not None
+        self._memory.pool.give(self._superseded.pop(version).buffer)
+        self._memory.staging.give(self.home.size_bytes)
+
+    def _notify(self) -> None:
+        """Wakes those who wait for a change; they look for themselves."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # ---- from version to version ----
+
+    def accept_initial(self, epoch: int, received: IncomingBuffer) -> None:
+        """Takes complete initial values, replacing those that were here."""
+        assert self.version is None
+        if self.home is not None:
+            self.home.close()
+        self.home = Home(received, self._shared, self._what)
+        self.parameters, self.initial_epoch = Parameters(self.home.buffer), epoch
+
+    def publish(self, epoch: int) -> int:
+        """Makes the initial values of an epoch version 0, once; returns the version.
+
+        Raises:
+            StepStateError: They are not complete.
+        """
+        if self.version is not None:
+            return self.version
+        if self.home is None or self.initial_epoch != epoch:
+            raise StepStateError(f"{self._what}: the initial values of epoch {epoch} are not complete here")
+        self.version = 0
+        self.home.show(self.version)
+        self._notify()
+        return self.version
+
+    @asynccontextmanager
+    async def becoming(self, version: int, in_thread: InThread) -> AsyncIterator[None]:
+        """While in it the values may be changed in place; then they are the next version.
+
+        If that fails midway nothing is left that could be read or updated: the values are neither of the two
+        versions.
+        """
+        assert self.home is not None
+        self._updating = True
+        try:
+            await self._leave_to_readers(in_thread)
+            self.home.show(UPDATING)
+            yield
+        except BaseException as error:
+            self._failure = InternalError(
+                f"the update of {self._what} to version {version} failed midway and its values are lost "
+                f"({type(error).__name__}); the server's log has the details",
+                unit=self._unit,
+            )
+            raise
+        else:
+            self.version = version
+            self.home.show(version)
+        finally:
+            self._updating = False
+            self._notify()
+
+    async def _leave_to_readers(self, in_thread: InThread) -> None:
+        """Has those who read the present version go on in a copy, if there is room for one."""
+        assert self.home is not None and self.parameters is not None and self.version is not None
+        before, live = self.parameters, self.home.buffer
+        before.newest, self.parameters = False, Parameters(live)
+        if before.readers == 0:
+            return
+        self.revoke_superseded(held_too=False)
+        if not self._memory.staging.try_take(self.home.size_bytes):
+            before.revoked = self._gone(self.version, self.version + 1)
+            return
+        copy = self._memory.pool.take(self.home.size_bytes)
+        await in_thread(lambda: copy.copy_(live))
+        before.buffer, self._superseded[self.version] = copy, before
+        if before.readers == 0:
+            self._forget_superseded(self.version)
+
+    def drop(self, why: NotFoundError) -> None:
+        """Forgets everything; those who wait or read are told why."""
+        self._failure = why
+        self._notify()
+        for version, copy in list(self._superseded.items()):
+            copy.revoked = why
+            self._forget_superseded(version)
+        if self.parameters is not None and self.home is not None:
+            self.parameters.revoked, self.parameters.newest = why, False
+            self.home.close()
+            self.parameters = self.home = None
