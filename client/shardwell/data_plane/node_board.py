@@ -93,7 +93,7 @@ class NodeBoard:
 
     def __init__(self, folder: HostFolder, rank: int, size: int) -> None:
         self._folder, self._rank, self._size = folder, rank, size
-        self._closed = threading.Event()
+        self._closed, self._is_inside = threading.Event(), True
         self._presence = os.open(self._member_path(rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         descriptor = os.open(folder.path / _BOARD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -152,12 +152,22 @@ class NodeBoard:
                 record.verdict = Verdict.APART
             return Verdict(record.verdict)
 
-    def close(self) -> None:
-        """Leaves; the others find out at their next turn."""
+    def leave(self) -> None:
+        """Is no member from now on; the others find out at their next turn. Harmless to repeat."""
         if not self._closed.is_set():
             self._closed.set()
             fcntl.flock(self._presence, fcntl.LOCK_UN)
             os.close(self._presence)
+
+    def close(self) -> None:
+        """Leaves the folder, too; harmless to repeat.
+
+        Not as soon as a member is found dead: the kernel may not have taken all of its locks yet, and the folder goes
+        with the last who is in it.
+        """
+        self.leave()
+        if self._is_inside:
+            self._is_inside = False
             self._folder.close()
 
     def _await(self, turn: Turn, patience_s: float) -> Verdict:

@@ -178,7 +178,7 @@ class NodeGathers:
         if not self._left:
             self._left = True
             logger.warning("node group: every unit is fetched whole from now on: %s", reason)
-            self._group.close()
+            self._group.leave()
 
 
 def fetch(traffic: Traffic, unit: RemoteUnit, version: int, target: memoryview, layout: UnitLayout) -> Future[int]:

@@ -90,8 +90,13 @@ class NodeGroup:
         return size_bytes // (self._size * ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def close(self) -> None:
-        """Leaves: ends what is under way, and no member waits for this one any more. Harmless to repeat."""
+        """Leaves, and gives back what the members have in common. Harmless to repeat."""
+        self.leave()
         self._board.close()
+
+    def leave(self) -> None:
+        """Ends what is under way, and no member waits for this one any more. Harmless to repeat."""
+        self._board.leave()
         backend, self._backend = self._backend, None
         if backend is not None and self.device_type == "cuda":
             backend.abort()
