@@ -14,6 +14,7 @@ from shardwell.data_plane.lane_connection import LaneConnection
 from shardwell.data_plane.shard_client import ShardClient
 from shardwell.data_plane.socket_lane import SocketLane
 from shardwell_server.shard.lanes import socket_lane
+from shardwell_server.shard.requests import streams
 from shardwell_wire import frames
 from shardwell_wire.errors import (
     AccessError,
@@ -157,6 +158,28 @@ def test_nothing_is_kept_of_a_stream_that_is_wrong(
 
 
 # Connections that break.
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", struct.pack("<IB", 4096, Kind.DATA)[:3], struct.pack("<IB", 4096, Kind.DATA), data(bytes(64))]
+)
+def test_a_push_that_falls_silent_is_given_up(laned: LanedUnit, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    with Peer(laned) as peer:
+        monkeypatch.setattr(streams, "IDLE_LIMIT_S", 0.05)
+        peer.push(laned, sent)
+        error = peer.error()
+        assert isinstance(error, DeadlineError)
+        assert "nothing came or went for 0.05 s in mid-stream" in str(error)
+    laned.assert_nothing_came()
+
+
+def test_a_reader_that_falls_silent_is_cut_off(big: LanedUnit, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = big.connections()
+    with Peer(big) as peer:
+        assert big.connections() == before + 1
+        monkeypatch.setattr(streams, "IDLE_LIMIT_S", 0.05)
+        peer.request(Kind.GATHER, big.one.gather_request(0))
+        big.server.until(lambda: len(big.server.sockets._connections) == before, "the connection is given up")
 
 
 @pytest.mark.parametrize("sent", [0, 1, 3 << 20])
