@@ -185,57 +185,92 @@ class StreamSender:
 
 
 class StreamReceiver:
-    """Says where the bytes of one stream belong, and checks them.
+    """Says where the next bytes of one stream belong, and checks them.
 
-    The driver calls ``begin`` with the size of each DATA frame, fills ``place()`` as far as bytes are
-    there and says so with ``took`` until ``missing_bytes`` is 0, and calls ``end`` with END's payload.
+    The driver receives into ``places()`` and says how much came with ``took``, until ``over``.
 
     Args:
         targets: Memory that receives the stream, as consecutive views.
         total_bytes: Their size together.
         what: Names the stream in errors.
+        may_be_refused: Whether ERROR may come in the place of a frame; its payload is left to the driver.
     """
 
-    def __init__(self, targets: Iterable[memoryview], total_bytes: int, what: str) -> None:
+    def __init__(
+        self, targets: Iterable[memoryview], total_bytes: int, what: str, *, may_be_refused: bool = False
+    ) -> None:
         self._targets, self._total_bytes, self._what = iter(targets), total_bytes, what
-        self._hasher, self._target, self._received_bytes = xxhash.xxh3_64(), memoryview(b""), 0
-        self.missing_bytes = 0
-        """Of the frame that was begun."""
+        self._kinds = (Kind.DATA, Kind.END, Kind.ERROR) if may_be_refused else (Kind.DATA, Kind.END)
+        self._hasher, self._target = xxhash.xxh3_64(), memoryview(b"")
+        self._received_bytes = self._missing_bytes = 0
+        """Of the stream, and of the frame that was begun."""
+        self._head = memoryview(bytearray(HEAD_BYTES + _CHECKSUM.size))
+        self._head_bytes, self._head_wanted_bytes = 0, HEAD_BYTES
+        self.checksum: int | None = None
+        """Of the whole stream, once it is complete."""
+        self.refusal_bytes: int | None = None
+        """The size of ERROR's payload, which comes next, once its head is here."""
 
-    def begin(self, size_bytes: int) -> None:
-        """Takes the head of a DATA frame.
+    @property
+    def over(self) -> bool:
+        return self.checksum is not None or self.refusal_bytes is not None
+
+    @property
+    def wanted_bytes(self) -> int:
+        """What will come before anything has to be decided, at the least."""
+        return self._missing_bytes or self._head_wanted_bytes - self._head_bytes
+
+    def places(self) -> list[memoryview]:
+        """Where the next bytes go, in this order. Not when it is over."""
+        head = self._head[self._head_bytes : self._head_wanted_bytes]
+        if not self._missing_bytes:
+            return [head]
+        while not self._target:
+            self._target = next(self._targets)
+        place = self._target[: self._missing_bytes]
+        # Another frame follows the last byte of this one.
+        return [place, head] if len(place) == self._missing_bytes else [place]
+
+    def took(self, size_bytes: int) -> None:
+        """So many bytes were put there.
 
         Raises:
-            ChunkError: It is empty, or more than the stream may have.
+            InvalidRequestError: A frame that does not belong here.
+            ChunkError: A frame is empty, or more than the stream may have, or the stream is short.
+            CorruptDataError: The checksum is another.
         """
+        if self._missing_bytes:
+            count = min(size_bytes, self._missing_bytes, len(self._target))
+            self._hasher.update(self._target[:count])
+            self._target = self._target[count:]
+            self._missing_bytes -= count
+            self._received_bytes += count
+            size_bytes -= count
+        self._head_bytes += size_bytes
+        if self._head_bytes == self._head_wanted_bytes:
+            self._parse_head()
+
+    def _parse_head(self) -> None:
+        kind, size_bytes = parse_head(self._head[:HEAD_BYTES], *self._kinds)
+        if kind is Kind.ERROR:
+            self.refusal_bytes = size_bytes
+        elif kind is Kind.DATA:
+            self._begin(size_bytes)
+        elif self._head_bytes < HEAD_BYTES + size_bytes:
+            self._head_wanted_bytes = HEAD_BYTES + size_bytes
+        else:
+            self._end(self._head[HEAD_BYTES : self._head_bytes])
+
+    def _begin(self, size_bytes: int) -> None:
         if size_bytes == 0:
             raise ChunkError(f"{self._what}: an empty frame at byte {self._received_bytes}")
         if self._received_bytes + size_bytes > self._total_bytes:
             raise ChunkError(
                 f"{self._what}: {self._received_bytes + size_bytes} bytes or more, expected {self._total_bytes}"
             )
-        self.missing_bytes = size_bytes
+        self._missing_bytes, self._head_bytes = size_bytes, 0
 
-    def place(self) -> memoryview:
-        """Where the next bytes of the frame go; never empty while some are missing."""
-        while not self._target:
-            self._target = next(self._targets)
-        return self._target[: self.missing_bytes]
-
-    def took(self, size_bytes: int) -> None:
-        """So many bytes were put there."""
-        self._hasher.update(self._target[:size_bytes])
-        self._target = self._target[size_bytes:]
-        self.missing_bytes -= size_bytes
-        self._received_bytes += size_bytes
-
-    def end(self, payload: bytes) -> int:
-        """Takes the payload of END; returns the checksum.
-
-        Raises:
-            ChunkError: The stream is short.
-            CorruptDataError: The checksum is another.
-        """
+    def _end(self, payload: Buffer) -> None:
         if self._received_bytes != self._total_bytes:
             raise ChunkError(f"{self._what}: ended after {self._received_bytes} of {self._total_bytes} bytes")
         if len(payload) != _CHECKSUM.size:
@@ -245,7 +280,7 @@ class StreamReceiver:
             raise CorruptDataError(
                 f"{self._what}: checksum {announced:#018x} was announced, the bytes give {checksum:#018x}"
             )
-        return checksum
+        self.checksum = checksum
 
 
 def unsent(buffers: Sequence[Buffer], sent_bytes: int) -> list[Buffer]:

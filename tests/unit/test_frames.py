@@ -72,56 +72,80 @@ def test_a_request_that_is_none_is_refused(payload: bytes, complaint: str) -> No
 class Stream:
     """Plays the driver of a receiver, handing it a few bytes at a time."""
 
-    def __init__(self, *sizes: int) -> None:
-        self.targets = [bytearray(size) for size in sizes]
-        self.receiver = frames.StreamReceiver(map(memoryview, self.targets), sum(sizes), "a stream")
+    def __init__(self, *sizes: int, step: int = 3, may_be_refused: bool = False) -> None:
+        self.targets, self.step = [bytearray(size) for size in sizes], step
+        targets = map(memoryview, self.targets)
+        self.receiver = frames.StreamReceiver(targets, sum(sizes), "a stream", may_be_refused=may_be_refused)
 
-    def data(self, payload: bytes, step: int = 3) -> None:
-        self.receiver.begin(len(payload))
-        while self.receiver.missing_bytes:
-            place = self.receiver.place()
-            count = min(step, len(place))
-            place[:count], payload = payload[:count], payload[count:]
+    def feed(self, sent: bytes) -> bytes:
+        """Hands bytes over until the stream is over; returns what was not wanted any more."""
+        while sent and not self.receiver.over:
+            places = self.receiver.places()
+            assert all(places), "a place without room: a driver would receive nothing and take it for the end"
+            assert sum(map(len, places)) >= self.receiver.wanted_bytes or len(places) == 1
+            came, count = sent[: self.step], 0
+            for place in places:
+                part = came[count : count + len(place)]
+                place[: len(part)] = part
+                count += len(part)
             self.receiver.took(count)
+            sent = sent[count:]
+        return sent
 
-    def end(self, checksum: int) -> int:
-        return self.receiver.end(checksum.to_bytes(8, "little"))
+
+def data(payload: bytes) -> bytes:
+    return struct.pack("<IB", len(payload), Kind.DATA) + payload
 
 
-def test_a_stream_arrives_over_the_bounds_of_targets_and_frames() -> None:
+def end(checksum: int) -> bytes:
+    return frames.encode(Kind.END, checksum.to_bytes(8, "little"))
+
+
+@pytest.mark.parametrize("step", [1, 3, 7, 100])
+def test_a_stream_arrives_over_the_bounds_of_targets_and_frames(step: int) -> None:
     sent = bytes(range(23))
-    sender, stream = frames.StreamSender(), Stream(4, 0, 10, 9)
+    sender, stream = frames.StreamSender(), Stream(4, 0, 10, 9, step=step)
     for payload in (sent[:5], sent[5:22], sent[22:]):
         head, *parts = sender.data([payload[:2], payload[2:]])
         assert frames.parse_head(head, Kind.DATA) == (Kind.DATA, len(payload))
-        stream.data(b"".join(parts))
+        assert stream.feed(b"".join([head, *parts])) == b""
+        assert not stream.receiver.over
     checksum = xxhash.xxh3_64_intdigest(sent)
-    end = sender.end()
-    assert end[frames.HEAD_BYTES :] == checksum.to_bytes(8, "little")
-    assert stream.end(checksum) == checksum
+    assert sender.end() == end(checksum)
+    assert stream.feed(end(checksum) + b"the next frame") == b"the next frame"
+    assert stream.receiver.checksum == checksum
     assert b"".join(stream.targets) == sent
 
 
 def test_an_empty_stream_has_a_checksum() -> None:
-    end = frames.StreamSender().end()[frames.HEAD_BYTES :]
-    assert Stream().receiver.end(end) == xxhash.xxh3_64_intdigest(b"")
+    stream = Stream()
+    assert stream.feed(frames.StreamSender().end()) == b""
+    assert stream.receiver.checksum == xxhash.xxh3_64_intdigest(b"")
 
 
-def test_streams_that_are_wrong_are_refused() -> None:
-    with pytest.raises(ChunkError, match="a stream: 9 bytes or more, expected 8"):
-        Stream(8).data(bytes(9))
-    with pytest.raises(ChunkError, match="an empty frame at byte 0"):
-        Stream(8).data(b"")
-    short = Stream(8)
-    short.data(bytes(7))
-    with pytest.raises(ChunkError, match="ended after 7 of 8 bytes"):
-        short.end(0)
-    wrong = Stream(8)
-    wrong.data(bytes(8))
-    with pytest.raises(CorruptDataError, match="checksum 0x0000000000000001 was announced"):
-        wrong.end(1)
-    with pytest.raises(ChunkError, match="a checksum of 7 bytes"):
-        wrong.receiver.end(bytes(7))
+@pytest.mark.parametrize(
+    ("sent", "error", "complaint"),
+    [
+        (data(bytes(9)), ChunkError, "a stream: 9 bytes or more, expected 8"),
+        (data(bytes(6)) + data(bytes(3)), ChunkError, "a stream: 9 bytes or more, expected 8"),
+        (data(b""), ChunkError, "an empty frame at byte 0"),
+        (data(bytes(7)) + end(0), ChunkError, "ended after 7 of 8 bytes"),
+        (data(bytes(8)) + end(1), CorruptDataError, "checksum 0x0000000000000001 was announced"),
+        (data(bytes(8)) + frames.encode(Kind.END, bytes(7)), ChunkError, "a checksum of 7 bytes"),
+        (data(bytes(8)) + frames.encode(Kind.END), ChunkError, "a checksum of 0 bytes"),
+        (data(bytes(3)) + frames.encode(Kind.WELCOME), InvalidRequestError, "kind 1: expected DATA or END"),
+        (frames.encode(Kind.ERROR, b"why"), InvalidRequestError, "kind 2: expected DATA or END"),
+    ],
+)
+def test_streams_that_are_wrong_are_refused(sent: bytes, error: type[Exception], complaint: str) -> None:
+    with pytest.raises(error, match=complaint):
+        Stream(8).feed(sent)
+
+
+def test_a_refusal_between_frames_is_left_to_the_driver() -> None:
+    stream = Stream(8, may_be_refused=True)
+    assert stream.feed(data(bytes(3)) + frames.encode(Kind.ERROR, b"why")) == b"why"
+    assert (stream.receiver.refusal_bytes, stream.receiver.checksum) == (3, None)
 
 
 @pytest.mark.parametrize("sent", range(7))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import struct
@@ -15,8 +16,12 @@ from shardwell_wire.codec import Buffer
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, from_status_details
 from shardwell_wire.frames import Kind
 from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.wake_mark import WakeMark
 
 _TIMEVAL = struct.Struct("ll")
+
+_LATE_S = 0.1
+"""A call may be given up so much too late: telling the kernel anew before each one costs more than small calls do."""
 
 _MAX_BUFFERS = 512
 """Per system call; the least limit of the systems in use is 1024."""
@@ -45,10 +50,12 @@ class LaneConnection:
         with self._request("connect", timeout_s):
             self._socket = socket.create_connection((host, port), timeout_s)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # Blocking, so that one call receives a whole frame; ``_limit`` says how long it may take.
+            # Blocking, so that one call sends a whole frame; ``_limit_call`` says how long it may take.
             self._socket.settimeout(None)
             self._arrived = select.poll()
             self._arrived.register(self._socket, select.POLLIN)
+            self._mark = WakeMark(self._socket)
+            self._call_limit_s = 0.0
             try:
                 self._send([frames.hello(token)])
                 self._message(Kind.WELCOME)
@@ -59,7 +66,7 @@ class LaneConnection:
     @property
     def usable(self) -> bool:
         """Whether another request may be sent; not if the server closed the connection meanwhile."""
-        return self.in_step and not self._arrived.poll(0)
+        return self.in_step and not self._speaks()
 
     def close(self) -> None:
         self._socket.close()
@@ -92,8 +99,7 @@ class LaneConnection:
         with self._request(what, timeout_s):
             # A server that refuses says so at once, in mid-stream, and may be gone before the stream is.
             with contextlib.suppress(ConnectionError):
-                self._send([frames.encode_request(Kind.REDUCE_SCATTER, header, timeout_s)])
-                self._send_stream(pieces)
+                self._send_stream(frames.encode_request(Kind.REDUCE_SCATTER, header, timeout_s), pieces)
             try:
                 payload = self._message(Kind.REDUCE_SCATTERED)
             except ShardwellError:
@@ -118,75 +124,87 @@ class LaneConnection:
                 f"{what}: the connection of the {self._peer} failed: {error}", peer=self._peer
             ) from error
 
-    def _send_stream(self, pieces: Sequence[memoryview]) -> None:
-        sender = frames.StreamSender()
+    def _send_stream(self, request: bytes, pieces: Sequence[memoryview]) -> None:
+        """Sends a request and its stream, unless the server has something to say before the end of it."""
+        sender, left_bytes = frames.StreamSender(), sum(map(len, pieces))
+        buffers: list[Buffer] = [request]
         for parts in codec.batches(pieces, frames.DATA_BYTES):
-            if self._arrived.poll(0):
-                return
             if parts:
-                self._send(sender.data(parts))
-        self._send([sender.end()])
+                buffers += sender.data(parts)
+            left_bytes -= sum(map(len, parts))
+            if not left_bytes:
+                buffers.append(sender.end())
+            if self._speaks():
+                return
+            self._send(buffers)
+            buffers = []
 
     def _receive_stream(self, target: memoryview, what: str) -> None:
-        receiver = frames.StreamReceiver([target], len(target), what)
-        head = memoryview(bytearray(frames.HEAD_BYTES))
-        self._fill(head)
-        while True:
-            kind, size_bytes = self._parse_head(head, Kind.DATA, Kind.END)
-            if kind is Kind.END:
-                receiver.end(self._exactly(size_bytes))
-                return
-            receiver.begin(size_bytes)
-            place = receiver.place()
-            self._fill(place, head)  # another frame follows this one
-            receiver.took(len(place))
+        receiver = frames.StreamReceiver([target], len(target), what, may_be_refused=True)
+        while not receiver.over:
+            receiver.took(self._receive(receiver.places()))
+        if receiver.refusal_bytes is not None:
+            raise self._refusal(receiver.refusal_bytes)
 
     def _message(self, expected: Kind) -> bytes:
-        _, size_bytes = self._head(expected)
+        """The payload of the next frame of an answer; raises what the server says instead."""
+        kind, size_bytes = frames.parse_head(self._exactly(frames.HEAD_BYTES), expected, Kind.ERROR)
+        if kind is Kind.ERROR:
+            raise self._refusal(size_bytes)
         return self._exactly(size_bytes)
 
-    def _head(self, *expected: Kind) -> tuple[Kind, int]:
-        """The head of the next frame of an answer; raises what the server says instead."""
-        return self._parse_head(self._exactly(frames.HEAD_BYTES), *expected)
-
-    def _parse_head(self, head: Buffer, *expected: Kind) -> tuple[Kind, int]:
-        kind, size_bytes = frames.parse_head(head, *expected, Kind.ERROR)
-        if kind is Kind.ERROR:
-            error = from_status_details(self._exactly(size_bytes), self._peer)
-            self.in_step = True
-            raise error
-        return kind, size_bytes
+    def _refusal(self, size_bytes: int) -> ShardwellError:
+        error = from_status_details(self._exactly(size_bytes), self._peer)
+        self.in_step = True
+        return error
 
     # ---- bytes ----
 
     def _send(self, buffers: Sequence[Buffer]) -> None:
         left = buffers
         while left:
-            self._limit(socket.SO_SNDTIMEO)
+            self._limit_call()
             with contextlib.suppress(BlockingIOError):
                 left = frames.unsent(left, self._socket.sendmsg(left[:_MAX_BUFFERS]))
 
+    def _limit_call(self) -> None:
+        """Lets the next call send about as long as is left of the request's time; then it raises BlockingIOError."""
+        remaining_s = self._remaining_s()
+        if 0 <= self._call_limit_s - remaining_s < _LATE_S:
+            return
+        seconds, rest_s = divmod(remaining_s, 1.0)
+        # Two zeros would mean: without limit.
+        limit = _TIMEVAL.pack(int(seconds), max(1, int(rest_s * 1e6)))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._call_limit_s = remaining_s
+
+    def _speaks(self) -> bool:
+        """Whether the server has said something, or closed the connection."""
+        self._mark.want(1)
+        return bool(self._arrived.poll(0))
+
     def _exactly(self, size_bytes: int) -> bytes:
         data = bytearray(size_bytes)
-        self._fill(memoryview(data))
+        left = memoryview(data)
+        while left:
+            left = left[self._receive([left]) :]
         return bytes(data)
 
-    def _fill(self, *targets: memoryview) -> None:
-        left: Sequence[Buffer] = frames.unsent(targets, 0)
-        while left:
-            self._limit(socket.SO_RCVTIMEO)
+    def _receive(self, places: Sequence[memoryview]) -> int:
+        """Waits until much of what belongs in consecutive places has come, if not all; returns how much it was."""
+        self._mark.want(sum(map(len, places)))
+        while True:
+            # Not a call that blocks until all is there: it begins to copy, and the kernel then counts for the mark
+            # only what is still to come, which may be less than it.
+            self._arrived.poll(math.ceil(1000 * self._remaining_s()))
             with contextlib.suppress(BlockingIOError):
-                # The interpreter lock is given up once for all of it, however small the parts are in which it comes.
-                count, *_ = self._socket.recvmsg_into(left, 0, socket.MSG_WAITALL)
+                count, *_ = self._socket.recvmsg_into(places, 0, socket.MSG_DONTWAIT)
                 if not count:
                     raise ConnectionResetError("it was closed in mid-answer")
-                left = frames.unsent(left, count)
+                return count
 
-    def _limit(self, option: int) -> None:
-        """Lets the next call take as long as is left of the request's time; then it raises BlockingIOError."""
+    def _remaining_s(self) -> float:
         remaining_s = self._give_up - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError
-        seconds, rest_s = divmod(remaining_s, 1.0)
-        # Two zeros would mean: without limit.
-        self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), max(1, int(rest_s * 1e6))))
+        return remaining_s

@@ -19,7 +19,7 @@ async def uninterrupted(work: Awaitable[Result]) -> Result:
     task, cancelled = asyncio.ensure_future(work), False
     while not task.done():
         try:
-            await asyncio.wait({task})
+            await _end_of(task)
         except asyncio.CancelledError:
             cancelled = True
     if cancelled:
@@ -27,6 +27,13 @@ async def uninterrupted(work: Awaitable[Result]) -> Result:
             task.exception()  # seen: nobody is left to raise it to
         raise asyncio.CancelledError
     return task.result()
+
+
+def _end_of(task: asyncio.Future[Any]) -> asyncio.Future[None]:
+    """Done when a task is, however it ended; cancelling it leaves the task alone."""
+    ended: asyncio.Future[None] = task.get_loop().create_future()
+    task.add_done_callback(lambda _: None if ended.done() else ended.set_result(None))
+    return ended
 
 
 async def first_of(*events: asyncio.Event) -> None:
@@ -42,14 +49,21 @@ async def first_of(*events: asyncio.Event) -> None:
 class _Stream:
     def __init__(self, order: tuple[int, ...]) -> None:
         self.order = order
-        self.task: asyncio.Future[Any] | None = None
         self.reason: ShardwellError | None = None
         self.ended = asyncio.Event()
+        self._task = asyncio.current_task()
 
     def end(self, reason: ShardwellError) -> None:
-        self.reason = self.reason or reason
-        if self.task is not None:
-            self.task.cancel()
+        """Has what receives it raise the first reason that is given."""
+        if self.reason is None:
+            self.reason = reason
+            assert self._task is not None
+            self._task.cancel()
+
+    def was_ended(self) -> bool:
+        """Whether that, and nothing else, is why the task that receives it is cancelled."""
+        assert self._task is not None
+        return self.reason is not None and self._task.uncancel() == 0
 
 
 class OpenStreams:
@@ -79,12 +93,15 @@ class OpenStreams:
         if older is not None and older.order > order:
             raise StaleEpochError(f"{what}: a stream of a later lease or attempt is being received")
         own = self._open[key] = _Stream(order)
-        own.task = task = asyncio.ensure_future(_after(older, what, receive))
         try:
-            return await task
+            if older is not None:
+                older.end(StaleEpochError(f"{what}: a newer stream took its place"))
+                await uninterrupted(older.ended.wait())
+            return await receive()
         except asyncio.CancelledError:
-            if own.reason is None:
+            if not own.was_ended():
                 raise
+            assert own.reason is not None
             raise own.reason from None
         finally:
             own.ended.set()
@@ -101,10 +118,3 @@ class OpenStreams:
         """Ends every stream."""
         for stream in self._open.values():
             stream.end(reason)
-
-
-async def _after(older: _Stream | None, what: str, receive: Callable[[], Awaitable[Result]]) -> Result:
-    if older is not None:
-        older.end(StaleEpochError(f"{what}: a newer stream took its place"))
-        await uninterrupted(older.ended.wait())
-    return await receive()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from shardwell_server.rpc import told
+from shardwell_server.shard.lanes.socket_transfers import Arriving, ArrivingStream, Leaving, PeerEnded, Transfer
 from shardwell_server.shard.requests import streams
 from shardwell_wire import frames
 from shardwell_wire.codec import Buffer
 from shardwell_wire.errors import DeadlineError, ShardwellError, to_status_details
 from shardwell_wire.frames import Kind
+from shardwell_wire.wake_mark import WakeMark
 
 _SCRATCH_BYTES = 256 << 10
 
@@ -37,6 +39,7 @@ class Connection:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # By number: asyncio would describe the socket object, in words, each time it begins to watch it.
         self._socket, self._number, self._loop = peer, peer.fileno(), asyncio.get_running_loop()
+        self._mark = WakeMark(peer)
         self._since_wait_bytes = 0
         self._torn = False
         """Part of a frame was sent: nothing that is sent from now on could be understood."""
@@ -45,17 +48,8 @@ class Connection:
 
     async def send(self, *buffers: Buffer) -> None:
         """Sends whole frames."""
-        left: Sequence[Buffer] = buffers
-
-        def advance() -> bool:
-            nonlocal left
-            sent_bytes = self._socket.sendmsg(left)
-            self._since_wait_bytes += sent_bytes
-            left = frames.unsent(left, sent_bytes)
-            return not left
-
         self._torn = True
-        await self._drive(advance, self._loop.add_writer, self._loop.remove_writer, streams.IDLE_LIMIT_S)
+        await self._drive(Leaving(self._socket, buffers), streams.IDLE_LIMIT_S)
         self._torn = False
 
     async def next_request(self) -> tuple[Kind, int] | None:
@@ -65,7 +59,7 @@ class Connection:
             InvalidRequestError: Something else came.
         """
         head = bytearray(frames.HEAD_BYTES)
-        count = await self._read([memoryview(head)], None, enough=1)
+        count = await self._some(memoryview(head))
         if count == 0:
             return None
         await self._fill(memoryview(head)[count:])
@@ -79,12 +73,18 @@ class Connection:
 
     # ---- streams ----
 
-    async def send_stream(self, pieces: Iterable[memoryview]) -> None:
-        """Sends DATA frames and END; what ``pieces`` raises ends it between two frames."""
+    async def send_stream(self, pieces: Iterable[memoryview], before: bytes = b"") -> None:
+        """Sends DATA frames and END; what ``pieces`` raises ends it between two frames.
+
+        Args:
+            pieces: Of the stream.
+            before: Frames that go first.
+        """
         sender = frames.StreamSender()
         for piece in pieces:
-            await self.send(*sender.data([piece]))
-        await self.send(sender.end())
+            await self.send(before, *sender.data([piece]))
+            before = b""
+        await self.send(before, sender.end())
 
     async def into(self, targets: Sequence[memoryview], what: str) -> int:
         """Receives a stream; see ``IncomingStream``."""
@@ -96,18 +96,9 @@ class Connection:
 
     async def _receive(self, targets: Iterable[memoryview], total_bytes: int, what: str) -> int:
         receiver = frames.StreamReceiver(targets, total_bytes, what)
-        head = memoryview(bytearray(frames.HEAD_BYTES))
-        await self._fill(head)
-        while True:
-            kind, size_bytes = frames.parse_head(head, Kind.DATA, Kind.END)
-            if kind is Kind.END:
-                return receiver.end(await self.exactly(size_bytes))
-            receiver.begin(size_bytes)
-            while receiver.missing_bytes:
-                place = receiver.place()
-                # Another frame follows the last byte of this one.
-                await self._fill(place, *([head] if len(place) == receiver.missing_bytes else []))
-                receiver.took(len(place))
+        await self._drive(ArrivingStream(self._socket, receiver), streams.IDLE_LIMIT_S)
+        assert receiver.checksum is not None
+        return receiver.checksum
 
     # ---- the peer's end ----
 
@@ -123,6 +114,7 @@ class Connection:
             ended = True
             task.cancel()
 
+        self._mark.want(1)
         self._loop.add_reader(self._number, end)
         try:
             yield
@@ -148,75 +140,82 @@ class Connection:
         scratch = memoryview(bytearray(_SCRATCH_BYTES))
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
-                while await self._read([scratch], None, enough=1):
+                while await self._some(scratch):
                     pass
 
     # ---- bytes ----
 
-    async def _fill(self, *targets: memoryview) -> None:
-        size_bytes = sum(map(len, targets))
-        if size_bytes and await self._read(targets, streams.IDLE_LIMIT_S, enough=size_bytes) < size_bytes:
-            raise ConnectionResetError("the peer closed the connection in mid-stream")
+    async def _fill(self, target: memoryview) -> None:
+        if target:
+            await self._drive(Arriving(self._socket, target, len(target)), streams.IDLE_LIMIT_S)
 
-    async def _read(self, targets: Sequence[memoryview], idle_limit_s: float | None, *, enough: int) -> int:
-        """Receives into consecutive views until there is enough, or the peer has ended; returns how much came."""
-        left: Sequence[Buffer] = targets
-        count = 0
+    async def _some(self, target: memoryview) -> int:
+        """Receives at least a byte, however long it takes to come; returns how many, 0 if the peer has ended."""
+        arriving = Arriving(self._socket, target, 1)
+        with suppress(PeerEnded):
+            await self._drive(arriving, None)
+        return arriving.count
 
-        def advance() -> bool:
-            nonlocal left, count
-            came, *_ = self._socket.recvmsg_into(left)
-            count += came
-            self._since_wait_bytes += came
-            left = frames.unsent(left, came)
-            return not came or count >= enough
+    async def _drive(self, transfer: Transfer, idle_limit_s: float | None) -> None:
+        """Moves bytes until nothing is missing: now, and whenever the socket is ready for more.
 
-        await self._drive(advance, self._loop.add_reader, self._loop.remove_reader, idle_limit_s)
-        return count
-
-    async def _drive(
-        self,
-        advance: Callable[[], bool],
-        add: Callable[..., None],
-        remove: Callable[[int], object],
-        idle_limit_s: float | None,
-    ) -> None:
-        """Moves bytes until ``advance`` says that it is done: now, and whenever the socket is ready for more.
-
-        A link brings a frame in many small parts; the task that waits for it is woken once.
+        A link brings a stream in many parts; the task that waits for it is woken once.
         """
-        if await self._advance_now(advance):
+        if await self._moved_now(transfer):
             return
-        done, moved_at, failure = self._loop.create_future(), self._loop.time(), None
+        done: asyncio.Future[None] = self._loop.create_future()
+        moved_at, timer = self._loop.time(), None
 
-        def advance_more() -> None:
-            nonlocal moved_at, failure
+        def move() -> None:
+            nonlocal moved_at
             if done.done():
                 return
             try:
-                if advance():
-                    done.set_result(None)
+                transfer.move()
                 moved_at = self._loop.time()
+                if transfer.missing_bytes:
+                    self._await_more(transfer)
+                else:
+                    done.set_result(None)
             except BlockingIOError:
                 pass
-            except OSError as error:
-                failure = error
-                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
 
-        add(self._number, advance_more)
+        def give_up(limit_s: float) -> None:
+            nonlocal timer
+            if done.done():
+                return
+            if self._loop.time() < moved_at + limit_s:
+                timer = self._loop.call_at(moved_at + limit_s, give_up, limit_s)
+            else:
+                done.set_exception(DeadlineError(f"nothing came or went for {limit_s:g} s in mid-stream"))
+
+        watch, forget = (
+            (self._loop.add_reader, self._loop.remove_reader)
+            if transfer.arrives
+            else (self._loop.add_writer, self._loop.remove_writer)
+        )
+        self._await_more(transfer)
+        if idle_limit_s is not None:
+            timer = self._loop.call_at(moved_at + idle_limit_s, give_up, idle_limit_s)
+        watch(self._number, move)
         try:
-            while not await _within(done, None if idle_limit_s is None else moved_at + idle_limit_s):
-                if idle_limit_s is not None and self._loop.time() >= moved_at + idle_limit_s:
-                    raise DeadlineError(f"nothing came or went for {idle_limit_s:g} s in mid-stream")
+            await done
         finally:
-            remove(self._number)
-        if failure is not None:
-            raise failure
+            forget(self._number)
+            if timer is not None:
+                timer.cancel()
 
-    async def _advance_now(self, advance: Callable[[], bool]) -> bool:
+    def _await_more(self, transfer: Transfer) -> None:
+        if transfer.arrives:
+            self._mark.want(transfer.missing_bytes)
+
+    async def _moved_now(self, transfer: Transfer) -> bool:
         """Moves what can be moved without waiting for the peer; returns whether that was all."""
         try:
-            while not advance():
+            while transfer.missing_bytes:
+                self._since_wait_bytes += transfer.move()
                 if self._since_wait_bytes > _UNYIELDING_BYTES:
                     self._since_wait_bytes = 0
                     await asyncio.sleep(0)
@@ -224,15 +223,6 @@ class Connection:
             self._since_wait_bytes = 0
             return False
         return True
-
-
-async def _within(done: asyncio.Future[None], until_s: float | None) -> bool:
-    """Waits for a future, but not beyond a time of the loop; returns whether it is done."""
-    if until_s is None:
-        await done
-        return True
-    await asyncio.wait((done,), timeout=max(0.0, until_s - done.get_loop().time()))
-    return done.done()
 
 
 def _scratch(total_bytes: int) -> Iterator[memoryview]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -109,13 +111,14 @@ class Push:
             data = codec.memory_at(encoded.buffer.data_ptr(), encoded.buffer.numel())
             checksum = await incoming.into([data], self._what)
             memory = codec.memory_at(received.buffer.data_ptr(), shard.size_bytes)
-            pieces = wire_dtypes.segment_pieces(shard.layout, self._packed(), memory, shard.start_bytes)
+            pieces = wire_dtypes.segment_pieces(shard.layout, self._packed, memory, shard.start_bytes)
             await self._store.in_thread(lambda: wire_dtypes.decode_pieces(data, wire_dtype, pieces))
             return checksum
 
     async def _hand_over(self, source: GradientBuffer, checksum: int | None) -> bool:
-        duplicate = await uninterrupted(self._run.alone(lambda: self._accept(source, checksum)))
-        self._run.soon(lambda: self._shard.reduce_ahead(self._store.in_thread))
+        duplicate = await self._run.alone(lambda: self._accept(source, checksum))
+        if self._shard.seems_complete:
+            self._run.soon(lambda: self._shard.reduce_ahead(self._store.in_thread))
         return duplicate
 
     def _check_form(self) -> None:
@@ -171,19 +174,26 @@ class Push:
         if isinstance(source, Mailbox):
             source.check(shard)  # here and not earlier: its lane may have been closed while this waited
         views = shard.views(source.buffer)
-        chosen = [shard.segment_of[segment.parameter_index] for segment in self._packed()]
+        chosen = [shard.segment_of[segment.parameter_index] for segment in self._packed]
         shard.forget_reduced()
         if self._part == 0:
             shard.drop_older(self._dp_rank, self._attempt)
-            contributions.by_rank[self._dp_rank] = Contribution(
-                self._attempt, source.keep(), views, source.give_back, set(chosen)
-            )
+            first = Contribution(self._attempt, source.keep(), views, source.give_back, set(chosen))
+            contributions.by_rank[self._dp_rank] = first
+            self._note_accepted(first, checksum)
         else:
-            held = contributions.by_rank[self._dp_rank]
-            await self._store.in_thread(lambda: held.compute_add(views, chosen))
-        contributions.by_rank[self._dp_rank].checksums.append(checksum)
-        self._run.fences.raise_epoch(self._dp_rank, self._epoch)
+            await uninterrupted(self._add(contributions.by_rank[self._dp_rank], views, chosen, checksum))
         return False
+
+    async def _add(
+        self, held: Contribution, views: Sequence[torch.Tensor], chosen: Sequence[int], checksum: int | None
+    ) -> None:
+        await self._store.in_thread(lambda: held.compute_add(views, chosen))
+        self._note_accepted(held, checksum)
+
+    def _note_accepted(self, contribution: Contribution, checksum: int | None) -> None:
+        contribution.checksums.append(checksum)
+        self._run.fences.raise_epoch(self._dp_rank, self._epoch)
 
     def _count_duplicate(self, checksum: int | None) -> None:
         self._run.duplicate_count += 1
@@ -194,16 +204,18 @@ class Push:
         if first is not None and checksum is not None and first != checksum:
             self._run.differing_duplicate_count += 1
 
+    @cached_property
     def _packed(self) -> list[Segment]:
+        """The parts of parameters that are pushed, in the order of the stream."""
         shard = self._shard
         return shard.layout.packed_segments(self._header.parameter_indices, shard.start_bytes, shard.stop_bytes)
 
     def _stream_bytes(self) -> int:
-        return wire_dtypes.stream_size(self._shard.layout, self._packed(), self._header.wire_dtype)
+        return wire_dtypes.stream_size(self._shard.layout, self._packed, self._header.wire_dtype)
 
     def _targets(self, received: IncomingBuffer) -> list[memoryview]:
         start, memory = self._shard.start_bytes, codec.memory_at(received.buffer.data_ptr(), self._shard.size_bytes)
-        return [memory[segment.start_bytes - start : segment.stop_bytes - start] for segment in self._packed()]
+        return [memory[segment.start_bytes - start : segment.stop_bytes - start] for segment in self._packed]
 
 
 def check_wire_dtype(wire_dtype: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 
 from shardwell_server.rpc import DEADLINE_MARGIN_S
 from shardwell_server.shard.lanes.socket_connection import Connection
@@ -57,10 +57,10 @@ class Requests:
     async def _gather(self, request: shard_pb2.GatherRequest, wait_s: float) -> None:
         self._check(request.run, request)
         async with AsyncExitStack() as stack:
-            async with self._connection.while_silent():
+            async with nullcontext() if transfers.is_there(self._store, request) else self._connection.while_silent():
                 reading = await stack.enter_async_context(transfers.reading(self._store, request, wait_s))
-            await self._connection.send(frames.encode(Kind.GATHERING, reading.header.SerializeToString()))
-            await self._connection.send_stream(reading.pieces(frames.DATA_BYTES))
+            head = frames.encode(Kind.GATHERING, reading.header.SerializeToString())
+            await self._connection.send_stream(reading.pieces(frames.DATA_BYTES), before=head)
 
     async def _push(self, header: shard_pb2.ReduceScatterHeader, wait_s: float) -> None:
         self._check(header.context.run, header)

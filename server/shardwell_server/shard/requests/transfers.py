@@ -54,6 +54,15 @@ class Reading:
                 )
 
 
+def is_there(store: ShardStore, request: shard_pb2.GatherRequest) -> bool:
+    """Whether ``reading`` has the version without waiting for it.
+
+    Raises:
+        NotFoundError: The run or unit is not here.
+    """
+    return store.run(request.run).shard(request.unit).values.readable(_version(request))
+
+
 @asynccontextmanager
 async def reading(store: ShardStore, request: shard_pb2.GatherRequest, wait_s: float) -> AsyncIterator[Reading]:
     """Waits for the version that a Gather wants, and keeps it as it is.
@@ -70,7 +79,7 @@ async def reading(store: ShardStore, request: shard_pb2.GatherRequest, wait_s: f
     start, stop = _range(shard, request)
     if request.chunk_bytes > codec.MAX_CHUNK_BYTES:
         raise InvalidRequestError(f"chunk_bytes is {request.chunk_bytes}: at most {codec.MAX_CHUNK_BYTES}")
-    wanted = request.version if request.HasField("version") else None
+    wanted = _version(request)
     if request.ema:
         async with average_reading.reading(store, run, shard, wanted, wait_s) as (version, averages):
             header = shard_pb2.GatherHeader(version=version, start_bytes=start, stop_bytes=stop)
@@ -91,6 +100,10 @@ async def reading(store: ShardStore, request: shard_pb2.GatherRequest, wait_s: f
             shard.encoded.release(encoded)
     finally:
         shard.values.release(parameters)
+
+
+def _version(request: shard_pb2.GatherRequest) -> int | None:
+    return request.version if request.HasField("version") else None
 
 
 def _range(shard: UnitShard, request: shard_pb2.GatherRequest) -> tuple[int, int]:

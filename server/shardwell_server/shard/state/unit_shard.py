@@ -150,8 +150,13 @@ class UnitShard:
 
         Contributions stay as they are: if another part comes, or one is withdrawn, it is done again.
         """
-        if self.reduced is None and self.contributions.seem_complete(self.dp):
+        if self.seems_complete:
             self.reduced = await self._reduce(in_thread)
+
+    @property
+    def seems_complete(self) -> bool:
+        """Whether the step's gradient could be reduced, as far as one can tell from the last step, and is not yet."""
+        return self.reduced is None and self.contributions.seem_complete(self.dp)
 
     async def _reduce(self, in_thread: InThread) -> Reduced:
         ranks = [contribution for _, contribution in sorted(self.contributions.by_rank.items())]

@@ -65,19 +65,8 @@ class Values:
             NotFoundError: The run was deleted meanwhile.
             InternalError: An update failed.
         """
-        try:
-            async with asyncio.timeout(wait_s):
-                while not self._readable(version):
-                    await self._changed.wait()
-        except TimeoutError:
-            wanted = "any version" if version is None else f"version {version}"
-            newest = "there is none yet" if self.version is None else f"the newest is {self.version}"
-            raise DeadlineError(
-                f"waited {wait_s:.1f} s for {wanted} of {self._what}; {newest}",
-                unit=self._unit,
-                version=version,
-                newest=self.version,
-            ) from None
+        if not self.readable(version):
+            await self._until_readable(version, wait_s)
         # From here to the return nothing is awaited: no update can begin in between.
         self.check_whole()
         assert self.version is not None and self.parameters is not None
@@ -119,10 +108,26 @@ class Values:
         if self._failure is not None:
             raise type(self._failure)(str(self._failure), **self._failure.data)
 
-    def _readable(self, version: int | None) -> bool:
+    def readable(self, version: int | None) -> bool:
+        """Whether ``read`` would not wait."""
         if self._failure is not None:
             return True
         return not self._updating and self.version is not None and (version is None or self.version >= version)
+
+    async def _until_readable(self, version: int | None, wait_s: float) -> None:
+        try:
+            async with asyncio.timeout(wait_s):
+                while not self.readable(version):
+                    await self._changed.wait()
+        except TimeoutError:
+            wanted = "any version" if version is None else f"version {version}"
+            newest = "there is none yet" if self.version is None else f"the newest is {self.version}"
+            raise DeadlineError(
+                f"waited {wait_s:.1f} s for {wanted} of {self._what}; {newest}",
+                unit=self._unit,
+                version=version,
+                newest=self.version,
+            ) from None
 
     def _gone(self, version: int, newest: int) -> VersionGoneError:
         return VersionGoneError(
