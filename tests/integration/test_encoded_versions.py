@@ -16,6 +16,7 @@ from shardwell_wire import wire_dtypes
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.stream_plan import InVector, StreamPlan
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import BIG, MIXED, PLAIN, OneUnit, ShardServer, error_of, in_background, train, unit
 
@@ -70,8 +71,9 @@ def gather(one: OneUnit, wire_dtype: int = BFLOAT16, version: int | None = None)
 def encode(one: OneUnit, flat: torch.Tensor, wire_dtype: int) -> torch.Tensor:
     """What should come of a shard's bytes."""
     encoded = torch.empty(encoded_size(one, wire_dtype), dtype=torch.uint8)
-    pieces = wire_dtypes.segment_pieces(one.layout, one.segments, memory_at(flat.data_ptr(), flat.numel()), one.start)
-    wire_dtypes.encode_pieces(pieces, wire_dtype, memory_at(encoded.data_ptr(), encoded.numel()))
+    values = InVector(memory_at(flat.data_ptr(), flat.numel()), one.start)
+    out = memory_at(encoded.data_ptr(), encoded.numel())
+    StreamPlan(one.layout, one.segments, wire_dtype).encode(values, out)
     return encoded
 
 

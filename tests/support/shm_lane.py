@@ -9,14 +9,12 @@ import torch
 from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
 from shardwell.data_plane.shm_lane import ShmLane
 from shardwell_server.shard.lanes.mailboxes import Mailbox
-from shardwell_wire.v1 import common_pb2, shard_pb2
-from shardwell_wire.wire_dtypes import Piece
+from shardwell_wire.codec import memory_at
+from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import (
     OneUnit,
     ShardServer,
 )
-
-AS_STORED = common_pb2.WIRE_DTYPE_UNSPECIFIED
 
 
 def header(
@@ -57,10 +55,16 @@ class LanedUnit:
         return header(self.one, **options)
 
     def push(self, gradients: list[torch.Tensor], **changes: Any) -> None:
-        pieces = [
-            Piece(segment.start_bytes, gradient) for segment, gradient in zip(self.one.segments, gradients, strict=True)
-        ]
-        laid = self.lane.lay(self.header(**changes), pieces, AS_STORED)
+        flats = {at.parameter_index: own for at, own in zip(self.one.segments, gradients, strict=True)}
+
+        def write(memory: memoryview) -> None:
+            for at in self.one.segments:
+                own = flats[at.parameter_index]
+                memory[at.start_bytes - self.one.start : at.stop_bytes - self.one.start] = memory_at(
+                    own.data_ptr(), own.nbytes
+                )
+
+        laid = self.lane.lay(self.header(**changes), write)
         self.lane.hand_over(laid, timeout_s=20.0, retry_for_s=0.0)
 
     def open_mailbox(self, **changes: Any) -> shard_pb2.OpenMailboxResponse:

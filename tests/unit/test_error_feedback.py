@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
 from shardwell.data_plane.error_feedback import ErrorFeedback
+from shardwell.memory.buffer_pool import BufferPool
+from shardwell_wire.codec import memory_at
 from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.stream_plan import InParameters, InVector, StreamPlan
 from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_BFLOAT16,
     WIRE_DTYPE_FLOAT16,
     WIRE_DTYPE_INT8,
     WIRE_DTYPE_UNSPECIFIED,
 )
-from shardwell_wire.wire_dtypes import Piece, WireDType, round_trip_
+from shardwell_wire.wire_dtypes import WireDType
 
 LAYOUT = UnitLayout(
     "block",
@@ -24,7 +29,7 @@ LAYOUT = UnitLayout(
     ),
 )
 LOSSY = [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_FLOAT16, WIRE_DTYPE_INT8]
-WEIGHT = 2
+BIAS, DOUBLE, WEIGHT = range(3)
 
 
 def gradient(seed: int, index: int = WEIGHT) -> torch.Tensor:
@@ -33,38 +38,62 @@ def gradient(seed: int, index: int = WEIGHT) -> torch.Tensor:
     return torch.randn(parameter.shape, generator=generator, dtype=getattr(torch, parameter.dtype))
 
 
-def arrived(pushed: torch.Tensor, wire_dtype: WireDType, index: int = WEIGHT) -> torch.Tensor:
-    flat = pushed.reshape(-1).clone()
-    pieces = [Piece(LAYOUT.starts[index], flat)]
-    round_trip_(pieces, wire_dtype, pieces)
-    return flat.view_as(pushed)
+def plan_of(wire_dtype: WireDType, indices: Iterable[int]) -> StreamPlan:
+    return StreamPlan(LAYOUT, LAYOUT.packed_segments(indices, 0, LAYOUT.size_bytes), wire_dtype)
 
 
-def push(feedback: ErrorFeedback, value: torch.Tensor, *, dp_rank: int = 0, unit: int = 0) -> torch.Tensor:
-    return feedback.compensate(unit, LAYOUT, dp_rank, {WEIGHT: value})[WEIGHT]
+def on_the_wire(value: torch.Tensor, wire_dtype: WireDType, index: int = WEIGHT) -> bytes:
+    plan = plan_of(wire_dtype, [index])
+    stream = bytearray(plan.size_bytes)
+    plan.encode(InParameters({index: value.reshape(-1)}), stream)
+    return bytes(stream)
+
+
+def arrived(stream: bytes, wire_dtype: WireDType, index: int = WEIGHT) -> torch.Tensor:
+    parameter, vector = LAYOUT.parameters[index], torch.zeros(LAYOUT.size_bytes, dtype=torch.uint8)
+    plan_of(wire_dtype, [index]).decode(stream, InVector(memory_at(vector.data_ptr(), vector.numel()), 0))
+    own = vector[LAYOUT.starts[index] :][: parameter.size_bytes]
+    return own.view(getattr(torch, parameter.dtype)).view(parameter.shape)
+
+
+def feedback_of(wire_dtype: WireDType) -> ErrorFeedback:
+    return ErrorFeedback(wire_dtype, BufferPool(1 << 20))
+
+
+def push(
+    feedback: ErrorFeedback, value: torch.Tensor, *, dp_rank: int = 0, unit: int = 0, index: int = WEIGHT
+) -> bytes:
+    """What is pushed: the encoded bytes."""
+    encoded = feedback.encode(unit, LAYOUT, dp_rank, {index: value})
+    assert encoded is not None
+    assert (encoded.indices, encoded.stored_bytes) == ((index,), value.nbytes)
+    stream = bytes(encoded.stream)
+    encoded.stream[:] = b"\xff" * len(stream)  # it is used again: whoever finds the old bytes there is lucky
+    encoded.give_back()
+    return stream
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
 def test_every_push_is_the_gradient_and_what_the_one_before_left_out(wire_dtype: WireDType) -> None:
-    feedback, left_out = ErrorFeedback(wire_dtype), torch.zeros(37, 41)
+    feedback, left_out = feedback_of(wire_dtype), torch.zeros(37, 41)
     for step in range(5):
         value = gradient(step)
         pushed = push(feedback, value)
         assert torch.equal(value, gradient(step)), "the gradient was changed"
-        assert torch.equal(pushed, value + left_out)
-        left_out = pushed - arrived(pushed, wire_dtype)
+        assert pushed == on_the_wire(value + left_out, wire_dtype)
+        left_out = value + left_out - arrived(pushed, wire_dtype)
         assert left_out.any()
         feedback.commit()
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
 def test_the_sum_of_what_arrives_follows_the_sum_of_the_gradients(wire_dtype: WireDType) -> None:
-    feedback, value = ErrorFeedback(wire_dtype), gradient(0) + 3
-    one_error = 2 * (value - arrived(value, wire_dtype)).abs().max().double()
+    feedback, value = feedback_of(wire_dtype), gradient(0) + 3
+    one_error = 2 * (value - arrived(on_the_wire(value, wire_dtype), wire_dtype)).abs().max().double()
     with_feedback, without, exact = (torch.zeros(37, 41, dtype=torch.float64) for _ in range(3))
     for _ in range(200):
         with_feedback += arrived(push(feedback, value), wire_dtype)
-        without += arrived(value, wire_dtype)
+        without += arrived(on_the_wire(value, wire_dtype), wire_dtype)
         exact += value
         feedback.commit()
     assert (with_feedback - exact).abs().max() < one_error
@@ -73,39 +102,43 @@ def test_the_sum_of_what_arrives_follows_the_sum_of_the_gradients(wire_dtype: Wi
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
 def test_a_work_item_begun_anew_pushes_the_same_bits(wire_dtype: WireDType) -> None:
-    feedback = ErrorFeedback(wire_dtype)
+    feedback = feedback_of(wire_dtype)
     push(feedback, gradient(0))
     feedback.commit()
     first = [push(feedback, gradient(seed)) for seed in (1, 2)]
     feedback.reset(0)
-    again = [push(feedback, gradient(seed)) for seed in (1, 2)]
-    assert all(map(torch.equal, first, again))
+    assert [push(feedback, gradient(seed)) for seed in (1, 2)] == first
     feedback.commit()
-    never_reset = ErrorFeedback(wire_dtype)
+    never_reset = feedback_of(wire_dtype)
     for step in ([0], [1, 2]):
         for seed in step:
             push(never_reset, gradient(seed))
         never_reset.commit()
-    assert torch.equal(push(feedback, gradient(3)), push(never_reset, gradient(3)))
+    assert push(feedback, gradient(3)) == push(never_reset, gradient(3))
 
 
 def test_a_reset_before_the_first_commit_leaves_nothing() -> None:
-    feedback = ErrorFeedback(WIRE_DTYPE_INT8)
+    feedback = feedback_of(WIRE_DTYPE_INT8)
     push(feedback, gradient(0))
     feedback.reset(0)
     feedback.reset(7)
-    assert torch.equal(push(feedback, gradient(1)), gradient(1))
+    assert push(feedback, gradient(1)) == on_the_wire(gradient(1), WIRE_DTYPE_INT8)
+
+
+def after_one(first: torch.Tensor, second: torch.Tensor) -> bytes:
+    """What int8 makes of a gradient that is pushed after another one."""
+    lost = first - arrived(on_the_wire(first, WIRE_DTYPE_INT8), WIRE_DTYPE_INT8)
+    return on_the_wire(second + lost, WIRE_DTYPE_INT8)
 
 
 def test_parts_of_one_step_follow_each_other() -> None:
-    feedback = ErrorFeedback(WIRE_DTYPE_INT8)
-    first = push(feedback, gradient(0))
-    second = push(feedback, gradient(1))
-    assert torch.equal(second, gradient(1) + (first - arrived(first, WIRE_DTYPE_INT8)))
+    feedback = feedback_of(WIRE_DTYPE_INT8)
+    push(feedback, gradient(0))
+    assert push(feedback, gradient(1)) == after_one(gradient(0), gradient(1))
 
 
 def test_ranks_and_units_are_apart() -> None:
-    feedback, alone = ErrorFeedback(WIRE_DTYPE_INT8), ErrorFeedback(WIRE_DTYPE_INT8)
+    feedback, alone = feedback_of(WIRE_DTYPE_INT8), feedback_of(WIRE_DTYPE_INT8)
     push(feedback, gradient(0))
     push(alone, gradient(0))
     push(feedback, gradient(1), dp_rank=1)
@@ -113,37 +146,51 @@ def test_ranks_and_units_are_apart() -> None:
     feedback.reset(1)
     for each in (feedback, alone):
         each.commit()
-    assert torch.equal(push(feedback, gradient(3)), push(alone, gradient(3)))
-    assert torch.equal(push(feedback, gradient(4), dp_rank=1), gradient(4))
+    assert push(feedback, gradient(3)) == push(alone, gradient(3))
+    assert push(feedback, gradient(4), dp_rank=1) == on_the_wire(gradient(4), WIRE_DTYPE_INT8)
 
 
 def test_a_rank_without_a_push_in_a_step_is_forgotten_and_a_parameter_without_one_is_not() -> None:
-    feedback = ErrorFeedback(WIRE_DTYPE_INT8)
-    first = push(feedback, gradient(0))
+    feedback = feedback_of(WIRE_DTYPE_INT8)
+    push(feedback, gradient(0))
     push(feedback, gradient(1), dp_rank=1)
     feedback.commit()
-    feedback.compensate(0, LAYOUT, 0, {0: gradient(2, index=0)})
+    push(feedback, gradient(2, index=BIAS), index=BIAS)
     feedback.commit()
-    assert torch.equal(push(feedback, gradient(3)), gradient(3) + (first - arrived(first, WIRE_DTYPE_INT8)))
-    assert torch.equal(push(feedback, gradient(4), dp_rank=1), gradient(4))
+    assert push(feedback, gradient(3)) == after_one(gradient(0), gradient(3))
+    assert push(feedback, gradient(4), dp_rank=1) == on_the_wire(gradient(4), WIRE_DTYPE_INT8)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
 def test_what_the_servers_refuse_does_not_spoil_the_next_step(bad: float) -> None:
-    feedback, value = ErrorFeedback(WIRE_DTYPE_FLOAT16), gradient(0)
+    feedback, value = feedback_of(WIRE_DTYPE_FLOAT16), gradient(0)
     value[0, 0] = bad
     assert not arrived(push(feedback, value), WIRE_DTYPE_FLOAT16)[0, 0].isfinite()
     feedback.commit()
-    following = push(feedback, gradient(1))
-    assert following[0, 0] == gradient(1)[0, 0]
+    following = arrived(push(feedback, gradient(1)), WIRE_DTYPE_FLOAT16)
+    assert following[0, 0] == gradient(1)[0, 0].half()
     assert following.isfinite().all()
+
+
+@pytest.mark.parametrize("wire_dtype", LOSSY)
+def test_parameters_pushed_together_give_the_bits_of_each_pushed_alone(wire_dtype: WireDType) -> None:
+    together, alone = feedback_of(wire_dtype), feedback_of(wire_dtype)
+    for step in range(3):
+        gradients = {index: gradient(10 * step + index, index) for index in (WEIGHT, BIAS, DOUBLE)}
+        encoded = together.encode(0, LAYOUT, 0, gradients)
+        assert encoded is not None
+        stored = gradients[DOUBLE].numpy().tobytes()
+        one_by_one = [push(alone, gradients[BIAS], index=BIAS), stored, push(alone, gradients[WEIGHT])]
+        assert encoded.indices == (BIAS, DOUBLE, WEIGHT)
+        assert bytes(encoded.stream) == b"".join(one_by_one)
+        encoded.give_back()
+        for each in (together, alone):
+            each.commit()
 
 
 @pytest.mark.parametrize("wire_dtype", [WIRE_DTYPE_UNSPECIFIED, *LOSSY])
 def test_what_travels_as_it_is_stored_is_left_alone(wire_dtype: WireDType) -> None:
-    feedback, double, weight = ErrorFeedback(wire_dtype), gradient(0, index=1), gradient(0)
-    for _ in range(2):
-        pushed = feedback.compensate(0, LAYOUT, 0, {1: double, WEIGHT: weight})
-        feedback.commit()
-    assert pushed[1] is double
-    assert (pushed[WEIGHT] is weight) == (wire_dtype == WIRE_DTYPE_UNSPECIFIED)
+    assert feedback_of(wire_dtype).encode(0, LAYOUT, 0, {DOUBLE: gradient(0, DOUBLE)}) is None
+    assert (feedback_of(wire_dtype).encode(0, LAYOUT, 0, {WEIGHT: gradient(0)}) is None) == (
+        wire_dtype == WIRE_DTYPE_UNSPECIFIED
+    )

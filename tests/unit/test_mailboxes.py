@@ -8,17 +8,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from shardwell.data_plane import mailboxes as client
 from shardwell_server.shard.lanes import mailboxes as server
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError
-from shardwell_wire.v1 import common_pb2
-from shardwell_wire.wire_dtypes import Piece
 from tests.support.shard_server import PLAIN, layout_of
 
 # The trainer's.
@@ -76,19 +72,12 @@ def test_withdrawing_a_rank_frees_its_mailboxes_only() -> None:
     assert made.mailboxes.take("u") is made.made[0]
 
 
-@pytest.mark.parametrize("wire_dtype", [common_pb2.WIRE_DTYPE_UNSPECIFIED, common_pb2.WIRE_DTYPE_BFLOAT16])
-def test_what_is_laid_in_a_mailbox_is_rounded_as_on_the_wire(tmp_path: Path, wire_dtype: int) -> None:
+def test_what_is_laid_in_a_mailbox_is_in_the_file_that_the_server_maps(tmp_path: Path) -> None:
     path = tmp_path / "mailbox"
     path.write_bytes(b"\xff" * 8192)
-    values = torch.randn(1000, generator=torch.Generator().manual_seed(3))
     mailbox = client.Mailbox.open(7, str(path), 8192)
-    mailbox.lay(256, Piece(4096, values), wire_dtype)
-    expected = torch.empty_like(values)
-    wire_dtypes.round_trip_([Piece(4096, values)], wire_dtype, [Piece(4096, expected)])
-    content = path.read_bytes()
-    assert torch.equal(torch.frombuffer(bytearray(content[256:4256]), dtype=torch.float32), expected)
-    assert content[:256] + content[4256:] == b"\xff" * (8192 - 4000), "nothing beside it"
-    assert torch.equal(expected, values) == (wire_dtype == common_pb2.WIRE_DTYPE_UNSPECIFIED)
+    mailbox.memory[256:260] = b"abcd"
+    assert path.read_bytes() == b"\xff" * 256 + b"abcd" + b"\xff" * 7932
 
 
 def test_an_open_mailbox_keeps_no_file_open(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from shardwell_wire.codec import memory_at
-from shardwell_wire.layout import Parameter, UnitLayout, cut
+from shardwell_wire.layout import Parameter, Segment, UnitLayout, cut
+from shardwell_wire.stream_plan import InParameters, InVector, StreamPlan
 from shardwell_wire.v1 import common_pb2
 from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_BFLOAT16,
@@ -19,17 +20,7 @@ from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_INT8,
     WIRE_DTYPE_UNSPECIFIED,
 )
-from shardwell_wire.wire_dtypes import (
-    INT8_BLOCK_NUMEL,
-    Piece,
-    WireDType,
-    decode_pieces,
-    encode_pieces,
-    round_trip_,
-    rounding_errors,
-    segment_pieces,
-    stream_size,
-)
+from shardwell_wire.wire_dtypes import INT8_BLOCK_NUMEL, WireDType, stream_size
 
 EVERY = sorted(common_pb2.WireDType.values())
 LOSSY = [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_FLOAT16, WIRE_DTYPE_INT8]
@@ -106,15 +97,33 @@ def values_of(numel: int, seed: int = 0) -> torch.Tensor:
     return values
 
 
+def plan_of(x: torch.Tensor, first_byte: int, wire_dtype: WireDType) -> StreamPlan:
+    """Of a parameter that begins at a byte of its unit's flat vector."""
+    layout = UnitLayout("u", (Parameter("x", tuple(x.shape), str(x.dtype).removeprefix("torch.")),))
+    segments = [Segment(0, first_byte, first_byte + x.nbytes, 0, x.numel())] if x.numel() else []
+    return StreamPlan(layout, segments, wire_dtype)
+
+
+def memory_of(x: torch.Tensor) -> memoryview:
+    return memory_at(x.data_ptr(), x.nbytes)
+
+
 def encoded(x: torch.Tensor, first_byte: int, wire_dtype: WireDType) -> bytes:
-    piece = Piece(first_byte, x)
-    out = bytearray(sum(run.size_bytes for run in piece.runs(wire_dtype)))
-    encode_pieces([Piece(first_byte, x)], wire_dtype, memoryview(out))
+    plan = plan_of(x, first_byte, wire_dtype)
+    out = bytearray(plan.size_bytes)
+    plan.encode(InVector(memory_of(x), first_byte), out)
+    again = bytearray(plan.size_bytes)
+    plan.encode(InParameters({0: x.detach()}), again)
+    assert out == again
     return bytes(out)
 
 
+def decode_into(data: bytes, first_byte: int, wire_dtype: WireDType, out: torch.Tensor) -> None:
+    plan_of(out, first_byte, wire_dtype).decode(data, InVector(memory_of(out), first_byte))
+
+
 def rounded_into(x: torch.Tensor, first_byte: int, wire_dtype: WireDType, out: torch.Tensor) -> None:
-    round_trip_([Piece(first_byte, x)], wire_dtype, [Piece(first_byte, out)])
+    plan_of(x, first_byte, wire_dtype).carry(InVector(memory_of(x), first_byte), InVector(memory_of(out), first_byte))
 
 
 @pytest.mark.parametrize("wire_dtype", EVERY)
@@ -125,7 +134,7 @@ def test_every_bit_is_the_slow_references(wire_dtype: WireDType, first_byte: int
     stream, expected = slow(x, first_byte, wire_dtype)
     assert encoded(x, first_byte, wire_dtype) == stream
     arrived = torch.full_like(x, 3.0)
-    decode_pieces(stream, wire_dtype, [Piece(first_byte, arrived)])
+    decode_into(stream, first_byte, wire_dtype, arrived)
     assert same_bits(arrived, expected)
     rounded_into(x, first_byte, wire_dtype, arrived.fill_(5.0))
     assert same_bits(arrived, expected)
@@ -142,7 +151,7 @@ def test_more_than_is_converted_at_once_is_the_sum_of_its_blocks(wire_dtype: Wir
     parts = [encoded(x[a:b], first_byte + 4 * a, wire_dtype) for a, b in pairwise(bounds)]
     assert b"".join(parts) == whole
     arrived, rounded = torch.empty_like(x), torch.empty_like(x)
-    decode_pieces(whole, wire_dtype, [Piece(first_byte, arrived)])
+    decode_into(whole, first_byte, wire_dtype, arrived)
     rounded_into(x, first_byte, wire_dtype, rounded)
     assert same_bits(arrived, rounded)
 
@@ -154,7 +163,7 @@ def test_only_float32_is_converted(wire_dtype: WireDType, dtype: torch.dtype) ->
     stream = encoded(x, 64, wire_dtype)
     assert stream == bytes(x.view(torch.uint8).tolist())
     arrived, rounded = torch.zeros_like(x), torch.zeros_like(x)
-    decode_pieces(stream, wire_dtype, [Piece(64, arrived)])
+    decode_into(stream, 64, wire_dtype, arrived)
     rounded_into(x, 64, wire_dtype, rounded)
     assert same_bits(arrived, x)
     assert same_bits(rounded, x)
@@ -169,7 +178,7 @@ def test_what_is_not_finite_stays_not_finite_and_spoils_only_its_block(
     x = torch.ones(1000)
     x[where] = bad
     arrived = torch.empty_like(x)
-    decode_pieces(encoded(x, 0, wire_dtype), wire_dtype, [Piece(0, arrived)])
+    decode_into(encoded(x, 0, wire_dtype), 0, wire_dtype, arrived)
     assert not arrived[where].isfinite()
     block = slice(where // 256 * 256, where // 256 * 256 + 256)
     expected = torch.ones(1000)
@@ -213,32 +222,26 @@ def test_an_int8_is_off_by_at_most_half_of_its_blocks_step() -> None:
     assert bool(((arrived - x).view(-1, 256).abs() <= 0.5001 * steps).all())
 
 
-def pieces_of(
-    flat: torch.Tensor, start_bytes: int, stop_bytes: int, indices: Sequence[int] | None = None
-) -> list[Piece]:
-    """A shard's pieces in a flat vector's bytes."""
-    chosen = range(len(LAYOUT.parameters)) if indices is None else indices
-    return [
-        Piece(at.start_bytes, flat[at.start_bytes : at.stop_bytes].view(dtype_of(at.parameter_index)))
-        for at in LAYOUT.packed_segments(chosen, start_bytes, stop_bytes)
-    ]
-
-
 def dtype_of(index: int) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, LAYOUT.parameters[index].dtype)
     return dtype
 
 
+def part_of(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
+    return flat[segment.start_bytes : segment.stop_bytes].view(dtype_of(segment.parameter_index))
+
+
 def filled_unit() -> torch.Tensor:
     flat = torch.zeros(LAYOUT.size_bytes, dtype=torch.uint8)
-    for number, piece in enumerate(pieces_of(flat, 0, LAYOUT.size_bytes)):
-        piece.values.copy_(values_of(piece.values.numel(), seed=number))
+    for number, segment in enumerate(LAYOUT.segments(0, LAYOUT.size_bytes)):
+        part_of(flat, segment).copy_(values_of(segment.stop_element, seed=number))
     return flat
 
 
-def streamed(pieces: Sequence[Piece], wire_dtype: WireDType) -> bytes:
-    stream = bytearray(sum(run.size_bytes for piece in pieces for run in piece.runs(wire_dtype)))
-    encode_pieces(pieces, wire_dtype, stream)
+def streamed(layout: UnitLayout, flat: torch.Tensor, segments: Sequence[Segment], wire_dtype: WireDType) -> bytes:
+    plan = StreamPlan(layout, segments, wire_dtype)
+    stream = bytearray(plan.size_bytes)
+    plan.encode(InVector(memory_of(flat), 0), stream)
     return bytes(stream)
 
 
@@ -248,28 +251,25 @@ def streamed(pieces: Sequence[Piece], wire_dtype: WireDType) -> bytes:
 def test_a_units_stream_is_its_shards_streams_one_after_another(
     wire_dtype: WireDType, num_shards: int, indices: Sequence[int] | None
 ) -> None:
-    flat = filled_unit()
-    whole = streamed(pieces_of(flat, 0, LAYOUT.size_bytes, indices), wire_dtype)
+    flat, chosen = filled_unit(), indices or range(len(LAYOUT.parameters))
+    whole = streamed(LAYOUT, flat, LAYOUT.packed_segments(chosen, 0, LAYOUT.size_bytes), wire_dtype)
     ranges = cut(LAYOUT.size_bytes, [1.0 + 0.3 * number for number in range(num_shards)], 4096)
     assert len([start for start, stop in ranges if start < stop]) == num_shards
-    shards = [streamed(pieces_of(flat, *at, indices), wire_dtype) for at in ranges]
+    segments = [LAYOUT.packed_segments(chosen, *at) for at in ranges]
+    shards = [streamed(LAYOUT, flat, own, wire_dtype) for own in segments]
     assert b"".join(shards) == whole
-    for (start, stop), shard in zip(ranges, shards, strict=True):
-        segments = LAYOUT.packed_segments(indices or range(8), start, stop)
-        assert stream_size(LAYOUT, segments, wire_dtype) == len(shard)
+    assert [stream_size(LAYOUT, own, wire_dtype) for own in segments] == [len(shard) for shard in shards]
 
 
 @pytest.mark.parametrize("wire_dtype", EVERY)
 def test_what_is_encoded_together_is_decoded_together(wire_dtype: WireDType) -> None:
     flat, arrived = filled_unit(), torch.zeros(LAYOUT.size_bytes, dtype=torch.uint8)
     segments = LAYOUT.segments(0, LAYOUT.size_bytes)
-    memory = [memory_at(tensor.data_ptr(), LAYOUT.size_bytes) for tensor in (flat, arrived)]
-    sent, got = [segment_pieces(LAYOUT, segments, whole, 0) for whole in memory]
-    decode_pieces(streamed(sent, wire_dtype), wire_dtype, got)
-    for before, after in zip(sent, got, strict=True):
-        assert same_bits(after.values, slow(before.values, before.first_byte, wire_dtype)[1])
+    stream = streamed(LAYOUT, flat, segments, wire_dtype)
+    StreamPlan(LAYOUT, segments, wire_dtype).decode(stream, InVector(memory_of(arrived), 0))
     padding = torch.ones(LAYOUT.size_bytes, dtype=torch.bool)
     for at in segments:
+        assert same_bits(part_of(arrived, at), slow(part_of(flat, at), at.start_bytes, wire_dtype)[1])
         padding[at.start_bytes : at.stop_bytes] = False
     assert not arrived[padding].any()
 
@@ -280,17 +280,17 @@ def test_a_stream_of_another_length_is_refused(wire_dtype: WireDType) -> None:
     data = encoded(x, 0, wire_dtype)
     for wrong in (data[:-1], data + b"x"):
         with pytest.raises(ValueError, match=f"expected room for {len(data)} encoded bytes, got {len(wrong)}"):
-            decode_pieces(wrong, wire_dtype, [Piece(0, arrived)])
+            decode_into(wrong, 0, wire_dtype, arrived)
     assert not arrived.any()
 
 
 def test_an_empty_stream() -> None:
-    decode_pieces(streamed([], WIRE_DTYPE_INT8), WIRE_DTYPE_INT8, [Piece(0, torch.empty(0))])
+    assert encoded(torch.empty(0), 0, WIRE_DTYPE_INT8) == b""
 
 
 def test_an_unknown_wire_dtype_is_named() -> None:
     with pytest.raises(ValueError, match="wire dtype 9: expected one of WIRE_DTYPE_UNSPECIFIED, "):
-        Piece(0, torch.ones(3)).runs(9)  # type: ignore[arg-type]
+        plan_of(torch.ones(3), 0, 9)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
@@ -300,29 +300,30 @@ def test_gradients_that_autograd_tracks_and_inference_mode_are_no_obstacle(wire_
     with torch.inference_mode():
         assert encoded(x, 0, wire_dtype) == stream
     arrived = torch.empty(300)
-    decode_pieces(stream, wire_dtype, [Piece(0, arrived)])
+    decode_into(stream, 0, wire_dtype, arrived)
     assert same_bits(arrived, slow(x.detach(), 0, wire_dtype)[1])
 
 
 @pytest.mark.parametrize("wire_dtype", [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_INT8])
-@pytest.mark.parametrize("sizes", [(512, 256, 1024), (512, 16, 1024), (5, 300, 7, 4096)])
-def test_pieces_side_by_side_give_the_bits_that_each_gives_alone(wire_dtype: WireDType, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("sizes", [(512, 256, 1024), (512, 16, 1024), (5, 300, 7, 4096), (16,) * 700, (1,) * 700])
+def test_parameters_side_by_side_give_the_bits_that_each_gives_alone(
+    wire_dtype: WireDType, sizes: tuple[int, ...]
+) -> None:
     layout = UnitLayout("block", tuple(Parameter(f"p{i}", (size,), "float32") for i, size in enumerate(sizes)))
-    vector = values_of(layout.size_bytes // 4)
-    parts = [vector[start // 4 : start // 4 + size] for start, size in zip(layout.starts, sizes, strict=True)]
-    together = [Piece(start, part) for start, part in zip(layout.starts, parts, strict=True)]
-    alone = [Piece(start, part.clone()) for start, part in zip(layout.starts, parts, strict=True)]
-    stream = b"".join(encoded(piece.values, piece.first_byte, wire_dtype) for piece in alone)
-    assert streamed(together, wire_dtype) == stream
-    round_trip_(alone, wire_dtype, alone)
-    arrived, lost = torch.full_like(vector, 7.0), torch.full_like(vector, 7.0)
-    for out in (arrived, lost):
-        places = [Piece(piece.first_byte, out[piece.first_byte // 4 :][: piece.values.numel()]) for piece in together]
-        if out is lost:
-            rounding_errors(together, wire_dtype, places)
-        else:
-            decode_pieces(stream, wire_dtype, places)
-        for place, sent, rounded in zip(places, parts, alone, strict=True):
-            assert same_bits(place.values, rounded.values if out is arrived else sent - rounded.values)
-            place.values.fill_(7.0)
-        assert bool((out == 7.0).all()), "nothing between the parameters was written to"
+    vector, segments = values_of(layout.size_bytes // 4), layout.segments(0, layout.size_bytes)
+    parts = [vector[at.start_bytes // 4 : at.stop_bytes // 4].clone() for at in segments]
+    stream = b"".join(encoded(part, at.start_bytes, wire_dtype) for part, at in zip(parts, segments, strict=True))
+    assert streamed(layout, vector, segments, wire_dtype) == stream
+    plan, apart = StreamPlan(layout, segments, wire_dtype), bytearray(len(stream))
+    plan.encode(InParameters(dict(enumerate(parts))), apart)
+    assert apart == stream, "also where they do not lie side by side"
+    decoded, carried = torch.full_like(vector, 7.0), torch.full_like(vector, 7.0)
+    plan.decode(stream, InVector(memory_of(decoded), 0))
+    plan.carry(InParameters(dict(enumerate(parts))), InVector(memory_of(carried), 0))
+    for at, part in zip(segments, parts, strict=True):
+        rounded_into(part, at.start_bytes, wire_dtype, part)
+        for out in (decoded, carried):
+            place = out[at.start_bytes // 4 : at.stop_bytes // 4]
+            assert same_bits(place, part)
+            place.fill_(7.0)
+    assert bool((decoded == 7.0).all() and (carried == 7.0).all()), "nothing between the parameters was written to"

@@ -12,12 +12,18 @@ nothing failed. They still are when the same trainer computes a work item anew.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
+from shardwell.data_plane.encoded_gradients import EncodedGradients
+from shardwell.data_plane.range_plans import RangePlans
+from shardwell.memory.buffer_pool import BufferPool
+from shardwell_wire.cells import scratch_values
+from shardwell_wire.codec import memory_at
 from shardwell_wire.layout import UnitLayout
-from shardwell_wire.v1 import common_pb2
-from shardwell_wire.wire_dtypes import Piece, WireDType, applied, rounding_errors
+from shardwell_wire.stream_plan import InParameters, Slice
+from shardwell_wire.wire_dtypes import AS_STORED, WireDType, applied
 
 _ITEM_BYTES = 4
 """Of float32."""
@@ -49,9 +55,9 @@ class _Residual:
         """What was left out of a parameter's gradients before the next push. [numel]"""
         return (self._pending if index in self.pushed else self._committed)[self.place(index)]
 
-    def after(self, index: int) -> torch.Tensor:
-        """Where what the next push leaves out is written. [numel]"""
-        return self._pending[self.place(index)]
+    def after(self, part: Slice) -> torch.Tensor:
+        """Where what the next push leaves out of some values is written. [part.numel]"""
+        return self._pending[part.start_bytes // _ITEM_BYTES : part.stop_bytes // _ITEM_BYTES]
 
     def promote(self) -> None:
         """The step is committed."""
@@ -78,48 +84,55 @@ class ErrorFeedback:
 
     Args:
         wire_dtype: How float32 gradients travel.
+        buffers: For what travels.
     """
 
-    def __init__(self, wire_dtype: WireDType) -> None:
-        self._wire_dtype = wire_dtype
+    def __init__(self, wire_dtype: WireDType, buffers: BufferPool) -> None:
+        self._wire_dtype, self._buffers = wire_dtype, buffers
+        self._plans: dict[int, RangePlans] = {}
+        """Of whole units."""
         self._residuals: dict[int, dict[int, _Residual]] = {}
 
-    @torch.no_grad()
-    def compensate(
+    def encode(
         self, unit_index: int, layout: UnitLayout, dp_rank: int, gradients: Mapping[int, torch.Tensor]
-    ) -> dict[int, torch.Tensor]:
-        """Adds what was left out before, and notes what will be left out now.
+    ) -> EncodedGradients | None:
+        """Encodes gradients with what was left out before added, and notes what is left out now.
 
         Args:
             unit_index: The unit.
             layout: Of the unit.
             dp_rank: The logical rank whose work item this is one part of.
-            gradients: By parameter index; whole, contiguous, on the CPU. They are not changed.
+            gradients: By parameter index; whole, contiguous, on the CPU, without a graph. They are not changed.
 
         Returns:
-            What to push instead, of the same shapes: side by side, as in the unit, so that small parameters are
-            encoded together. A gradient that travels as it is stored is returned itself.
+            What to push; None if all of them travel as they are stored.
         """
-        lossy = [index for index in sorted(gradients) if self._is_lossy(layout.parameters[index].dtype)]
+        lossy = {index for index in gradients if applied(self._wire_dtype, layout.parameters[index].dtype)}
         if not lossy:
-            return dict(gradients)
+            return None
+        if unit_index not in self._plans:
+            self._plans[unit_index] = RangePlans(layout, 0, layout.size_bytes)
         of_rank = self._residuals.setdefault(dp_rank, {})
         if unit_index not in of_rank:
             of_rank[unit_index] = _Residual(layout)
-        residual = of_rank[unit_index]
-        vector = torch.empty(layout.size_bytes // _ITEM_BYTES, dtype=torch.float32, device="cpu")
-        flats = {index: vector[residual.place(index)] for index in lossy}
-        for index, flat in flats.items():
-            torch.add(gradients[index].view(-1), residual.before(index), out=flat)
-        pushed = [Piece(layout.starts[index], flat) for index, flat in flats.items()]
-        left_out = [Piece(layout.starts[index], residual.after(index)) for index in lossy]
-        # The servers refuse a push that is not finite; it must not spoil the next one, too: its errors are 0.
-        rounding_errors(pushed, self._wire_dtype, left_out)
-        residual.pushed.update(lossy)
-        return {
-            index: flats[index].view_as(gradient) if index in flats else gradient
-            for index, gradient in gradients.items()
-        }
+        residual, indices = of_rank[unit_index], tuple(sorted(gradients))
+        plan = self._plans[unit_index].plan(indices, self._wire_dtype)
+        buffer = self._buffers.take(plan.size_bytes)
+        source = InParameters({index: gradient.view(-1) for index, gradient in gradients.items()})
+        before = InParameters({index: residual.before(index) for index in lossy})
+        for part in plan.slices:
+            if part.kind == AS_STORED:
+                part.encode(source.of(part), buffer)
+            else:
+                _encode_compensated(part, source, before, buffer, residual.after(part))
+        residual.pushed |= lossy
+        return EncodedGradients(
+            indices,
+            self._wire_dtype,
+            memory_at(buffer.data_ptr(), plan.size_bytes),
+            sum(gradient.nbytes for gradient in gradients.values()),
+            partial(self._buffers.give, buffer),
+        )
 
     def reset(self, dp_rank: int) -> None:
         """The rank's work item is begun anew, here or elsewhere: its pushes in this step count no more."""
@@ -134,5 +147,15 @@ class ErrorFeedback:
             for residual in residuals.values():
                 residual.promote()
 
-    def _is_lossy(self, dtype: str) -> bool:
-        return applied(self._wire_dtype, dtype) != common_pb2.WIRE_DTYPE_UNSPECIFIED
+
+def _encode_compensated(
+    part: Slice, source: InParameters, before: InParameters, stream: torch.Tensor, lost: torch.Tensor
+) -> None:
+    """Encodes the sum of values and of what was left out before; writes to ``lost`` what that leaves out."""
+    values = scratch_values(part.numel)
+    for piece in part.parts:
+        torch.add(source.piece(part, piece), before.piece(part, piece), out=values[piece.of_slice])
+    part.encode(values, stream)
+    part.decode(stream, lost)
+    # The servers refuse a push that is not finite; it must not spoil the next one, too: its errors are 0.
+    torch.sub(values, lost, out=lost).nan_to_num_(0.0, 0.0, 0.0)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwell.data_plane.shared_vector import map_shared
-from shardwell_wire.wire_dtypes import Piece, WireDType, bytes_tensor, round_trip_
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,12 +27,6 @@ class Mailbox:
             return cls(number, map_shared(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE))
         finally:
             os.close(descriptor)
-
-    def lay(self, offset_bytes: int, piece: Piece, wire_dtype: WireDType) -> None:
-        """Copies part of a gradient to its place, rounded as it would be on the wire."""
-        size_bytes = piece.values.nbytes
-        target = bytes_tensor(self.memory[offset_bytes : offset_bytes + size_bytes]).view(piece.values.dtype)
-        round_trip_([piece], wire_dtype, [Piece(piece.first_byte, target)])
 
 
 class Mailboxes:

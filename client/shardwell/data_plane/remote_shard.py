@@ -8,19 +8,22 @@ from functools import partial
 
 import torch
 
+from shardwell.data_plane.encoded_gradients import EncodedGradients
 from shardwell.data_plane.host_cache import CachedShard
+from shardwell.data_plane.range_plans import RangePlans
 from shardwell.data_plane.server_connection import ServerConnection
 from shardwell.data_plane.shared_vector import SharedVector
 from shardwell.data_plane.shm_lane import LaidPart
 from shardwell.memory.buffer_pool import BufferPool
 from shardwell_wire import wire_dtypes
+from shardwell_wire.cells import bytes_tensor
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.layout import Segment, UnitLayout
-from shardwell_wire.v1 import common_pb2, shard_pb2
-from shardwell_wire.wire_dtypes import Piece, WireDType
+from shardwell_wire.stream_plan import InParameters, InVector, StreamPlan
+from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.wire_dtypes import AS_STORED, WireDType
 
-_AS_STORED = common_pb2.WIRE_DTYPE_UNSPECIFIED
 _IDLE_BYTES = 64 << 20
 
 
@@ -28,8 +31,8 @@ _IDLE_BYTES = 64 << 20
 class Wire:
     """How one trainer's floats travel, and how long it waits."""
 
-    gather_dtype: WireDType = _AS_STORED
-    push_dtype: WireDType = _AS_STORED
+    gather_dtype: WireDType = AS_STORED
+    push_dtype: WireDType = AS_STORED
     wait_limit_s: float = 600.0
     """The longest wait for a version to exist, or for a lost server to return."""
     encoded: BufferPool = field(default_factory=lambda: BufferPool(_IDLE_BYTES))
@@ -62,6 +65,7 @@ class RemoteShard:
     ) -> None:
         self._run, self._layout, self.server, self._wire = run, layout, server, wire
         self.start_bytes, self.stop_bytes = start_bytes, stop_bytes
+        self._plans = RangePlans(layout, start_bytes, stop_bytes)
         self.window: SharedVector | None = None
         """The shard in shared memory, if its server is on this host."""
         self.cached: CachedShard | None = None
@@ -74,11 +78,7 @@ class RemoteShard:
     @property
     def is_streamed(self) -> bool:
         """Whether it comes over a connection, as it is stored."""
-        return self.window is None and self.cached is None and self._wire.gather_dtype == _AS_STORED
-
-    @property
-    def _segments(self) -> list[Segment]:
-        return self._layout.segments(self.start_bytes, self.stop_bytes)
+        return self.window is None and self.cached is None and self._wire.gather_dtype == AS_STORED
 
     # ---- gathering ----
 
@@ -90,7 +90,7 @@ class RemoteShard:
             target: Receives the range, padding included. [stop_bytes - start_bytes]
             exact: Without rounding.
         """
-        wire_dtype = _AS_STORED if exact else self._wire.gather_dtype
+        wire_dtype = AS_STORED if exact else self._wire.gather_dtype
         if self.cached is not None and version is not None and wire_dtype == self._wire.gather_dtype:
             return self.cached.read(version, target, partial(self._fetch, version, wire_dtype))
         return self._fetch(version, wire_dtype, target)
@@ -98,12 +98,12 @@ class RemoteShard:
     def _fetch(self, version: int | None, wire_dtype: WireDType, target: memoryview) -> int:
         if self.window is not None:
             return self._copy(self.window, version, wire_dtype, target)
-        if wire_dtype == _AS_STORED:
+        if wire_dtype == AS_STORED:
             return self._stream(version, wire_dtype, target)
-        size_bytes = wire_dtypes.stream_size(self._layout, self._segments, wire_dtype)
-        with self._wire.encoded.lend(size_bytes) as encoded:
+        plan = self._plans.plan(None, wire_dtype)
+        with self._wire.encoded.lend(plan.size_bytes) as encoded:
             fetched = self._stream(version, wire_dtype, encoded)
-            wire_dtypes.decode_pieces(encoded, wire_dtype, self._pieces(target))
+            plan.decode(encoded, self._in_vector(target))
         return fetched
 
     def fetch_cast(self, version: int, layout: UnitLayout, target: memoryview) -> int:
@@ -114,26 +114,25 @@ class RemoteShard:
             layout: The unit's parameters in the dtypes to deliver.
             target: The whole unit's flat vector in that layout; receives this shard's values. [layout.size_bytes]
         """
-        outs = self._cast_pieces(layout, target)
+        outs = self._views(layout, target, 0)
         if (
             self.cached is None
             and self.window is not None
             and (not self._wire.gather_dtype or self._travels_as(layout))
         ):
             there = self._await_server(version)
-            source = memory_at(self.window.bytes.data_ptr(), self.window.bytes.numel())
-            _copy_values(self._pieces(source), outs)
+            _copy(self._views(self._layout, _memory_of(self.window), self.start_bytes), outs)
             self.window.check(there)
             return there
         if self.cached is None and self.window is None and self._travels_as(layout):
-            size_bytes = wire_dtypes.stream_size(self._layout, self._segments, self._wire.gather_dtype)
-            with self._wire.encoded.lend(size_bytes) as encoded:
+            with self._wire.encoded.lend(sum(out.nbytes for out in outs)) as encoded:
                 fetched = self._stream(version, self._wire.gather_dtype, encoded)
-                wire_dtypes.decode_pieces(encoded, self._wire.gather_dtype, outs)
+                parts = torch.split(bytes_tensor(encoded), [out.nbytes for out in outs])
+                _copy(parts, [out.view(torch.uint8) for out in outs])
             return fetched
         with self._wire.encoded.lend(self.stop_bytes - self.start_bytes) as stored:
             fetched = self.fetch(version, stored)
-            _copy_values(self._pieces(stored), outs)
+            _copy(self._views(self._layout, stored, self.start_bytes), outs)
         return fetched
 
     def _travels_as(self, layout: UnitLayout) -> bool:
@@ -145,18 +144,19 @@ class RemoteShard:
             for own, other in zip(self._layout.parameters, layout.parameters, strict=True)
         )
 
-    def _cast_pieces(self, layout: UnitLayout, target: memoryview) -> list[Piece]:
-        whole, pieces = wire_dtypes.bytes_tensor(target), []
-        for segment in self._segments:
+    def _views(self, layout: UnitLayout, memory: memoryview, start_bytes: int) -> list[torch.Tensor]:
+        """The range's parts of parameters, in memory laid out like a layout's flat vector from a byte on."""
+        whole, views = bytes_tensor(memory), []
+        for segment in self._plans.segments(None):
             parameter, start = layout.parameters[segment.parameter_index], layout.starts[segment.parameter_index]
-            size = parameter.item_size
-            part = whole[start + segment.start_element * size : start + segment.stop_element * size]
-            pieces.append(Piece(segment.start_bytes, part.view(getattr(torch, parameter.dtype))))
-        return pieces
+            first, size = start - start_bytes, parameter.item_size
+            part = whole[first + segment.start_element * size : first + segment.stop_element * size]
+            views.append(part.view(getattr(torch, parameter.dtype)))
+        return views
 
     def fetch_average(self, version: int, target: memoryview) -> int:
         """``fetch`` of the values' moving average."""
-        return self._stream(version, _AS_STORED, target, ema=True)
+        return self._stream(version, AS_STORED, target, ema=True)
 
     def await_version(self, version: int | None) -> int:
         """Waits until a shard that is read in place is of a version; returns which it is."""
@@ -197,16 +197,16 @@ class RemoteShard:
 
     def _copy(self, window: SharedVector, version: int | None, wire_dtype: WireDType, target: memoryview) -> int:
         there = self._await_server(version)
-        if wire_dtype == _AS_STORED:
-            wire_dtypes.bytes_tensor(target).copy_(window.bytes)
+        if wire_dtype == AS_STORED:
+            bytes_tensor(target).copy_(window.bytes)
         else:
-            source = memory_at(window.bytes.data_ptr(), window.bytes.numel())
-            wire_dtypes.round_trip_(self._pieces(source), wire_dtype, self._pieces(target))
+            source, arrived = self._in_vector(_memory_of(window)), self._in_vector(target)
+            self._plans.plan(None, wire_dtype).carry(source, arrived)
         window.check(there)
         return there
 
-    def _pieces(self, memory: memoryview) -> list[Piece]:
-        return wire_dtypes.segment_pieces(self._layout, self._segments, memory, self.start_bytes)
+    def _in_vector(self, memory: memoryview) -> InVector:
+        return InVector(memory, self.start_bytes)
 
     # ---- pushing ----
 
@@ -217,46 +217,76 @@ class RemoteShard:
 
         Args:
             header: All but the range and the dtype.
-            flats: Whole gradients by parameter index; contiguous, on the CPU. Each [numel].
+            flats: Whole gradients by parameter index; contiguous, on the CPU, without a graph. Each [numel].
 
         Returns:
             What pushes it; may be called in another thread. It holds the gradients only if they are streamed: those
             that go through shared memory are copied already.
         """
-        header.start_bytes, header.stop_bytes = self.start_bytes, self.stop_bytes
-        segments = self._layout.packed_segments(flats, self.start_bytes, self.stop_bytes)
-        pieces = [
-            Piece(segment.start_bytes, flats[segment.parameter_index][segment.start_element : segment.stop_element])
-            for segment in segments
-        ]
+        indices = self._address(header)
         wire_dtype = self._wire.push_dtype
-        if self.server.pushes_through_shm:
-            try:
-                laid = self.server.through_shm(lambda lane: lane.lay(header, pieces, wire_dtype))
-                return partial(self._hand_over, laid, segments)
-            except (CapacityError, OSError) as error:
-                self.server.stream_gradients(error)
-        if wire_dtype == _AS_STORED:
-            return partial(self._send_as_stored, header, pieces)
+        hand_over = self._try_lay(
+            header,
+            lambda laid: self._plans.plan(indices, wire_dtype).carry(InParameters(flats), self._in_vector(laid)),
+        )
+        if hand_over is not None:
+            return hand_over
+        if wire_dtype == AS_STORED:
+            return partial(self._send_as_stored, header, self._plans.segments(indices), flats)
         header.wire_dtype = wire_dtype
-        size_bytes = wire_dtypes.stream_size(self._layout, segments, wire_dtype)
-        return partial(self._send_encoded, header, pieces, size_bytes)
+        return partial(self._encode_and_send, header, self._plans.plan(indices, wire_dtype), flats)
 
-    def _hand_over(self, laid: LaidPart, segments: Sequence[Segment]) -> None:
+    def begin_send_encoded(
+        self, header: shard_pb2.ReduceScatterHeader, gradients: EncodedGradients
+    ) -> Callable[[], None]:
+        """Takes this shard's part of gradients that are encoded; see ``begin_send``."""
+        indices, wire_dtype = self._address(header), gradients.wire_dtype
+        part = gradients.stream[self._plans.part_of_unit(indices, wire_dtype)]
+        hand_over = self._try_lay(
+            header, lambda laid: self._plans.plan(indices, wire_dtype).decode(part, self._in_vector(laid))
+        )
+        if hand_over is not None:
+            return hand_over
+        header.wire_dtype = wire_dtype
+        return partial(self._stream_out, header, [part])
+
+    def _address(self, header: shard_pb2.ReduceScatterHeader) -> tuple[int, ...]:
+        """Completes a header; returns the indices of its parameters."""
+        header.start_bytes, header.stop_bytes = self.start_bytes, self.stop_bytes
+        return tuple(header.parameter_indices)
+
+    def _try_lay(
+        self, header: shard_pb2.ReduceScatterHeader, write: Callable[[memoryview], None]
+    ) -> Callable[[], None] | None:
+        """What pushes gradients that were written to shared memory; None if they are to be streamed."""
+        if not self.server.pushes_through_shm:
+            return None
+        try:
+            laid = self.server.through_shm(lambda lane: lane.lay(header, write))
+        except (CapacityError, OSError) as error:
+            self.server.stream_gradients(error)
+            return None
+        return partial(self._hand_over, laid)
+
+    def _hand_over(self, laid: LaidPart) -> None:
         limit_s = self._wire.wait_limit_s
         try:
             self.server.through_shm(lambda lane: lane.hand_over(laid, timeout_s=limit_s, retry_for_s=limit_s))
         except CapacityError as error:  # its lane broke, and another one has no mailbox for it
             self.server.stream_gradients(error)
-            data = [laid.memory(segment.start_bytes, segment.stop_bytes) for segment in segments]
-            self._stream_out(laid.header, data)
+            segments = self._plans.segments(tuple(laid.header.parameter_indices))
+            self._stream_out(laid.header, [laid.memory(at.start_bytes, at.stop_bytes) for at in segments])
 
-    def _send_as_stored(self, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[Piece]) -> None:
-        self._stream_out(header, [memory_at(piece.values.data_ptr(), piece.values.nbytes) for piece in pieces])
+    def _send_as_stored(
+        self, header: shard_pb2.ReduceScatterHeader, segments: Sequence[Segment], flats: Mapping[int, torch.Tensor]
+    ) -> None:
+        self._stream_out(header, [_memory_in(flats[at.parameter_index], at) for at in segments])
 
-    def _send_encoded(self, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[Piece], size_bytes: int) -> None:
-        with self._wire.encoded.lend(size_bytes) as encoded:
-            wire_dtypes.encode_pieces(pieces, header.wire_dtype, encoded)
+    def _encode_and_send(
+        self, header: shard_pb2.ReduceScatterHeader, plan: StreamPlan, flats: Mapping[int, torch.Tensor]
+    ) -> None:
+        with self._wire.encoded.lend(plan.size_bytes) as encoded:
+            plan.encode(InParameters(flats), encoded)
             self._stream_out(header, [encoded])
 
     def _stream_out(self, header: shard_pb2.ReduceScatterHeader, data: Sequence[memoryview]) -> None:
@@ -265,6 +295,15 @@ class RemoteShard:
         self.server.count(sent_bytes=sum(len(part) for part in data))
 
 
-def _copy_values(sources: Sequence[Piece], targets: Sequence[Piece]) -> None:
+def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
-        target.values.copy_(source.values)
+        target.copy_(source)
+
+
+def _memory_of(window: SharedVector) -> memoryview:
+    return memory_at(window.bytes.data_ptr(), window.bytes.numel())
+
+
+def _memory_in(flat: torch.Tensor, segment: Segment) -> memoryview:
+    """A part of a parameter, as long as that lives."""
+    return memory_at(flat.data_ptr() + segment.start_element * flat.itemsize, segment.size_bytes)

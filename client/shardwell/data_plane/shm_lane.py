@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwell.data_plane.mailboxes import Mailbox, Mailboxes
 from shardwell.data_plane.shard_client import ShardClient
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.v1 import common_pb2, shard_pb2
-from shardwell_wire.wire_dtypes import Piece, WireDType
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +91,18 @@ class ShmLane:
         )
         return answer
 
-    def lay(self, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[Piece], wire_dtype: WireDType) -> LaidPart:
-        """Copies one part of a contribution, once, into a mailbox.
+    def lay(self, header: shard_pb2.ReduceScatterHeader, write: Callable[[memoryview], None]) -> LaidPart:
+        """Has one part of a contribution written to a mailbox.
 
         Args:
             header: What it is of.
-            pieces: The parts of gradients that lie in the shard; not needed any more afterwards.
-            wire_dtype: What to round them to.
+            write: Is given memory laid out like the shard, with any content.
 
         Raises:
             CapacityError: The server has no room for another mailbox.
         """
         laid = self._empty(header)
-        for piece in pieces:
-            laid.mailbox.lay(piece.first_byte - header.start_bytes, piece, wire_dtype)
+        write(laid.mailbox.memory)
         return laid
 
     def hand_over(self, laid: LaidPart, *, timeout_s: float, retry_for_s: float) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from shardwell.data_plane.encoded_gradients import EncodedGradients
 from shardwell.data_plane.fetch_queue import FetchQueue
 from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.server_connection import ServerConnection
@@ -219,24 +220,65 @@ class Traffic:
         self._raise_push_error()
         copies, copied = to_host([gradient for _, gradient in gradients])
         flats = {index: flat for (index, _), flat in zip(gradients, copies, strict=True)}
+        header.parameter_indices[:] = sorted(flats)
         size = sum(flat.nbytes for flat in flats.values())
         # What goes from the CPU through shared memory is copied before this returns, and held no longer.
         here = all(gradient.device.type == "cpu" for _, gradient in gradients)
-        held = size if not here or any(not shard.server.pushes_through_shm for shard in unit.shards) else 0
+        held = size if not here or _are_streamed(unit) else 0
+
+        def begin(shard: RemoteShard, own: shard_pb2.ReduceScatterHeader) -> Callable[[], None]:
+            if here:
+                return _begun(lambda: shard.begin_send(own, flats))
+            return partial(_begin_later, copied, shard, own, flats)
+
+        self._push(unit, header, begin, size, held)
+
+    def push_encoded(
+        self, unit: RemoteUnit, header: shard_pb2.ReduceScatterHeader, gradients: EncodedGradients
+    ) -> None:
+        """``push`` of gradients that are encoded; they are given back when all of their parts are pushed."""
+        self._raise_push_error()
+        header.parameter_indices[:] = gradients.indices
+        self._push(
+            unit,
+            header,
+            lambda shard, own: _begun(lambda: shard.begin_send_encoded(own, gradients)),
+            gradients.stored_bytes,
+            len(gradients.stream) if _are_streamed(unit) else 0,
+            gradients.give_back,
+        )
+
+    def _push(
+        self,
+        unit: RemoteUnit,
+        header: shard_pb2.ReduceScatterHeader,
+        begin: Callable[[RemoteShard, shard_pb2.ReduceScatterHeader], Callable[[], None]],
+        size: int,
+        held: int,
+        when_pushed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Pushes what ``begin`` makes of each shard and its own header.
+
+        Args:
+            unit: The unit.
+            header: All but the range.
+            begin: Returns what pushes a shard's part.
+            size: Of the gradients, in bytes.
+            held: How much is held until all is pushed.
+            when_pushed: Called then.
+        """
         self._take_room(held)
         self.stats.push_count += 1
         self.stats.pushed_bytes += size
-        header.parameter_indices[:] = sorted(flats)
         futures = []
         for number, shard in enumerate(unit.shards):
             own = shard_pb2.ReduceScatterHeader()
             own.CopyFrom(header)
             previous = self._last_part.get((unit.index, number))
-            push = _begun(shard, own, flats) if here else partial(_begin_later, copied, shard, own, flats)
-            future = self._pushes.submit(_send, push, previous)
+            future = self._pushes.submit(_send, begin(shard, own), previous)
             self._last_part[unit.index, number] = future
             futures.append(future)
-        self._give_back_when_done(futures, held)
+        self._give_back_when_done(futures, held, when_pushed)
 
     def drain(self) -> None:
         """Waits until every push is acknowledged; raises what the first failed one met."""
@@ -276,7 +318,7 @@ class Traffic:
             self._parts_in_flight += 1
         self.stats.push_wait_s += time.perf_counter() - started
 
-    def _give_back_when_done(self, futures: Sequence[Future[None]], size: int) -> None:
+    def _give_back_when_done(self, futures: Sequence[Future[None]], size: int, when_done: Callable[[], None]) -> None:
         missing = len(futures)
 
         def done(future: Future[None]) -> None:
@@ -286,6 +328,7 @@ class Traffic:
                     self._push_error = error
                 missing -= 1
                 if missing == 0:
+                    when_done()
                     self._bytes_in_flight -= size
                     self._parts_in_flight -= 1
                 self._changed.notify_all()
@@ -300,12 +343,15 @@ class Traffic:
             raise error
 
 
-def _begun(
-    shard: RemoteShard, header: shard_pb2.ReduceScatterHeader, flats: Mapping[int, torch.Tensor]
-) -> Callable[[], None]:
+def _are_streamed(unit: RemoteUnit) -> bool:
+    """Whether any of a unit's gradients are held until they are sent."""
+    return any(not shard.server.pushes_through_shm for shard in unit.shards)
+
+
+def _begun(begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     """What pushes a shard's part, or raises why that is not possible."""
     try:
-        return shard.begin_send(header, flats)
+        return begin()
     except ShardwellError as error:
         return partial(_fail, error)
 

@@ -91,7 +91,7 @@ class RunStore:
     def _make_wire(self) -> tuple[Wire, ErrorFeedback | None]:
         config = self._config
         wire = Wire(wire_dtypes.NAMES[config.gather_dtype], wire_dtypes.NAMES[config.push_dtype], config.wait_limit_s)
-        return wire, ErrorFeedback(wire.push_dtype) if config.push_error_feedback else None
+        return wire, ErrorFeedback(wire.push_dtype, wire.encoded) if config.push_error_feedback else None
 
     def advance(self, progress: StepProgress) -> None:
         """The step is committed: from now on ``progress`` is the one in flight. Nothing is being gathered or pushed."""
@@ -194,8 +194,10 @@ class RunStore:
         current.parts[unit_index] += 1
         if self._feedback is not None:
             whole = {index: gradient.detach().cpu().contiguous() for index, gradient in gradients}
-            compensated = self._feedback.compensate(unit_index, unit.layout, current.item.dp_rank, whole)
-            gradients = list(compensated.items())
+            encoded = self._feedback.encode(unit_index, unit.layout, current.item.dp_rank, whole)
+            if encoded is not None:
+                self._traffic.push_encoded(unit, header, encoded)
+                return
         self._traffic.push(unit, header, gradients)
 
     def drain(self) -> None:

@@ -19,6 +19,7 @@ from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import codec, wire_dtypes
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError, VersionGoneError
 from shardwell_wire.layout import Segment
+from shardwell_wire.stream_plan import InVector, StreamPlan
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 
@@ -111,8 +112,8 @@ class Push:
             data = codec.memory_at(encoded.buffer.data_ptr(), encoded.buffer.numel())
             checksum = await incoming.into([data], self._what)
             memory = codec.memory_at(received.buffer.data_ptr(), shard.size_bytes)
-            pieces = wire_dtypes.segment_pieces(shard.layout, self._packed, memory, shard.start_bytes)
-            await self._store.in_thread(lambda: wire_dtypes.decode_pieces(data, wire_dtype, pieces))
+            plan, target = StreamPlan(shard.layout, self._packed, wire_dtype), InVector(memory, shard.start_bytes)
+            await self._store.in_thread(lambda: plan.decode(data, target))
             return checksum
 
     async def _hand_over(self, source: GradientBuffer, checksum: int | None) -> bool:

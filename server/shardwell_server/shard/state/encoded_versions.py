@@ -13,6 +13,7 @@ from shardwell_server.shard.threads import InThread
 from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import Segment, UnitLayout
+from shardwell_wire.stream_plan import InVector, StreamPlan
 from shardwell_wire.wire_dtypes import WireDType
 
 
@@ -90,8 +91,8 @@ class EncodedVersions:
     def compute_encode(self, wire_dtype: WireDType, values: torch.Tensor, encoded: Parameters) -> None:
         """Encodes the bytes of a shard, which lie in ``values``."""
         memory = Parameters(values).memory(0, values.numel())
-        pieces = wire_dtypes.segment_pieces(self._layout, self._segments, memory, self._start_bytes)
-        wire_dtypes.encode_pieces(pieces, wire_dtype, encoded.memory(0, encoded.buffer.numel()))
+        plan = StreamPlan(self._layout, self._segments, wire_dtype)
+        plan.encode(InVector(memory, self._start_bytes), encoded.memory(0, encoded.buffer.numel()))
 
     def _give(self, encoded: Parameters) -> None:
         self._memory.pool.give(encoded.buffer)

@@ -1,0 +1,229 @@
+"""Which cells a stream has and where their values lie, worked out once for all the streams of a shard.
+
+A stream is segments of a unit, one after another, each as cells; see ``wire_dtypes``. Neighbours whose cells are of one
+size and that follow each other in the flat vector are converted together, so a shard takes few passes however many
+parameters it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from shardwell_wire import cells
+from shardwell_wire.cells import bytes_tensor
+from shardwell_wire.codec import Buffer
+from shardwell_wire.layout import PARAMETER_ITEM_SIZES, Segment, UnitLayout
+from shardwell_wire.wire_dtypes import AS_STORED, WireDType, applied, encoded_cell_bytes, like_cells
+
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a slice has of one parameter, counted in the slice's items."""
+
+    parameter_index: int
+    of_parameter: slice
+    """Range of the flattened parameter."""
+    of_slice: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Consecutive cells of one size that are converted at once; their values are consecutive in the flat vector.
+
+    Its items are float32 values, or bytes of one parameter if that travels as it is stored.
+    """
+
+    kind: WireDType
+    """How the values travel."""
+    cell_numel: int
+    """Items in each cell."""
+    numel: int
+    """Items."""
+    start_bytes: int
+    """Half-open, in the unit's flat vector."""
+    stop_bytes: int
+    cells: slice
+    """Bytes of the stream."""
+    parts: tuple[Part, ...]
+
+    def encode(self, values: torch.Tensor, stream: torch.Tensor) -> None:
+        """Encodes the values to their place in the whole stream. [numel]"""
+        cells.encode(self.kind, self.cell_numel, values, stream[self.cells])
+
+    def decode(self, stream: torch.Tensor, values: torch.Tensor) -> None:
+        """Decodes the values from their place in the whole stream. [numel]"""
+        cells.decode(self.kind, self.cell_numel, stream[self.cells], values)
+
+
+class Values(Protocol):
+    """Where values are."""
+
+    def of(self, part: Slice) -> torch.Tensor:
+        """Those of a slice, until another is asked for in this thread. [part.numel]"""
+        ...
+
+
+class InVector:
+    """Values in memory laid out like a range of the flat vector.
+
+    Args:
+        memory: Has all of the plan's segments; must stay in place. What is between them is left alone.
+        start_bytes: Where it begins in the flat vector.
+    """
+
+    def __init__(self, memory: Buffer, start_bytes: int) -> None:
+        self._bytes, self._start_bytes = bytes_tensor(memory), start_bytes
+
+    def of(self, part: Slice) -> torch.Tensor:
+        """See ``Values``; may be written to."""
+        own = self._bytes[part.start_bytes - self._start_bytes : part.stop_bytes - self._start_bytes]
+        return own if part.kind == AS_STORED else own.view(torch.float32)
+
+
+class InParameters:
+    """Values in whole parameters, to be read.
+
+    Args:
+        flats: By parameter index; contiguous, on the CPU, without a graph. Each [numel]
+    """
+
+    def __init__(self, flats: Mapping[int, torch.Tensor]) -> None:
+        self._flats = flats
+
+    def of(self, part: Slice) -> torch.Tensor:
+        """See ``Values``."""
+        if len(part.parts) == 1:
+            return self.piece(part, part.parts[0])
+        values = cells.scratch_values(part.numel)
+        for piece in part.parts:
+            values[piece.of_slice].copy_(self.piece(part, piece))
+        return values
+
+    def piece(self, whole: Slice, part: Part) -> torch.Tensor:
+        """What a slice has of one parameter."""
+        flat = self._flats[part.parameter_index]
+        return (flat.view(torch.uint8) if whole.kind == AS_STORED else flat)[part.of_parameter]
+
+
+class StreamPlan:
+    """How some segments of a unit travel. Does not change; may be shared between threads.
+
+    Args:
+        layout: Of the unit; only the dtypes matter.
+        segments: In the order of the stream.
+        wire_dtype: How float32 travels.
+
+    Raises:
+        ValueError: There is no such wire dtype.
+    """
+
+    def __init__(self, layout: UnitLayout, segments: Iterable[Segment], wire_dtype: WireDType) -> None:
+        self.slices: list[Slice] = []
+        self.size_bytes = 0
+        """Of the stream."""
+        for stretch in _stretches(layout, segments, wire_dtype):
+            self.slices += stretch.slices(self.size_bytes)
+            self.size_bytes = self.slices[-1].cells.stop
+
+    def encode(self, source: Values, out: Buffer) -> None:
+        """Encodes values. [size_bytes]"""
+        stream = self._stream(out)
+        for part in self.slices:
+            part.encode(source.of(part), stream)
+
+    def decode(self, data: Buffer, target: InVector) -> None:
+        """Decodes a stream. [size_bytes]
+
+        Raises:
+            ValueError: It is of another length.
+        """
+        stream = self._stream(data)
+        for part in self.slices:
+            part.decode(stream, target.of(part))
+
+    def carry(self, source: Values, target: InVector) -> None:
+        """Has values arrive as if they had travelled: ``decode(encode(source))``, slice by slice.
+
+        For lanes on which bytes do not cross a network, so that every lane rounds alike. The target may be the source.
+        """
+        for part in self.slices:
+            values, arrived = source.of(part), target.of(part)
+            if part.kind == AS_STORED:
+                arrived.copy_(values)
+            else:
+                passing = cells.scratch_cells(part.cells.stop - part.cells.start)
+                cells.encode(part.kind, part.cell_numel, values, passing)
+                cells.decode(part.kind, part.cell_numel, passing, arrived)
+
+    def _stream(self, data: Buffer) -> torch.Tensor:
+        if len(data) != self.size_bytes:
+            raise ValueError(f"expected room for {self.size_bytes} encoded bytes, got {len(data)}")
+        return bytes_tensor(data)
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Cells of one size whose values are consecutive in the flat vector."""
+
+    kind: WireDType
+    cell_bytes: int
+    """Of a cell's values as they are stored."""
+    start_bytes: int
+    stop_bytes: int
+    parameters: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Index, where the parameter begins in the flat vector, and the half-open range of it that is here."""
+
+    def slices(self, stream_start: int) -> Iterator[Slice]:
+        """What is converted at once, in order."""
+        item_bytes = 1 if self.kind == AS_STORED else _FLOAT_BYTES
+        cell_numel, travels_bytes = self.cell_bytes // item_bytes, encoded_cell_bytes(self.kind, self.cell_bytes)
+        # What is only copied needs no scratch.
+        most_bytes = (
+            self.stop_bytes if self.kind == AS_STORED else self.cell_bytes * cells.at_once(self.kind, cell_numel)
+        )
+        for start in range(self.start_bytes, self.stop_bytes, most_bytes):
+            stop = min(start + most_bytes, self.stop_bytes)
+            stream_stop = stream_start + (stop - start) // self.cell_bytes * travels_bytes
+            yield Slice(
+                self.kind,
+                cell_numel,
+                (stop - start) // item_bytes,
+                start,
+                stop,
+                slice(stream_start, stream_stop),
+                tuple(self._parts(start, stop, item_bytes)),
+            )
+            stream_start = stream_stop
+
+    def _parts(self, start: int, stop: int, item_bytes: int) -> Iterator[Part]:
+        for index, begin, first, last in self.parameters:
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                yield Part(
+                    index,
+                    slice((low - begin) // item_bytes, (high - begin) // item_bytes),
+                    slice((low - start) // item_bytes, (high - start) // item_bytes),
+                )
+
+
+def _stretches(layout: UnitLayout, segments: Iterable[Segment], wire_dtype: WireDType) -> Sequence[_Stretch]:
+    found: list[_Stretch] = []
+    for segment in segments:
+        index, dtype = segment.parameter_index, layout.parameters[segment.parameter_index].dtype
+        kind = applied(wire_dtype, dtype)
+        begin = segment.start_bytes - segment.start_element * PARAMETER_ITEM_SIZES[dtype]
+        for start, stop, cell_bytes in like_cells(segment, kind):
+            last = found[-1] if found else None
+            goes_on = last is not None and (last.kind, last.cell_bytes, last.stop_bytes) == (kind, cell_bytes, start)
+            if last is None or not goes_on or kind == AS_STORED:
+                last = _Stretch(kind, cell_bytes, start, stop)
+                found.append(last)
+            last.stop_bytes = stop
+            last.parameters.append((index, begin, start, stop))
+    return found
