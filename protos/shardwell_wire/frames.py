@@ -216,6 +216,11 @@ class StreamReceiver:
         return self.checksum is not None or self.refusal_bytes is not None
 
     @property
+    def left_bytes(self) -> int:
+        """Of the stream, still to come."""
+        return self._total_bytes - self._received_bytes
+
+    @property
     def wanted_bytes(self) -> int:
         """What will come before anything has to be decided, at the least."""
         return self._missing_bytes or self._head_wanted_bytes - self._head_bytes

@@ -6,11 +6,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from shardwell.data_plane.lanes import unheard
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.server_connection import ServerConnection
 from shardwell.data_plane.shm_lane import ShmLane
@@ -77,7 +79,7 @@ class Trainer:
             segment.parameter_index: torch.randn(each.shape, generator=self._generator).to(each.dtype)
             for segment, each in zip(self.one.segments, self.one.zeros(), strict=True)
         }
-        return self.shard.begin_send(header, flats)
+        return partial(self.shard.begin_send(header, flats), unheard)
 
     def end(self, step: int) -> None:
         self.one.prepare(step, (0, 0, PARTS))

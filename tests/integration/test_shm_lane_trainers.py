@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwell.data_plane.lanes import unheard
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.server_connection import ServerConnection
 from shardwell_server.shard.memory.shared_memory import SharedMemory
@@ -78,7 +79,7 @@ def test_no_room_for_mailboxes_is_said_once_and_gradients_are_streamed(
     with closing(connect(one)) as connection:
         monkeypatch.setattr(laned.server._shared, "create", full)
         for rank in (0, 1):
-            remote(one, connection).begin_send(laned.header(rank=rank), flats(one, 1.0))()
+            remote(one, connection).begin_send(laned.header(rank=rank), flats(one, 1.0))(unheard)
     one.prepare(0)
     one.update(0)
     assert_all(one.gather(1)[1], -1.0)
@@ -167,7 +168,7 @@ def test_a_trainer_that_gives_ranks_up_gives_their_mailboxes_back() -> None:
         with closing(connect(units[0], "shm")) as both, closing(connect(units[0], "shm")) as late:
             for step, owners in enumerate([(both, both), (both, late)]):
                 for one, (rank, owner) in product(units, enumerate(owners)):
-                    remote(one, owner).begin_send(header(one, step=step, rank=rank), flats(one, 1.0))()
+                    remote(one, owner).begin_send(header(one, step=step, rank=rank), flats(one, 1.0))(unheard)
                 manifests = [
                     shard_pb2.RankManifest(
                         dp_rank=rank,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from shardwell.data_plane.lanes import NEARLY_BYTES, Nearly, unheard
 from shardwell_wire import codec, frames
 from shardwell_wire.codec import Buffer
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, from_status_details
@@ -76,12 +77,20 @@ class LaneConnection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def gather(self, request: shard_pb2.GatherRequest, target: memoryview, *, what: str, timeout_s: float) -> int:
+    def gather(
+        self,
+        request: shard_pb2.GatherRequest,
+        target: memoryview,
+        *,
+        what: str,
+        timeout_s: float,
+        nearly: Nearly = unheard,
+    ) -> int:
         """Fetches a version into ``target``; returns which."""
         with self._request(what, timeout_s):
             self._send([frames.encode_request(Kind.GATHER, request, timeout_s)])
             header = frames.parse_message(self._message(Kind.GATHERING), shard_pb2.GatherHeader)
-            self._receive_stream(target, what)
+            self._receive_stream(target, what, nearly)
             return header.version
 
     def measure(self, target: memoryview, *, timeout_s: float) -> None:
@@ -90,16 +99,23 @@ class LaneConnection:
         with self._request(what, timeout_s):
             request = shard_pb2.MeasureLaneRequest(size_bytes=len(target))
             self._send([frames.encode_request(Kind.MEASURE, request, timeout_s)])
-            self._receive_stream(target, what)
+            self._receive_stream(target, what, nearly=unheard)
 
     def reduce_scatter(
-        self, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[memoryview], *, what: str, timeout_s: float
+        self,
+        header: shard_pb2.ReduceScatterHeader,
+        pieces: Sequence[memoryview],
+        *,
+        what: str,
+        timeout_s: float,
+        nearly: Nearly = unheard,
     ) -> shard_pb2.ReduceScatterResponse:
         """Pushes the bytes of ``pieces``."""
         with self._request(what, timeout_s):
             # A server that refuses says so at once, in mid-stream, and may be gone before the stream is.
             with contextlib.suppress(ConnectionError):
                 self._send_stream(frames.encode_request(Kind.REDUCE_SCATTER, header, timeout_s), pieces)
+            nearly()
             try:
                 payload = self._message(Kind.REDUCE_SCATTERED)
             except ShardwellError:
@@ -139,10 +155,12 @@ class LaneConnection:
             self._send(buffers)
             buffers = []
 
-    def _receive_stream(self, target: memoryview, what: str) -> None:
+    def _receive_stream(self, target: memoryview, what: str, nearly: Nearly) -> None:
         receiver = frames.StreamReceiver([target], len(target), what, may_be_refused=True)
         while not receiver.over:
             receiver.took(self._receive(receiver.places()))
+            if receiver.left_bytes <= NEARLY_BYTES:
+                nearly()
         if receiver.refusal_bytes is not None:
             raise self._refusal(receiver.refusal_bytes)
 

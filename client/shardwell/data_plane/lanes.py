@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shardwell_wire.errors import UsageError
 from shardwell_wire.v1 import shard_pb2
+
+Nearly = Callable[[], None]
+"""Told by a transfer when little of it is left to be moved, so that the next may begin: once, or more often."""
+
+NEARLY_BYTES = 1 << 20
+"""That is little: it keeps 100 MB/s busy for 10 ms, in which a request gets to most servers and its answer back."""
 
 KINDS = ("shm", "socket", "grpc")
 """All kinds of lanes, the fastest first."""
@@ -24,6 +30,10 @@ def parse_kinds(text: str) -> tuple[str, ...]:
     return kinds
 
 
+def unheard() -> None:
+    """Nobody waits for a transfer to be nearly done."""
+
+
 class Lane(Protocol):
     """A way to one shard server. May be shared between threads."""
 
@@ -31,7 +41,13 @@ class Lane(Protocol):
     """``shm``, ``socket`` or ``grpc``."""
 
     def gather(
-        self, request: shard_pb2.GatherRequest, target: memoryview, *, timeout_s: float, retry_for_s: float
+        self,
+        request: shard_pb2.GatherRequest,
+        target: memoryview,
+        *,
+        timeout_s: float,
+        retry_for_s: float,
+        nearly: Nearly = unheard,
     ) -> int:
         """Fetches one version of a shard, waiting until it exists.
 
@@ -40,6 +56,7 @@ class Lane(Protocol):
             target: Receives the stream, as ``request.wire_dtype`` has it.
             timeout_s: Deadline of one try.
             retry_for_s: How long to try again while the server is unavailable.
+            nearly: Told when at most ``NEARLY_BYTES`` are missing.
 
         Returns:
             The version fetched.
@@ -57,8 +74,17 @@ class Lane(Protocol):
         *,
         timeout_s: float,
         retry_for_s: float,
+        nearly: Nearly = unheard,
     ) -> shard_pb2.ReduceScatterResponse:
-        """Pushes one part of a contribution: the segments of its parameters, without padding."""
+        """Pushes one part of a contribution: the segments of its parameters, without padding.
+
+        Args:
+            header: What it is of.
+            pieces: Its bytes, as ``header.wire_dtype`` has them.
+            timeout_s: Deadline of one try.
+            retry_for_s: How long to try again while the server is unavailable.
+            nearly: Told when the system has taken all of it.
+        """
         ...
 
     def measure(self, size_bytes: int, *, timeout_s: float) -> float:

@@ -10,6 +10,7 @@ import torch
 
 from shardwell.data_plane.encoded_gradients import EncodedGradients
 from shardwell.data_plane.host_cache import CachedShard
+from shardwell.data_plane.lanes import Nearly, unheard
 from shardwell.data_plane.range_plans import RangePlans
 from shardwell.data_plane.server_connection import ServerConnection
 from shardwell.data_plane.shared_vector import SharedVector
@@ -82,37 +83,39 @@ class RemoteShard:
 
     # ---- gathering ----
 
-    def fetch(self, version: int | None, target: memoryview, *, exact: bool = False) -> int:
+    def fetch(self, version: int | None, target: memoryview, nearly: Nearly = unheard, *, exact: bool = False) -> int:
         """Reads one version into ``target``, waiting until it exists; returns which.
 
         Args:
             version: None: the newest.
             target: Receives the range, padding included. [stop_bytes - start_bytes]
+            nearly: See ``Lane``.
             exact: Without rounding.
         """
         wire_dtype = AS_STORED if exact else self._wire.gather_dtype
         if self.cached is not None and version is not None and wire_dtype == self._wire.gather_dtype:
             return self.cached.read(version, target, partial(self._fetch, version, wire_dtype))
-        return self._fetch(version, wire_dtype, target)
+        return self._fetch(version, wire_dtype, target, nearly)
 
-    def _fetch(self, version: int | None, wire_dtype: WireDType, target: memoryview) -> int:
+    def _fetch(self, version: int | None, wire_dtype: WireDType, target: memoryview, nearly: Nearly = unheard) -> int:
         if self.window is not None:
             return self._copy(self.window, version, wire_dtype, target)
         if wire_dtype == AS_STORED:
-            return self._stream(version, wire_dtype, target)
+            return self._stream(version, wire_dtype, target, nearly)
         plan = self._plans.plan(None, wire_dtype)
         with self._wire.encoded.lend(plan.size_bytes) as encoded:
-            fetched = self._stream(version, wire_dtype, encoded)
+            fetched = self._stream(version, wire_dtype, encoded, nearly)
             plan.decode(encoded, self._in_vector(target))
         return fetched
 
-    def fetch_cast(self, version: int, layout: UnitLayout, target: memoryview) -> int:
+    def fetch_cast(self, version: int, layout: UnitLayout, target: memoryview, nearly: Nearly = unheard) -> int:
         """Reads one version as other dtypes than it is stored in, with as few copies as its way here allows.
 
         Args:
             version: Waited for until it exists.
             layout: The unit's parameters in the dtypes to deliver.
             target: The whole unit's flat vector in that layout; receives this shard's values. [layout.size_bytes]
+            nearly: See ``Lane``.
         """
         outs = self._views(layout, target, 0)
         if (
@@ -126,12 +129,12 @@ class RemoteShard:
             return there
         if self.cached is None and self.window is None and self._travels_as(layout):
             with self._wire.encoded.lend(sum(out.nbytes for out in outs)) as encoded:
-                fetched = self._stream(version, self._wire.gather_dtype, encoded)
+                fetched = self._stream(version, self._wire.gather_dtype, encoded, nearly)
                 parts = torch.split(bytes_tensor(encoded), [out.nbytes for out in outs])
                 _copy(parts, [out.view(torch.uint8) for out in outs])
             return fetched
         with self._wire.encoded.lend(self.stop_bytes - self.start_bytes) as stored:
-            fetched = self.fetch(version, stored)
+            fetched = self.fetch(version, stored, nearly)
             _copy(self._views(self._layout, stored, self.start_bytes), outs)
         return fetched
 
@@ -178,7 +181,15 @@ class RemoteShard:
         )
         return there.version
 
-    def _stream(self, version: int | None, wire_dtype: WireDType, target: memoryview, *, ema: bool = False) -> int:
+    def _stream(
+        self,
+        version: int | None,
+        wire_dtype: WireDType,
+        target: memoryview,
+        nearly: Nearly = unheard,
+        *,
+        ema: bool = False,
+    ) -> int:
         request = shard_pb2.GatherRequest(
             run=self._run,
             unit=self._layout.unit,
@@ -190,7 +201,7 @@ class RemoteShard:
         )
         limit_s = self._wire.wait_limit_s
         fetched = self.server.streamed(
-            lambda lane: lane.gather(request, target, timeout_s=limit_s, retry_for_s=limit_s)
+            lambda lane: lane.gather(request, target, timeout_s=limit_s, retry_for_s=limit_s, nearly=nearly)
         )
         self.server.count(received_bytes=len(target))
         return fetched
@@ -212,7 +223,7 @@ class RemoteShard:
 
     def begin_send(
         self, header: shard_pb2.ReduceScatterHeader, flats: Mapping[int, torch.Tensor]
-    ) -> Callable[[], None]:
+    ) -> Callable[[Nearly], None]:
         """Takes this shard's part of gradients.
 
         Args:
@@ -220,8 +231,8 @@ class RemoteShard:
             flats: Whole gradients by parameter index; contiguous, on the CPU, without a graph. Each [numel].
 
         Returns:
-            What pushes it; may be called in another thread. It holds the gradients only if they are streamed: those
-            that go through shared memory are copied already.
+            What pushes it and says when it is nearly done; may be called in another thread. It holds the gradients
+            only if they are streamed: those that go through shared memory are copied already.
         """
         indices = self._address(header)
         wire_dtype = self._wire.push_dtype
@@ -238,7 +249,7 @@ class RemoteShard:
 
     def begin_send_encoded(
         self, header: shard_pb2.ReduceScatterHeader, gradients: EncodedGradients
-    ) -> Callable[[], None]:
+    ) -> Callable[[Nearly], None]:
         """Takes this shard's part of gradients that are encoded; see ``begin_send``."""
         indices, wire_dtype = self._address(header), gradients.wire_dtype
         part = gradients.stream[self._plans.part_of_unit(indices, wire_dtype)]
@@ -257,7 +268,7 @@ class RemoteShard:
 
     def _try_lay(
         self, header: shard_pb2.ReduceScatterHeader, write: Callable[[memoryview], None]
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[Nearly], None] | None:
         """What pushes gradients that were written to shared memory; None if they are to be streamed."""
         if not self.server.pushes_through_shm:
             return None
@@ -268,30 +279,36 @@ class RemoteShard:
             return None
         return partial(self._hand_over, laid)
 
-    def _hand_over(self, laid: LaidPart) -> None:
+    def _hand_over(self, laid: LaidPart, nearly: Nearly) -> None:
         limit_s = self._wire.wait_limit_s
         try:
             self.server.through_shm(lambda lane: lane.hand_over(laid, timeout_s=limit_s, retry_for_s=limit_s))
         except CapacityError as error:  # its lane broke, and another one has no mailbox for it
             self.server.stream_gradients(error)
             segments = self._plans.segments(tuple(laid.header.parameter_indices))
-            self._stream_out(laid.header, [laid.memory(at.start_bytes, at.stop_bytes) for at in segments])
+            self._stream_out(laid.header, [laid.memory(at.start_bytes, at.stop_bytes) for at in segments], nearly)
 
     def _send_as_stored(
-        self, header: shard_pb2.ReduceScatterHeader, segments: Sequence[Segment], flats: Mapping[int, torch.Tensor]
+        self,
+        header: shard_pb2.ReduceScatterHeader,
+        segments: Sequence[Segment],
+        flats: Mapping[int, torch.Tensor],
+        nearly: Nearly,
     ) -> None:
-        self._stream_out(header, [_memory_in(flats[at.parameter_index], at) for at in segments])
+        self._stream_out(header, [_memory_in(flats[at.parameter_index], at) for at in segments], nearly)
 
     def _encode_and_send(
-        self, header: shard_pb2.ReduceScatterHeader, plan: StreamPlan, flats: Mapping[int, torch.Tensor]
+        self, header: shard_pb2.ReduceScatterHeader, plan: StreamPlan, flats: Mapping[int, torch.Tensor], nearly: Nearly
     ) -> None:
         with self._wire.encoded.lend(plan.size_bytes) as encoded:
             plan.encode(InParameters(flats), encoded)
-            self._stream_out(header, [encoded])
+            self._stream_out(header, [encoded], nearly)
 
-    def _stream_out(self, header: shard_pb2.ReduceScatterHeader, data: Sequence[memoryview]) -> None:
+    def _stream_out(self, header: shard_pb2.ReduceScatterHeader, data: Sequence[memoryview], nearly: Nearly) -> None:
         limit_s = self._wire.wait_limit_s
-        self.server.streamed(lambda lane: lane.reduce_scatter(header, data, timeout_s=limit_s, retry_for_s=limit_s))
+        self.server.streamed(
+            lambda lane: lane.reduce_scatter(header, data, timeout_s=limit_s, retry_for_s=limit_s, nearly=nearly)
+        )
         self.server.count(sent_bytes=sum(len(part) for part in data))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from shardwell.data_plane.lanes import NEARLY_BYTES, Nearly, unheard
 from shardwell.data_plane.rpc import ServiceClient
 from shardwell_wire import codec
 from shardwell_wire.errors import ShardwellError
@@ -32,7 +33,13 @@ class ShardClient(ServiceClient):
         self._reduce_scatter = self.byte_request_stub("ReduceScatter")
 
     def gather(
-        self, request: shard_pb2.GatherRequest, target: memoryview, *, timeout_s: float, retry_for_s: float
+        self,
+        request: shard_pb2.GatherRequest,
+        target: memoryview,
+        *,
+        timeout_s: float,
+        retry_for_s: float,
+        nearly: Nearly = unheard,
     ) -> int:
         """Fetches one version of a shard, waiting until it exists; see ``Lane``. Fills in ``chunk_bytes``."""
         request.chunk_bytes = self._chunk_bytes
@@ -44,6 +51,8 @@ class ShardClient(ServiceClient):
                 message, chunk = codec.decode_message(data, shard_pb2.GatherResponse)
                 header = header or message.header
                 receiver.feed(chunk)
+                if receiver.total_bytes - receiver.received_bytes <= NEARLY_BYTES:
+                    nearly()
             receiver.require_complete()
             assert header is not None
             return header.version
@@ -95,12 +104,13 @@ class ShardClient(ServiceClient):
         *,
         timeout_s: float,
         retry_for_s: float,
+        nearly: Nearly = unheard,
     ) -> shard_pb2.ReduceScatterResponse:
         """Pushes one part of a contribution; see ``Lane``."""
         first = shard_pb2.ReduceScatterRequest(header=header)
 
         def send() -> shard_pb2.ReduceScatterResponse:
-            stream = codec.encode_stream(first, pieces, chunk_bytes=self._chunk_bytes)
+            stream = _telling(codec.encode_stream(first, pieces, chunk_bytes=self._chunk_bytes), nearly)
             response: shard_pb2.ReduceScatterResponse = self._reduce_scatter(stream, timeout=timeout_s)
             return response
 
@@ -115,6 +125,11 @@ class ShardClient(ServiceClient):
             return sum(len(data) for data in self._measure(request, timeout=timeout_s))
 
         return self.attempt(fetch, retry_for_s=0.0) / (time.perf_counter() - started)
+
+
+def _telling(stream: Iterable[bytes], taken: Callable[[], None]) -> Iterator[bytes]:
+    yield from stream
+    taken()
 
 
 def _noting(pieces: Iterable[codec.Buffer], failures: list[Exception]) -> Iterator[codec.Buffer]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from shardwell.data_plane.lane_connection import LaneConnection
+from shardwell.data_plane.lanes import Nearly, unheard
 from shardwell.data_plane.rpc import retry
 from shardwell.data_plane.shard_client import ShardClient
 from shardwell_wire.errors import AccessError, UnavailableError
@@ -56,12 +57,18 @@ class SocketLane:
             raise
 
     def gather(
-        self, request: shard_pb2.GatherRequest, target: memoryview, *, timeout_s: float, retry_for_s: float
+        self,
+        request: shard_pb2.GatherRequest,
+        target: memoryview,
+        *,
+        timeout_s: float,
+        retry_for_s: float,
+        nearly: Nearly = unheard,
     ) -> int:
         """Fetches one version of a shard, waiting until it exists; see ``Lane``."""
         what = f"Gather of unit {request.unit!r}"
         return self._attempt(
-            lambda connection: connection.gather(request, target, what=what, timeout_s=timeout_s),
+            lambda connection: connection.gather(request, target, what=what, timeout_s=timeout_s, nearly=nearly),
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
         )
@@ -73,11 +80,12 @@ class SocketLane:
         *,
         timeout_s: float,
         retry_for_s: float,
+        nearly: Nearly = unheard,
     ) -> shard_pb2.ReduceScatterResponse:
         """Pushes one part of a contribution; see ``Lane``."""
         what = f"ReduceScatter of unit {header.unit!r}"
         return self._attempt(
-            lambda connection: connection.reduce_scatter(header, pieces, what=what, timeout_s=timeout_s),
+            lambda connection: connection.reduce_scatter(header, pieces, what=what, timeout_s=timeout_s, nearly=nearly),
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
         )

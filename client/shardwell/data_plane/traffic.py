@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -12,16 +13,17 @@ from functools import partial
 import torch
 
 from shardwell.data_plane.encoded_gradients import EncodedGradients
-from shardwell.data_plane.fetch_queue import FetchQueue
+from shardwell.data_plane.lanes import Nearly
 from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.server_connection import ServerConnection
 from shardwell.data_plane.shared_vector import SharedVector
+from shardwell.data_plane.transfer_queue import TransferQueue
 from shardwell.memory.device_copies import to_host
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import shard_pb2
 
-_GATHER_THREADS, _PUSH_THREADS = 16, 8
+_GATHER_THREADS = _PUSH_THREADS = 16
 """Threads mostly wait for the network; a gather may also wait for a version."""
 
 _LOOKING_S = 0.1
@@ -142,7 +144,8 @@ class Traffic:
         self._push_limit = push_bytes
         self._gathers = ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="shardwell-gather")
         self._pushes = ThreadPoolExecutor(_PUSH_THREADS, thread_name_prefix="shardwell-push")
-        self._queues: dict[ServerConnection, FetchQueue] = {}
+        self._gather_queues = defaultdict[ServerConnection, TransferQueue[int]](lambda: TransferQueue(self._gathers))
+        self._push_queues = defaultdict[ServerConnection, TransferQueue[None]](lambda: TransferQueue(self._pushes))
         self._changed = threading.Condition()
         self._bytes_in_flight, self._parts_in_flight = 0, 0
         self._push_error: BaseException | None = None
@@ -160,10 +163,7 @@ class Traffic:
         self.stats.gather_count += 1
         self.stats.gathered_bytes += unit.layout.size_bytes
         parts = [
-            self._queue(shard).submit(
-                shard.stop_bytes - shard.start_bytes,
-                partial(shard.fetch, version, target[shard.start_bytes : shard.stop_bytes], exact=exact),
-            )
+            self._fetch(shard, partial(shard.fetch, version, target[shard.start_bytes : shard.stop_bytes], exact=exact))
             for shard in unit.shards
         ]
         return GatherFuture(parts, self.stats)
@@ -179,12 +179,7 @@ class Traffic:
         """
         self.stats.gather_count += 1
         self.stats.gathered_bytes += layout.size_bytes
-        parts = [
-            self._queue(shard).submit(
-                shard.stop_bytes - shard.start_bytes, partial(shard.fetch_cast, version, layout, target)
-            )
-            for shard in unit.shards
-        ]
+        parts = [self._fetch(shard, partial(shard.fetch_cast, version, layout, target)) for shard in unit.shards]
         return GatherFuture(parts, self.stats)
 
     def await_version(self, unit: RemoteUnit, version: int) -> Future[int]:
@@ -199,10 +194,7 @@ class Traffic:
             return there
         if all(shard.cached is None for shard in unit.shards):
             return VersionInPlace(unit, version, self.stats)
-        parts = [
-            self._queue(shard).submit(shard.stop_bytes - shard.start_bytes, partial(shard.await_version, version))
-            for shard in unit.shards
-        ]
+        parts = [self._fetch(shard, partial(_await_version, shard, version)) for shard in unit.shards]
         return GatherFuture(parts, self.stats)
 
     def push(
@@ -226,7 +218,7 @@ class Traffic:
         here = all(gradient.device.type == "cpu" for _, gradient in gradients)
         held = size if not here or _are_streamed(unit) else 0
 
-        def begin(shard: RemoteShard, own: shard_pb2.ReduceScatterHeader) -> Callable[[], None]:
+        def begin(shard: RemoteShard, own: shard_pb2.ReduceScatterHeader) -> Callable[[Nearly], None]:
             if here:
                 return _begun(lambda: shard.begin_send(own, flats))
             return partial(_begin_later, copied, shard, own, flats)
@@ -252,7 +244,7 @@ class Traffic:
         self,
         unit: RemoteUnit,
         header: shard_pb2.ReduceScatterHeader,
-        begin: Callable[[RemoteShard, shard_pb2.ReduceScatterHeader], Callable[[], None]],
+        begin: Callable[[RemoteShard, shard_pb2.ReduceScatterHeader], Callable[[Nearly], None]],
         size: int,
         held: int,
         when_pushed: Callable[[], None] = lambda: None,
@@ -275,7 +267,9 @@ class Traffic:
             own = shard_pb2.ReduceScatterHeader()
             own.CopyFrom(header)
             previous = self._last_part.get((unit.index, number))
-            future = self._pushes.submit(_send, begin(shard, own), previous)
+            streamed_bytes = 0 if shard.server.pushes_through_shm else shard.stop_bytes - shard.start_bytes
+            send = partial(_send, begin(shard, own), previous)
+            future = self._push_queues[shard.server].submit(streamed_bytes, send)
             self._last_part[unit.index, number] = future
             futures.append(future)
         self._give_back_when_done(futures, held, when_pushed)
@@ -296,16 +290,16 @@ class Traffic:
         except ShardwellError:
             return
 
-    def _queue(self, shard: RemoteShard) -> FetchQueue:
-        if shard.server not in self._queues:
-            self._queues[shard.server] = FetchQueue(self._gathers)
-        return self._queues[shard.server]
+    def _fetch(self, shard: RemoteShard, work: Callable[[Nearly], int]) -> Future[int]:
+        return self._gather_queues[shard.server].submit(shard.stop_bytes - shard.start_bytes, work)
 
     def close(self) -> None:
-        for queue in self._queues.values():
-            queue.close()
+        for gathers in self._gather_queues.values():
+            gathers.close()
+        for pushes in self._push_queues.values():
+            pushes.close()
         self._gathers.shutdown(wait=False)
-        self._pushes.shutdown(wait=False, cancel_futures=True)
+        self._pushes.shutdown(wait=False)
 
     def _take_room(self, size: int) -> None:
         started = time.perf_counter()
@@ -348,7 +342,11 @@ def _are_streamed(unit: RemoteUnit) -> bool:
     return any(not shard.server.pushes_through_shm for shard in unit.shards)
 
 
-def _begun(begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+def _await_version(shard: RemoteShard, version: int, _: Nearly) -> int:
+    return shard.await_version(version)
+
+
+def _begun(begin: Callable[[], Callable[[Nearly], None]]) -> Callable[[Nearly], None]:
     """What pushes a shard's part, or raises why that is not possible."""
     try:
         return begin()
@@ -361,18 +359,19 @@ def _begin_later(
     shard: RemoteShard,
     header: shard_pb2.ReduceScatterHeader,
     flats: Mapping[int, torch.Tensor],
+    nearly: Nearly,
 ) -> None:
     """Pushes a shard's part once it has come from a GPU."""
     copied()
-    shard.begin_send(header, flats)()
+    shard.begin_send(header, flats)(nearly)
 
 
-def _fail(error: ShardwellError) -> None:
+def _fail(error: ShardwellError, _: Nearly) -> None:
     raise error
 
 
-def _send(push: Callable[[], None], previous: Future[None] | None) -> None:
+def _send(push: Callable[[Nearly], None], previous: Future[None] | None, nearly: Nearly) -> None:
     if previous is not None:
-        # A server takes parts in order. The pool is first-in first-out: `previous` has a thread.
+        # A server takes parts in order. The queue is first-in first-out: `previous` has a thread.
         previous.result()
-    push()
+    push(nearly)

@@ -1,0 +1,111 @@
+"""Transfers from one server, or to it, in the order in which they were asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from shardwell.data_plane.lanes import NEARLY_BYTES, Nearly
+from shardwell_wire.errors import UnavailableError
+
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer(Generic[Result]):
+    size_bytes: int
+    work: Callable[[Nearly], Result]
+    future: Future[Result]
+    is_far: bool = True
+    """Whether much of it is still to be moved."""
+
+
+class TransferQueue(Generic[Result]):
+    """Lets one transfer after the other have the link to a server; the next begins when one is nearly done.
+
+    All at once, the first would end when the last one does, and nothing could be computed meanwhile. Small ones may
+    be under way together.
+
+    Args:
+        threads: Where transfers run.
+    """
+
+    def __init__(self, threads: Executor) -> None:
+        self._threads = threads
+        self._waiting: deque[_Transfer[Result]] = deque()
+        self._far_count = self._far_bytes = 0
+        """Of the transfers under way of which much is still to be moved."""
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def submit(self, size_bytes: int, work: Callable[[Nearly], Result]) -> Future[Result]:
+        """Has a transfer done when its turn comes; the future has its result.
+
+        Args:
+            size_bytes: How much will be moved.
+            work: Moves it, and says when it is nearly done.
+        """
+        transfer = _Transfer(size_bytes, work, Future())
+        with self._lock:
+            if self._closed:
+                raise UnavailableError("the session is closed")
+            self._waiting.append(transfer)
+        self._begin()
+        return transfer.future
+
+    def close(self) -> None:
+        """Fails what waits; what is under way goes on."""
+        with self._lock:
+            self._closed = True
+        while (transfer := self._next()) is not None:
+            self._run(transfer)
+
+    def _begin(self) -> None:
+        while (transfer := self._next()) is not None:
+            try:
+                self._threads.submit(self._run, transfer)
+            except RuntimeError:  # closed meanwhile, and the threads with it
+                self._run(transfer)
+
+    def _next(self) -> _Transfer[Result] | None:
+        with self._lock:
+            if not self._waiting:
+                return None
+            size_bytes = self._waiting[0].size_bytes
+            if self._far_count and self._far_bytes + size_bytes > NEARLY_BYTES and not self._closed:
+                return None
+            self._far_count += 1
+            self._far_bytes += size_bytes
+            return self._waiting.popleft()
+
+    def _run(self, transfer: _Transfer[Result]) -> None:
+        def nearly() -> None:
+            if self._come_near(transfer) and not self._closed:
+                self._begin()
+
+        try:
+            if self._closed:
+                raise UnavailableError("the session was closed before this was sent or fetched")
+            result = transfer.work(nearly)
+        except BaseException as error:
+            self._come_near(transfer)
+            transfer.future.set_exception(error)
+        else:
+            self._come_near(transfer)
+            transfer.future.set_result(result)
+        if not self._closed:
+            self._begin()
+
+    def _come_near(self, transfer: _Transfer[Result]) -> bool:
+        """Notes that little is left of a transfer; returns whether that is news."""
+        with self._lock:
+            if not transfer.is_far:
+                return False
+            transfer.is_far = False
+            self._far_count -= 1
+            self._far_bytes -= transfer.size_bytes
+            return True

@@ -1,0 +1,113 @@
+"""Transfers with one server: one after the other, in order, none forgotten."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from shardwell.data_plane.lanes import NEARLY_BYTES, Nearly
+from shardwell.data_plane.transfer_queue import TransferQueue
+from shardwell_wire.errors import UnavailableError
+
+MIB = 1 << 20
+
+
+class Transfers:
+    """Transfers that begin when the queue says so, and come near and end when the test does."""
+
+    def __init__(self, queue: TransferQueue[int]) -> None:
+        self.begun: list[int] = []
+        self._queue = queue
+        self._gates: dict[int, threading.Event] = {}
+        self._nearly: dict[int, Nearly] = {}
+        self._changed = threading.Condition()
+
+    def ask(self, number: int, size_bytes: int) -> Future[int]:
+        self._gates[number] = threading.Event()
+
+        def work(nearly: Nearly) -> int:
+            with self._changed:
+                self._nearly[number] = nearly
+                self.begun.append(number)
+                self._changed.notify_all()
+            assert self._gates[number].wait(20)
+            return number
+
+        return self._queue.submit(size_bytes, work)
+
+    def come_near(self, number: int) -> None:
+        self._nearly[number]()
+
+    def finish(self, *numbers: int) -> None:
+        for number in numbers:
+            self._gates[number].set()
+
+    def await_begun(self, *numbers: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: sorted(self.begun) == sorted(numbers), 20), self.begun
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def test_a_transfer_begins_when_the_one_before_is_nearly_done(threads: ThreadPoolExecutor) -> None:
+    transfers = Transfers(TransferQueue(threads))
+    asked = [transfers.ask(number, 100 * MIB) for number in range(4)]
+    transfers.await_begun(0)
+    transfers.come_near(0)
+    transfers.await_begun(0, 1)
+    transfers.come_near(0)  # no news
+    transfers.finish(0)  # neither is this
+    assert asked[0].result(20) == 0
+    assert transfers.begun == [0, 1]
+    transfers.finish(1)  # without having come near
+    transfers.await_begun(0, 1, 2)
+    transfers.come_near(2)
+    transfers.await_begun(0, 1, 2, 3)
+    transfers.finish(2, 3)
+    assert [future.result(20) for future in asked] == [0, 1, 2, 3]
+
+
+def test_small_transfers_are_more_at_once(threads: ThreadPoolExecutor) -> None:
+    transfers = Transfers(TransferQueue(threads))
+    size_bytes = NEARLY_BYTES // 2
+    asked = [transfers.ask(number, size_bytes) for number in range(3)] + [transfers.ask(3, 0)]
+    transfers.await_begun(0, 1)  # the third would be too much, and the last does not overtake it
+    transfers.come_near(1)
+    transfers.await_begun(0, 1, 2, 3)
+    transfers.finish(0, 1, 2, 3)
+    assert [future.result(20) for future in asked] == [0, 1, 2, 3]
+
+
+def test_a_transfer_that_fails_makes_room_for_the_next(threads: ThreadPoolExecutor) -> None:
+    queue = TransferQueue[int](threads)
+
+    def fail(_: Nearly) -> int:
+        raise ValueError("no")
+
+    failing = [queue.submit(100 * MIB, fail) for _ in range(5)]
+    assert queue.submit(100 * MIB, lambda _: 7).result(20) == 7
+    assert all(isinstance(future.exception(20), ValueError) for future in failing)
+
+
+def test_closing_fails_what_waits_and_nothing_else(threads: ThreadPoolExecutor) -> None:
+    queue = TransferQueue[int](threads)
+    transfers = Transfers(queue)
+    asked = [transfers.ask(number, 100 * MIB) for number in range(4)]
+    transfers.await_begun(0)
+    transfers.come_near(0)
+    transfers.await_begun(0, 1)
+    queue.close()
+    assert all(isinstance(future.exception(20), UnavailableError) for future in asked[2:])
+    transfers.come_near(1)
+    transfers.finish(0, 1)
+    assert [future.result(20) for future in asked[:2]] == [0, 1]
+    assert transfers.begun == [0, 1]
+    with pytest.raises(UnavailableError):
+        queue.submit(1, lambda _: 0)
