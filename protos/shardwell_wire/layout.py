@@ -159,6 +159,14 @@ class UnitLayout:
             for name in (parameter.name, *parameter.aliases)
         }
 
+    @cached_property
+    def _spans(self) -> list[tuple[int, int, int]]:
+        """First and last byte of each parameter, half-open, and the bytes of its elements."""
+        return [
+            (start, start + parameter.size_bytes, parameter.item_size)
+            for start, parameter in zip(self.starts, self.parameters, strict=True)
+        ]
+
     def segments(self, start_bytes: int, stop_bytes: int) -> list[Segment]:
         """The parts of parameters that lie in ``[start_bytes, stop_bytes)``, in layout order.
 
@@ -167,12 +175,11 @@ class UnitLayout:
         found = []
         first = max(0, bisect_right(self.starts, start_bytes) - 1)
         for index in range(first, len(self.parameters)):
-            parameter, begin = self.parameters[index], self.starts[index]
+            begin, end, size = self._spans[index]
             if begin >= stop_bytes:
                 break
-            low, high = max(begin, start_bytes), min(begin + parameter.size_bytes, stop_bytes)
+            low, high = max(begin, start_bytes), min(end, stop_bytes)
             if low < high:
-                size = parameter.item_size
                 found.append(Segment(index, low, high, (low - begin) // size, (high - begin) // size))
         return found
 

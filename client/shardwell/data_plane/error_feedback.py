@@ -17,11 +17,11 @@ from functools import partial
 import torch
 
 from shardwell.data_plane.encoded_gradients import EncodedGradients
-from shardwell.data_plane.range_plans import RangePlans
 from shardwell.memory.buffer_pool import BufferPool
 from shardwell_wire.cells import scratch_values
 from shardwell_wire.codec import memory_at
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.range_plans import RangePlans
 from shardwell_wire.stream_plan import InParameters, Slice
 from shardwell_wire.wire_dtypes import AS_STORED, WireDType, applied
 
@@ -154,7 +154,8 @@ def _encode_compensated(
     """Encodes the sum of values and of what was left out before; writes to ``lost`` what that leaves out."""
     values = scratch_values(part.numel)
     for piece in part.parts:
-        torch.add(source.piece(part, piece), before.piece(part, piece), out=values[piece.of_slice])
+        place = values if len(part.parts) == 1 else values[piece.of_slice]
+        torch.add(source.piece(part, piece), before.piece(part, piece), out=place)
     part.encode(values, stream)
     part.decode(stream, lost)
     # The servers refuse a push that is not finite; it must not spoil the next one, too: its errors are 0.

@@ -11,7 +11,6 @@ import torch
 from shardwell.data_plane.encoded_gradients import EncodedGradients
 from shardwell.data_plane.host_cache import CachedShard
 from shardwell.data_plane.lanes import Nearly, unheard
-from shardwell.data_plane.range_plans import RangePlans
 from shardwell.data_plane.server_connection import ServerConnection
 from shardwell.data_plane.shared_vector import SharedVector
 from shardwell.data_plane.shm_lane import LaidPart
@@ -21,6 +20,7 @@ from shardwell_wire.cells import bytes_tensor
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.layout import Segment, UnitLayout
+from shardwell_wire.range_plans import RangePlans
 from shardwell_wire.stream_plan import InParameters, InVector, StreamPlan
 from shardwell_wire.v1 import shard_pb2
 from shardwell_wire.wire_dtypes import AS_STORED, WireDType

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -16,7 +15,7 @@ from shardwell_server.shard.state.contributions import Contribution
 from shardwell_server.shard.state.runs import Run
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_wire import codec, wire_dtypes
+from shardwell_wire import codec
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError, VersionGoneError
 from shardwell_wire.layout import Segment
 from shardwell_wire.stream_plan import InVector, StreamPlan
@@ -107,12 +106,12 @@ class Push:
             return await incoming.into(self._targets(received), self._what)
         nothing = Cover(0)
         async with self._store.memory.incoming(
-            self._stream_bytes(), nothing, wait_s=wait_s, what=self._what
+            self._plan().size_bytes, nothing, wait_s=wait_s, what=self._what
         ) as encoded:
             data = codec.memory_at(encoded.buffer.data_ptr(), encoded.buffer.numel())
             checksum = await incoming.into([data], self._what)
             memory = codec.memory_at(received.buffer.data_ptr(), shard.size_bytes)
-            plan, target = StreamPlan(shard.layout, self._packed, wire_dtype), InVector(memory, shard.start_bytes)
+            plan, target = self._plan(), InVector(memory, shard.start_bytes)
             await self._store.in_thread(lambda: plan.decode(data, target))
             return checksum
 
@@ -162,7 +161,7 @@ class Push:
 
     async def _acknowledge(self, incoming: IncomingStream) -> bool:
         # Only its checksum is wanted: two that differ betray a computation that cannot be reproduced.
-        self._count_duplicate(await incoming.checksum(self._stream_bytes(), self._what))
+        self._count_duplicate(await incoming.checksum(self._plan().size_bytes, self._what))
         return True
 
     async def _accept(self, source: GradientBuffer, checksum: int | None) -> bool:
@@ -205,14 +204,13 @@ class Push:
         if first is not None and checksum is not None and first != checksum:
             self._run.differing_duplicate_count += 1
 
-    @cached_property
+    @property
     def _packed(self) -> list[Segment]:
         """The parts of parameters that are pushed, in the order of the stream."""
-        shard = self._shard
-        return shard.layout.packed_segments(self._header.parameter_indices, shard.start_bytes, shard.stop_bytes)
+        return self._shard.plans.segments(tuple(self._header.parameter_indices))
 
-    def _stream_bytes(self) -> int:
-        return wire_dtypes.stream_size(self._shard.layout, self._packed, self._header.wire_dtype)
+    def _plan(self) -> StreamPlan:
+        return self._shard.plans.plan(tuple(self._header.parameter_indices), self._header.wire_dtype)
 
     def _targets(self, received: IncomingBuffer) -> list[memoryview]:
         start, memory = self._shard.start_bytes, codec.memory_at(received.buffer.data_ptr(), self._shard.size_bytes)

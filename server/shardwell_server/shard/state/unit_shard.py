@@ -27,6 +27,7 @@ from shardwell_wire.errors import (
     StepStateError,
 )
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.range_plans import RangePlans
 from shardwell_wire.slices import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
 
@@ -62,7 +63,8 @@ class UnitShard:
     ) -> None:
         self.run, self.layout, self.index, self.dp = run, layout, index, dp
         self.start_bytes, self.stop_bytes = start_bytes, stop_bytes
-        self.segments = layout.segments(start_bytes, stop_bytes)
+        self.plans = RangePlans(layout, start_bytes, stop_bytes)
+        self.segments = self.plans.segments(None)
         self.segment_of = {segment.parameter_index: number for number, segment in enumerate(self.segments)}
         self.values = Values(self.what, self.unit, memory, shared)
         self.streams = OpenStreams()
