@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from shardwell.data_plane.fetch_queue import FetchQueue
+from shardwell.data_plane.fetch_queue import FetchQueue, Outcome
 from shardwell_wire.errors import UnavailableError
 
 MIB = 1 << 20
+
+
+def submit(queue: FetchQueue, size_bytes: int, work: Callable[[], int]) -> Future[int]:
+    future: Future[int] = Future()
+
+    def done(outcome: Outcome) -> None:
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    queue.submit(size_bytes, work, done)
+    return future
 
 
 class Fetches:
@@ -33,7 +46,7 @@ class Fetches:
             assert self._gates[number].wait(20)
             return number
 
-        return self._queue.submit(size_bytes, work)
+        return submit(self._queue, size_bytes, work)
 
     def finish(self, number: int) -> None:
         self._gates[number].set()
@@ -79,8 +92,8 @@ def test_a_fetch_that_fails_makes_room_for_the_next(threads: ThreadPoolExecutor)
     def fail() -> int:
         raise ValueError("no")
 
-    failing = [queue.submit(100 * MIB, fail) for _ in range(5)]
-    assert queue.submit(100 * MIB, lambda: 7).result(20) == 7
+    failing = [submit(queue, 100 * MIB, fail) for _ in range(5)]
+    assert submit(queue, 100 * MIB, lambda: 7).result(20) == 7
     assert all(isinstance(future.exception(20), ValueError) for future in failing)
 
 
@@ -96,4 +109,4 @@ def test_closing_fails_what_waits_and_nothing_else(threads: ThreadPoolExecutor) 
     assert [future.result(20) for future in asked[:2]] == [0, 1]
     assert sorted(fetches.begun) == [0, 1]
     with pytest.raises(UnavailableError):
-        queue.submit(1, lambda: 0)
+        submit(queue, 1, lambda: 0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from shardwell_wire.errors import UnavailableError
 
@@ -17,11 +18,15 @@ _WINDOW_BYTES = 8 << 20
 """Small fetches may be more, until they are so many bytes: enough to keep a link of 1 Gbit/s busy over 60 ms."""
 
 
+Outcome: TypeAlias = int | BaseException
+"""The version that was fetched, or why it was not."""
+
+
 @dataclass(slots=True, eq=False)
 class _Fetch:
     size_bytes: int
     work: Callable[[], int]
-    future: Future[int]
+    done: Callable[[Outcome], None]
 
 
 class FetchQueue:
@@ -41,34 +46,36 @@ class FetchQueue:
         self._closed = False
         self._lock = threading.Lock()
 
-    def submit(self, size_bytes: int, work: Callable[[], int]) -> Future[int]:
-        """Has a fetch done when its turn comes; the future has its result.
+    def submit(self, size_bytes: int, work: Callable[[], int], done: Callable[[Outcome], None]) -> None:
+        """Has a fetch done when its turn comes.
 
         Args:
             size_bytes: How much will come.
             work: Fetches.
+            done: Is told how it went, in another thread; must not raise.
+
+        Raises:
+            UnavailableError: The queue is closed.
         """
-        fetch = _Fetch(size_bytes, work, Future())
         with self._lock:
             if self._closed:
                 raise UnavailableError("the session is closed")
-            self._waiting.append(fetch)
+            self._waiting.append(_Fetch(size_bytes, work, done))
         self._begin()
-        return fetch.future
 
     def close(self) -> None:
         """Fails what waits; what is under way goes on."""
         with self._lock:
             self._closed = True
         while (fetch := self._next()) is not None:
-            self._run(fetch)
+            self._do(fetch)
 
     def _begin(self) -> None:
         while (fetch := self._next()) is not None:
             try:
                 self._threads.submit(self._run, fetch)
             except RuntimeError:  # closed meanwhile, and the threads with it
-                self._run(fetch)
+                self._do(fetch)
 
     def _next(self) -> _Fetch | None:
         with self._lock:
@@ -82,18 +89,21 @@ class FetchQueue:
             return self._waiting.popleft()
 
     def _run(self, fetch: _Fetch) -> None:
+        self._do(fetch)
+        if not self._closed:
+            # Not in this thread: fetches from other servers may have waited for one longer.
+            self._begin()
+
+    def _do(self, fetch: _Fetch) -> None:
+        outcome: Outcome
         try:
             if self._closed:
                 raise UnavailableError("the session was closed before the weights were fetched")
-            fetched = fetch.work()
+            outcome = fetch.work()
         except BaseException as error:
-            self._end(fetch)
-            fetch.future.set_exception(error)
-        else:
-            self._end(fetch)
-            fetch.future.set_result(fetched)
-        if not self._closed:
-            self._begin()
+            outcome = error
+        self._end(fetch)
+        fetch.done(outcome)
 
     def _end(self, fetch: _Fetch) -> None:
         with self._lock:

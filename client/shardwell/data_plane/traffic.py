@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from shardwell.data_plane.encoded_gradients import EncodedGradients
-from shardwell.data_plane.fetch_queue import FetchQueue
+from shardwell.data_plane.fetch_queue import FetchQueue, Outcome
 from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.server_connection import ServerConnection
 from shardwell.data_plane.shared_vector import SharedVector
@@ -72,26 +72,34 @@ class WaitedFor(Future[int]):
 
 
 class GatherFuture(WaitedFor):
-    """Done when every shard of a unit has arrived, or has failed."""
+    """Done when every shard of a unit has arrived, or has failed.
 
-    def __init__(self, parts: Sequence[Future[int]], stats: TrafficStats) -> None:
+    Args:
+        num_parts: Shards.
+        stats: Counts the time waited for it.
+    """
+
+    def __init__(self, num_parts: int, stats: TrafficStats) -> None:
         super().__init__(stats)
-        self._parts, self._missing = parts, len(parts)
+        self._missing, self._version = num_parts, 0
+        self._errors: dict[int, BaseException] = {}
         self._count_lock = threading.Lock()
-        for part in parts:
-            part.add_done_callback(self._part_done)
 
-    def _part_done(self, _: Future[int]) -> None:
+    def part_done(self, number: int, outcome: Outcome) -> None:
+        """A shard has arrived, or has failed."""
         with self._count_lock:
+            if isinstance(outcome, BaseException):
+                self._errors[number] = outcome
+            elif number == 0:
+                self._version = outcome
             self._missing -= 1
             if self._missing:
                 return
         # Every part is done: none writes to the target any more, also when one has failed.
-        for part in self._parts:
-            if (error := part.exception()) is not None:
-                self.set_exception(error)
-                return
-        self.set_result(self._parts[0].result())
+        if self._errors:
+            self.set_exception(self._errors[min(self._errors)])
+        else:
+            self.set_result(self._version)
 
 
 class VersionInPlace(Future[int]):
@@ -159,14 +167,10 @@ class Traffic:
         """
         self.stats.gather_count += 1
         self.stats.gathered_bytes += unit.layout.size_bytes
-        parts = [
-            self._queue(shard).submit(
-                shard.stop_bytes - shard.start_bytes,
-                partial(shard.fetch, version, target[shard.start_bytes : shard.stop_bytes], exact=exact),
-            )
-            for shard in unit.shards
-        ]
-        return GatherFuture(parts, self.stats)
+        return self._submit(
+            unit,
+            lambda shard: partial(shard.fetch, version, target[shard.start_bytes : shard.stop_bytes], exact=exact),
+        )
 
     def gather_cast(self, unit: RemoteUnit, version: int, target: memoryview, layout: UnitLayout) -> Future[int]:
         """Starts to fetch a unit as other dtypes than it is stored in.
@@ -179,13 +183,7 @@ class Traffic:
         """
         self.stats.gather_count += 1
         self.stats.gathered_bytes += layout.size_bytes
-        parts = [
-            self._queue(shard).submit(
-                shard.stop_bytes - shard.start_bytes, partial(shard.fetch_cast, version, layout, target)
-            )
-            for shard in unit.shards
-        ]
-        return GatherFuture(parts, self.stats)
+        return self._submit(unit, lambda shard: partial(shard.fetch_cast, version, layout, target))
 
     def await_version(self, unit: RemoteUnit, version: int) -> Future[int]:
         """Starts to wait until a unit that is read in place is of a version."""
@@ -199,11 +197,14 @@ class Traffic:
             return there
         if all(shard.cached is None for shard in unit.shards):
             return VersionInPlace(unit, version, self.stats)
-        parts = [
-            self._queue(shard).submit(shard.stop_bytes - shard.start_bytes, partial(shard.await_version, version))
-            for shard in unit.shards
-        ]
-        return GatherFuture(parts, self.stats)
+        return self._submit(unit, lambda shard: partial(shard.await_version, version))
+
+    def _submit(self, unit: RemoteUnit, work_of: Callable[[RemoteShard], Callable[[], int]]) -> GatherFuture:
+        gathered = GatherFuture(len(unit.shards), self.stats)
+        for number, shard in enumerate(unit.shards):
+            size_bytes = shard.stop_bytes - shard.start_bytes
+            self._queue(shard).submit(size_bytes, work_of(shard), partial(gathered.part_done, number))
+        return gathered
 
     def push(
         self, unit: RemoteUnit, header: shard_pb2.ReduceScatterHeader, gradients: Sequence[tuple[int, torch.Tensor]]
