@@ -48,17 +48,17 @@ class Slice:
     start_bytes: int
     """Half-open, in the unit's flat vector."""
     stop_bytes: int
-    cells: slice
+    in_stream: slice
     """Bytes of the stream."""
     parts: tuple[Part, ...]
 
     def encode(self, values: torch.Tensor, stream: torch.Tensor) -> None:
         """Encodes the values to their place in the whole stream. [numel]"""
-        cells.encode(self.kind, self.cell_numel, values, stream[self.cells])
+        cells.encode(self.kind, self.cell_numel, values, stream[self.in_stream])
 
     def decode(self, stream: torch.Tensor, values: torch.Tensor) -> None:
         """Decodes the values from their place in the whole stream. [numel]"""
-        cells.decode(self.kind, self.cell_numel, stream[self.cells], values)
+        cells.decode(self.kind, self.cell_numel, stream[self.in_stream], values)
 
 
 class Values(Protocol):
@@ -129,7 +129,7 @@ class StreamPlan:
         """Of the stream."""
         for stretch in _stretches(layout, segments, wire_dtype):
             self.slices += stretch.slices(self.size_bytes)
-            self.size_bytes = self.slices[-1].cells.stop
+            self.size_bytes = self.slices[-1].in_stream.stop
 
     def encode(self, source: Values, out: Buffer) -> None:
         """Encodes values. [size_bytes]"""
@@ -157,7 +157,7 @@ class StreamPlan:
             if part.kind == AS_STORED:
                 arrived.copy_(values)
             else:
-                passing = cells.scratch_cells(part.cells.stop - part.cells.start)
+                passing = cells.scratch_cells(part.in_stream.stop - part.in_stream.start)
                 cells.encode(part.kind, part.cell_numel, values, passing)
                 cells.decode(part.kind, part.cell_numel, passing, arrived)
 

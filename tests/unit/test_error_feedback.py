@@ -64,7 +64,7 @@ def push(
     feedback: ErrorFeedback, value: torch.Tensor, *, dp_rank: int = 0, unit: int = 0, index: int = WEIGHT
 ) -> bytes:
     """What is pushed: the encoded bytes."""
-    encoded = feedback.encode(unit, LAYOUT, dp_rank, {index: value})
+    encoded = feedback.encode(unit, LAYOUT, dp_rank, {index: value.view(-1)})
     assert encoded is not None
     assert (encoded.indices, encoded.stored_bytes) == ((index,), value.nbytes)
     stream = bytes(encoded.stream)
@@ -177,7 +177,7 @@ def test_parameters_pushed_together_give_the_bits_of_each_pushed_alone(wire_dtyp
     together, alone = feedback_of(wire_dtype), feedback_of(wire_dtype)
     for step in range(3):
         gradients = {index: gradient(10 * step + index, index) for index in (WEIGHT, BIAS, DOUBLE)}
-        encoded = together.encode(0, LAYOUT, 0, gradients)
+        encoded = together.encode(0, LAYOUT, 0, {index: own.view(-1) for index, own in gradients.items()})
         assert encoded is not None
         stored = gradients[DOUBLE].numpy().tobytes()
         one_by_one = [push(alone, gradients[BIAS], index=BIAS), stored, push(alone, gradients[WEIGHT])]
@@ -190,7 +190,7 @@ def test_parameters_pushed_together_give_the_bits_of_each_pushed_alone(wire_dtyp
 
 @pytest.mark.parametrize("wire_dtype", [WIRE_DTYPE_UNSPECIFIED, *LOSSY])
 def test_what_travels_as_it_is_stored_is_left_alone(wire_dtype: WireDType) -> None:
-    assert feedback_of(wire_dtype).encode(0, LAYOUT, 0, {DOUBLE: gradient(0, DOUBLE)}) is None
-    assert (feedback_of(wire_dtype).encode(0, LAYOUT, 0, {WEIGHT: gradient(0)}) is None) == (
+    assert feedback_of(wire_dtype).encode(0, LAYOUT, 0, {DOUBLE: gradient(0, DOUBLE).view(-1)}) is None
+    assert (feedback_of(wire_dtype).encode(0, LAYOUT, 0, {WEIGHT: gradient(0).view(-1)}) is None) == (
         wire_dtype == WIRE_DTYPE_UNSPECIFIED
     )

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from shardwell.data_plane.encoded_gradients import EncodedGradients
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.stream_plan import InParameters, StreamPlan
 from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.v1.common_pb2 import WIRE_DTYPE_INT8
 
 LAYOUT = UnitLayout("u", (Parameter("a", (3000,), "float32"), Parameter("b", (7,), "float32")))
 CUT = 8192
@@ -92,6 +95,45 @@ def test_push_sends_each_server_its_part(client: FakeServer) -> None:
     sent = {header.start_bytes: data for header, data in client.pushes}
     assert sent == {0: whole[:CUT], CUT: whole[CUT:] + ones}
     assert all(list(header.parameter_indices) == [0, 1] for header, _ in client.pushes)
+    traffic.close()
+
+
+def encoded(give_back: Callable[[], None]) -> EncodedGradients:
+    """Both gradients as int8, of the whole unit."""
+    plan = StreamPlan(LAYOUT, LAYOUT.segments(0, LAYOUT.size_bytes), WIRE_DTYPE_INT8)
+    stream = memoryview(bytearray(plan.size_bytes))
+    plan.encode(InParameters(dict(gradients())), stream)
+    return EncodedGradients((0, 1), WIRE_DTYPE_INT8, stream, 3007 * 4, give_back)
+
+
+def test_encoded_gradients_are_cut_between_the_servers(client: FakeServer) -> None:
+    traffic, given = Traffic(push_bytes=1 << 20), threading.Event()
+    unit, pushed = unit_on(client), encoded(given.set)
+    client.gate.clear()
+    traffic.push_encoded(unit, shard_pb2.ReduceScatterHeader(part=0), pushed)
+    assert not given.is_set(), "they are still being read"
+    client.gate.set()
+    traffic.drain()
+    assert given.is_set()
+    sent = {header.start_bytes: data for header, data in client.pushes}
+    assert sent[0] + sent[CUT] == bytes(pushed.stream)
+    for start, stop in ((0, CUT), (CUT, LAYOUT.size_bytes)):
+        alone = StreamPlan(LAYOUT, LAYOUT.segments(start, stop), WIRE_DTYPE_INT8)
+        out = bytearray(alone.size_bytes)
+        alone.encode(InParameters(dict(gradients())), out)
+        assert sent[start] == out
+    assert {(header.wire_dtype, *header.parameter_indices) for header, _ in client.pushes} == {(WIRE_DTYPE_INT8, 0, 1)}
+    assert traffic.stats.pushed_bytes == 3007 * 4
+    traffic.close()
+
+
+def test_encoded_gradients_are_given_back_also_when_they_could_not_be_pushed(client: FakeServer) -> None:
+    traffic, given = Traffic(push_bytes=1 << 20), threading.Event()
+    client.error = CapacityError("no room")
+    traffic.push_encoded(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), encoded(given.set))
+    with pytest.raises(CapacityError, match="no room"):
+        traffic.drain()
+    assert given.is_set()
     traffic.close()
 
 

@@ -102,7 +102,7 @@ class ErrorFeedback:
             unit_index: The unit.
             layout: Of the unit.
             dp_rank: The logical rank whose work item this is one part of.
-            gradients: By parameter index; whole, contiguous, on the CPU, without a graph. They are not changed.
+            gradients: By parameter index; whole, contiguous, on the CPU, without a graph. Each [numel]. Not changed.
 
         Returns:
             What to push; None if all of them travel as they are stored.
@@ -118,7 +118,7 @@ class ErrorFeedback:
         residual, indices = of_rank[unit_index], tuple(sorted(gradients))
         plan = self._plans[unit_index].plan(indices, self._wire_dtype)
         buffer = self._buffers.take(plan.size_bytes)
-        source = InParameters({index: gradient.view(-1) for index, gradient in gradients.items()})
+        source = InParameters(gradients)
         before = InParameters({index: residual.before(index) for index in lossy})
         for part in plan.slices:
             if part.kind == AS_STORED:

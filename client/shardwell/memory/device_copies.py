@@ -110,7 +110,7 @@ def to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callab
     copies = []
     for tensor in tensors:
         if tensor.device.type != "cuda":
-            copies.append(tensor.detach().cpu().contiguous().view(-1))
+            copies.append(_flat_on_cpu(tensor))
             continue
         source, stream = tensor.detach().contiguous().view(-1), _copy_stream(tensor.device)
         copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
@@ -126,6 +126,15 @@ def to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callab
             event.synchronize()
 
     return copies, wait
+
+
+def _flat_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    # Operations that do nothing are not free: each gives up the interpreter lock.
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    return (tensor if tensor.is_contiguous() else tensor.contiguous()).view(-1)
 
 
 def to_device(source: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -64,7 +64,8 @@ def _plain(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.detach()
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()
-    return gradient.contiguous()
+    # Operations that do nothing are not free: each gives up the interpreter lock.
+    return gradient if gradient.is_contiguous() else gradient.contiguous()
 
 
 def _local(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

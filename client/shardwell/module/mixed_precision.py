@@ -113,7 +113,9 @@ class Precision:
                 total = gradient if self._reduce_dtype is None else gradient.to(self._reduce_dtype)
             else:
                 total += gradient
-        return None if total is None else total.to(self._stored_dtypes[index])
+        if total is None or total.dtype == self._stored_dtypes[index]:
+            return total
+        return total.to(self._stored_dtypes[index])
 
     def drop(self) -> None:
         """Forgets what was put by."""

@@ -18,6 +18,7 @@ from shardwell.data_plane.slice_client import SlicePart
 from shardwell.data_plane.slice_updates import SliceUpdates
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
 from shardwell.memory.completion import Completable
+from shardwell.memory.device_copies import to_host
 from shardwell.module.store import InitialValues
 from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
@@ -193,7 +194,9 @@ class RunStore:
         )
         current.parts[unit_index] += 1
         if self._feedback is not None:
-            whole = {index: gradient.detach().cpu().contiguous() for index, gradient in gradients}
+            copies, copied = to_host([gradient for _, gradient in gradients])
+            copied()
+            whole = {index: flat for (index, _), flat in zip(gradients, copies, strict=True)}
             encoded = self._feedback.encode(unit_index, unit.layout, current.item.dp_rank, whole)
             if encoded is not None:
                 self._traffic.push_encoded(unit, header, encoded)
