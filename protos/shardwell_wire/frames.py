@@ -11,6 +11,8 @@ request and reads the whole answer before the next one::
                                    <-  GATHERING, DATA ..., END
     REDUCE_SCATTER, DATA ..., END  ->
                                    <-  REDUCE_SCATTERED
+    REDUCE_MAILBOX                 ->
+                                   <-  MAILBOX_REDUCED
 
 DATA frames carry the bytes of a stream as ``Chunk`` payloads do over gRPC; END carries the XXH3-64 of
 all of them. ERROR, with a ``google.rpc.Status``, may stand in place of any frame of the server.
@@ -31,7 +33,7 @@ from shardwell_wire.codec import Buffer
 from shardwell_wire.errors import ChunkError, CorruptDataError, InvalidRequestError
 from shardwell_wire.v1 import shard_pb2
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised with every change that an older end would misread."""
 
 TOKEN_BYTES = 32
@@ -74,12 +76,17 @@ class Kind(enum.IntEnum):
     """XXH3-64 (8 bytes) of a whole stream."""
     MEASURE = 9
     """Request: timeout in ms (4 bytes), ``MeasureLaneRequest``; the answer is a stream without meaning."""
+    REDUCE_MAILBOX = 10
+    """Request: timeout in ms (4 bytes), ``ReduceMailboxRequest``; what it names lies in shared memory."""
+    MAILBOX_REDUCED = 11
+    """``ReduceMailboxResponse``."""
 
 
 REQUESTS: dict[Kind, type[Message]] = {
     Kind.GATHER: shard_pb2.GatherRequest,
     Kind.REDUCE_SCATTER: shard_pb2.ReduceScatterHeader,
     Kind.MEASURE: shard_pb2.MeasureLaneRequest,
+    Kind.REDUCE_MAILBOX: shard_pb2.ReduceMailboxRequest,
 }
 """What a client may begin with."""
 
@@ -93,6 +100,8 @@ _MAX_BYTES = {
     Kind.DATA: MAX_DATA_BYTES,
     Kind.END: _CHECKSUM.size,
     Kind.MEASURE: 64 << 10,
+    Kind.REDUCE_MAILBOX: 4 << 20,
+    Kind.MAILBOX_REDUCED: 64 << 10,
 }
 
 

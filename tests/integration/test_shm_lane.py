@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from shardwell.data_plane.socket_lane import SocketLane
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_wire.errors import (
+    AccessError,
     CapacityError,
     ConflictError,
     DeadlineError,
@@ -37,7 +39,7 @@ from tests.support.shard_server import (
     train,
     unit,
 )
-from tests.support.shm_lane import LanedUnit, assert_only_parameters, shared_bytes
+from tests.support.shm_lane import LanedUnit, assert_only_parameters, header, shared_bytes
 
 EMPTY = layout_of(a=((0,), "float32"))
 
@@ -55,9 +57,9 @@ def server(shared: SharedMemory) -> Iterator[ShardServer]:
         running.until(lambda: not running.shm._open, "the lanes are closed")
 
 
-@pytest.fixture
-def laned(server: ShardServer) -> Iterator[LanedUnit]:
-    with LanedUnit(unit(server, dp=2)) as made:
+@pytest.fixture(params=["grpc", "socket"])
+def laned(server: ShardServer, request: pytest.FixtureRequest) -> Iterator[LanedUnit]:
+    with LanedUnit(unit(server, dp=2), request.param) as made:
         yield made
 
 
@@ -239,7 +241,6 @@ def test_a_lane_is_for_one_run(laned: LanedUnit) -> None:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"context": common_pb2.RequestContext(run="nowhere", epoch=1)}, NotFoundError),
         ({"unit": "nothing"}, NotFoundError),
         ({"rank": 2}, InvalidRequestError),
         ({"rank": (1 << 32) - 1}, InvalidRequestError),
@@ -335,6 +336,34 @@ def test_a_run_is_deleted_under_open_lanes(laned: LanedUnit) -> None:
     again.drop()
     assert shared_bytes(server) == server.staged_bytes() == server.taken_bytes() == 0
     assert server.look(lambda: server.store.memory.reserved_bytes) == 0
+
+
+def test_a_mailbox_of_a_run_that_is_not_here(server: ShardServer) -> None:
+    with LanedUnit(unit(server)) as laned:
+        context = common_pb2.RequestContext(run="nowhere", epoch=1)
+        assert type(error_of(lambda: laned.reduce(1, context=context))) is NotFoundError
+
+
+def test_a_connection_goes_on_after_a_refusal_and_hands_over_for_its_own_run_only(server: ShardServer) -> None:
+    with LanedUnit(unit(server), "socket") as laned, LanedUnit(unit(server, run="other")) as other:
+        mine, theirs = laned.open_mailbox(), other.open_mailbox()
+        assert type(error_of(lambda: laned.reduce(99))) is ConflictError
+        context = other.one.context(0, 1)
+        error = error_of(lambda: laned.reduce(theirs.mailbox, lane=other.lane._name, context=context))
+        assert type(error) is AccessError
+        assert "the lane was opened for run 'r', not for 'other'" in str(error)
+        assert laned.reduce(mine.mailbox).adopted
+        assert server.look(lambda: len(server.sockets._connections)) == 1
+
+
+def test_a_server_without_shared_memory_refuses_mailboxes_over_a_socket() -> None:
+    with ShardServer() as server:
+        one = unit(server)
+        with closing(SocketLane(server.client, one.run)) as lane:
+            request = shard_pb2.ReduceMailboxRequest(header=header(one), lane="none", mailbox=1)
+            error = error_of(lambda: lane.reduce_mailbox(request, timeout_s=20.0, retry_for_s=0.0))
+    assert type(error) is ConflictError
+    assert "this server offers no lane through shared memory" in str(error)
 
 
 def test_a_mailbox_beyond_the_budget_is_refused() -> None:

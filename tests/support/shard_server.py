@@ -78,11 +78,11 @@ class ShardServer:
         self._threads = ThreadPoolExecutor(2)
         self.store = ShardStore(self._budget_bytes, self._threads, self._shared)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self.sockets = SocketLanes(self.store, listen("127.0.0.1"))
+        shm = ShmLanes(self._shared, self.store.memory) if self._shared is not None else None
+        self.sockets = SocketLanes(self.store, listen("127.0.0.1"), shm)
         lanes: dict[int, LaneOffer] = {common_pb2.LANE_KIND_SOCKET: self.sockets}
-        if self._shared is not None:
-            self.shm = ShmLanes(self._shared, self.store.memory)
-            lanes[common_pb2.LANE_KIND_SHM] = self.shm
+        if shm is not None:
+            self.shm = lanes[common_pb2.LANE_KIND_SHM] = shm
         add_service(self._server, SERVICE, ShardServicer("here", self.store, lanes))
         await self._accepting.enter_async_context(self.sockets.accepting())
         port: int = self._server.add_insecure_port("127.0.0.1:0")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import ExitStack, closing
+from typing import Any, Literal
 
 import torch
 
+from shardwell.data_plane.lanes import Lane
 from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
 from shardwell.data_plane.shm_lane import ShmLane
+from shardwell.data_plane.socket_lane import SocketLane
 from shardwell_server.shard.lanes.mailboxes import Mailbox
 from shardwell_wire.codec import memory_at
 from shardwell_wire.v1 import shard_pb2
@@ -32,17 +35,27 @@ def header(
 
 
 class LanedUnit:
-    """One unit of a server, reached over a shm lane."""
+    """One unit of a server, reached over a shm lane.
 
-    def __init__(self, one: OneUnit) -> None:
+    Args:
+        one: The unit.
+        control: How mailboxes are handed over: by rpcs, or over a socket lane.
+    """
+
+    def __init__(self, one: OneUnit, control: Literal["grpc", "socket"] = "grpc") -> None:
         self.one, self.server = one, one.server
         self.lane = ShmLane(self.server.client, one.run, timeout_s=20.0)
+        self._ends = ExitStack()
+        self._ends.callback(self.lane.close)
+        self.control: Lane = self.server.client
+        if control == "socket":
+            self.control = self._ends.enter_context(closing(SocketLane(self.server.client, one.run)))
 
     def __enter__(self) -> LanedUnit:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.lane.close()
+        self._ends.close()
 
     def locate(self, version: int | None = None, *, timeout_s: float = 20.0) -> shard_pb2.LocateShardResponse:
         return self.lane.locate(self.one.layout.unit, version, timeout_s=timeout_s, retry_for_s=0.0)
@@ -65,7 +78,10 @@ class LanedUnit:
                 )
 
         laid = self.lane.lay(self.header(**changes), write)
-        self.lane.hand_over(laid, timeout_s=20.0, retry_for_s=0.0)
+        self.lane.hand_over(laid, self._hand_over)
+
+    def _hand_over(self, request: shard_pb2.ReduceMailboxRequest) -> shard_pb2.ReduceMailboxResponse:
+        return self.control.reduce_mailbox(request, timeout_s=20.0, retry_for_s=0.0)
 
     def open_mailbox(self, **changes: Any) -> shard_pb2.OpenMailboxResponse:
         fields = {"run": self.one.run, "unit": self.one.layout.unit, "lane": self.lane._name}
@@ -78,8 +94,7 @@ class LanedUnit:
         request = shard_pb2.ReduceMailboxRequest(
             header=self.header(**changes), lane=self.lane._name if lane is None else lane, mailbox=mailbox
         )
-        answer: shard_pb2.ReduceMailboxResponse = self.server.call("ReduceMailbox", request)
-        return answer
+        return self._hand_over(request)
 
     def mailboxes(self) -> list[Mailbox]:
         """Those that the server has for the lane."""

@@ -17,7 +17,7 @@ TOKEN = bytes(range(32))
 
 def test_hello_carries_the_token() -> None:
     hello = frames.hello(TOKEN)
-    assert hello == b"shrdlane" + b"\x01\0\0\0" + TOKEN
+    assert hello == b"shrdlane" + b"\x02\0\0\0" + TOKEN
     assert (len(hello), frames.token_of(hello)) == (frames.HELLO_BYTES, TOKEN)
 
 
@@ -25,7 +25,7 @@ def test_hello_carries_the_token() -> None:
     ("data", "complaint"),
     [
         (b"GET / HTTP/1.1\r\n".ljust(frames.HELLO_BYTES), "begins with b'GET / HT'; expected b'shrdlane'"),
-        (b"shrdlane" + b"\x02\0\0\0" + TOKEN, "protocol 2: this end speaks 1"),
+        (b"shrdlane" + b"\x01\0\0\0" + TOKEN, "protocol 1: this end speaks 2"),
     ],
 )
 def test_another_hello_is_refused(data: bytes, complaint: str) -> None:

@@ -123,6 +123,14 @@ class LaneConnection:
                 raise
             return frames.parse_message(payload, shard_pb2.ReduceScatterResponse)
 
+    def reduce_mailbox(
+        self, request: shard_pb2.ReduceMailboxRequest, *, what: str, timeout_s: float
+    ) -> shard_pb2.ReduceMailboxResponse:
+        """Hands a mailbox over."""
+        with self._request(what, timeout_s):
+            self._send([frames.encode_request(Kind.REDUCE_MAILBOX, request, timeout_s)])
+            return frames.parse_message(self._message(Kind.MAILBOX_REDUCED), shard_pb2.ReduceMailboxResponse)
+
     # ---- one request ----
 
     @contextmanager

@@ -87,6 +87,16 @@ class Lane(Protocol):
         """
         ...
 
+    def reduce_mailbox(
+        self, request: shard_pb2.ReduceMailboxRequest, *, timeout_s: float, retry_for_s: float
+    ) -> shard_pb2.ReduceMailboxResponse:
+        """Has the server take one part of a contribution that lies in memory it shares.
+
+        Raises:
+            ConflictError: The lane that the mailbox is of is closed.
+        """
+        ...
+
     def measure(self, size_bytes: int, *, timeout_s: float) -> float:
         """Receives bytes without meaning; returns bytes per second."""
         ...

@@ -280,13 +280,16 @@ class RemoteShard:
         return partial(self._hand_over, laid)
 
     def _hand_over(self, laid: LaidPart, nearly: Nearly) -> None:
-        limit_s = self._wire.wait_limit_s
         try:
-            self.server.through_shm(lambda lane: lane.hand_over(laid, timeout_s=limit_s, retry_for_s=limit_s))
+            self.server.through_shm(lambda lane: lane.hand_over(laid, self._reduce_mailbox))
         except CapacityError as error:  # its lane broke, and another one has no mailbox for it
             self.server.stream_gradients(error)
             segments = self._plans.segments(tuple(laid.header.parameter_indices))
             self._stream_out(laid.header, [laid.memory(at.start_bytes, at.stop_bytes) for at in segments], nearly)
+
+    def _reduce_mailbox(self, request: shard_pb2.ReduceMailboxRequest) -> shard_pb2.ReduceMailboxResponse:
+        limit_s = self._wire.wait_limit_s
+        return self.server.controlled(lambda lane: lane.reduce_mailbox(request, timeout_s=limit_s, retry_for_s=limit_s))
 
     def _send_as_stored(
         self,

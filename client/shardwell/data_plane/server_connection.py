@@ -86,6 +86,10 @@ class ServerConnection:
             logger.warning("shard server at %s: lane %s broke, opening another: %s", self.address, lane.kind, error)
         return action(self.stream)
 
+    def controlled(self, action: Callable[[Lane], Result]) -> Result:
+        """Does something that only messages go to and fro for: over ``stream`` if there may be one, else by an rpc."""
+        return action(self.client) if self._kinds == ("shm",) else self.streamed(action)
+
     def through_shm(self, action: Callable[[ShmLane], Result]) -> Result:
         """Does something over the lane through shared memory, which may be done twice: once more if the lane breaks."""
         lane = self._require_shm()

@@ -116,6 +116,15 @@ class ShardClient(ServiceClient):
 
         return self.attempt(send, retry_for_s=retry_for_s)
 
+    def reduce_mailbox(
+        self, request: shard_pb2.ReduceMailboxRequest, *, timeout_s: float, retry_for_s: float
+    ) -> shard_pb2.ReduceMailboxResponse:
+        """Hands a mailbox over; see ``Lane``."""
+        answer: shard_pb2.ReduceMailboxResponse = self.call(
+            "ReduceMailbox", request, timeout_s=timeout_s, retry_for_s=retry_for_s
+        )
+        return answer
+
     def measure(self, size_bytes: int, *, timeout_s: float) -> float:
         """Receives bytes without meaning; returns bytes per second."""
         request = shard_pb2.MeasureLaneRequest(size_bytes=size_bytes, chunk_bytes=self._chunk_bytes)

@@ -12,6 +12,9 @@ from shardwell.data_plane.shard_client import ShardClient
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
+HandOver = Callable[[shard_pb2.ReduceMailboxRequest], shard_pb2.ReduceMailboxResponse]
+"""Has a server take one part of a contribution out of a mailbox, over whichever way messages go."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaidPart:
@@ -105,13 +108,12 @@ class ShmLane:
         write(laid.mailbox.memory)
         return laid
 
-    def hand_over(self, laid: LaidPart, *, timeout_s: float, retry_for_s: float) -> None:
+    def hand_over(self, laid: LaidPart, through: HandOver) -> None:
         """Has the server take what was laid in a mailbox; if that was another lane's, in a copy of it.
 
         Args:
             laid: What to hand over. Doing so twice is harmless: a server that has the part drops it.
-            timeout_s: Deadline of one try.
-            retry_for_s: How long to try again while the server is unavailable.
+            through: Tells the server.
 
         Raises:
             CapacityError: The server has no room for another mailbox.
@@ -123,10 +125,7 @@ class ShmLane:
         request = shard_pb2.ReduceMailboxRequest(header=header, lane=self._name, mailbox=mailbox.number)
         adopted = True  # for all this trainer knows, if there is no answer
         try:
-            answer: shard_pb2.ReduceMailboxResponse = self._client.call(
-                "ReduceMailbox", request, timeout_s=timeout_s, retry_for_s=retry_for_s
-            )
-            adopted = answer.adopted
+            adopted = through(request).adopted
         finally:
             if adopted:
                 self._mailboxes.note_adopted(header.unit, header.dp_rank, mailbox)

@@ -90,6 +90,17 @@ class SocketLane:
             retry_for_s=retry_for_s,
         )
 
+    def reduce_mailbox(
+        self, request: shard_pb2.ReduceMailboxRequest, *, timeout_s: float, retry_for_s: float
+    ) -> shard_pb2.ReduceMailboxResponse:
+        """Hands a mailbox over; see ``Lane``."""
+        what = f"ReduceMailbox of unit {request.header.unit!r}"
+        return self._attempt(
+            lambda connection: connection.reduce_mailbox(request, what=what, timeout_s=timeout_s),
+            timeout_s=timeout_s,
+            retry_for_s=retry_for_s,
+        )
+
     def measure(self, size_bytes: int, *, timeout_s: float) -> float:
         """Receives bytes without meaning; returns bytes per second."""
         target = memoryview(bytearray(size_bytes))

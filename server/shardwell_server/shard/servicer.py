@@ -20,7 +20,6 @@ from shardwell_server.shard.requests import (
     transfers,
 )
 from shardwell_server.shard.requests.holds import holding
-from shardwell_server.shard.requests.pushes import Push
 from shardwell_server.shard.requests.streams import IncomingMessages
 from shardwell_server.shard.state.runs import Run
 from shardwell_server.shard.state.store import ShardStore
@@ -191,13 +190,7 @@ class ShardServicer:
     async def ReduceMailbox(
         self, request: shard_pb2.ReduceMailboxRequest, call: Call
     ) -> shard_pb2.ReduceMailboxResponse:
-        header = request.header
-        # The same push as over any other way, or from another mailbox.
-        self._store.requests.check_content("ReduceScatter", header.context, header)
-        run = self._store.run(header.context.run)
-        mailbox = self._shm_lanes().lane(request.lane, run.name).mailbox(request.mailbox)
-        duplicate = await Push(self._store, run, run.shard(header.unit), header).adopt(mailbox)
-        return shard_pb2.ReduceMailboxResponse(duplicate=duplicate, version=header.context.step, adopted=mailbox.held)
+        return await transfers.reduce_mailbox(self._store, self._shm_lanes(), request)
 
     # ---- people's ----
 

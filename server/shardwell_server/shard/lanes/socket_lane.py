@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from shardwell_server.shard.lanes.shm_lane import ShmLanes
 from shardwell_server.shard.lanes.socket_connection import Connection
 from shardwell_server.shard.requests.socket_requests import Requests
 from shardwell_server.shard.state.store import ShardStore
@@ -43,11 +44,12 @@ class SocketLanes:
     Args:
         store: What requests are about.
         listener: Listens already; owned from now on.
+        shm: The lanes whose mailboxes requests may name, if there are any.
     """
 
-    def __init__(self, store: ShardStore, listener: socket.socket) -> None:
+    def __init__(self, store: ShardStore, listener: socket.socket, shm: ShmLanes | None = None) -> None:
         listener.setblocking(False)
-        self._store, self._listener = store, listener
+        self._store, self._listener, self._shm = store, listener, shm
         self._port: int = listener.getsockname()[1]
         self._lanes: set[_Lane] = set()
         self._connections: set[asyncio.Task[None]] = set()
@@ -96,7 +98,7 @@ class SocketLanes:
                 connection = Connection(peer)
                 try:
                     lane = await self._welcome(connection)
-                    await Requests(self._store, lane.run, connection).serve()
+                    await Requests(self._store, lane.run, connection, self._shm).serve()
                 except Exception as error:
                     await connection.refuse(error)
                     await connection.linger()

@@ -155,10 +155,11 @@ async def _serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> N
         store = ShardStore(arguments.memory_budget or default_budget_bytes(), threads, shared)
         registration = Registration(arguments.coordinator, server_id, store)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
-        sockets = SocketLanes(store, listen(endpoint.host))
+        shm = ShmLanes(shared, store.memory) if shared is not None else None
+        sockets = SocketLanes(store, listen(endpoint.host), shm)
         lanes: dict[int, LaneOffer] = {common_pb2.LANE_KIND_SOCKET: sockets}
-        if shared is not None:
-            lanes[common_pb2.LANE_KIND_SHM] = ShmLanes(shared, store.memory)
+        if shm is not None:
+            lanes[common_pb2.LANE_KIND_SHM] = shm
         async with sockets.accepting():
             servicer = ShardServicer(server_id, store, lanes)
             await process.serve(service, servicer, endpoint, registration.running, end_standing=servicer.end_lanes)

@@ -6,11 +6,12 @@ import asyncio
 from contextlib import AsyncExitStack, nullcontext
 
 from shardwell_server.rpc import DEADLINE_MARGIN_S
+from shardwell_server.shard.lanes.shm_lane import ShmLanes
 from shardwell_server.shard.lanes.socket_connection import Connection
 from shardwell_server.shard.requests import transfers
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire import frames
-from shardwell_wire.errors import AccessError, DeadlineError
+from shardwell_wire.errors import AccessError, ConflictError, DeadlineError
 from shardwell_wire.frames import Kind
 from shardwell_wire.v1 import shard_pb2
 
@@ -22,10 +23,11 @@ class Requests:
         store: Of the server.
         run: What they may be about.
         connection: Where they come from.
+        shm: The lanes whose mailboxes they may name, if there are any.
     """
 
-    def __init__(self, store: ShardStore, run: str, connection: Connection) -> None:
-        self._store, self._run, self._connection = store, run, connection
+    def __init__(self, store: ShardStore, run: str, connection: Connection, shm: ShmLanes | None = None) -> None:
+        self._store, self._run, self._connection, self._shm = store, run, connection, shm
 
     async def serve(self) -> None:
         """Answers until the peer closes the connection.
@@ -50,6 +52,8 @@ class Requests:
             await self._gather(request, wait_s)
         elif isinstance(request, shard_pb2.MeasureLaneRequest):
             await self._connection.send_stream(transfers.meaningless(request, frames.DATA_BYTES))
+        elif isinstance(request, shard_pb2.ReduceMailboxRequest):
+            await self._reduce_mailbox(request)
         else:
             assert isinstance(request, shard_pb2.ReduceScatterHeader)
             await self._push(request, wait_s)
@@ -67,6 +71,17 @@ class Requests:
         response = await transfers.push(self._store, header, self._connection, wait_s)
         await self._connection.send(frames.encode(Kind.REDUCE_SCATTERED, response.SerializeToString()))
 
-    def _check(self, run: str, request: shard_pb2.GatherRequest | shard_pb2.ReduceScatterHeader) -> None:
+    async def _reduce_mailbox(self, request: shard_pb2.ReduceMailboxRequest) -> None:
+        self._check(request.header.context.run, request)
+        if self._shm is None:
+            raise ConflictError("this server offers no lane through shared memory")
+        response = await transfers.reduce_mailbox(self._store, self._shm, request)
+        await self._connection.send(frames.encode(Kind.MAILBOX_REDUCED, response.SerializeToString()))
+
+    def _check(
+        self,
+        run: str,
+        request: shard_pb2.GatherRequest | shard_pb2.ReduceScatterHeader | shard_pb2.ReduceMailboxRequest,
+    ) -> None:
         if run != self._run:
             raise AccessError(f"the lane was opened for run {self._run!r}, not for {run!r}", run=run)

@@ -1,4 +1,4 @@
-"""What Gather and ReduceScatter check and do, whichever way the bytes come and go."""
+"""What Gather, ReduceScatter and ReduceMailbox check and do, whichever way the bytes and messages come and go."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from shardwell_server.shard.lanes.shm_lane import ShmLanes
 from shardwell_server.shard.requests import average_reading
 from shardwell_server.shard.requests.pushes import Push, check_wire_dtype
 from shardwell_server.shard.requests.streams import IncomingStream
@@ -135,6 +136,25 @@ async def push(
     run = store.run(header.context.run)
     duplicate = await Push(store, run, run.shard(header.unit), header).receive(incoming, wait_s)
     return shard_pb2.ReduceScatterResponse(duplicate=duplicate, version=header.context.step)
+
+
+async def reduce_mailbox(
+    store: ShardStore, lanes: ShmLanes, request: shard_pb2.ReduceMailboxRequest
+) -> shard_pb2.ReduceMailboxResponse:
+    """Takes one part of a contribution out of a mailbox; raises as ``Push.adopt`` does.
+
+    Raises:
+        DuplicateError: The request id was used for another request.
+        NotFoundError: The run or unit is not here.
+        ConflictError: The lane is not open, or has no such mailbox.
+    """
+    header = request.header
+    # The same push as over any other way, or from another mailbox.
+    store.requests.check_content("ReduceScatter", header.context, header)
+    run = store.run(header.context.run)
+    mailbox = lanes.lane(request.lane, run.name).mailbox(request.mailbox)
+    duplicate = await Push(store, run, run.shard(header.unit), header).adopt(mailbox)
+    return shard_pb2.ReduceMailboxResponse(duplicate=duplicate, version=header.context.step, adopted=mailbox.held)
 
 
 def meaningless(request: shard_pb2.MeasureLaneRequest, default_bytes: int) -> Iterator[memoryview]:
