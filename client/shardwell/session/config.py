@@ -63,7 +63,7 @@ class JoinConfig:
     prefetch_bytes: int = 128 << 20
     """Weights that may be fetched ahead of their use; so much memory of freed weights is kept for the next ones."""
     push_bytes: int = 64 << 20
-    """Gradients that may be on their way to the servers before the backward waits."""
+    """Gradients that may be on their way to the servers before the backward waits; with error feedback as encoded."""
     keep_bytes: int = 0
     """Weights that may stay here between their uses in a step, so that they are fetched once."""
     max_gathers_in_flight: int = 0
