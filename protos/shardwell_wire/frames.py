@@ -38,10 +38,8 @@ PROTOCOL = 2
 
 TOKEN_BYTES = 32
 
-DATA_BYTES = 1 << 20
-"""Payload per DATA frame that senders use: it stays in the cache from the checksum to the socket."""
-
-MAX_DATA_BYTES = 4 << 20
+DATA_BYTES = 4 << 20
+"""Payload per DATA frame, at the most; senders fill them."""
 
 _MAGIC = b"shrdlane"
 _HELLO = struct.Struct(f"<8sI{TOKEN_BYTES}s")
@@ -97,7 +95,7 @@ _MAX_BYTES = {
     Kind.GATHERING: 64 << 10,
     Kind.REDUCE_SCATTER: 4 << 20,
     Kind.REDUCE_SCATTERED: 64 << 10,
-    Kind.DATA: MAX_DATA_BYTES,
+    Kind.DATA: DATA_BYTES,
     Kind.END: _CHECKSUM.size,
     Kind.MEASURE: 64 << 10,
     Kind.REDUCE_MAILBOX: 4 << 20,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 
-WAKE_BYTES = 256 << 10
-"""At the most: a link brings a frame in parts of a few KiB, and to wake a reader costs more than to copy one."""
+WAKE_BYTES = 1 << 20
+"""At the most: a link brings a frame in parts of a few KiB, and to wake a reader costs more than to copy one. The
+kernel lets a socket hold twice as much of what nobody has read yet."""
 
 
 class WakeMark:

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from shardwell.data_plane.lane_connection import LaneConnection
+from shardwell.data_plane.lanes import NEARLY_BYTES, Lane
 from shardwell.data_plane.shard_client import ShardClient
 from shardwell.data_plane.socket_lane import SocketLane
 from shardwell.processes.server_process import ServerProcess
-from shardwell_wire import frames
+from shardwell_wire import codec, frames
 from shardwell_wire.errors import (
     AccessError,
     ChunkError,
@@ -161,6 +162,33 @@ def test_readers_never_see_a_mixture(server: ShardServer) -> None:
         for reader in readers:
             next(reader)
         server.until(lambda: server.store.memory.pool.taken_bytes == laned.one.size, "every copy is given back")
+
+
+@pytest.mark.parametrize("kind", ["socket", "grpc"])
+def test_a_transfer_tells_when_little_of_it_is_left(big: LanedUnit, kind: str) -> None:
+    lane: Lane = big.lane if kind == "socket" else big.server.client
+    told: list[bool] = []
+    ones = torch.ones(BIG.size_bytes // 4)
+    lane.reduce_scatter(
+        big.header(),
+        [codec.memory_at(ones.data_ptr(), ones.nbytes)],
+        timeout_s=20.0,
+        retry_for_s=0.0,
+        nearly=lambda: told.append(True),
+    )
+    assert told == [True]
+    big.one.prepare(0)
+    big.one.update(0)
+    flat, told = torch.zeros(BIG.size_bytes // 4), []
+    lane.gather(
+        big.one.gather_request(1),
+        codec.memory_at(flat.data_ptr(), flat.nbytes),
+        timeout_s=20.0,
+        retry_for_s=0.0,
+        nearly=lambda: told.append(bool((flat[: -NEARLY_BYTES // 4] == -1.0).all())),
+    )
+    assert told and all(told)
+    assert_holds(flat, -1.0)
 
 
 # Refusals.
