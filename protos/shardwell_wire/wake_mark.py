@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 
 WAKE_BYTES = 1 << 20
 """At the most: a link brings a frame in parts of a few KiB, and to wake a reader costs more than to copy one. The
@@ -26,5 +27,6 @@ class WakeMark:
         """Before waiting for so many bytes, at least 1."""
         mark = min(size_bytes, WAKE_BYTES)
         if mark != self._bytes:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
             self._bytes = mark
+            with suppress(OSError):  # a system that has no such mark wakes readers more often, which is no fault
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)

@@ -1,0 +1,71 @@
+"""A reader is woken when enough is there, when no more will come, and never waits for what cannot come."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from shardwell_wire.wake_mark import WAKE_BYTES, WakeMark
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a TCP connection: other sockets have no mark."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname(), 20.0)
+        far, _ = listener.accept()
+        with near, far:
+            yield near, far
+
+
+def arrives(near: socket.socket, timeout_s: float = 20.0) -> bool:
+    poll = select.poll()
+    poll.register(near, select.POLLIN)
+    return bool(poll.poll(1000 * timeout_s))
+
+
+def test_a_reader_is_woken_for_as_much_as_it_wants(pair: tuple[socket.socket, socket.socket]) -> None:
+    near, far = pair
+    mark = WakeMark(near)
+    mark.want(1000)
+    far.sendall(bytes(999))
+    assert not arrives(near, 0.05)
+    mark.want(999)
+    assert arrives(near)
+    mark.want(1000)
+    assert not arrives(near, 0.0)
+    far.sendall(bytes(1))
+    assert arrives(near)
+
+
+def test_more_than_the_most_is_not_waited_for(pair: tuple[socket.socket, socket.socket]) -> None:
+    near, far = pair
+    WakeMark(near).want(100 * WAKE_BYTES)
+    sending = threading.Thread(target=far.sendall, args=(bytes(WAKE_BYTES),))
+    sending.start()
+    assert arrives(near)
+    received = 0
+    while received < WAKE_BYTES:
+        received += len(near.recv(WAKE_BYTES))
+    sending.join()
+
+
+def test_the_end_of_the_connection_wakes(pair: tuple[socket.socket, socket.socket]) -> None:
+    near, far = pair
+    WakeMark(near).want(1000)
+    far.sendall(b"little")
+    far.close()
+    assert arrives(near)
+    assert near.recv(100) == b"little"
+
+
+def test_a_system_without_such_a_mark_goes_on() -> None:
+    class Without:
+        def setsockopt(self, *_: object) -> None:
+            raise OSError("protocol not available")
+
+    WakeMark(Without()).want(1000)  # type: ignore[arg-type]
