@@ -14,6 +14,10 @@ from shardwell_wire.errors import UnavailableError
 
 Result = TypeVar("Result")
 
+_AT_ONCE = 2
+"""Streams to or from one server: where several trainers share the links, one alone does not fill its part of them. On
+four hosts at 200 Mbit/s a step in bf16 took 5.0 to 6.2 s with one and 4.6 s with two (medians of four steps)."""
+
 
 @dataclass(slots=True, eq=False)
 class _Transfer(Generic[Result]):
@@ -25,10 +29,10 @@ class _Transfer(Generic[Result]):
 
 
 class TransferQueue(Generic[Result]):
-    """Lets one transfer after the other have the link to a server; the next begins when one is nearly done.
+    """Lets few transfers share the link to a server; the next begins when one is nearly done.
 
     All at once, the first would end when the last one does, and nothing could be computed meanwhile. Small ones may
-    be under way together.
+    be more.
 
     Args:
         threads: Where transfers run.
@@ -76,7 +80,7 @@ class TransferQueue(Generic[Result]):
             if not self._waiting:
                 return None
             size_bytes = self._waiting[0].size_bytes
-            if self._far_count and self._far_bytes + size_bytes > NEARLY_BYTES and not self._closed:
+            if self._far_count >= _AT_ONCE and self._far_bytes + size_bytes > NEARLY_BYTES and not self._closed:
                 return None
             self._far_count += 1
             self._far_bytes += size_bytes
