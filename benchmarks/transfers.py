@@ -32,7 +32,7 @@ from shardwell_wire.codec import memory_at
 _RUN = "transfers"
 _FLIGHT_BATCH_BYTES = 4 << 20
 _CHECKED_BYTES = frames.DATA_BYTES
-"""Per call of the checksum, as on the lanes: it stays in the cache from there to the socket."""
+"""Per call of the checksum, as whoever sends over a socket lane has it."""
 
 
 class WrongBytesError(Exception):
