@@ -132,6 +132,12 @@ def test_waiting_ends_with_the_deadline_and_says_for_what(laned: LanedUnit) -> N
     assert laned.connections() == 1
 
 
+def test_a_deadline_may_be_years_away(laned: LanedUnit) -> None:
+    version, flat = laned.gather(0, timeout_s=1e9)
+    assert version == 0
+    assert_holds(flat, 0.0)
+
+
 def test_waiting_ends_with_the_connection(laned: LanedUnit) -> None:
     with Peer(laned) as peer:
         peer.request(Kind.GATHER, laned.one.gather_request(1))

@@ -21,6 +21,9 @@ from shardwell_wire.wake_mark import WakeMark
 
 _TIMEVAL = struct.Struct("ll")
 
+_LONGEST_POLL_MS = 3_600_000
+"""Then it is asked again: the system call takes no number of 32 bits or more."""
+
 _LATE_S = 0.1
 """A call may be given up so much too late: telling the kernel anew before each one costs more than small calls do."""
 
@@ -222,7 +225,7 @@ class LaneConnection:
         while True:
             # Not a call that blocks until all is there: it begins to copy, and the kernel then counts for the mark
             # only what is still to come, which may be less than it.
-            self._arrived.poll(math.ceil(1000 * self._remaining_s()))
+            self._arrived.poll(min(_LONGEST_POLL_MS, math.ceil(1000 * self._remaining_s())))
             with contextlib.suppress(BlockingIOError):
                 count, *_ = self._socket.recvmsg_into(places, 0, socket.MSG_DONTWAIT)
                 if not count:
