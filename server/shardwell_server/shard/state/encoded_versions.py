@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import torch
 
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.state.parameters import Parameters
 from shardwell_server.shard.threads import InThread
-from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import VersionGoneError
-from shardwell_wire.layout import Segment, UnitLayout
-from shardwell_wire.stream_plan import InVector, StreamPlan
+from shardwell_wire.range_plans import RangePlans
+from shardwell_wire.stream_plan import InVector
 from shardwell_wire.wire_dtypes import WireDType
 
 
@@ -21,15 +19,13 @@ class EncodedVersions:
     """The encoded bytes of one shard, by wire dtype; kept until the next version or until others need the room.
 
     Args:
-        layout: Of the unit.
-        segments: Of the shard.
+        plans: Of the shard.
         start_bytes: Where the shard begins in the flat vector.
         memory: Where buffers come from.
     """
 
-    def __init__(self, layout: UnitLayout, segments: Sequence[Segment], start_bytes: int, memory: Memory) -> None:
-        self._layout, self._segments, self._start_bytes = layout, segments, start_bytes
-        self._memory = memory
+    def __init__(self, plans: RangePlans, start_bytes: int, memory: Memory) -> None:
+        self._plans, self._start_bytes, self._memory = plans, start_bytes, memory
         self._kept: dict[WireDType, Parameters] = {}
         self._lock = asyncio.Lock()
 
@@ -74,7 +70,7 @@ class EncodedVersions:
     async def _encode(
         self, wire_dtype: WireDType, source: Parameters, in_thread: InThread, wait_s: float, what: str
     ) -> Parameters:
-        size_bytes = wire_dtypes.stream_size(self._layout, self._segments, wire_dtype)
+        size_bytes = self._plans.plan(None, wire_dtype).size_bytes
         await self._memory.staging.take(size_bytes, wait_s, f"{what}, to be sent in another dtype")
         encoded = Parameters(self._memory.pool.take(size_bytes))
         try:
@@ -91,8 +87,8 @@ class EncodedVersions:
     def compute_encode(self, wire_dtype: WireDType, values: torch.Tensor, encoded: Parameters) -> None:
         """Encodes the bytes of a shard, which lie in ``values``."""
         memory = Parameters(values).memory(0, values.numel())
-        plan = StreamPlan(self._layout, self._segments, wire_dtype)
-        plan.encode(InVector(memory, self._start_bytes), encoded.memory(0, encoded.buffer.numel()))
+        source, stream = InVector(memory, self._start_bytes), encoded.memory(0, encoded.buffer.numel())
+        self._plans.plan(None, wire_dtype).encode(source, stream)
 
     def _give(self, encoded: Parameters) -> None:
         self._memory.pool.give(encoded.buffer)

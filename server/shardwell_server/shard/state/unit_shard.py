@@ -75,7 +75,7 @@ class UnitShard:
         self.optimizer: ShardOptimizer | None = None
         self.optimizer_bytes = 0
         self.initial_cover, self.contribution_cover = Cover(1), Cover(dp)
-        self.encoded = EncodedVersions(layout, self.segments, start_bytes, memory)
+        self.encoded = EncodedVersions(self.plans, start_bytes, memory)
         self._memory = memory
 
     @property
