@@ -1,7 +1,7 @@
 """Activations that wait for the backward, moved out of the way: from a GPU to host memory, or to files.
 
-Autograd saves tensors in the forward for the backward. What is moved is the whole storage a saved tensor lies in, once,
-however many saved tensors are views of it; they get their old sizes, strides and offsets back, so the backward
+Autograd saves tensors in the forward for the backward. What is moved is the part of a storage that a saved tensor has,
+once, however many saved tensors have the same; they get their old sizes, strides and alignment back, so the backward
 runs the same kernels on the same bits. The weights of sharded units are never touched: what autograd saves of
 them lies in the unit's flat vector, which the unit frees.
 
@@ -9,6 +9,11 @@ Note: Files without names
     A file is written, mapped and removed from its directory at once. Its pages are the kernel's to write back and drop;
     its room on the disk is freed with the mapping, when the backward has used it or the graph is dropped, and
     also when the process is killed.
+
+Note: Writes that torch does not count
+    Tensors that lie in one storage need not share their count of writes: those of ``unsafe_chunk``, which the CPU's
+    LSTM writes its gates with, count their own only. So equal counts say something about equal ranges alone, and
+    what was moved for one saved tensor does not serve for another that has other bytes of the storage.
 """
 
 from __future__ import annotations
@@ -37,6 +42,9 @@ from shardwell_wire.errors import CapacityError, UsageError
 _CPU, _DISK = "cpu", "disk"
 _PREFIX = "shardwell-activation-"
 
+_ALIGNMENT = 64
+"""In bytes: kernels may sum in another order where memory begins elsewhere between two multiples of it."""
+
 
 class ActivationOffload:
     """What ``offload_activations`` put around a module's forward.
@@ -50,7 +58,7 @@ class ActivationOffload:
         self.enabled = True
         self.moved_bytes = 0
         self._module, self._directory, self._min_bytes = module, directory, min_bytes
-        self._moved: weakref.WeakValueDictionary[tuple[int, int], _Moved] = weakref.WeakValueDictionary()
+        self._moved: weakref.WeakValueDictionary[tuple[int, int, object], _Moved] = weakref.WeakValueDictionary()
         self._staying: frozenset[int] = frozenset()
 
     def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -64,14 +72,15 @@ class ActivationOffload:
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         if not self._moves(tensor):
             return _Stayed(tensor, tensor._version)
-        storage = tensor.untyped_storage()
-        # The same memory with the same count of writes holds the same bytes, as long as it is the same memory.
-        key = storage._cdata, tensor._version
+        storage, place = tensor.untyped_storage(), _Place.of(tensor)
+        # See Note: Writes that torch does not count.
+        key = storage._cdata, tensor._version, place.identity
         moved = self._moved.get(key)
         if moved is None or moved.source.expired():  # type: ignore[no-untyped-call]
-            moved = self._moved[key] = _Moved.from_storage(storage, self._directory)
-            self.moved_bytes += storage.nbytes()
-        return _View(moved, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+            content = place.content(tensor)
+            moved = self._moved[key] = _Moved.from_content(storage, content, self._directory)
+            self.moved_bytes += content.nbytes
+        return _MovedTensor(moved, place)
 
     def _moves(self, tensor: torch.Tensor) -> bool:
         if (
@@ -124,9 +133,71 @@ def offload_activations(
     return offload
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """How a tensor lies in its storage."""
+
+    first_bytes: int
+    """Where its first element begins."""
+    stop_bytes: int
+    """Where its last element ends."""
+    has_gaps: bool
+    """Whether bytes in between are not the tensor's; then no two of its elements lie in one place."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Place:
+        first_bytes, shape, strides = (
+            int(tensor.storage_offset()) * tensor.itemsize,
+            tuple(tensor.shape),
+            tensor.stride(),
+        )
+        if not tensor.numel():
+            return cls(0, 0, False, tensor.dtype, shape, strides)
+        last, overlaps = 0, False  # last: the place of the last element, counted from the first one
+        for stride, length in sorted(zip(strides, shape, strict=True)):
+            overlaps |= length > 1 and stride <= last
+            last += (length - 1) * stride
+        has_gaps = not overlaps and tensor.numel() <= last
+        return cls(first_bytes, first_bytes + (last + 1) * tensor.itemsize, has_gaps, tensor.dtype, shape, strides)
+
+    @property
+    def start_bytes(self) -> int:
+        """The last multiple of ``_ALIGNMENT`` before the first element."""
+        return self.first_bytes // _ALIGNMENT * _ALIGNMENT
+
+    @property
+    def identity(self) -> object:
+        """The same for all that have the same bytes."""
+        return self if self.has_gaps else (self.first_bytes, self.stop_bytes)
+
+    def content(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What ``put`` needs of a tensor that lies so: its elements, or all bytes from start to stop."""
+        if self.has_gaps:
+            return tensor
+        storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        return storage[self.start_bytes : self.stop_bytes]
+
+    def put(self, content: torch.Tensor) -> torch.Tensor:
+        """A tensor that lies as this one did, in memory that begins at ``start_bytes``.
+
+        Args:
+            content: The bytes of what ``content`` gave; used as that memory if it can be. uint8. [size_bytes]
+        """
+        memory = content
+        if self.has_gaps:
+            memory = torch.empty(self.stop_bytes - self.start_bytes, dtype=torch.uint8, device=content.device)
+        offset = (self.first_bytes - self.start_bytes) // self.dtype.itemsize
+        put = torch.empty(0, dtype=self.dtype, device=content.device)
+        put.set_(memory.untyped_storage(), offset, self.shape, self.strides)
+        return put.copy_(content.view(self.dtype).view(self.shape)) if self.has_gaps else put
+
+
 @dataclass(eq=False)
 class _Moved:
-    """A storage's bytes elsewhere, for as long as a graph needs them."""
+    """Bytes of a storage elsewhere, for as long as a graph needs them."""
 
     source: StorageWeakRef
     """The storage, while it is alive; as long as this is kept, no other storage gets its identity."""
@@ -135,34 +206,28 @@ class _Moved:
     """In host memory or in a file. uint8. [size_bytes]"""
 
     @classmethod
-    def from_storage(cls, storage: torch.UntypedStorage, directory: Path | None) -> _Moved:
-        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    def from_content(cls, storage: torch.UntypedStorage, content: torch.Tensor, directory: Path | None) -> _Moved:
         (copy,), copied = to_host([content])
+        copy = copy.view(torch.uint8)
         if directory is not None:
             copied()
             copy = _in_file(copy, directory)
         return cls(StorageWeakRef(storage), storage.device, copy)  # type: ignore[no-untyped-call]
 
-    def load(self) -> torch.UntypedStorage:
-        """The bytes in a storage of the device they came from."""
-        return (self.bytes if self.device.type == _CPU else to_device(self.bytes, self.device)).untyped_storage()
+    def load(self) -> torch.Tensor:
+        """The bytes on the device they came from. uint8. [size_bytes]"""
+        return self.bytes if self.device.type == _CPU else to_device(self.bytes, self.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _View:
-    """A saved tensor whose storage was moved."""
+class _MovedTensor:
+    """A saved tensor whose bytes were moved: all from its start to its end or, if there are gaps, its elements."""
 
     moved: _Moved
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+    place: _Place
 
     def restore(self) -> torch.Tensor:
-        storage = self.moved.load()
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
-            storage, self.offset, self.shape, self.strides
-        )
+        return self.place.put(self.moved.load())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,7 +247,7 @@ class _Stayed:
         return self.tensor
 
 
-_Saved = _View | _Stayed
+_Saved = _MovedTensor | _Stayed
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:
@@ -204,6 +269,8 @@ def _storages_of(module: nn.Module) -> frozenset[int]:
 
 def _in_file(content: torch.Tensor, directory: Path) -> torch.Tensor:
     """The bytes mapped from a file. See Note: Files without names."""
+    if not content.numel():
+        return torch.empty_like(content)
     try:
         descriptor, path = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
         try:
