@@ -173,3 +173,36 @@ def test_a_failed_push_is_raised_once_by_drain(client: FakeServer) -> None:
         traffic.drain()
     traffic.drain()
     traffic.close()
+
+
+@pytest.mark.parametrize("begun", [[], [0]])
+def test_a_push_that_is_interrupted_as_it_begins_is_not_waited_for(
+    client: FakeServer, monkeypatch: pytest.MonkeyPatch, begun: list[int]
+) -> None:
+    begin_send = RemoteShard.begin_send
+
+    def interrupt(shard: RemoteShard, *arguments: Any) -> Callable[..., None]:
+        if shard.start_bytes not in begun:
+            raise KeyboardInterrupt
+        return begin_send(shard, *arguments)
+
+    monkeypatch.setattr(RemoteShard, "begin_send", interrupt)
+    traffic = Traffic(push_bytes=1)
+    with pytest.raises(KeyboardInterrupt):
+        traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    drained = threading.Thread(target=traffic.drain, daemon=True)
+    drained.start()
+    drained.join(5)
+    assert not drained.is_alive(), "it waits for parts that were never begun"
+    assert [header.start_bytes for header, _ in client.pushes] == begun
+    traffic.close()
+
+
+@pytest.mark.parametrize("error", [CapacityError("no room"), RuntimeError("nobody thought of this")])
+def test_a_push_that_failed_is_forgotten_with_its_work(client: FakeServer, error: Exception) -> None:
+    traffic = Traffic(push_bytes=1 << 20)
+    client.error = error
+    traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    traffic.forget()
+    traffic.drain()
+    traffic.close()

@@ -262,33 +262,36 @@ class Traffic:
         self._take_room(held)
         self.stats.push_count += 1
         self.stats.pushed_bytes += size
-        futures = []
-        for number, shard in enumerate(unit.shards):
-            own = shard_pb2.ReduceScatterHeader()
-            own.CopyFrom(header)
-            previous = self._last_part.get((unit.index, number))
-            streamed_bytes = 0 if shard.server.pushes_through_shm else shard.stop_bytes - shard.start_bytes
-            send = partial(_send, begin(shard, own), previous)
-            future = self._push_queues[shard.server].submit(streamed_bytes, send)
-            self._last_part[unit.index, number] = future
-            futures.append(future)
-        self._give_back_when_done(futures, held, when_pushed)
+        futures: list[Future[None]] = []
+        try:
+            for number, shard in enumerate(unit.shards):
+                own = shard_pb2.ReduceScatterHeader()
+                own.CopyFrom(header)
+                previous = self._last_part.get((unit.index, number))
+                streamed_bytes = 0 if shard.server.pushes_through_shm else shard.stop_bytes - shard.start_bytes
+                send = partial(_send, begin(shard, own), previous)
+                future = self._push_queues[shard.server].submit(streamed_bytes, send)
+                self._last_part[unit.index, number] = future
+                futures.append(future)
+        finally:  # after Ctrl-C, too: what was not begun is not waited for
+            self._give_back_when_done(futures, held, when_pushed)
 
     def drain(self) -> None:
         """Waits until every push is acknowledged; raises what the first failed one met."""
+        self._await_pushes()
+        self._raise_push_error()
+
+    def forget(self) -> None:
+        """Waits until nothing is in flight and drops what failed: its work is begun anew."""
+        self._await_pushes()
+        self._push_error = None
+
+    def _await_pushes(self) -> None:
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: not self._parts_in_flight)
         self.stats.push_wait_s += time.perf_counter() - started
         self._last_part.clear()
-        self._raise_push_error()
-
-    def forget(self) -> None:
-        """Waits until nothing is in flight and drops what failed: its work is begun anew."""
-        try:
-            self.drain()
-        except ShardwellError:
-            return
 
     def _fetch(self, shard: RemoteShard, work: Callable[[Nearly], int]) -> Future[int]:
         return self._gather_queues[shard.server].submit(shard.stop_bytes - shard.start_bytes, work)
@@ -315,20 +318,27 @@ class Traffic:
     def _give_back_when_done(self, futures: Sequence[Future[None]], size: int, when_done: Callable[[], None]) -> None:
         missing = len(futures)
 
+        def give_back() -> None:
+            when_done()
+            with self._changed:
+                self._bytes_in_flight -= size
+                self._parts_in_flight -= 1
+                self._changed.notify_all()
+
         def done(future: Future[None]) -> None:
             nonlocal missing
             with self._changed:
                 if (error := future.exception()) is not None and self._push_error is None:
                     self._push_error = error
                 missing -= 1
-                if missing == 0:
-                    when_done()
-                    self._bytes_in_flight -= size
-                    self._parts_in_flight -= 1
-                self._changed.notify_all()
+                is_last = not missing
+            if is_last:
+                give_back()
 
         for future in futures:
             future.add_done_callback(done)
+        if not futures:
+            give_back()
 
     def _raise_push_error(self) -> None:
         with self._changed:
