@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,6 +20,7 @@ from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.stream_plan import InParameters, StreamPlan
 from shardwell_wire.v1 import shard_pb2
 from shardwell_wire.v1.common_pb2 import WIRE_DTYPE_INT8
+from tests.support.processes import ROOT
 
 LAYOUT = UnitLayout("u", (Parameter("a", (3000,), "float32"), Parameter("b", (7,), "float32")))
 CUT = 8192
@@ -206,3 +209,46 @@ def test_a_push_that_failed_is_forgotten_with_its_work(client: FakeServer, error
     traffic.forget()
     traffic.drain()
     traffic.close()
+
+
+def test_closed_traffic_can_be_waited_for(client: FakeServer) -> None:
+    traffic = Traffic(push_bytes=1 << 20)
+    client.gate.clear()
+    traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    traffic.close()
+    traffic.join(0.01)
+    assert not client.pushes, "it is under way, and the limit is over"
+    client.gate.set()
+    traffic.join(20)
+    assert client.pushes
+
+
+WAITING = """
+import atexit, threading
+from tests.unit.test_traffic import LAYOUT, FakeServer, gradients, shard_pb2, unit_on
+from shardwell.data_plane.traffic import Traffic
+
+begun = threading.Semaphore(0)
+
+class SilentServer(FakeServer):
+    def gather(self, *_, **__):
+        begun.release()
+        threading.Event().wait()
+
+    reduce_scatter = gather
+
+traffic, unit = Traffic(push_bytes=1 << 20), unit_on(SilentServer())
+atexit.register(print, "closed at exit")
+traffic.gather(unit, 0, memoryview(bytearray(LAYOUT.size_bytes)))
+traffic.push(unit, shard_pb2.ReduceScatterHeader(part=0), gradients())
+for _ in range(2 * len(unit.shards)):
+    begun.acquire()
+raise KeyboardInterrupt
+"""
+
+
+def test_a_process_whose_training_was_interrupted_does_not_wait_for_servers() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", WAITING], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.stdout == "closed at exit\n" and "KeyboardInterrupt" in ended.stderr

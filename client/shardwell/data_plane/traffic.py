@@ -6,12 +6,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
 
+from shardwell.data_plane.daemon_threads import DaemonThreads
 from shardwell.data_plane.encoded_gradients import EncodedGradients
 from shardwell.data_plane.lanes import Nearly
 from shardwell.data_plane.remote_shard import RemoteShard
@@ -142,8 +143,8 @@ class Traffic:
     def __init__(self, *, push_bytes: int) -> None:
         self.stats = TrafficStats()
         self._push_limit = push_bytes
-        self._gathers = ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="shardwell-gather")
-        self._pushes = ThreadPoolExecutor(_PUSH_THREADS, thread_name_prefix="shardwell-push")
+        self._gathers = DaemonThreads(_GATHER_THREADS, "shardwell-gather")
+        self._pushes = DaemonThreads(_PUSH_THREADS, "shardwell-push")
         self._gather_queues = defaultdict[ServerConnection, TransferQueue[int]](lambda: TransferQueue(self._gathers))
         self._push_queues = defaultdict[ServerConnection, TransferQueue[None]](lambda: TransferQueue(self._pushes))
         self._changed = threading.Condition()
@@ -297,12 +298,18 @@ class Traffic:
         return self._gather_queues[shard.server].submit(shard.stop_bytes - shard.start_bytes, work)
 
     def close(self) -> None:
+        """Fails what waits; what is under way goes on until its server's connection is closed."""
         for gathers in self._gather_queues.values():
             gathers.close()
         for pushes in self._push_queues.values():
             pushes.close()
         self._gathers.shutdown(wait=False)
         self._pushes.shutdown(wait=False)
+
+    def join(self, limit_s: float) -> None:
+        """After ``close``: waits until nothing is under way, which would use memory of others, for so long each way."""
+        self._gathers.join(limit_s)
+        self._pushes.join(limit_s)
 
     def _take_room(self, size: int) -> None:
         started = time.perf_counter()
@@ -382,6 +389,6 @@ def _fail(error: ShardwellError, _: Nearly) -> None:
 
 def _send(push: Callable[[Nearly], None], previous: Future[None] | None, nearly: Nearly) -> None:
     if previous is not None:
-        # A server takes parts in order. The queue is first-in first-out: `previous` has a thread.
+        # A server takes parts in order. Queue and threads are first-in first-out: `previous` has a thread.
         previous.result()
     push(nearly)
