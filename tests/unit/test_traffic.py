@@ -15,6 +15,7 @@ import torch
 from shardwell.data_plane.encoded_gradients import EncodedGradients
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
+from shardwell.data_plane.transfer_queue import TransferQueue
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.stream_plan import InParameters, StreamPlan
@@ -27,7 +28,7 @@ CUT = 8192
 
 
 class FakeServer:
-    """A connection whose lane remembers pushes; a gate can hold them back, and an error can be raised instead."""
+    """A connection whose lane remembers pushes; a gate can hold transfers back, and an error can be raised instead."""
 
     pushes_through_shm = False
 
@@ -39,6 +40,7 @@ class FakeServer:
         self.error: Exception | None = None
 
     def gather(self, request: Any, target: memoryview, **_: float) -> int:
+        assert self.gate.wait(10)
         if self.error:
             raise self.error
         target[:] = bytes([request.start_bytes % 251]) * len(target)
@@ -86,6 +88,32 @@ def test_a_failed_gather_raises(client: FakeServer) -> None:
     future: Future[int] = traffic.gather(unit_on(client), 0, memoryview(bytearray(LAYOUT.size_bytes)))
     with pytest.raises(CapacityError):
         future.result(5)
+    traffic.close()
+
+
+def test_a_gather_that_is_interrupted_as_it_begins_leaves_nobody_writing(
+    client: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traffic, target, submit = Traffic(push_bytes=1), bytearray(LAYOUT.size_bytes), TransferQueue.submit
+
+    def interrupted(queue: TransferQueue[int], size_bytes: int, work: Any) -> Future[int]:
+        if size_bytes != CUT:
+            raise KeyboardInterrupt
+        return submit(queue, size_bytes, work)
+
+    def gather() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            traffic.gather(unit_on(client), 4, memoryview(target))
+
+    monkeypatch.setattr(TransferQueue, "submit", interrupted)
+    client.gate.clear()
+    gathering = threading.Thread(target=gather)
+    gathering.start()
+    gathering.join(0.2)
+    assert gathering.is_alive(), "the first shard is being written to the target"
+    client.gate.set()
+    gathering.join(20)
+    assert not gathering.is_alive()
     traffic.close()
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -163,11 +163,10 @@ class Traffic:
         """
         self.stats.gather_count += 1
         self.stats.gathered_bytes += unit.layout.size_bytes
-        parts = [
-            self._fetch(shard, partial(shard.fetch, version, target[shard.start_bytes : shard.stop_bytes], exact=exact))
-            for shard in unit.shards
-        ]
-        return GatherFuture(parts, self.stats)
+        return self._fetch(
+            unit,
+            lambda shard: partial(shard.fetch, version, target[shard.start_bytes : shard.stop_bytes], exact=exact),
+        )
 
     def gather_cast(self, unit: RemoteUnit, version: int, target: memoryview, layout: UnitLayout) -> Future[int]:
         """Starts to fetch a unit as other dtypes than it is stored in.
@@ -180,8 +179,7 @@ class Traffic:
         """
         self.stats.gather_count += 1
         self.stats.gathered_bytes += layout.size_bytes
-        parts = [self._fetch(shard, partial(shard.fetch_cast, version, layout, target)) for shard in unit.shards]
-        return GatherFuture(parts, self.stats)
+        return self._fetch(unit, lambda shard: partial(shard.fetch_cast, version, layout, target))
 
     def await_version(self, unit: RemoteUnit, version: int) -> Future[int]:
         """Starts to wait until a unit that is read in place is of a version."""
@@ -195,8 +193,7 @@ class Traffic:
             return there
         if all(shard.cached is None for shard in unit.shards):
             return VersionInPlace(unit, version, self.stats)
-        parts = [self._fetch(shard, partial(_await_version, shard, version)) for shard in unit.shards]
-        return GatherFuture(parts, self.stats)
+        return self._fetch(unit, lambda shard: partial(_await_version, shard, version))
 
     def push(
         self, unit: RemoteUnit, header: shard_pb2.ReduceScatterHeader, gradients: Sequence[tuple[int, torch.Tensor]]
@@ -294,8 +291,16 @@ class Traffic:
         self.stats.push_wait_s += time.perf_counter() - started
         self._last_part.clear()
 
-    def _fetch(self, shard: RemoteShard, work: Callable[[Nearly], int]) -> Future[int]:
-        return self._gather_queues[shard.server].submit(shard.stop_bytes - shard.start_bytes, work)
+    def _fetch(self, unit: RemoteUnit, work_of: Callable[[RemoteShard], Callable[[Nearly], int]]) -> Future[int]:
+        parts: list[Future[int]] = []
+        try:
+            for shard in unit.shards:
+                queue = self._gather_queues[shard.server]
+                parts.append(queue.submit(shard.stop_bytes - shard.start_bytes, work_of(shard)))
+        except BaseException:  # after Ctrl-C, too: whoever gets no future may use the target for something else
+            wait(parts)
+            raise
+        return GatherFuture(parts, self.stats)
 
     def close(self) -> None:
         """Fails what waits; what is under way goes on until its server's connection is closed."""
