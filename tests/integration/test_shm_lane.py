@@ -155,6 +155,19 @@ def test_mailboxes_are_used_again_in_the_next_step(laned: LanedUnit) -> None:
     assert_all(laned.one.gather(3)[1], -3.0)
 
 
+def test_a_mailbox_that_is_never_handed_over_is_used_again(laned: LanedUnit) -> None:
+    def interrupt(_: memoryview) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            laned.lane.lay(laned.header(), interrupt)
+        laned.lane.lay(laned.header(rank=1), lambda memory: None)
+        laned.lane.release(0)
+        laned.lane.release(1)
+    assert len(laned.mailboxes()) == 2
+
+
 def test_a_duplicate_is_acknowledged_and_its_mailbox_stays_free(laned: LanedUnit) -> None:
     laned.one.push(laned.one.filled(1.0))
     mailbox = laned.open_mailbox()

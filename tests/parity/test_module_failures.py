@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -316,3 +319,26 @@ def test_gradients_are_free_to_set_after_the_commit() -> None:
     sharded.units.invalidate()
     sharded.model.head.weight.grad = None
     sharded.model.zero_grad()
+
+
+def test_a_gather_that_goes_on_after_ctrl_c_writes_to_nobody_elses_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded, targets = Sharded(gpt(), wrap_blocks), list[memoryview]()
+
+    def gather(unit_index: int, target: memoryview, **_: Any) -> Future[int]:
+        targets.append(target)
+        interrupted = Future[int]()
+        interrupted.set_exception(KeyboardInterrupt())
+        return interrupted
+
+    monkeypatch.setattr(sharded.store, "gather", gather)
+    for unit in sharded.units:
+        with suppress(KeyboardInterrupt):
+            unit.gather_copy()
+    gc.collect()
+    others = [torch.empty(len(target), dtype=torch.uint8) for target in targets for _ in range(8)]
+    addresses = {memory_address(target) for target in targets}
+    assert len(addresses) == len(targets) and not addresses & {other.data_ptr() for other in others}
+
+
+def memory_address(memory: memoryview) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

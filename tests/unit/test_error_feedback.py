@@ -125,6 +125,15 @@ def test_a_reset_before_the_first_commit_leaves_nothing() -> None:
     assert push(feedback, gradient(1)) == on_the_wire(gradient(1), WIRE_DTYPE_INT8)
 
 
+def test_a_parameter_that_only_a_withdrawn_push_had_begins_with_nothing_left_out() -> None:
+    feedback = feedback_of(WIRE_DTYPE_INT8)
+    push(feedback, gradient(0, BIAS), index=BIAS)
+    feedback.reset(0)
+    push(feedback, gradient(1))
+    feedback.commit()
+    assert push(feedback, gradient(2, BIAS), index=BIAS) == on_the_wire(gradient(2, BIAS), WIRE_DTYPE_INT8, BIAS)
+
+
 def after_one(first: torch.Tensor, second: torch.Tensor) -> bytes:
     """What int8 makes of a gradient that is pushed after another one."""
     lost = first - arrived(on_the_wire(first, WIRE_DTYPE_INT8), WIRE_DTYPE_INT8)

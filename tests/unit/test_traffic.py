@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,18 +15,20 @@ import torch
 from shardwell.data_plane.encoded_gradients import EncodedGradients
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
+from shardwell.data_plane.transfer_queue import TransferQueue
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.stream_plan import InParameters, StreamPlan
 from shardwell_wire.v1 import shard_pb2
 from shardwell_wire.v1.common_pb2 import WIRE_DTYPE_INT8
+from tests.support.processes import ROOT
 
 LAYOUT = UnitLayout("u", (Parameter("a", (3000,), "float32"), Parameter("b", (7,), "float32")))
 CUT = 8192
 
 
 class FakeServer:
-    """A connection whose lane remembers pushes; a gate can hold them back, and an error can be raised instead."""
+    """A connection whose lane remembers pushes; a gate can hold transfers back, and an error can be raised instead."""
 
     pushes_through_shm = False
 
@@ -36,6 +40,7 @@ class FakeServer:
         self.error: Exception | None = None
 
     def gather(self, request: Any, target: memoryview, **_: float) -> int:
+        assert self.gate.wait(10)
         if self.error:
             raise self.error
         target[:] = bytes([request.start_bytes % 251]) * len(target)
@@ -83,6 +88,32 @@ def test_a_failed_gather_raises(client: FakeServer) -> None:
     future: Future[int] = traffic.gather(unit_on(client), 0, memoryview(bytearray(LAYOUT.size_bytes)))
     with pytest.raises(CapacityError):
         future.result(5)
+    traffic.close()
+
+
+def test_a_gather_that_is_interrupted_as_it_begins_leaves_nobody_writing(
+    client: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traffic, target, submit = Traffic(push_bytes=1), bytearray(LAYOUT.size_bytes), TransferQueue.submit
+
+    def interrupted(queue: TransferQueue[int], size_bytes: int, work: Any) -> Future[int]:
+        if size_bytes != CUT:
+            raise KeyboardInterrupt
+        return submit(queue, size_bytes, work)
+
+    def gather() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            traffic.gather(unit_on(client), 4, memoryview(target))
+
+    monkeypatch.setattr(TransferQueue, "submit", interrupted)
+    client.gate.clear()
+    gathering = threading.Thread(target=gather)
+    gathering.start()
+    gathering.join(0.2)
+    assert gathering.is_alive(), "the first shard is being written to the target"
+    client.gate.set()
+    gathering.join(20)
+    assert not gathering.is_alive()
     traffic.close()
 
 
@@ -173,3 +204,79 @@ def test_a_failed_push_is_raised_once_by_drain(client: FakeServer) -> None:
         traffic.drain()
     traffic.drain()
     traffic.close()
+
+
+@pytest.mark.parametrize("begun", [[], [0]])
+def test_a_push_that_is_interrupted_as_it_begins_is_not_waited_for(
+    client: FakeServer, monkeypatch: pytest.MonkeyPatch, begun: list[int]
+) -> None:
+    begin_send = RemoteShard.begin_send
+
+    def interrupt(shard: RemoteShard, *arguments: Any) -> Callable[..., None]:
+        if shard.start_bytes not in begun:
+            raise KeyboardInterrupt
+        return begin_send(shard, *arguments)
+
+    monkeypatch.setattr(RemoteShard, "begin_send", interrupt)
+    traffic = Traffic(push_bytes=1)
+    with pytest.raises(KeyboardInterrupt):
+        traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    drained = threading.Thread(target=traffic.drain, daemon=True)
+    drained.start()
+    drained.join(5)
+    assert not drained.is_alive(), "it waits for parts that were never begun"
+    assert [header.start_bytes for header, _ in client.pushes] == begun
+    traffic.close()
+
+
+@pytest.mark.parametrize("error", [CapacityError("no room"), RuntimeError("nobody thought of this")])
+def test_a_push_that_failed_is_forgotten_with_its_work(client: FakeServer, error: Exception) -> None:
+    traffic = Traffic(push_bytes=1 << 20)
+    client.error = error
+    traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    traffic.forget()
+    traffic.drain()
+    traffic.close()
+
+
+def test_closed_traffic_can_be_waited_for(client: FakeServer) -> None:
+    traffic = Traffic(push_bytes=1 << 20)
+    client.gate.clear()
+    traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    traffic.close()
+    traffic.join(0.01)
+    assert not client.pushes, "it is under way, and the limit is over"
+    client.gate.set()
+    traffic.join(20)
+    assert client.pushes
+
+
+WAITING = """
+import atexit, threading
+from tests.unit.test_traffic import LAYOUT, FakeServer, gradients, shard_pb2, unit_on
+from shardwell.data_plane.traffic import Traffic
+
+begun = threading.Semaphore(0)
+
+class SilentServer(FakeServer):
+    def gather(self, *_, **__):
+        begun.release()
+        threading.Event().wait()
+
+    reduce_scatter = gather
+
+traffic, unit = Traffic(push_bytes=1 << 20), unit_on(SilentServer())
+atexit.register(print, "closed at exit")
+traffic.gather(unit, 0, memoryview(bytearray(LAYOUT.size_bytes)))
+traffic.push(unit, shard_pb2.ReduceScatterHeader(part=0), gradients())
+for _ in range(2 * len(unit.shards)):
+    begun.acquire()
+raise KeyboardInterrupt
+"""
+
+
+def test_a_process_whose_training_was_interrupted_does_not_wait_for_servers() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", WAITING], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.stdout == "closed at exit\n" and "KeyboardInterrupt" in ended.stderr

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -110,3 +111,26 @@ def test_closing_fails_what_waits_and_nothing_else(threads: ThreadPoolExecutor) 
     assert sorted(transfers.begun) == [0, 1]
     with pytest.raises(UnavailableError):
         queue.submit(1, lambda _: 0)
+
+
+def test_a_transfer_asked_for_meanwhile_does_not_overtake_one_that_is_about_to_begin() -> None:
+    begun = list[int]()
+
+    class Threads(ThreadPoolExecutor):
+        """Slow to take the first transfer, while another thread asks for the second."""
+
+        other: threading.Thread | None = None
+
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            if self.other is None:
+                self.other = threading.Thread(target=queue.submit, args=(0, lambda _: begun.append(1)))
+                self.other.start()
+                self.other.join(0.2)
+            return super().submit(fn, *args, **kwargs)
+
+    with Threads(1) as threads:
+        queue = TransferQueue[None](threads)
+        queue.submit(0, lambda _: begun.append(0))
+        assert threads.other is not None
+        threads.other.join(20)
+    assert begun == [0, 1]

@@ -11,7 +11,7 @@ nothing failed. They still are when the same trainer computes a work item anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
@@ -41,8 +41,8 @@ class _Residual:
         self._layout = layout
         self._committed = torch.zeros(numel, dtype=torch.float32, device="cpu")
         self._pending = torch.zeros(numel, dtype=torch.float32, device="cpu")
-        self._known: set[int] = set()
-        """Parameters that were pushed in some step before; of the others nothing was left out."""
+        self._touched: set[int] = set()
+        """Parameters of which ``_pending`` was written at some time; those of the others are zero in both."""
         self.pushed: set[int] = set()
         """Parameters that were pushed in this step: of them ``_pending`` counts."""
 
@@ -59,14 +59,18 @@ class _Residual:
         """Where what the next push leaves out of some values is written. [part.numel]"""
         return self._pending[part.start_bytes // _ITEM_BYTES : part.stop_bytes // _ITEM_BYTES]
 
+    def touch(self, indices: Iterable[int]) -> None:
+        """What a push leaves out of these parameters is about to be written, whether it will count or not."""
+        self._touched.update(indices)
+
     def promote(self) -> None:
         """The step is committed."""
         if not self.pushed:
             return
-        for place in map(self.place, self._known - self.pushed):
+        for place in map(self.place, self._touched - self.pushed):
             self._pending[place].copy_(self._committed[place])
         self._committed, self._pending = self._pending, self._committed
-        self._known, self.pushed = self._known | self.pushed, set()
+        self.pushed = set()
 
     def drop(self) -> None:
         """The step's pushes so far do not count."""
@@ -120,6 +124,7 @@ class ErrorFeedback:
         buffer = self._buffers.take(plan.size_bytes)
         source = InParameters(gradients)
         before = InParameters({index: residual.before(index) for index in lossy})
+        residual.touch(lossy)
         for part in plan.slices:
             if part.kind == AS_STORED:
                 part.encode(source.of(part), buffer)

@@ -30,7 +30,7 @@ class Mailbox:
 
 
 class Mailboxes:
-    """The mailboxes of one server: which are free, and which hold the step's contributions.
+    """The mailboxes of one server: which are free, and which hold gradients of the step.
 
     Args:
         make: Opens another one for a unit.
@@ -39,33 +39,32 @@ class Mailboxes:
     def __init__(self, make: Callable[[str], Mailbox]) -> None:
         self._make = make
         self._free: dict[str, list[Mailbox]] = defaultdict(list)
-        self._adopted: list[tuple[str, int, Mailbox]] = []
+        self._taken: dict[Mailbox, tuple[str, int]] = {}
+        """Unit and rank of those in use; after Ctrl-C, or behind a part that failed, some are never handed over."""
         self._lock = threading.Lock()
 
-    def take(self, unit: str) -> Mailbox:
-        """A mailbox that may be written to; a new one if all are in use."""
+    def take(self, unit: str, dp_rank: int) -> Mailbox:
+        """A mailbox for a rank's gradient, until ``give`` or ``release``; a new one if all are in use."""
         with self._lock:
-            if self._free[unit]:
-                return self._free[unit].pop()
-        return self._make(unit)
+            mailbox = self._free[unit].pop() if self._free[unit] else None
+        mailbox = mailbox or self._make(unit)
+        with self._lock:
+            self._taken[mailbox] = unit, dp_rank
+        return mailbox
 
-    def give(self, unit: str, mailbox: Mailbox) -> None:
-        """The server does not need it any more."""
+    def give(self, mailbox: Mailbox) -> None:
+        """The server does not need it any more, before the step is over. Harmless if it is free."""
         with self._lock:
-            self._free[unit].append(mailbox)
-
-    def note_adopted(self, unit: str, dp_rank: int, mailbox: Mailbox) -> None:
-        """The server holds it as a contribution of a rank, until the step is committed or the rank's work withdrawn."""
-        with self._lock:
-            self._adopted.append((unit, dp_rank, mailbox))
+            self._free_up(mailbox)
 
     def release(self, dp_rank: int | None = None) -> None:
         """The contributions of a rank, or of all, are used up or withdrawn."""
         with self._lock:
-            kept = []
-            for unit, rank, mailbox in self._adopted:
+            for mailbox, (_, rank) in list(self._taken.items()):
                 if dp_rank is None or rank == dp_rank:
-                    self._free[unit].append(mailbox)
-                else:
-                    kept.append((unit, rank, mailbox))
-            self._adopted = kept
+                    self._free_up(mailbox)
+
+    def _free_up(self, mailbox: Mailbox) -> None:
+        unit, _ = self._taken.pop(mailbox, (None, None))
+        if unit is not None:
+            self._free[unit].append(mailbox)

@@ -121,16 +121,9 @@ class ShmLane:
         """
         if laid.lane is not self:
             laid = self._copy(laid)
-        header, mailbox = laid.header, laid.mailbox
-        request = shard_pb2.ReduceMailboxRequest(header=header, lane=self._name, mailbox=mailbox.number)
-        adopted = True  # for all this trainer knows, if there is no answer
-        try:
-            adopted = through(request).adopted
-        finally:
-            if adopted:
-                self._mailboxes.note_adopted(header.unit, header.dp_rank, mailbox)
-            else:
-                self._mailboxes.give(header.unit, mailbox)
+        request = shard_pb2.ReduceMailboxRequest(header=laid.header, lane=self._name, mailbox=laid.mailbox.number)
+        if not through(request).adopted:
+            self._mailboxes.give(laid.mailbox)
 
     def open_desk(
         self, request: shard_pb2.ReadSliceRequest, *, timeout_s: float, retry_for_s: float
@@ -172,7 +165,7 @@ class ShmLane:
 
     def _empty(self, header: shard_pb2.ReduceScatterHeader) -> LaidPart:
         self._sizes[header.unit] = header.stop_bytes - header.start_bytes
-        return LaidPart(header, self, self._mailboxes.take(header.unit))
+        return LaidPart(header, self, self._mailboxes.take(header.unit, header.dp_rank))
 
     def release(self, dp_rank: int | None = None) -> None:
         """The contributions of a rank, or of all, are used up or withdrawn: their mailboxes are free again."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 
+from shardwell.data_plane.daemon_threads import DaemonThreads
 from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.slice_client import (
     HeldSlice,
@@ -139,7 +140,7 @@ class SliceUpdates:
 
     def __init__(self, dp: int, timeout_s: float) -> None:
         self._dp, self._timeout_s = dp, timeout_s
-        self._threads = ThreadPoolExecutor(_AHEAD_COUNT + _BEHIND_COUNT, thread_name_prefix="shardwell-slice")
+        self._threads = DaemonThreads(_AHEAD_COUNT + _BEHIND_COUNT, "shardwell-slice")
         self._slices: dict[tuple[int, int, int], RemoteSlice] = {}
 
     def run(
@@ -205,6 +206,10 @@ class SliceUpdates:
     def close(self) -> None:
         """Stops the threads; what is under way ends when the servers' connections are closed."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def join(self, limit_s: float) -> None:
+        """After ``close``: waits until nothing is under way, for so long at the most."""
+        self._threads.join(limit_s)
 
     def _slices_of(self, units: Iterable[RemoteUnit], dp_rank: int) -> Sequence[RemoteSlice]:
         found = []

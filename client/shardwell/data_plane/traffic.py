@@ -6,12 +6,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
 
+from shardwell.data_plane.daemon_threads import DaemonThreads
 from shardwell.data_plane.encoded_gradients import EncodedGradients
 from shardwell.data_plane.lanes import Nearly
 from shardwell.data_plane.remote_shard import RemoteShard
@@ -142,8 +143,8 @@ class Traffic:
     def __init__(self, *, push_bytes: int) -> None:
         self.stats = TrafficStats()
         self._push_limit = push_bytes
-        self._gathers = ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="shardwell-gather")
-        self._pushes = ThreadPoolExecutor(_PUSH_THREADS, thread_name_prefix="shardwell-push")
+        self._gathers = DaemonThreads(_GATHER_THREADS, "shardwell-gather")
+        self._pushes = DaemonThreads(_PUSH_THREADS, "shardwell-push")
         self._gather_queues = defaultdict[ServerConnection, TransferQueue[int]](lambda: TransferQueue(self._gathers))
         self._push_queues = defaultdict[ServerConnection, TransferQueue[None]](lambda: TransferQueue(self._pushes))
         self._changed = threading.Condition()
@@ -162,11 +163,10 @@ class Traffic:
         """
         self.stats.gather_count += 1
         self.stats.gathered_bytes += unit.layout.size_bytes
-        parts = [
-            self._fetch(shard, partial(shard.fetch, version, target[shard.start_bytes : shard.stop_bytes], exact=exact))
-            for shard in unit.shards
-        ]
-        return GatherFuture(parts, self.stats)
+        return self._fetch(
+            unit,
+            lambda shard: partial(shard.fetch, version, target[shard.start_bytes : shard.stop_bytes], exact=exact),
+        )
 
     def gather_cast(self, unit: RemoteUnit, version: int, target: memoryview, layout: UnitLayout) -> Future[int]:
         """Starts to fetch a unit as other dtypes than it is stored in.
@@ -179,8 +179,7 @@ class Traffic:
         """
         self.stats.gather_count += 1
         self.stats.gathered_bytes += layout.size_bytes
-        parts = [self._fetch(shard, partial(shard.fetch_cast, version, layout, target)) for shard in unit.shards]
-        return GatherFuture(parts, self.stats)
+        return self._fetch(unit, lambda shard: partial(shard.fetch_cast, version, layout, target))
 
     def await_version(self, unit: RemoteUnit, version: int) -> Future[int]:
         """Starts to wait until a unit that is read in place is of a version."""
@@ -194,8 +193,7 @@ class Traffic:
             return there
         if all(shard.cached is None for shard in unit.shards):
             return VersionInPlace(unit, version, self.stats)
-        parts = [self._fetch(shard, partial(_await_version, shard, version)) for shard in unit.shards]
-        return GatherFuture(parts, self.stats)
+        return self._fetch(unit, lambda shard: partial(_await_version, shard, version))
 
     def push(
         self, unit: RemoteUnit, header: shard_pb2.ReduceScatterHeader, gradients: Sequence[tuple[int, torch.Tensor]]
@@ -262,44 +260,61 @@ class Traffic:
         self._take_room(held)
         self.stats.push_count += 1
         self.stats.pushed_bytes += size
-        futures = []
-        for number, shard in enumerate(unit.shards):
-            own = shard_pb2.ReduceScatterHeader()
-            own.CopyFrom(header)
-            previous = self._last_part.get((unit.index, number))
-            streamed_bytes = 0 if shard.server.pushes_through_shm else shard.stop_bytes - shard.start_bytes
-            send = partial(_send, begin(shard, own), previous)
-            future = self._push_queues[shard.server].submit(streamed_bytes, send)
-            self._last_part[unit.index, number] = future
-            futures.append(future)
-        self._give_back_when_done(futures, held, when_pushed)
+        futures: list[Future[None]] = []
+        try:
+            for number, shard in enumerate(unit.shards):
+                own = shard_pb2.ReduceScatterHeader()
+                own.CopyFrom(header)
+                previous = self._last_part.get((unit.index, number))
+                streamed_bytes = 0 if shard.server.pushes_through_shm else shard.stop_bytes - shard.start_bytes
+                send = partial(_send, begin(shard, own), previous)
+                future = self._push_queues[shard.server].submit(streamed_bytes, send)
+                self._last_part[unit.index, number] = future
+                futures.append(future)
+        finally:  # after Ctrl-C, too: what was not begun is not waited for
+            self._give_back_when_done(futures, held, when_pushed)
 
     def drain(self) -> None:
         """Waits until every push is acknowledged; raises what the first failed one met."""
+        self._await_pushes()
+        self._raise_push_error()
+
+    def forget(self) -> None:
+        """Waits until nothing is in flight and drops what failed: its work is begun anew."""
+        self._await_pushes()
+        self._push_error = None
+
+    def _await_pushes(self) -> None:
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: not self._parts_in_flight)
         self.stats.push_wait_s += time.perf_counter() - started
         self._last_part.clear()
-        self._raise_push_error()
 
-    def forget(self) -> None:
-        """Waits until nothing is in flight and drops what failed: its work is begun anew."""
+    def _fetch(self, unit: RemoteUnit, work_of: Callable[[RemoteShard], Callable[[Nearly], int]]) -> Future[int]:
+        parts: list[Future[int]] = []
         try:
-            self.drain()
-        except ShardwellError:
-            return
-
-    def _fetch(self, shard: RemoteShard, work: Callable[[Nearly], int]) -> Future[int]:
-        return self._gather_queues[shard.server].submit(shard.stop_bytes - shard.start_bytes, work)
+            for shard in unit.shards:
+                queue = self._gather_queues[shard.server]
+                parts.append(queue.submit(shard.stop_bytes - shard.start_bytes, work_of(shard)))
+        except BaseException:  # after Ctrl-C, too: whoever gets no future may use the target for something else
+            wait(parts)
+            raise
+        return GatherFuture(parts, self.stats)
 
     def close(self) -> None:
+        """Fails what waits; what is under way goes on until its server's connection is closed."""
         for gathers in self._gather_queues.values():
             gathers.close()
         for pushes in self._push_queues.values():
             pushes.close()
         self._gathers.shutdown(wait=False)
         self._pushes.shutdown(wait=False)
+
+    def join(self, limit_s: float) -> None:
+        """After ``close``: waits until nothing is under way, which would use memory of others, for so long each way."""
+        self._gathers.join(limit_s)
+        self._pushes.join(limit_s)
 
     def _take_room(self, size: int) -> None:
         started = time.perf_counter()
@@ -315,20 +330,27 @@ class Traffic:
     def _give_back_when_done(self, futures: Sequence[Future[None]], size: int, when_done: Callable[[], None]) -> None:
         missing = len(futures)
 
+        def give_back() -> None:
+            when_done()
+            with self._changed:
+                self._bytes_in_flight -= size
+                self._parts_in_flight -= 1
+                self._changed.notify_all()
+
         def done(future: Future[None]) -> None:
             nonlocal missing
             with self._changed:
                 if (error := future.exception()) is not None and self._push_error is None:
                     self._push_error = error
                 missing -= 1
-                if missing == 0:
-                    when_done()
-                    self._bytes_in_flight -= size
-                    self._parts_in_flight -= 1
-                self._changed.notify_all()
+                is_last = not missing
+            if is_last:
+                give_back()
 
         for future in futures:
             future.add_done_callback(done)
+        if not futures:
+            give_back()
 
     def _raise_push_error(self) -> None:
         with self._changed:
@@ -372,6 +394,6 @@ def _fail(error: ShardwellError, _: Nearly) -> None:
 
 def _send(push: Callable[[Nearly], None], previous: Future[None] | None, nearly: Nearly) -> None:
     if previous is not None:
-        # A server takes parts in order. The queue is first-in first-out: `previous` has a thread.
+        # A server takes parts in order. Queue and threads are first-in first-out: `previous` has a thread.
         previous.result()
     push(nearly)

@@ -35,7 +35,7 @@ class TransferQueue(Generic[Result]):
     be more.
 
     Args:
-        threads: Where transfers run.
+        threads: Where transfers run; they begin them in the order in which they get them.
     """
 
     def __init__(self, threads: Executor) -> None:
@@ -56,7 +56,7 @@ class TransferQueue(Generic[Result]):
         transfer = _Transfer(size_bytes, work, Future())
         with self._lock:
             if self._closed:
-                raise UnavailableError("the session is closed")
+                raise _closed()
             self._waiting.append(transfer)
         self._begin()
         return transfer.future
@@ -65,35 +65,31 @@ class TransferQueue(Generic[Result]):
         """Fails what waits; what is under way goes on."""
         with self._lock:
             self._closed = True
-        while (transfer := self._next()) is not None:
-            self._run(transfer)
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        for transfer in waiting:
+            transfer.future.set_exception(_closed())
 
     def _begin(self) -> None:
-        while (transfer := self._next()) is not None:
-            try:
-                self._threads.submit(self._run, transfer)
-            except RuntimeError:  # closed meanwhile, and the threads with it
-                self._run(transfer)
-
-    def _next(self) -> _Transfer[Result] | None:
+        """Hands to the threads what may begin, in order also if several threads come here: see ``traffic._send``."""
         with self._lock:
-            if not self._waiting:
-                return None
-            size_bytes = self._waiting[0].size_bytes
-            if self._far_count >= _AT_ONCE and self._far_bytes + size_bytes > NEARLY_BYTES and not self._closed:
-                return None
-            self._far_count += 1
-            self._far_bytes += size_bytes
-            return self._waiting.popleft()
+            while self._waiting and self._has_room(self._waiting[0]):
+                transfer = self._waiting.popleft()
+                self._far_count += 1
+                self._far_bytes += transfer.size_bytes
+                self._threads.submit(self._run, transfer)
+
+    def _has_room(self, transfer: _Transfer[Result]) -> bool:
+        return self._far_count < _AT_ONCE or self._far_bytes + transfer.size_bytes <= NEARLY_BYTES
 
     def _run(self, transfer: _Transfer[Result]) -> None:
         def nearly() -> None:
-            if self._come_near(transfer) and not self._closed:
+            if self._come_near(transfer):
                 self._begin()
 
         try:
             if self._closed:
-                raise UnavailableError("the session was closed before this was sent or fetched")
+                raise _closed()
             result = transfer.work(nearly)
         except BaseException as error:
             self._come_near(transfer)
@@ -101,8 +97,7 @@ class TransferQueue(Generic[Result]):
         else:
             self._come_near(transfer)
             transfer.future.set_result(result)
-        if not self._closed:
-            self._begin()
+        self._begin()
 
     def _come_near(self, transfer: _Transfer[Result]) -> bool:
         """Notes that little is left of a transfer; returns whether that is news."""
@@ -113,3 +108,7 @@ class TransferQueue(Generic[Result]):
             self._far_count -= 1
             self._far_bytes -= transfer.size_bytes
             return True
+
+
+def _closed() -> UnavailableError:
+    return UnavailableError("the session was closed before this was sent or fetched")

@@ -326,7 +326,8 @@ class Unit:
             self._shared.check(version)
             return copy
         flat = torch.empty(self.layout.size_bytes, dtype=torch.uint8)
-        self._store.gather(self.index, memory_at(flat.data_ptr(), self.layout.size_bytes), exact=True).result()
+        # A view that keeps the memory: after Ctrl-C here the gather goes on.
+        self._store.gather(self.index, flat.numpy().data, exact=True).result()
         return flat
 
     def gather_average(self) -> torch.Tensor:

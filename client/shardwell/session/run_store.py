@@ -31,6 +31,9 @@ from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
+_END_LIMIT_S = 5.0
+"""What is under way ends with its connection, at once; only who is connecting to a dead host does not hear of it."""
+
 
 class RunStore:
     """The ``ParameterStore`` of a run: declares units, and moves them for the step in flight.
@@ -240,7 +243,7 @@ class RunStore:
         self._slice_updates.run(units, work.dp_rank, make_context, update, keep_bytes=keep_bytes)
 
     def close(self) -> None:
-        """Stops the threads and closes the connections."""
+        """Stops the threads and closes the connections; waits for what is under way, as it uses memory of units."""
         self._traffic.close()
         self._slice_updates.close()
         for server in self._servers.values():
@@ -248,6 +251,8 @@ class RunStore:
         self._shards_in_place.close()
         if self._node is not None:
             self._node.close()
+        self._traffic.join(_END_LIMIT_S)
+        self._slice_updates.join(_END_LIMIT_S)
 
     def _reset(self, progress: ItemProgress) -> None:
         self._traffic.forget()
