@@ -50,13 +50,15 @@ class CoordinatorServicer:
         epoch = await self._coordinator.register_server(
             request.server_id, request.address, request.incarnation, request.budget_bytes
         )
-        return coordinator_pb2.RegisterServerResponse(epoch=epoch, lease_s=self._state.settings.lease_s)
+        return coordinator_pb2.RegisterServerResponse(
+            epoch=epoch, lease_s=self._state.settings.lease_s, coordinator_epoch=self._state.term
+        )
 
     async def HeartbeatServer(
         self, request: coordinator_pb2.HeartbeatServerRequest, call: Call
     ) -> coordinator_pb2.HeartbeatServerResponse:
         self._coordinator.heartbeat_server(request.server_id, request.epoch, request.reserved_bytes, request.used_bytes)
-        return coordinator_pb2.HeartbeatServerResponse()
+        return coordinator_pb2.HeartbeatServerResponse(coordinator_epoch=self._state.term)
 
     # Trainers
 
