@@ -64,7 +64,7 @@ def test_it_waits_for_its_coordinator_and_stops_cleanly() -> None:
     with server_process("shard", "--coordinator", f"127.0.0.1:{port}", "--id", "early") as shard:
         assert shard.stderr is not None
         assert shard.stdout is not None
-        assert any("cannot reach the coordinator" in line for line in shard.stderr)
+        assert any("cannot register with the coordinator" in line for line in shard.stderr)
         with server_process("coordinator", "--listen", f"127.0.0.1:{port}"):
             ready = json.loads(shard.stdout.readline())
             assert ready["ready"] == "shardwell.v1.ShardService"
@@ -78,7 +78,7 @@ def test_it_can_be_stopped_while_there_is_no_coordinator(how: str) -> None:
     with server_process("shard", "--coordinator", f"127.0.0.1:{free_port()}", "--exit-with-parent") as shard:
         assert shard.stderr is not None
         assert shard.stdin is not None
-        assert any("cannot reach the coordinator" in line for line in shard.stderr)
+        assert any("cannot register with the coordinator" in line for line in shard.stderr)
         if how == "SIGTERM":
             shard.send_signal(signal.SIGTERM)
         else:
@@ -86,6 +86,50 @@ def test_it_can_be_stopped_while_there_is_no_coordinator(how: str) -> None:
             shard.stdin = None
         assert shard.wait(20) == 0
         assert "Traceback" not in shard.stderr.read()
+
+
+@contextmanager
+def cluster_with_twin(*options: str) -> Iterator[tuple[tuple[str, ...], subprocess.Popen[str]]]:
+    """A coordinator and a shard server that is ready: the arguments that start the latter, and its process."""
+    with server_process("coordinator", "--listen", "127.0.0.1:0", *options) as coordinator:
+        arguments = ("shard", "--coordinator", ready_address(coordinator), "--id", "twin")
+        with server_process(*arguments) as shard:
+            ready_address(shard)
+            yield arguments, shard
+
+
+def ready_address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    address: str = json.loads(process.stdout.readline())["address"]
+    return address
+
+
+def test_a_second_server_of_an_id_fails_and_one_that_follows_a_crash_does_not() -> None:
+    with cluster_with_twin("--lease-s", "3600") as (arguments, first):
+        with server_process(*arguments) as second:
+            output, errors = second.communicate(timeout=60)
+        assert (second.returncode, output) == (1, "")
+        assert "server 'twin': another process, at 127.0.0.1:" in errors
+        assert "has this id and is alive: give every server its own id (--id, SHARDWELL_ID)" in errors
+        assert "Traceback" not in errors
+        assert first.poll() is None
+        first.kill()
+        first.wait(20)
+        with server_process(*arguments) as third:
+            ready_address(third)
+
+
+def test_a_server_ends_when_another_took_its_place_while_it_was_stopped() -> None:
+    with cluster_with_twin("--lease-s", "1") as (arguments, first):
+        first.send_signal(signal.SIGSTOP)
+        with server_process(*arguments) as second:
+            ready_address(second)
+            first.send_signal(signal.SIGCONT)
+            _, errors = first.communicate(timeout=60)
+            assert first.returncode == 1
+            assert "server 'twin': this process was lost, and another one has the id since" in errors
+            assert "Traceback" not in errors
+            assert second.poll() is None
 
 
 SECOND_SIGNAL = """

@@ -87,7 +87,7 @@ class ShardServer:
         if shm is not None:
             self.shm = lanes[common_pb2.LANE_KIND_SHM] = shm
         self._term = CoordinatorTerm(self._tell_term)
-        add_service(self._server, SERVICE, ShardServicer("here", self.store, self._term, lanes))
+        add_service(self._server, SERVICE, ShardServicer("here", "1", self.store, self._term, lanes))
         await self._accepting.enter_async_context(self.sockets.accepting())
         port: int = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()

@@ -244,13 +244,57 @@ def test_a_server_keeps_its_lease_and_a_retry_its_epoch(tmp_path: Path) -> None:
             assert not (await cluster.call("ListServers")).servers[0].live
             await heartbeat(epoch)
             assert [kind for kind, _ in cluster.events()[-2:]] == ["server_lost", "server_returned"]
+            cluster.shards["s0"].restart("2")
             assert await cluster.register("s0", incarnation="2") > epoch
             with pytest.raises(StaleEpochError, match="register again"):
                 await heartbeat(epoch)
-            with pytest.raises(DuplicateError, match="another process has registered under this id"):
+            with pytest.raises(DuplicateError, match="this process was lost, and another one has the id since"):
                 await cluster.register("s0", incarnation="1")
             with pytest.raises(StaleEpochError, match="not known here: register again"):
                 await cluster.call("HeartbeatServer", server_id="s9", epoch=1)
+
+    run_async(scenario())
+
+
+def test_an_id_belongs_to_one_process_while_that_is_alive(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            (first,) = cluster.state.cluster.servers.values()
+            with pytest.raises(DuplicateError, match="another process, at s0:1, has this id and is alive: give every"):
+                await cluster.register("s0", incarnation="2")
+            await cluster.restart()
+            with pytest.raises(DuplicateError, match="has this id and is alive"):
+                await cluster.register("s0", incarnation="2")
+            assert await cluster.register("s0") == first.epoch, "the first keeps its place"
+            cluster.shards["s0"].incarnation = None
+            assert await cluster.register("s0", incarnation="2") > first.epoch, "the first has ended"
+
+    run_async(scenario())
+
+
+def test_an_id_is_free_once_its_silent_process_has_lost_its_lease(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1, lease_s=30) as cluster:
+            cluster.shards["s0"].available = False
+            with pytest.raises(UnavailableError, match=r"may be alive, though .* not heard of for 30 s"):
+                await cluster.register("s0", incarnation="2")
+            assert cluster.state.cluster.servers["s0"].incarnation == "1"
+            cluster.clock.now += 31
+            cluster.coordinator.expire()
+            await cluster.register("s0", incarnation="2")
+            assert cluster.state.cluster.servers["s0"].incarnation == "2"
+
+    run_async(scenario())
+
+
+def test_of_two_processes_that_want_an_id_at_once_one_gets_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            cluster.shards["s0"].restart("2")
+            both = (cluster.register("s0", incarnation=incarnation) for incarnation in ("2", "3"))
+            outcomes = await asyncio.gather(*both, return_exceptions=True)
+            assert [type(outcome) for outcome in outcomes] == [int, DuplicateError]
+            assert cluster.state.cluster.servers["s0"].incarnation == "2"
 
     run_async(scenario())
 
@@ -280,7 +324,7 @@ def test_a_restarted_server_has_lost_its_shards(tmp_path: Path) -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
             await cluster.publish_unit([a, b])
-            cluster.shards["s1"].forget()
+            cluster.shards["s1"].restart("2")
             await cluster.register("s1", incarnation="2")
             for call in (a.finish(0), a.declare(unit("u", (64, 64)))):
                 with pytest.raises(
@@ -301,6 +345,7 @@ def test_of_several_lost_servers_the_one_that_does_not_heal_is_named(tmp_path: P
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
             await cluster.publish_unit([a, b])
+            cluster.shards["s1"].restart("2")
             await cluster.register("s1", incarnation="2")
             cluster.state.cluster.servers["s0"].heard_s -= 11
             cluster.coordinator.expire()
@@ -315,7 +360,7 @@ def test_a_server_restarted_before_the_unit_is_published_gets_it_again(tmp_path:
         async with harness(tmp_path) as cluster:
             a, _ = await cluster.team("a", "b")
             await a.declare(unit("u", (64, 64)))
-            cluster.shards["s1"].forget()
+            cluster.shards["s1"].restart("2")
             await cluster.register("s1", incarnation="2")
             declared = await a.declare(unit("u", (64, 64)))
             assert cluster.shards["s1"].runs["r"].units
@@ -332,6 +377,7 @@ def test_a_restart_during_the_update_is_not_waited_for(tmp_path: Path) -> None:
             cluster.shards["s1"].fail = fail_times("Update", 10**6, UnavailableError("dead"))
             await asyncio.gather(a.finish(0), b.finish(0))
             await a.commit(0, wait_s=5)
+            cluster.shards["s1"].restart("2")
             await cluster.register("s1", incarnation="2")
             await asyncio.wait_for(cluster.settle(), 5)
             for _ in range(1000):

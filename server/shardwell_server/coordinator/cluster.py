@@ -86,8 +86,8 @@ class Cluster:
             raise InvalidRequestError(f"budget_bytes is {budget_bytes}: expected 1 to 2**63 - 1", server=server_id)
         if (server_id, incarnation) in self._superseded:
             raise DuplicateError(
-                f"server {server_id!r}: another process has registered under this id since: "
-                "give every server its own id",
+                f"server {server_id!r}: this process was lost, and another one has the id since: end this one, and "
+                "give every server its own id (--id, SHARDWELL_ID)",
                 server=server_id,
             )
         former = self.servers.get(server_id)
@@ -96,14 +96,12 @@ class Cluster:
         self._last_epoch += 1
         return Server(server_id, address, incarnation, self._last_epoch, budget_bytes, self._clock())
 
-    def register(self, server: Server) -> Server | None:
-        """Takes in a server that was checked; returns the former process under its id, if it is another one."""
+    def register(self, server: Server) -> None:
+        """Takes in a server that was checked; it takes the place of another process of its id."""
         former = self.servers.get(server.server_id)
         self.servers[server.server_id] = server
-        if former is None or former.incarnation == server.incarnation:
-            return None
-        self._superseded.add((former.server_id, former.incarnation))
-        return former
+        if former is not None and former.incarnation != server.incarnation:
+            self._superseded.add((former.server_id, former.incarnation))
 
     def heartbeat(self, server_id: str, epoch: int, reserved_bytes: int, used_bytes: int) -> bool:
         """Renews a lease; returns whether the server had been lost.

@@ -47,7 +47,7 @@ class CoordinatorServicer:
     async def RegisterServer(
         self, request: coordinator_pb2.RegisterServerRequest, call: Call
     ) -> coordinator_pb2.RegisterServerResponse:
-        epoch = await self._coordinator.register_server(
+        epoch = await self._coordinator.server_leases.register(
             request.server_id, request.address, request.incarnation, request.budget_bytes
         )
         return coordinator_pb2.RegisterServerResponse(
@@ -57,7 +57,9 @@ class CoordinatorServicer:
     async def HeartbeatServer(
         self, request: coordinator_pb2.HeartbeatServerRequest, call: Call
     ) -> coordinator_pb2.HeartbeatServerResponse:
-        self._coordinator.heartbeat_server(request.server_id, request.epoch, request.reserved_bytes, request.used_bytes)
+        self._coordinator.server_leases.heartbeat(
+            request.server_id, request.epoch, request.reserved_bytes, request.used_bytes
+        )
         return coordinator_pb2.HeartbeatServerResponse(coordinator_epoch=self._state.term)
 
     # Trainers

@@ -35,6 +35,7 @@ class ShardServicer:
 
     Args:
         server_id: Name of this server.
+        incarnation: Of this process.
         store: What it holds.
         term: Which coordinator it obeys.
         lanes: What it offers beside the rpcs.
@@ -43,11 +44,12 @@ class ShardServicer:
     def __init__(
         self,
         server_id: str,
+        incarnation: str,
         store: ShardStore,
         term: CoordinatorTerm,
         lanes: Mapping[int, LaneOffer] | None = None,
     ) -> None:
-        self._server_id, self._store, self._term = server_id, store, term
+        self._server_id, self._incarnation, self._store, self._term = server_id, incarnation, store, term
         self._lanes = lanes or {}
         self._lanes_end = asyncio.Event()
         self._started_s = asyncio.get_running_loop().time()
@@ -206,7 +208,7 @@ class ShardServicer:
         self, request: shard_pb2.DescribeServerRequest, call: Call
     ) -> shard_pb2.DescribeServerResponse:
         uptime_s = asyncio.get_running_loop().time() - self._started_s
-        return inspection.describe_server(self._store, self._server_id, uptime_s)
+        return inspection.describe_server(self._store, self._server_id, self._incarnation, uptime_s)
 
     async def ListShards(self, request: shard_pb2.ListShardsRequest, call: Call) -> shard_pb2.ListShardsResponse:
         shards = self._store.run(request.run).shards.values()

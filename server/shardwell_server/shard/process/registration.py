@@ -19,6 +19,7 @@ from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.channel import open_aio_channel
 from shardwell_wire.errors import (
     DeadlineError,
+    DuplicateError,
     NotFoundError,
     ShardwellError,
     StaleEpochError,
@@ -44,30 +45,34 @@ class Registration:
         store: What is reported.
 
     Attributes:
+        incarnation: Random: tells this process from others of its id.
         term: Of the coordinator, as far as this server has been told.
     """
 
     def __init__(self, coordinator: str, server_id: str, store: ShardStore) -> None:
         self._coordinator, self._server_id, self._store = coordinator, server_id, store
-        self._incarnation = uuid.uuid4().hex
+        self.incarnation = uuid.uuid4().hex
         self._channel = open_aio_channel(coordinator)
         self._reachable = True
         self._address, self._epoch, self._lease_s = "", 0, 0.0
         self.term = CoordinatorTerm(self._ask_term)
 
     @asynccontextmanager
-    async def running(self, address: str) -> AsyncIterator[None]:
-        """Registered on entry; heartbeats until exit.
+    async def running(self, address: str) -> AsyncIterator[asyncio.Future[None]]:
+        """Registered on entry; heartbeats until exit. Gives what raises when the heartbeats end before.
 
         Args:
             address: host:port at which others reach this server.
+
+        Raises:
+            DuplicateError: Another process has the server's id; from what is given: it took this one's place.
         """
         self._address = address
         try:
             await self._register()
             task = asyncio.ensure_future(self._keep())
             try:
-                yield
+                yield task
             finally:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
@@ -81,7 +86,7 @@ class Registration:
             address=self._address,
             budget_bytes=self._store.memory.budget_bytes,
             shardwell_version=installed_version("shardwell"),
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
         )
         delay = 0.05
         while True:
@@ -89,7 +94,7 @@ class Registration:
                 response = await self._call("RegisterServer", request)
                 break
             except (UnavailableError, DeadlineError) as error:
-                self._note(error)
+                self._note("register with", error)
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(2 * delay, _LONGEST_DELAY_S)
         self._epoch, self._lease_s = response.epoch, response.lease_s
@@ -101,8 +106,10 @@ class Registration:
             await asyncio.sleep(self._lease_s / 3)
             try:
                 await self._beat_or_register()
+            except DuplicateError:
+                raise
             except ShardwellError as error:
-                self._note(error)
+                self._note("reach", error)
 
     async def _beat_or_register(self) -> None:
         """One heartbeat; registers again if the coordinator has given this server up."""
@@ -147,7 +154,7 @@ class Registration:
         self._reachable = True
         return response
 
-    def _note(self, error: ShardwellError) -> None:
+    def _note(self, what: str, error: ShardwellError) -> None:
         if self._reachable:
-            logger.warning("cannot reach the coordinator at %s, trying on: %s", self._coordinator, error)
+            logger.warning("cannot %s the coordinator at %s, trying on: %s", what, self._coordinator, error)
         self._reachable = False
