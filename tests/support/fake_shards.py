@@ -81,7 +81,7 @@ class FakeShard:
 
     def handle(self, rpc_name: str, request: Any) -> Any:
         self.calls[rpc_name] += 1
-        if not self.available:
+        if not self.available or self.incarnation is None:
             raise UnavailableError("fake: not available")
         term = request.coordinator_epoch if rpc_name == "PublishUnit" else request.context.epoch
         if term < self.term:

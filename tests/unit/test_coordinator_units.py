@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from shardwell_wire.errors import (
     UnitMismatchError,
 )
 from shardwell_wire.v1 import common_pb2
-from tests.support.coordinator import finished_item, harness, run_async, unit
+from tests.support.coordinator import Harness, finished_item, harness, run_async, unit
 from tests.support.fake_shards import COST, fail_times
 
 
@@ -315,6 +316,95 @@ def test_a_silent_server_fails_what_needs_it_until_it_is_back(tmp_path: Path) ->
             await cluster.call("HeartbeatServer", server_id="s1", epoch=2)
             assert (await b.finish(0, wait_s=1)).all_finished
             assert (await a.commit(0, wait_s=5)).committed
+
+    run_async(scenario())
+
+
+async def until_ended(cluster: Harness, name: str) -> None:
+    async with asyncio.timeout(5):
+        while not cluster.state.cluster.servers[name].ended:
+            await cluster.state.cluster.changed.wait()
+
+
+def test_a_lost_server_that_has_ended_fails_what_needs_it_for_good(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            for name in ("u", "v", "w", "x", "y", "z"):
+                await cluster.publish_unit([a, b], name, (64, 64))
+            cluster.shards["s1"].incarnation = None
+            cluster.state.cluster.servers["s1"].heard_s -= 11
+            cluster.coordinator.expire()
+            await until_ended(cluster, "s1")
+            assert [kind for kind, _ in cluster.events()][-2:] == ["server_lost", "server_ended"]
+            assert cluster.events()[-1][1] == "server 's1' at s1:1 has ended: runs r have lost shards"
+            message = (
+                "server 's1' at s1:1 has ended, and its shards of this run, of units 'u', 'v', 'w', 'x', 'y' and 1 "
+                r"more, are lost: delete the run \(shardwell delete-run r\) and start it again"
+            )
+            for call in (a.heartbeat, partial(b.finish, 0), partial(b.declare, unit("late", (1,)))):
+                with pytest.raises(ConflictError, match=message):
+                    await call()
+            await cluster.call("HeartbeatServer", server_id="s1", epoch=2)
+            await a.heartbeat()
+
+    run_async(scenario())
+
+
+def test_a_lost_server_that_is_alive_or_silent_is_waited_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, lease_s=0.1) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            shard, server = cluster.shards["s1"], cluster.state.cluster.servers["s1"]
+            shard.available = False
+            server.heard_s -= 11
+            cluster.coordinator.expire()
+            await cluster.settle()
+            await a.heartbeat()
+            with pytest.raises(UnavailableError, match="shards of this run, of unit 'u'; bring it back, or delete the"):
+                await a.finish(0)
+            shard.available, shard.incarnation = True, "another"
+            await until_ended(cluster, "s1")
+            with pytest.raises(ConflictError, match="has ended"):
+                await a.finish(0)
+
+    run_async(scenario())
+
+
+def test_a_unit_is_not_waited_for_on_a_server_that_ends_before_it_makes_room(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, lease_s=0.1) as cluster:
+            a, _ = await cluster.team("a", "b")
+            cluster.shards["s1"].incarnation = None
+            declaring = asyncio.create_task(a.declare(unit("u", (64, 64))))
+            await asyncio.sleep(0)
+            cluster.state.cluster.servers["s1"].heard_s -= 11
+            cluster.coordinator.expire()
+            with pytest.raises(
+                ConflictError, match="server 's1' at s1:1 has ended, and its shards of this run, of unit 'u'"
+            ):
+                await declaring
+
+    run_async(scenario())
+
+
+def test_trainers_of_a_run_that_has_lost_shards_for_good_are_told_with_their_heartbeats(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await cluster.team("a", "b")
+            declared = await a.declare(unit("u", (64, 64)))
+            cluster.shards["s1"].restart("2")
+            await cluster.register("s1", incarnation="2")
+            await a.heartbeat()
+            await a.declare(unit("u", (64, 64)))
+            await a.publish("u", declared.epoch)
+            cluster.shards["s1"].restart("3")
+            await cluster.register("s1", incarnation="3")
+            with pytest.raises(
+                ConflictError, match="was restarted and has lost its shards of this run, of unit 'u': del"
+            ):
+                await a.heartbeat()
 
     run_async(scenario())
 

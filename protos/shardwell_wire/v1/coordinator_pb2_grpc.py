@@ -183,7 +183,8 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Trainer: keeps the lease. ABORTED: the lease ran out and the work went to another.
+        """Trainer: keeps the lease. ABORTED: the lease ran out and the work went to another; FAILED_PRECONDITION: a shard
+        server has lost shards of the run, which can never go on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -9,13 +9,10 @@ from shardwell_server.coordinator.placement import Candidate
 from shardwell_server.coordinator.records import ServerRecord
 from shardwell_server.coordinator.waiting import Signal
 from shardwell_wire.errors import (
-    ConflictError,
     DuplicateError,
     InvalidRequestError,
     NotFoundError,
-    ShardwellError,
     StaleEpochError,
-    UnavailableError,
 )
 
 
@@ -34,6 +31,8 @@ class Server:
     reserved_bytes: int = 0
     used_bytes: int = 0
     live: bool = True
+    ended: bool = False
+    """While it is not live: whether it is known to run no more."""
 
     @property
     def free_bytes(self) -> int:
@@ -132,9 +131,9 @@ class Cluster:
 
     def expire(self) -> list[Server]:
         """Marks the servers whose lease has run out as lost; returns them."""
-        lost = [server for server in self.live if self._clock() - server.heard_s > self._lease_s]
+        lost = [server for server in self.live if self.silent_s(server) > self._lease_s]
         for server in lost:
-            server.live = False
+            server.live = server.ended = False
         return lost
 
     def renew_all(self) -> None:
@@ -146,19 +145,11 @@ class Cluster:
         """The servers on which a unit may be placed."""
         return [Candidate(server.server_id, server.free_bytes) for server in self.live]
 
-    def problem(self, server_id: str, incarnation: str) -> ShardwellError | None:
-        """Why shards that a server process was given cannot be reached now; None if they can."""
+    def has_restarted(self, server_id: str, incarnation: str) -> bool:
+        """Whether the server of an id is another process by now: that one's memory is gone."""
         server = self.servers.get(server_id)
-        if server is None or server.incarnation != incarnation:
-            return ConflictError(
-                f"server {server_id!r} was restarted and has lost its shards of this run: delete the run "
-                f"(shardwell delete-run) and start it again",
-                server=server_id,
-            )
-        if not server.live:
-            return UnavailableError(
-                f"server {server_id!r} at {server.address} has not been heard of for "
-                f"{self._clock() - server.heard_s:.1f} s: it holds shards of this run; bring it back",
-                server=server_id,
-            )
-        return None
+        return server is None or server.incarnation != incarnation
+
+    def silent_s(self, server: Server) -> float:
+        """Seconds since a server was last heard of."""
+        return self._clock() - server.heard_s

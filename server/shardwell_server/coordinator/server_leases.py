@@ -1,8 +1,9 @@
-"""Shard servers come, are heard of, and go: registrations and leases."""
+"""Shard servers come, are heard of, and go: registrations, leases, and finding out who has ended."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from weakref import WeakValueDictionary
 
 from shardwell_server.coordinator.cluster import Server
@@ -56,10 +57,11 @@ class ServerLeases:
             self._wake_runs()
 
     def expire(self) -> None:
-        """Takes the servers whose lease has run out to be lost."""
+        """Takes the servers whose lease has run out to be lost, and begins to find out whether they have ended."""
         for server in self._state.cluster.expire():
             message = f"server {server.server_id!r} at {server.address} was not heard of for its lease"
             self._state.events.add(EventKind.SERVER_LOST, message)
+            self._state.tasks.start(self._watch_lost(server))
             self._wake_runs()
 
     async def _require_ended(self, former: Server) -> None:
@@ -80,6 +82,18 @@ class ServerLeases:
                 server=former.server_id,
                 address=former.address,
             )
+
+    async def _watch_lost(self, server: Server) -> None:
+        """Tries to find out whether a silent server has ended, until it is heard of again or replaced."""
+        while not server.live and self._state.cluster.servers[server.server_id] is server:
+            with suppress(UnavailableError):
+                server.ended = await self._has_ended(server)
+            if server.ended:
+                message = f"server {server.server_id!r} at {server.address} has ended{self._losses(server)}"
+                self._state.events.add(EventKind.SERVER_ENDED, message)
+                self._wake_runs()
+                return
+            await asyncio.sleep(self._state.settings.lease_s)
 
     async def _has_ended(self, server: Server) -> bool:
         """Whether a process is known to run no more. Raises UnavailableError if that cannot be told."""
