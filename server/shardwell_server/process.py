@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import TypeVar
@@ -64,8 +64,9 @@ class Endpoint:
         return f"{host}:{port}"
 
 
-Background = Callable[[str], AbstractAsyncContextManager[object]]
-"""Given the address others use: what runs while the server serves, such as a heartbeat."""
+Background = Callable[[str], AbstractAsyncContextManager[Awaitable[object]]]
+"""Given the address others use: what runs while the server serves, such as a heartbeat. It gives something that raises
+when the server must not go on, and is never done otherwise."""
 
 
 async def serve(
@@ -85,7 +86,7 @@ async def serve(
         service: What is served.
         servicer: Serves it.
         endpoint: Where.
-        background: Runs meanwhile.
+        background: Runs meanwhile; what it raises ends the server at once.
         end_standing: Called when told to stop: ends rpcs that do not end by themselves, so that nothing
             waits out ``STOP_GRACE_S`` for them.
     """
@@ -104,13 +105,14 @@ async def serve(
     address = endpoint.address(port)
     try:
         async with AsyncExitStack() as stack:
-            if not await _done_before(stop, stack.enter_async_context(background(address))):
+            entering = asyncio.ensure_future(stack.enter_async_context(background(address)))
+            if not await _done_before(stop, entering):
                 return
             for name in ("", service.full_name):
                 await health.set(name, health_pb2.HealthCheckResponse.SERVING)
             print(json.dumps({"ready": service.full_name, "address": address}), flush=True)
             logger.info("%s serves at %s", service.full_name, address)
-            await stop.wait()
+            await _done_before(stop, entering.result())
             logger.info("stopping")
             await health.enter_graceful_shutdown()
             end_standing()
@@ -130,18 +132,18 @@ def _why_not(endpoint: Endpoint) -> str:
         return f"{reason}; choose another with --listen (port 0: a free one)"
 
 
-async def _done_before(stop: asyncio.Event, starting: Coroutine[object, object, object]) -> bool:
-    """Awaits ``starting``, which may take for ever, unless ``stop`` is set first; returns whether it was done."""
-    start, told = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
+async def _done_before(stop: asyncio.Event, work: Awaitable[object]) -> bool:
+    """Awaits ``work``, which may take for ever, unless ``stop`` is set first; returns whether it was done."""
+    doing, told = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait({start, told}, return_when=asyncio.FIRST_COMPLETED)
-        if start.done():
-            start.result()
-        return start.done()
+        await asyncio.wait({doing, told}, return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            doing.result()
+        return doing.done()
     finally:
-        start.cancel()
+        doing.cancel()
         told.cancel()
-        await asyncio.gather(start, told, return_exceptions=True)
+        await asyncio.gather(doing, told, return_exceptions=True)
 
 
 def stop_event(endpoint: Endpoint) -> asyncio.Event:

@@ -9,9 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc.aio
@@ -20,7 +20,14 @@ import pytest
 from shardwell_server.rpc import add_service
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.state.store import ShardStore
-from shardwell_wire.errors import InternalError, NotFoundError, ShardwellError, StaleEpochError
+from shardwell_wire.errors import (
+    AccessError,
+    InternalError,
+    NotFoundError,
+    ShardwellError,
+    StaleEpochError,
+    UnavailableError,
+)
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.shard_server import shared_loop
 
@@ -57,7 +64,7 @@ def test_it_waits_for_its_coordinator_and_stops_cleanly() -> None:
     with server_process("shard", "--coordinator", f"127.0.0.1:{port}", "--id", "early") as shard:
         assert shard.stderr is not None
         assert shard.stdout is not None
-        assert any("cannot reach the coordinator" in line for line in shard.stderr)
+        assert any("cannot register with the coordinator" in line for line in shard.stderr)
         with server_process("coordinator", "--listen", f"127.0.0.1:{port}"):
             ready = json.loads(shard.stdout.readline())
             assert ready["ready"] == "shardwell.v1.ShardService"
@@ -71,7 +78,7 @@ def test_it_can_be_stopped_while_there_is_no_coordinator(how: str) -> None:
     with server_process("shard", "--coordinator", f"127.0.0.1:{free_port()}", "--exit-with-parent") as shard:
         assert shard.stderr is not None
         assert shard.stdin is not None
-        assert any("cannot reach the coordinator" in line for line in shard.stderr)
+        assert any("cannot register with the coordinator" in line for line in shard.stderr)
         if how == "SIGTERM":
             shard.send_signal(signal.SIGTERM)
         else:
@@ -79,6 +86,50 @@ def test_it_can_be_stopped_while_there_is_no_coordinator(how: str) -> None:
             shard.stdin = None
         assert shard.wait(20) == 0
         assert "Traceback" not in shard.stderr.read()
+
+
+@contextmanager
+def cluster_with_twin(*options: str) -> Iterator[tuple[tuple[str, ...], subprocess.Popen[str]]]:
+    """A coordinator and a shard server that is ready: the arguments that start the latter, and its process."""
+    with server_process("coordinator", "--listen", "127.0.0.1:0", *options) as coordinator:
+        arguments = ("shard", "--coordinator", ready_address(coordinator), "--id", "twin")
+        with server_process(*arguments) as shard:
+            ready_address(shard)
+            yield arguments, shard
+
+
+def ready_address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    address: str = json.loads(process.stdout.readline())["address"]
+    return address
+
+
+def test_a_second_server_of_an_id_fails_and_one_that_follows_a_crash_does_not() -> None:
+    with cluster_with_twin("--lease-s", "3600") as (arguments, first):
+        with server_process(*arguments) as second:
+            output, errors = second.communicate(timeout=60)
+        assert (second.returncode, output) == (1, "")
+        assert "server 'twin': another process, at 127.0.0.1:" in errors
+        assert "has this id and is alive: give every server its own id (--id, SHARDWELL_ID)" in errors
+        assert "Traceback" not in errors
+        assert first.poll() is None
+        first.kill()
+        first.wait(20)
+        with server_process(*arguments) as third:
+            ready_address(third)
+
+
+def test_a_server_ends_when_another_took_its_place_while_it_was_stopped() -> None:
+    with cluster_with_twin("--lease-s", "1") as (arguments, first):
+        first.send_signal(signal.SIGSTOP)
+        with server_process(*arguments) as second:
+            ready_address(second)
+            first.send_signal(signal.SIGCONT)
+            _, errors = first.communicate(timeout=60)
+            assert first.returncode == 1
+            assert "server 'twin': this process was lost, and another one has the id since" in errors
+            assert "Traceback" not in errors
+            assert second.poll() is None
 
 
 SECOND_SIGNAL = """
@@ -130,39 +181,97 @@ def test_settings_that_are_wrong_are_named(arguments: list[str], environment: di
 class Coordinator:
     """Answers registrations and heartbeats as told; the rest is not there."""
 
-    def __init__(self, beats: list[ShardwellError | None], registrations: list[ShardwellError | None]) -> None:
-        self.beats, self.registrations = beats, registrations
+    def __init__(
+        self,
+        beats: Sequence[ShardwellError | None] = (),
+        registrations: Sequence[ShardwellError | None] = (),
+        *,
+        lease_s: float = 0.03,
+    ) -> None:
+        self.beats, self.registrations, self._lease_s = list(beats), list(registrations), lease_s
+        self.term = 1
         self.done = asyncio.Event()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Registration]:
+        """Gives a server's registration, not begun yet."""
+        server = grpc.aio.server()
+        add_service(server, coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"], self)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            with ThreadPoolExecutor(1) as threads:
+                yield Registration(f"127.0.0.1:{port}", "probe", ShardStore(1 << 20, threads))
+        finally:
+            await server.stop(0)
 
     async def RegisterServer(self, request: Any, call: object) -> coordinator_pb2.RegisterServerResponse:
         if self.registrations and (error := self.registrations.pop(0)) is not None:
             raise error
-        return coordinator_pb2.RegisterServerResponse(epoch=1, lease_s=0.03)
+        return coordinator_pb2.RegisterServerResponse(epoch=1, lease_s=self._lease_s, coordinator_epoch=self.term)
 
     async def HeartbeatServer(self, request: Any, call: object) -> coordinator_pb2.HeartbeatServerResponse:
         if not self.beats:
             self.done.set()
         elif (error := self.beats.pop(0)) is not None:
             raise error
-        return coordinator_pb2.HeartbeatServerResponse()
+        return coordinator_pb2.HeartbeatServerResponse(coordinator_epoch=self.term)
 
     def __getattr__(self, name: str) -> object:
         return None
+
+
+def run_on_shared_loop(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run_coroutine_threadsafe(scenario, shared_loop()).result(30)
 
 
 @pytest.mark.parametrize("lost", [NotFoundError("who?"), StaleEpochError("too late")])
 def test_a_server_that_was_given_up_registers_again_whatever_it_meets(lost: ShardwellError) -> None:
     async def scenario() -> None:
         coordinator = Coordinator([None, InternalError("hiccup"), lost, lost], [None, InternalError("hiccup"), None])
-        server = grpc.aio.server()
-        add_service(server, coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"], coordinator)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        with ThreadPoolExecutor(1) as threads:
-            registration = Registration(f"127.0.0.1:{port}", "probe", ShardStore(1 << 20, threads))
-            async with registration.running("here:1"):
-                await asyncio.wait_for(coordinator.done.wait(), 20)
+        async with coordinator.serving() as registration, registration.running("here:1"):
+            await asyncio.wait_for(coordinator.done.wait(), 20)
         assert coordinator.registrations == []
-        await server.stop(0)
 
-    asyncio.run_coroutine_threadsafe(scenario(), shared_loop()).result(30)
+    run_on_shared_loop(scenario())
+
+
+def test_a_server_believes_only_its_coordinator_about_the_term() -> None:
+    async def scenario() -> None:
+        coordinator = Coordinator(lease_s=3600)
+        async with coordinator.serving() as registration, registration.running("here:1"):
+            term = registration.term
+            await term.check(1)
+            with pytest.raises(AccessError, match="coordinator has term 1, so nobody may speak for term 7"):
+                await term.check(7)
+            await term.check(1)
+            coordinator.term = 2
+            await term.check(2)
+            with pytest.raises(StaleEpochError, match="term 1 is over, the present one is 2"):
+                await term.check(1)
+            coordinator.term = 1
+            with pytest.raises(AccessError):
+                await term.check(3)
+            with pytest.raises(StaleEpochError):
+                await term.check(1)
+            await term.check(2)
+
+    run_on_shared_loop(scenario())
+
+
+def test_a_later_term_has_to_be_sent_again_while_the_coordinator_cannot_confirm_it() -> None:
+    async def scenario() -> None:
+        coordinator = Coordinator([NotFoundError("who?")], lease_s=3600)
+        async with AsyncExitStack() as serving:
+            registration = await serving.enter_async_context(coordinator.serving())
+            async with registration.running("here:1"):
+                coordinator.term = 2
+                with pytest.raises(UnavailableError, match="'probe' is not registered with the coordinator"):
+                    await registration.term.check(2)
+                await registration.term.check(2)
+                await serving.aclose()
+                with pytest.raises(UnavailableError, match="coordinator at 127"):
+                    await registration.term.check(3)
+                await registration.term.check(2)
+
+    run_on_shared_loop(scenario())

@@ -59,7 +59,7 @@ def wait_started(process: subprocess.Popen[str], count: int) -> list[psutil.Proc
     """The children, once each has met that there is no coordinator."""
     assert process.stderr is not None
     for _ in range(count):
-        assert any("cannot reach the coordinator" in line for line in process.stderr)
+        assert any("cannot register with the coordinator" in line for line in process.stderr)
     children = descendants(process.pid)
     assert len(children) == count
     return children

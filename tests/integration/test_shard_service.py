@@ -11,6 +11,7 @@ import pytest
 
 from shardwell_wire import codec
 from shardwell_wire.errors import (
+    AccessError,
     CapacityError,
     ChunkError,
     CorruptDataError,
@@ -234,19 +235,39 @@ def test_a_used_request_id_is_refused_for_other_content(server: ShardServer) -> 
 def test_an_older_coordinator_is_refused_on_every_rpc(server: ShardServer) -> None:
     one = unit(server)
     one.push(one.filled(1.0))
+    server.coordinator_term = 5
     one.fence(0, term=5)
-    old = one.context(epoch=4)
-    for ask in (
-        lambda: one.reserve(context=old),
-        lambda: one.publish(term=4),
-        lambda: one.fence(0, (0, 9, 9), term=4),
-        lambda: one.prepare(0, term=4),
-        lambda: one.update(0, term=4),
-        lambda: server.call("DropRun", shard_pb2.DropRunRequest(context=old)),
-    ):
+    for ask in speaking_for(4, one):
         assert isinstance(error_of(ask), StaleEpochError)
     server.call("PrepareStep", one.prepare_request(0, term=5))
     assert one.gather()[0] == 0
+
+
+def test_a_term_that_the_coordinator_does_not_confirm_is_refused_on_every_rpc_and_changes_nothing(
+    server: ShardServer,
+) -> None:
+    one = unit(server)
+    one.push(one.filled(1.0))
+    for ask in speaking_for(2**64 - 1, one):
+        error = error_of(ask)
+        assert isinstance(error, AccessError)
+        assert "this server's coordinator has term 1, so nobody may speak for term 18446744073709551615" in str(error)
+    one.prepare(0)
+    assert one.update(0).version == 1
+
+
+def speaking_for(term: int, one: OneUnit) -> list[Callable[[], object]]:
+    """Every rpc of the coordinator, with a term."""
+    context = one.context(epoch=term)
+    return [
+        lambda: one.reserve(context=context),
+        lambda: one.publish(term=term),
+        lambda: one.fence(0, (0, 9, 9), term=term),
+        lambda: one.prepare(0, term=term),
+        lambda: one.server.call("ConfirmSlices", shard_pb2.ConfirmSlicesRequest(context=context)),
+        lambda: one.update(0, term=term),
+        lambda: one.server.call("DropRun", shard_pb2.DropRunRequest(context=context)),
+    ]
 
 
 def test_fenced_epochs_and_attempts_are_refused(server: ShardServer) -> None:

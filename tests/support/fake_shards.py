@@ -56,6 +56,7 @@ class FakeShard:
         square_partials: What every unit reports.
         manifests: Every PrepareStep.
         available: While False every rpc is UNAVAILABLE.
+        incarnation: Of the process; None: it has ended.
     """
 
     def __init__(self, budget_bytes: int = 1 << 30) -> None:
@@ -66,19 +67,21 @@ class FakeShard:
         self.calls: Counter[str] = Counter()
         self.fail: Callable[[str, Any], None] = lambda rpc_name, request: None
         self.available = True
+        self.incarnation: str | None = "1"
         self.square_partials = [4.0]
         self.manifests: list[shard_pb2.PrepareStepRequest] = []
         self.missing: set[int] = set()
         """dp ranks whose contributions got lost."""
 
-    def forget(self) -> None:
-        """Loses its memory, as a restart does."""
+    def restart(self, incarnation: str) -> None:
+        """Another process takes the place of this one, with no memory."""
+        self.incarnation = incarnation
         self.runs.clear()
         self.reserved_bytes = 0
 
     def handle(self, rpc_name: str, request: Any) -> Any:
         self.calls[rpc_name] += 1
-        if not self.available:
+        if not self.available or self.incarnation is None:
             raise UnavailableError("fake: not available")
         term = request.coordinator_epoch if rpc_name == "PublishUnit" else request.context.epoch
         if term < self.term:
@@ -174,6 +177,13 @@ class DirectCalls:
                 if asyncio.get_running_loop().time() > give_up:
                     raise
             await asyncio.sleep(0.005)
+
+    async def process_at(self, address: str) -> str | None:
+        await asyncio.sleep(0)
+        shard = self.shards[address]
+        if not shard.available:
+            raise UnavailableError("fake: not available")
+        return shard.incarnation
 
 
 class _Servicer:

@@ -24,6 +24,7 @@ from shardwell_server.shard.lanes.shm_lane import ShmLanes
 from shardwell_server.shard.lanes.socket_lane import SocketLanes, listen
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.servicer import ShardServicer
+from shardwell_server.shard.state.coordinator_term import CoordinatorTerm
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import codec
@@ -58,6 +59,8 @@ class ShardServer:
         self._budget_bytes, self._shared = budget_bytes, shared
         self._loop = shared_loop()
         self._accepting = AsyncExitStack()
+        self.coordinator_term = 1
+        """What the server is told when it asks its coordinator."""
         self.problems: list[dict[str, Any]] = []
         """What the event loop complained of, such as exceptions that nobody looked at."""
 
@@ -83,11 +86,15 @@ class ShardServer:
         lanes: dict[int, LaneOffer] = {common_pb2.LANE_KIND_SOCKET: self.sockets}
         if shm is not None:
             self.shm = lanes[common_pb2.LANE_KIND_SHM] = shm
-        add_service(self._server, SERVICE, ShardServicer("here", self.store, lanes))
+        self._term = CoordinatorTerm(self._tell_term)
+        add_service(self._server, SERVICE, ShardServicer("here", "1", self.store, self._term, lanes))
         await self._accepting.enter_async_context(self.sockets.accepting())
         port: int = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         return port
+
+    async def _tell_term(self) -> None:
+        self._term.learn(self.coordinator_term)
 
     async def _stop(self) -> None:
         await self._server.stop(0)

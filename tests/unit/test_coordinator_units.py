@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from shardwell_wire.errors import (
     UnitMismatchError,
 )
 from shardwell_wire.v1 import common_pb2
-from tests.support.coordinator import finished_item, harness, run_async, unit
+from tests.support.coordinator import Harness, finished_item, harness, run_async, unit
 from tests.support.fake_shards import COST, fail_times
 
 
@@ -244,13 +245,57 @@ def test_a_server_keeps_its_lease_and_a_retry_its_epoch(tmp_path: Path) -> None:
             assert not (await cluster.call("ListServers")).servers[0].live
             await heartbeat(epoch)
             assert [kind for kind, _ in cluster.events()[-2:]] == ["server_lost", "server_returned"]
+            cluster.shards["s0"].restart("2")
             assert await cluster.register("s0", incarnation="2") > epoch
             with pytest.raises(StaleEpochError, match="register again"):
                 await heartbeat(epoch)
-            with pytest.raises(DuplicateError, match="another process has registered under this id"):
+            with pytest.raises(DuplicateError, match="this process was lost, and another one has the id since"):
                 await cluster.register("s0", incarnation="1")
             with pytest.raises(StaleEpochError, match="not known here: register again"):
                 await cluster.call("HeartbeatServer", server_id="s9", epoch=1)
+
+    run_async(scenario())
+
+
+def test_an_id_belongs_to_one_process_while_that_is_alive(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            (first,) = cluster.state.cluster.servers.values()
+            with pytest.raises(DuplicateError, match="another process, at s0:1, has this id and is alive: give every"):
+                await cluster.register("s0", incarnation="2")
+            await cluster.restart()
+            with pytest.raises(DuplicateError, match="has this id and is alive"):
+                await cluster.register("s0", incarnation="2")
+            assert await cluster.register("s0") == first.epoch, "the first keeps its place"
+            cluster.shards["s0"].incarnation = None
+            assert await cluster.register("s0", incarnation="2") > first.epoch, "the first has ended"
+
+    run_async(scenario())
+
+
+def test_an_id_is_free_once_its_silent_process_has_lost_its_lease(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1, lease_s=30) as cluster:
+            cluster.shards["s0"].available = False
+            with pytest.raises(UnavailableError, match=r"may be alive, though .* not heard of for 30 s"):
+                await cluster.register("s0", incarnation="2")
+            assert cluster.state.cluster.servers["s0"].incarnation == "1"
+            cluster.clock.now += 31
+            cluster.coordinator.expire()
+            await cluster.register("s0", incarnation="2")
+            assert cluster.state.cluster.servers["s0"].incarnation == "2"
+
+    run_async(scenario())
+
+
+def test_of_two_processes_that_want_an_id_at_once_one_gets_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            cluster.shards["s0"].restart("2")
+            both = (cluster.register("s0", incarnation=incarnation) for incarnation in ("2", "3"))
+            outcomes = await asyncio.gather(*both, return_exceptions=True)
+            assert [type(outcome) for outcome in outcomes] == [int, DuplicateError]
+            assert cluster.state.cluster.servers["s0"].incarnation == "2"
 
     run_async(scenario())
 
@@ -275,12 +320,101 @@ def test_a_silent_server_fails_what_needs_it_until_it_is_back(tmp_path: Path) ->
     run_async(scenario())
 
 
+async def until_ended(cluster: Harness, name: str) -> None:
+    async with asyncio.timeout(5):
+        while not cluster.state.cluster.servers[name].ended:
+            await cluster.state.cluster.changed.wait()
+
+
+def test_a_lost_server_that_has_ended_fails_what_needs_it_for_good(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            for name in ("u", "v", "w", "x", "y", "z"):
+                await cluster.publish_unit([a, b], name, (64, 64))
+            cluster.shards["s1"].incarnation = None
+            cluster.state.cluster.servers["s1"].heard_s -= 11
+            cluster.coordinator.expire()
+            await until_ended(cluster, "s1")
+            assert [kind for kind, _ in cluster.events()][-2:] == ["server_lost", "server_ended"]
+            assert cluster.events()[-1][1] == "server 's1' at s1:1 has ended: runs r have lost shards"
+            message = (
+                "server 's1' at s1:1 has ended, and its shards of this run, of units 'u', 'v', 'w', 'x', 'y' and 1 "
+                r"more, are lost: delete the run \(shardwell delete-run r\) and start it again"
+            )
+            for call in (a.heartbeat, partial(b.finish, 0), partial(b.declare, unit("late", (1,)))):
+                with pytest.raises(ConflictError, match=message):
+                    await call()
+            await cluster.call("HeartbeatServer", server_id="s1", epoch=2)
+            await a.heartbeat()
+
+    run_async(scenario())
+
+
+def test_a_lost_server_that_is_alive_or_silent_is_waited_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, lease_s=0.1) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            shard, server = cluster.shards["s1"], cluster.state.cluster.servers["s1"]
+            shard.available = False
+            server.heard_s -= 11
+            cluster.coordinator.expire()
+            await cluster.settle()
+            await a.heartbeat()
+            with pytest.raises(UnavailableError, match="shards of this run, of unit 'u'; bring it back, or delete the"):
+                await a.finish(0)
+            shard.available, shard.incarnation = True, "another"
+            await until_ended(cluster, "s1")
+            with pytest.raises(ConflictError, match="has ended"):
+                await a.finish(0)
+
+    run_async(scenario())
+
+
+def test_a_unit_is_not_waited_for_on_a_server_that_ends_before_it_makes_room(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, lease_s=0.1) as cluster:
+            a, _ = await cluster.team("a", "b")
+            cluster.shards["s1"].incarnation = None
+            declaring = asyncio.create_task(a.declare(unit("u", (64, 64))))
+            await asyncio.sleep(0)
+            cluster.state.cluster.servers["s1"].heard_s -= 11
+            cluster.coordinator.expire()
+            with pytest.raises(
+                ConflictError, match="server 's1' at s1:1 has ended, and its shards of this run, of unit 'u'"
+            ):
+                await declaring
+
+    run_async(scenario())
+
+
+def test_trainers_of_a_run_that_has_lost_shards_for_good_are_told_with_their_heartbeats(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = await cluster.team("a", "b")
+            declared = await a.declare(unit("u", (64, 64)))
+            cluster.shards["s1"].restart("2")
+            await cluster.register("s1", incarnation="2")
+            await a.heartbeat()
+            await a.declare(unit("u", (64, 64)))
+            await a.publish("u", declared.epoch)
+            cluster.shards["s1"].restart("3")
+            await cluster.register("s1", incarnation="3")
+            with pytest.raises(
+                ConflictError, match="was restarted and has lost its shards of this run, of unit 'u': del"
+            ):
+                await a.heartbeat()
+
+    run_async(scenario())
+
+
 def test_a_restarted_server_has_lost_its_shards(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
             await cluster.publish_unit([a, b])
-            cluster.shards["s1"].forget()
+            cluster.shards["s1"].restart("2")
             await cluster.register("s1", incarnation="2")
             for call in (a.finish(0), a.declare(unit("u", (64, 64)))):
                 with pytest.raises(
@@ -301,6 +435,7 @@ def test_of_several_lost_servers_the_one_that_does_not_heal_is_named(tmp_path: P
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
             await cluster.publish_unit([a, b])
+            cluster.shards["s1"].restart("2")
             await cluster.register("s1", incarnation="2")
             cluster.state.cluster.servers["s0"].heard_s -= 11
             cluster.coordinator.expire()
@@ -315,7 +450,7 @@ def test_a_server_restarted_before_the_unit_is_published_gets_it_again(tmp_path:
         async with harness(tmp_path) as cluster:
             a, _ = await cluster.team("a", "b")
             await a.declare(unit("u", (64, 64)))
-            cluster.shards["s1"].forget()
+            cluster.shards["s1"].restart("2")
             await cluster.register("s1", incarnation="2")
             declared = await a.declare(unit("u", (64, 64)))
             assert cluster.shards["s1"].runs["r"].units
@@ -332,6 +467,7 @@ def test_a_restart_during_the_update_is_not_waited_for(tmp_path: Path) -> None:
             cluster.shards["s1"].fail = fail_times("Update", 10**6, UnavailableError("dead"))
             await asyncio.gather(a.finish(0), b.finish(0))
             await a.commit(0, wait_s=5)
+            cluster.shards["s1"].restart("2")
             await cluster.register("s1", incarnation="2")
             await asyncio.wait_for(cluster.settle(), 5)
             for _ in range(1000):

@@ -21,13 +21,27 @@ Result = TypeVar("Result")
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 1.0
 
 
-def retry(action: Callable[[], Result], *, retry_for_s: float, while_open: Callable[[], bool] = lambda: True) -> Result:
-    """Runs ``action``, again while it raises UnavailableError, for ``retry_for_s`` or until ``while_open`` is false."""
+def retry(
+    action: Callable[[], Result],
+    *,
+    retry_for_s: float,
+    while_open: Callable[[], bool] = lambda: True,
+    check: Callable[[], None] = lambda: None,
+) -> Result:
+    """Runs ``action``, again while it raises UnavailableError.
+
+    Args:
+        action: May be repeated.
+        retry_for_s: For how long.
+        while_open: And until this is false.
+        check: Called before every repetition; raises when that is pointless.
+    """
     give_up, delay = time.monotonic() + retry_for_s, _FIRST_DELAY_S
     while True:
         try:
             return action()
         except UnavailableError:
+            check()
             if time.monotonic() + delay > give_up or not while_open():
                 raise
         time.sleep(delay * random.uniform(0.5, 1.0))
@@ -72,10 +86,11 @@ class ServiceClient:
     Args:
         address: host:port.
         service: The service, from the generated module's ``DESCRIPTOR``.
+        check: Called while the peer is unavailable; raises when trying again is pointless.
     """
 
-    def __init__(self, address: str, service: ServiceDescriptor) -> None:
-        self.address = address
+    def __init__(self, address: str, service: ServiceDescriptor, check: Callable[[], None] = lambda: None) -> None:
+        self.address, self._check = address, check
         self.peer = f"{service.name} at {address}"
         self._service = service
         self._channel = open_channel(address)
@@ -159,7 +174,7 @@ class ServiceClient:
             except grpc.RpcError as error:
                 raise from_rpc_error(error, self.peer) from error
 
-        return retry(mapped, retry_for_s=retry_for_s)
+        return retry(mapped, retry_for_s=retry_for_s, check=self._check)
 
     def close(self) -> None:
         """Cancels what is in flight and closes the connection."""

@@ -35,14 +35,23 @@ class ServerConnection:
         run: Name of the run, of which the server holds a unit already.
         kinds: Lanes to try, in this order.
         chunk_bytes: Payload per message over gRPC.
+        check: Called while the server is unavailable; raises when trying again is pointless.
 
     Raises:
         UnavailableError: None of the lanes can be opened.
     """
 
-    def __init__(self, address: str, run: str, *, kinds: Sequence[str], chunk_bytes: int) -> None:
-        self.address, self._run, self._kinds = address, run, tuple(kinds)
-        self.client = ShardClient(address, chunk_bytes=chunk_bytes)
+    def __init__(
+        self,
+        address: str,
+        run: str,
+        *,
+        kinds: Sequence[str],
+        chunk_bytes: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.address, self._run, self._kinds, self._check = address, run, tuple(kinds), check
+        self.client = ShardClient(address, chunk_bytes=chunk_bytes, check=check)
         self._count_lock, self._open_lock = threading.Lock(), threading.RLock()
         self.shm: ShmLane | None = None
         self._stream: Lane | None = None
@@ -173,6 +182,7 @@ class ServerConnection:
                 return self.client
             if kind == "socket" and (lane := self._try("socket", self._open_socket)) is not None:
                 return lane
+        self._check()
         raise UnavailableError(
             f"shard server at {self.address}: none of the lanes {', '.join(self._kinds)} can be opened; "
             "the log says why: allow grpc too"

@@ -18,14 +18,21 @@ class ShardClient(ServiceClient):
     Args:
         address: host:port.
         chunk_bytes: Payload per message, both ways.
+        check: As of ``ServiceClient``.
     """
 
     kind = "grpc"
     broke = False
     """Every rpc is one of its own."""
 
-    def __init__(self, address: str, *, chunk_bytes: int = codec.DEFAULT_CHUNK_BYTES) -> None:
-        super().__init__(address, shard_pb2.DESCRIPTOR.services_by_name["ShardService"])
+    def __init__(
+        self,
+        address: str,
+        *,
+        chunk_bytes: int = codec.DEFAULT_CHUNK_BYTES,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(address, shard_pb2.DESCRIPTOR.services_by_name["ShardService"], check)
         self._chunk_bytes = chunk_bytes
         self._gather = self.byte_response_stub("Gather")
         self._measure = self.byte_response_stub("MeasureLane")

@@ -12,7 +12,14 @@ from typing import Any
 
 from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell_wire.errors import DeadlineError, ShardwellError, StaleEpochError, UnavailableError, UsageError
+from shardwell_wire.errors import (
+    ConflictError,
+    DeadlineError,
+    ShardwellError,
+    StaleEpochError,
+    UnavailableError,
+    UsageError,
+)
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -176,7 +183,7 @@ class Membership:
             try:
                 self._coordinator.call("Heartbeat", request, timeout_s=self._lease_s / 3)
                 reached = True
-            except StaleEpochError as error:
+            except (StaleEpochError, ConflictError) as error:
                 self._end(error)
                 return
             except ShardwellError as error:

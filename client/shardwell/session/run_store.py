@@ -277,6 +277,10 @@ class RunStore:
     def _server(self, address: str) -> ServerConnection:
         if address not in self._servers:
             self._servers[address] = ServerConnection(
-                address, self._membership.run, kinds=self._config.lanes, chunk_bytes=self._config.chunk_bytes
+                address,
+                self._membership.run,
+                kinds=self._config.lanes,
+                chunk_bytes=self._config.chunk_bytes,
+                check=self._membership.check,
             )
         return self._servers[address]

@@ -263,7 +263,8 @@ class RequestContext(google.protobuf.message.Message):
     epoch: builtins.int
     """Fencing number. From a trainer: of its lease on the logical rank (or of its membership where
     no rank is named). From the coordinator: of the coordinator's own term. An older one than the
-    receiver knows is refused with ABORTED.
+    receiver knows is refused with ABORTED. A later term than it knows has the receiver ask the coordinator at which it
+    is registered, and is refused with PERMISSION_DENIED if that does not have it.
     """
     step: builtins.int
     """The step the request belongs to: it reads version `step` and helps to make `step + 1`."""

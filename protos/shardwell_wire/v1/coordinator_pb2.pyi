@@ -89,17 +89,21 @@ class RegisterServerResponse(google.protobuf.message.Message):
 
     EPOCH_FIELD_NUMBER: builtins.int
     LEASE_S_FIELD_NUMBER: builtins.int
+    COORDINATOR_EPOCH_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Fences this process of the server."""
     lease_s: builtins.float
     """Silence, in seconds, after which the lease is over."""
+    coordinator_epoch: builtins.int
+    """Term of the coordinator."""
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
         lease_s: builtins.float = ...,
+        coordinator_epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "lease_s", b"lease_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coordinator_epoch", b"coordinator_epoch", "epoch", b"epoch", "lease_s", b"lease_s"]) -> None: ...
 
 global___RegisterServerResponse = RegisterServerResponse
 
@@ -135,9 +139,15 @@ global___HeartbeatServerRequest = HeartbeatServerRequest
 class HeartbeatServerResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    COORDINATOR_EPOCH_FIELD_NUMBER: builtins.int
+    coordinator_epoch: builtins.int
+    """Term of the coordinator."""
     def __init__(
         self,
+        *,
+        coordinator_epoch: builtins.int = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coordinator_epoch", b"coordinator_epoch"]) -> None: ...
 
 global___HeartbeatServerResponse = HeartbeatServerResponse
 

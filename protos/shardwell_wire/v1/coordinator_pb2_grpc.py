@@ -158,8 +158,9 @@ class CoordinatorServiceServicer(object):
     """
 
     def RegisterServer(self, request, context):
-        """Shard server: announces itself. Again under the same server_id: a restart, which gets a new
-        epoch and fences the former process.
+        """Shard server: announces itself. Under a server_id that another process has: a restart, which gets a new
+        epoch and fences the former process. ALREADY_EXISTS: that one is alive, or this one was replaced by a later one;
+        UNAVAILABLE: it may be alive, ask again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -182,7 +183,8 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Trainer: keeps the lease. ABORTED: the lease ran out and the work went to another.
+        """Trainer: keeps the lease. ABORTED: the lease ran out and the work went to another; FAILED_PRECONDITION: a shard
+        server has lost shards of the run, which can never go on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

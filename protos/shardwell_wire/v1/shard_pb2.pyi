@@ -1487,6 +1487,7 @@ class DescribeServerResponse(google.protobuf.message.Message):
     USED_BYTES_FIELD_NUMBER: builtins.int
     RUNS_FIELD_NUMBER: builtins.int
     UPTIME_S_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Name of the shard server."""
     shardwell_version: builtins.str
@@ -1499,6 +1500,8 @@ class DescribeServerResponse(google.protobuf.message.Message):
     """In use now: parameters, optimizer state, contributions, staging."""
     uptime_s: builtins.float
     """Time since the process started, in seconds."""
+    incarnation: builtins.str
+    """Random per process, as it is registered with the coordinator."""
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RunOnServer]:
         """One entry per run."""
@@ -1513,8 +1516,9 @@ class DescribeServerResponse(google.protobuf.message.Message):
         used_bytes: builtins.int = ...,
         runs: collections.abc.Iterable[global___RunOnServer] | None = ...,
         uptime_s: builtins.float = ...,
+        incarnation: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "reserved_bytes", b"reserved_bytes", "runs", b"runs", "server_id", b"server_id", "shardwell_version", b"shardwell_version", "uptime_s", b"uptime_s", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "incarnation", b"incarnation", "reserved_bytes", b"reserved_bytes", "runs", b"runs", "server_id", b"server_id", "shardwell_version", b"shardwell_version", "uptime_s", b"uptime_s", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___DescribeServerResponse = DescribeServerResponse
 

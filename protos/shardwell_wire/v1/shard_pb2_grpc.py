@@ -33,8 +33,9 @@ if _version_not_supported:
 class ShardServiceStub(object):
     """Holds shards of units with their optimizer state. Every rpc may also return INVALID_ARGUMENT
     (malformed request), NOT_FOUND (unknown run, unit or parameter), DEADLINE_EXCEEDED and
-    UNAVAILABLE (shutting down); further statuses are named at each rpc. A request that fails
-    changes nothing.
+    UNAVAILABLE (shutting down); the coordinator's rpcs also ABORTED (older coordinator term), PERMISSION_DENIED (a term
+    that this server's coordinator does not have) and UNAVAILABLE (that one cannot be asked); further statuses are named at
+    each rpc. A request that fails changes nothing.
     """
 
     def __init__(self, channel):
@@ -173,14 +174,15 @@ class ShardServiceStub(object):
 class ShardServiceServicer(object):
     """Holds shards of units with their optimizer state. Every rpc may also return INVALID_ARGUMENT
     (malformed request), NOT_FOUND (unknown run, unit or parameter), DEADLINE_EXCEEDED and
-    UNAVAILABLE (shutting down); further statuses are named at each rpc. A request that fails
-    changes nothing.
+    UNAVAILABLE (shutting down); the coordinator's rpcs also ABORTED (older coordinator term), PERMISSION_DENIED (a term
+    that this server's coordinator does not have) and UNAVAILABLE (that one cannot be asked); further statuses are named at
+    each rpc. A request that fails changes nothing.
     """
 
     def ReserveUnit(self, request, context):
         """Coordinator: makes room for a shard of a unit. Repeating it is harmless.
         RESOURCE_EXHAUSTED: it does not fit the memory budget; FAILED_PRECONDITION: the unit is there
-        with another layout or range, or a step is prepared; ABORTED: older coordinator term.
+        with another layout or range, or a step is prepared.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -527,8 +529,9 @@ def add_ShardServiceServicer_to_server(servicer, server):
 class ShardService(object):
     """Holds shards of units with their optimizer state. Every rpc may also return INVALID_ARGUMENT
     (malformed request), NOT_FOUND (unknown run, unit or parameter), DEADLINE_EXCEEDED and
-    UNAVAILABLE (shutting down); further statuses are named at each rpc. A request that fails
-    changes nothing.
+    UNAVAILABLE (shutting down); the coordinator's rpcs also ABORTED (older coordinator term), PERMISSION_DENIED (a term
+    that this server's coordinator does not have) and UNAVAILABLE (that one cannot be asked); further statuses are named at
+    each rpc. A request that fails changes nothing.
     """
 
     @staticmethod

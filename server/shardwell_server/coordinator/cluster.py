@@ -9,13 +9,10 @@ from shardwell_server.coordinator.placement import Candidate
 from shardwell_server.coordinator.records import ServerRecord
 from shardwell_server.coordinator.waiting import Signal
 from shardwell_wire.errors import (
-    ConflictError,
     DuplicateError,
     InvalidRequestError,
     NotFoundError,
-    ShardwellError,
     StaleEpochError,
-    UnavailableError,
 )
 
 
@@ -34,6 +31,8 @@ class Server:
     reserved_bytes: int = 0
     used_bytes: int = 0
     live: bool = True
+    ended: bool = False
+    """While it is not live: whether it is known to run no more."""
 
     @property
     def free_bytes(self) -> int:
@@ -86,8 +85,8 @@ class Cluster:
             raise InvalidRequestError(f"budget_bytes is {budget_bytes}: expected 1 to 2**63 - 1", server=server_id)
         if (server_id, incarnation) in self._superseded:
             raise DuplicateError(
-                f"server {server_id!r}: another process has registered under this id since: "
-                "give every server its own id",
+                f"server {server_id!r}: this process was lost, and another one has the id since: end this one, and "
+                "give every server its own id (--id, SHARDWELL_ID)",
                 server=server_id,
             )
         former = self.servers.get(server_id)
@@ -96,14 +95,12 @@ class Cluster:
         self._last_epoch += 1
         return Server(server_id, address, incarnation, self._last_epoch, budget_bytes, self._clock())
 
-    def register(self, server: Server) -> Server | None:
-        """Takes in a server that was checked; returns the former process under its id, if it is another one."""
+    def register(self, server: Server) -> None:
+        """Takes in a server that was checked; it takes the place of another process of its id."""
         former = self.servers.get(server.server_id)
         self.servers[server.server_id] = server
-        if former is None or former.incarnation == server.incarnation:
-            return None
-        self._superseded.add((former.server_id, former.incarnation))
-        return former
+        if former is not None and former.incarnation != server.incarnation:
+            self._superseded.add((former.server_id, former.incarnation))
 
     def heartbeat(self, server_id: str, epoch: int, reserved_bytes: int, used_bytes: int) -> bool:
         """Renews a lease; returns whether the server had been lost.
@@ -134,9 +131,9 @@ class Cluster:
 
     def expire(self) -> list[Server]:
         """Marks the servers whose lease has run out as lost; returns them."""
-        lost = [server for server in self.live if self._clock() - server.heard_s > self._lease_s]
+        lost = [server for server in self.live if self.silent_s(server) > self._lease_s]
         for server in lost:
-            server.live = False
+            server.live = server.ended = False
         return lost
 
     def renew_all(self) -> None:
@@ -148,19 +145,11 @@ class Cluster:
         """The servers on which a unit may be placed."""
         return [Candidate(server.server_id, server.free_bytes) for server in self.live]
 
-    def problem(self, server_id: str, incarnation: str) -> ShardwellError | None:
-        """Why shards that a server process was given cannot be reached now; None if they can."""
+    def has_restarted(self, server_id: str, incarnation: str) -> bool:
+        """Whether the server of an id is another process by now: that one's memory is gone."""
         server = self.servers.get(server_id)
-        if server is None or server.incarnation != incarnation:
-            return ConflictError(
-                f"server {server_id!r} was restarted and has lost its shards of this run: delete the run "
-                f"(shardwell delete-run) and start it again",
-                server=server_id,
-            )
-        if not server.live:
-            return UnavailableError(
-                f"server {server_id!r} at {server.address} has not been heard of for "
-                f"{self._clock() - server.heard_s:.1f} s: it holds shards of this run; bring it back",
-                server=server_id,
-            )
-        return None
+        return server is None or server.incarnation != incarnation
+
+    def silent_s(self, server: Server) -> float:
+        """Seconds since a server was last heard of."""
+        return self._clock() - server.heard_s

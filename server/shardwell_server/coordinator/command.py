@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -112,9 +113,9 @@ async def coordinate(settings: Settings, directory: Path, endpoint: process.Endp
         coordinator = await Coordinator.load(settings, storage, calls)
 
         @asynccontextmanager
-        async def background(_: str) -> AsyncIterator[None]:
+        async def background(_: str) -> AsyncIterator[asyncio.Future[None]]:
             async with coordinator.running():
-                yield
+                yield asyncio.get_running_loop().create_future()
 
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
         await process.serve(service, CoordinatorServicer(coordinator), endpoint, background)

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from shardwell_server.coordinator.commit import Committer
 from shardwell_server.coordinator.events import EventKind
 from shardwell_server.coordinator.run import Run
+from shardwell_server.coordinator.server_leases import ServerLeases
 from shardwell_server.coordinator.servers import ShardServers
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.shard_client import ShardCalls
@@ -38,6 +39,7 @@ class Coordinator:
     def __init__(self, state: CoordinatorState, calls: ShardCalls) -> None:
         self.state = state
         self.servers = ShardServers(state, calls)
+        self.server_leases = ServerLeases(state, calls)
         self.trainers = Trainers(state, self.servers)
         self.units = Units(state, self.servers)
         self.committer = Committer(state, self.servers, self.trainers)
@@ -86,39 +88,7 @@ class Coordinator:
     def expire(self) -> None:
         """Takes everybody whose lease has run out to be lost."""
         self.trainers.expire()
-        for server in self.state.cluster.expire():
-            message = f"server {server.server_id!r} at {server.address} was not heard of for its lease"
-            self.state.events.add(EventKind.SERVER_LOST, message)
-            self._wake_runs()
-
-    def _wake_runs(self) -> None:
-        """Something about servers changed: whoever waits shall look."""
-        self.state.cluster.changed.notify()
-        for run in self.state.runs.values():
-            run.changed.notify()
-
-    async def register_server(self, server_id: str, address: str, incarnation: str, budget_bytes: int) -> int:
-        """Takes in a shard server process; returns its epoch."""
-        cluster = self.state.cluster
-        server = cluster.check(server_id, address, incarnation, budget_bytes)
-        await self.state.storage.save_server(server.to_record())
-        known = server_id in cluster.servers
-        former = cluster.register(server)
-        message = f"server {server_id!r} at {address} with {budget_bytes} bytes, epoch {server.epoch}"
-        if former is not None:
-            lost = sorted(run.name for run in self.state.runs.values() if server_id in run.units.servers)
-            message += f"; its memory is empty: runs {', '.join(lost)} have lost shards" if lost else ""
-            self.state.events.add(EventKind.SERVER_RESTARTED, message)
-        elif not known:
-            self.state.events.add(EventKind.SERVER_REGISTERED, message)
-        self._wake_runs()
-        return server.epoch
-
-    def heartbeat_server(self, server_id: str, epoch: int, reserved_bytes: int, used_bytes: int) -> None:
-        """A shard server is heard of."""
-        if self.state.cluster.heartbeat(server_id, epoch, reserved_bytes, used_bytes):
-            self.state.events.add(EventKind.SERVER_RETURNED, f"server {server_id!r} is heard of again")
-            self._wake_runs()
+        self.server_leases.expire()
 
     async def delete_run(self, name: str, *, force: bool) -> int:
         """Ends a run and frees its memory; returns the bytes freed.

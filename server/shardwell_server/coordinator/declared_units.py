@@ -73,6 +73,10 @@ class DeclaredUnits:
             self._processes = sorted(given)
         return self._processes
 
+    def of_process(self, process: tuple[str, str]) -> list[Unit]:
+        """The units of which a server process, by id and incarnation, was given shards."""
+        return [unit for unit in self if any((at.server_id, at.incarnation) == process for at in unit.shards)]
+
     def add(self, unit: Unit) -> None:
         """Takes in the unit with the next index."""
         assert unit.index == len(self)

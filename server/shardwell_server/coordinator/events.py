@@ -30,6 +30,8 @@ class EventKind(StrEnum):
     """A shard server came back as a new process: its memory is empty."""
     SERVER_LOST = "server_lost"
     """A shard server's lease ran out."""
+    SERVER_ENDED = "server_ended"
+    """A shard server that was lost is known to run no more: its memory is gone."""
     SERVER_RETURNED = "server_returned"
     """A shard server that was lost is heard of again; its memory is what it was."""
     RUN_CREATED = "run_created"

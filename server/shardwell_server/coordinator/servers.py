@@ -8,6 +8,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from shardwell_server.coordinator.lost_shards import problems
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.shard_client import ShardCalls
 from shardwell_server.coordinator.state import CoordinatorState
@@ -32,15 +33,8 @@ class ShardServers:
 
     def check(self, run: Run) -> None:
         """Raises ConflictError or UnavailableError if a server has lost shards of the run, or is silent."""
-        problems = [
-            problem
-            for server_id, incarnation in run.units.processes
-            if (problem := self._state.cluster.problem(server_id, incarnation)) is not None
-        ]
-        # What does not heal comes first.
-        problems.sort(key=lambda problem: isinstance(problem, UnavailableError))
-        if problems:
-            raise problems[0]
+        for problem in problems(run, self._state.cluster):
+            raise problem
 
     async def call(self, server_id: str, rpc_name: str, request: Message, *, retry_for_s: float | None = None) -> Any:
         """Calls one server; errors name it. Retries for a lease's time unless told otherwise."""

@@ -14,6 +14,7 @@ from shardwell_server.coordinator import describe, describe_weights
 from shardwell_server.coordinator.agreement import HandIn
 from shardwell_server.coordinator.assignment import Applicant
 from shardwell_server.coordinator.coordinator import Coordinator
+from shardwell_server.coordinator.lost_shards import check_kept
 from shardwell_server.coordinator.membership import Member, heard
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.settings import RunSettings, check_layers
@@ -47,16 +48,20 @@ class CoordinatorServicer:
     async def RegisterServer(
         self, request: coordinator_pb2.RegisterServerRequest, call: Call
     ) -> coordinator_pb2.RegisterServerResponse:
-        epoch = await self._coordinator.register_server(
+        epoch = await self._coordinator.server_leases.register(
             request.server_id, request.address, request.incarnation, request.budget_bytes
         )
-        return coordinator_pb2.RegisterServerResponse(epoch=epoch, lease_s=self._state.settings.lease_s)
+        return coordinator_pb2.RegisterServerResponse(
+            epoch=epoch, lease_s=self._state.settings.lease_s, coordinator_epoch=self._state.term
+        )
 
     async def HeartbeatServer(
         self, request: coordinator_pb2.HeartbeatServerRequest, call: Call
     ) -> coordinator_pb2.HeartbeatServerResponse:
-        self._coordinator.heartbeat_server(request.server_id, request.epoch, request.reserved_bytes, request.used_bytes)
-        return coordinator_pb2.HeartbeatServerResponse()
+        self._coordinator.server_leases.heartbeat(
+            request.server_id, request.epoch, request.reserved_bytes, request.used_bytes
+        )
+        return coordinator_pb2.HeartbeatServerResponse(coordinator_epoch=self._state.term)
 
     # Trainers
 
@@ -97,6 +102,7 @@ class CoordinatorServicer:
     ) -> coordinator_pb2.HeartbeatResponse:
         run = self._state.require_run(request.run)
         with heard(run.require(request.trainer, request.epoch), self._state.clock):
+            check_kept(run, self._state.cluster)
             return coordinator_pb2.HeartbeatResponse(committed_step=run.committed_step)
 
     async def Leave(self, request: coordinator_pb2.LeaveRequest, call: Call) -> coordinator_pb2.LeaveResponse:

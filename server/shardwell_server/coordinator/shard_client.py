@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import time
 from typing import Any, Protocol
 
@@ -13,11 +14,14 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from shardwell_wire.channel import open_aio_channel
-from shardwell_wire.errors import UnavailableError, from_rpc_error
+from shardwell_wire.errors import InvalidRequestError, ShardwellError, UnavailableError, from_rpc_error
 from shardwell_wire.v1 import shard_pb2
 
 CALL_TIMEOUT_S = 120.0
 """Deadline of one try; preparing and updating take as long as the tensors are large."""
+
+_PROBE_S = 2.0
+"""How long a process may take to say which one it is."""
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 1.0
 
@@ -39,6 +43,20 @@ class ShardCalls(Protocol):
 
         Raises:
             ShardwellError: What the server raised, or UnavailableError, or DeadlineError.
+        """
+        ...
+
+    async def process_at(self, address: str) -> str | None:
+        """Which shard server process serves at an address.
+
+        Args:
+            address: host:port.
+
+        Returns:
+            Its incarnation. None: nothing listens there any more, or what does is no shard server.
+
+        Raises:
+            UnavailableError: No answer came, which tells nothing of the process.
         """
         ...
 
@@ -65,6 +83,20 @@ class GrpcShardCalls:
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(delay * 2, _LONGEST_DELAY_S)
 
+    async def process_at(self, address: str) -> str | None:
+        """See ``ShardCalls.process_at``."""
+        request = shard_pb2.DescribeServerRequest()
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                await asyncio.to_thread(_connect, address)
+                response = await self.call(address, "DescribeServer", request, retry_for_s=_PROBE_S)
+        except (ConnectionRefusedError, InvalidRequestError):
+            return None
+        except (OSError, ShardwellError) as error:
+            reason = str(error) or "time is over"
+            raise UnavailableError(f"nothing at {address} answered within {_PROBE_S:g} s ({reason})") from error
+        return str(response.incarnation)
+
     async def close(self) -> None:
         """Closes the connections."""
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
@@ -80,3 +112,9 @@ class GrpcShardCalls:
         )
         self._stubs[address, rpc_name] = stub
         return stub
+
+
+def _connect(address: str) -> None:
+    """Raises ConnectionRefusedError if nothing listens at host:port, which gRPC does not tell from other failures."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shardwell_server.coordinator import slices
 from shardwell_server.coordinator.cluster import Cluster
+from shardwell_server.coordinator.lost_shards import problems
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.work import Item, Step, WorkState
 from shardwell_wire.slices import runs_on_trainers
@@ -28,7 +29,7 @@ def explain(run: Run, cluster: Cluster, now: float) -> Stall:
     if run.step is None:
         return Stall("starting", now - run.created_s, _shorten(_starting(run)))
     phase, since = _phase(run, run.step)
-    lines = [*_servers(run, cluster), *_updates(run, now)]
+    lines = [*map(str, problems(run, cluster)), *_updates(run, now)]
     if run.step.failure is not None:
         lines.append(
             f"step {run.step.number} cannot be committed: {run.step.failure}; it goes on once a rank begins "
@@ -59,11 +60,6 @@ def _starting(run: Run) -> list[str]:
     missing = run.settings.min_trainers - there
     head = f"{there} of {run.settings.min_trainers} trainers are there: {missing} more must join"
     return [head, *(f"{member} is there" for member in run.members.live.values())]
-
-
-def _servers(run: Run, cluster: Cluster) -> list[str]:
-    problems = (cluster.problem(server_id, incarnation) for server_id, incarnation in run.units.processes)
-    return [str(problem) for problem in problems if problem is not None]
 
 
 def _updates(run: Run, now: float) -> list[str]:

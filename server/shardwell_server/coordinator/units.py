@@ -42,7 +42,8 @@ class Units:
         Raises:
             UnitMismatchError: It was declared with another layout.
             CapacityError: A server has no room for its part.
-            UnavailableError: Not enough servers came within ``wait_s``.
+            UnavailableError: Not enough servers came within ``wait_s``, or an owner is silent.
+            ConflictError: An owner has lost shards of the run.
         """
         unit = run.units.find(layout.unit)
         if unit is None:
@@ -50,8 +51,12 @@ class Units:
             # Another trainer may have declared it in the meantime.
             unit = run.units.find(layout.unit) or self._place(run, layout)
         require_same_layout(unit.layout, layout)
-        while not self._has_room(unit):
-            await unit.in_flight(lambda: self._reserve(run, unit))
+        try:
+            while not self._has_room(unit):
+                await unit.in_flight(lambda: self._reserve(run, unit))
+        except UnavailableError:
+            self._servers.check(run)  # it may be known by now that waiting does not help
+            raise
         self._servers.check(run)
         return unit
 

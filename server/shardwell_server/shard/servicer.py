@@ -21,6 +21,7 @@ from shardwell_server.shard.requests import (
 )
 from shardwell_server.shard.requests.holds import holding
 from shardwell_server.shard.requests.streams import IncomingMessages
+from shardwell_server.shard.state.coordinator_term import CoordinatorTerm
 from shardwell_server.shard.state.runs import Run
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire import codec
@@ -34,12 +35,21 @@ class ShardServicer:
 
     Args:
         server_id: Name of this server.
+        incarnation: Of this process.
         store: What it holds.
+        term: Which coordinator it obeys.
         lanes: What it offers beside the rpcs.
     """
 
-    def __init__(self, server_id: str, store: ShardStore, lanes: Mapping[int, LaneOffer] | None = None) -> None:
-        self._server_id, self._store = server_id, store
+    def __init__(
+        self,
+        server_id: str,
+        incarnation: str,
+        store: ShardStore,
+        term: CoordinatorTerm,
+        lanes: Mapping[int, LaneOffer] | None = None,
+    ) -> None:
+        self._server_id, self._incarnation, self._store, self._term = server_id, incarnation, store, term
         self._lanes = lanes or {}
         self._lanes_end = asyncio.Event()
         self._started_s = asyncio.get_running_loop().time()
@@ -52,7 +62,7 @@ class ShardServicer:
 
     async def ReserveUnit(self, request: shard_pb2.ReserveUnitRequest, call: Call) -> shard_pb2.ReserveUnitResponse:
         layout = UnitLayout.from_proto(request.unit)
-        self._store.check_term(request.context.epoch)
+        await self._term.check(request.context.epoch)
         self._note(call, request.context, request)
         shard = self._store.reserve(
             request.context.run, layout, request.unit_index, request.start_bytes, request.stop_bytes, request.dp
@@ -60,13 +70,13 @@ class ShardServicer:
         return shard_pb2.ReserveUnitResponse(free_bytes=self._store.memory.free_bytes, version=shard.version)
 
     async def PublishUnit(self, request: shard_pb2.PublishUnitRequest, call: Call) -> shard_pb2.PublishUnitResponse:
-        self._store.check_term(request.coordinator_epoch)
+        await self._term.check(request.coordinator_epoch)
         self._note(call, request.context, request)
         shard = self._store.run(request.context.run).shard(request.unit)
         return shard_pb2.PublishUnitResponse(version=shard.values.publish(request.context.epoch))
 
     async def Fence(self, request: shard_pb2.FenceRequest, call: Call) -> shard_pb2.FenceResponse:
-        run = self._coordinated(request, call)
+        run = await self._coordinated(request, call)
 
         async def work() -> None:
             steps.fence(run, request)
@@ -75,23 +85,23 @@ class ShardServicer:
         return shard_pb2.FenceResponse()
 
     async def PrepareStep(self, request: shard_pb2.PrepareStepRequest, call: Call) -> shard_pb2.PrepareStepResponse:
-        run = self._coordinated(request, call)
+        run = await self._coordinated(request, call)
         return await run.alone(lambda: steps.prepare(run, self._store.in_thread, request))
 
     async def ConfirmSlices(
         self, request: shard_pb2.ConfirmSlicesRequest, call: Call
     ) -> shard_pb2.ConfirmSlicesResponse:
-        run = self._coordinated(request, call)
+        run = await self._coordinated(request, call)
         return await run.alone(lambda: slice_transfers.confirm(run, request))
 
     async def Update(self, request: shard_pb2.UpdateRequest, call: Call) -> shard_pb2.UpdateResponse:
-        run = self._coordinated(request, call)
+        run = await self._coordinated(request, call)
         # Once begun an update is finished, also when the coordinator is gone.
         version = await uninterrupted(run.alone(lambda: steps.update(run, self._store.in_thread, request)))
         return shard_pb2.UpdateResponse(version=version)
 
     async def DropRun(self, request: shard_pb2.DropRunRequest, call: Call) -> shard_pb2.DropRunResponse:
-        self._store.check_term(request.context.epoch)
+        await self._term.check(request.context.epoch)
         self._note(call, request.context, request)
         return shard_pb2.DropRunResponse(freed_bytes=await self._store.drop(request.context.run))
 
@@ -198,7 +208,7 @@ class ShardServicer:
         self, request: shard_pb2.DescribeServerRequest, call: Call
     ) -> shard_pb2.DescribeServerResponse:
         uptime_s = asyncio.get_running_loop().time() - self._started_s
-        return inspection.describe_server(self._store, self._server_id, uptime_s)
+        return inspection.describe_server(self._store, self._server_id, self._incarnation, uptime_s)
 
     async def ListShards(self, request: shard_pb2.ListShardsRequest, call: Call) -> shard_pb2.ListShardsResponse:
         shards = self._store.run(request.run).shards.values()
@@ -223,7 +233,7 @@ class ShardServicer:
             raise ConflictError(f"{self._server_id} offers no lane through shared memory")
         return offer
 
-    def _coordinated(
+    async def _coordinated(
         self,
         request: shard_pb2.FenceRequest
         | shard_pb2.PrepareStepRequest
@@ -231,7 +241,7 @@ class ShardServicer:
         | shard_pb2.UpdateRequest,
         call: Call,
     ) -> Run:
-        self._store.check_term(request.context.epoch)
+        await self._term.check(request.context.epoch)
         self._note(call, request.context, request)
         return self._store.run(request.context.run)
 

@@ -161,7 +161,7 @@ async def _serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> N
         if shm is not None:
             lanes[common_pb2.LANE_KIND_SHM] = shm
         async with sockets.accepting():
-            servicer = ShardServicer(server_id, store, lanes)
+            servicer = ShardServicer(server_id, registration.incarnation, store, registration.term, lanes)
             await process.serve(service, servicer, endpoint, registration.running, end_standing=servicer.end_lanes)
 
 

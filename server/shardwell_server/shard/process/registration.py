@@ -14,10 +14,12 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message_factory import GetMessageClass
 
+from shardwell_server.shard.state.coordinator_term import CoordinatorTerm
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.channel import open_aio_channel
 from shardwell_wire.errors import (
     DeadlineError,
+    DuplicateError,
     NotFoundError,
     ShardwellError,
     StaleEpochError,
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
 _LONGEST_DELAY_S = 2.0
+_GIVEN_UP = (StaleEpochError, NotFoundError)
+"""What a heartbeat meets when the coordinator does not take this process for the server any more."""
 
 
 class Registration:
@@ -39,26 +43,36 @@ class Registration:
         coordinator: host:port.
         server_id: Stable name of the server.
         store: What is reported.
+
+    Attributes:
+        incarnation: Random: tells this process from others of its id.
+        term: Of the coordinator, as far as this server has been told.
     """
 
     def __init__(self, coordinator: str, server_id: str, store: ShardStore) -> None:
         self._coordinator, self._server_id, self._store = coordinator, server_id, store
-        self._incarnation = uuid.uuid4().hex
+        self.incarnation = uuid.uuid4().hex
         self._channel = open_aio_channel(coordinator)
         self._reachable = True
+        self._address, self._epoch, self._lease_s = "", 0, 0.0
+        self.term = CoordinatorTerm(self._ask_term)
 
     @asynccontextmanager
-    async def running(self, address: str) -> AsyncIterator[None]:
-        """Registered on entry; heartbeats until exit.
+    async def running(self, address: str) -> AsyncIterator[asyncio.Future[None]]:
+        """Registered on entry; heartbeats until exit. Gives what raises when the heartbeats end before.
 
         Args:
             address: host:port at which others reach this server.
+
+        Raises:
+            DuplicateError: Another process has the server's id; from what is given: it took this one's place.
         """
+        self._address = address
         try:
-            lease_s, epoch = await self._register(address)
-            task = asyncio.ensure_future(self._keep(address, lease_s, epoch))
+            await self._register()
+            task = asyncio.ensure_future(self._keep())
             try:
-                yield
+                yield task
             finally:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
@@ -66,47 +80,65 @@ class Registration:
         finally:
             await self._channel.close()
 
-    async def _register(self, address: str) -> tuple[float, int]:
+    async def _register(self) -> None:
         request = coordinator_pb2.RegisterServerRequest(
             server_id=self._server_id,
-            address=address,
+            address=self._address,
             budget_bytes=self._store.memory.budget_bytes,
             shardwell_version=installed_version("shardwell"),
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
         )
         delay = 0.05
         while True:
             try:
                 response = await self._call("RegisterServer", request)
-                logger.info("registered with the coordinator at %s as %r", self._coordinator, self._server_id)
-                return response.lease_s, response.epoch
+                break
             except (UnavailableError, DeadlineError) as error:
-                self._note(error)
+                self._note("register with", error)
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(2 * delay, _LONGEST_DELAY_S)
+        self._epoch, self._lease_s = response.epoch, response.lease_s
+        self.term.learn(response.coordinator_epoch)
+        logger.info("registered with the coordinator at %s as %r", self._coordinator, self._server_id)
 
-    async def _keep(self, address: str, lease_s: float, epoch: int) -> None:
+    async def _keep(self) -> None:
         while True:
-            await asyncio.sleep(lease_s / 3)
+            await asyncio.sleep(self._lease_s / 3)
             try:
-                lease_s, epoch = await self._beat(address, lease_s, epoch)
+                await self._beat_or_register()
+            except DuplicateError:
+                raise
             except ShardwellError as error:
-                self._note(error)
+                self._note("reach", error)
 
-    async def _beat(self, address: str, lease_s: float, epoch: int) -> tuple[float, int]:
+    async def _beat_or_register(self) -> None:
         """One heartbeat; registers again if the coordinator has given this server up."""
+        try:
+            await self._beat()
+        except _GIVEN_UP as error:
+            logger.warning("the coordinator took this server for lost: %s", error)
+            await self._register()
+
+    async def _ask_term(self) -> None:
+        """Hears of the coordinator's term now instead of with the next heartbeat."""
+        try:
+            await self._beat()
+        except _GIVEN_UP as error:
+            raise UnavailableError(
+                f"server {self._server_id!r} is not registered with the coordinator at {self._coordinator} now: ask "
+                "again when it is",
+                server=self._server_id,
+            ) from error
+
+    async def _beat(self) -> None:
         request = coordinator_pb2.HeartbeatServerRequest(
             server_id=self._server_id,
-            epoch=epoch,
+            epoch=self._epoch,
             reserved_bytes=self._store.memory.reserved_bytes,
             used_bytes=self._store.memory.used_bytes,
         )
-        try:
-            await self._call("HeartbeatServer", request)
-        except (StaleEpochError, NotFoundError) as error:
-            logger.warning("the coordinator took this server for lost: %s", error)
-            return await self._register(address)
-        return lease_s, epoch
+        response = await self._call("HeartbeatServer", request)
+        self.term.learn(response.coordinator_epoch)
 
     async def _call(self, rpc_name: str, request: Any) -> Any:
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
@@ -122,7 +154,7 @@ class Registration:
         self._reachable = True
         return response
 
-    def _note(self, error: ShardwellError) -> None:
+    def _note(self, what: str, error: ShardwellError) -> None:
         if self._reachable:
-            logger.warning("cannot reach the coordinator at %s, trying on: %s", self._coordinator, error)
+            logger.warning("cannot %s the coordinator at %s, trying on: %s", what, self._coordinator, error)
         self._reachable = False

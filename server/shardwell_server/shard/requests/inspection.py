@@ -16,10 +16,13 @@ from shardwell_wire.v1 import shard_pb2
 DEFAULT_PEEK_COUNT, MAX_PEEK_COUNT = 8, 1024
 
 
-def describe_server(store: ShardStore, server_id: str, uptime_s: float) -> shard_pb2.DescribeServerResponse:
+def describe_server(
+    store: ShardStore, server_id: str, incarnation: str, uptime_s: float
+) -> shard_pb2.DescribeServerResponse:
     """The server, its memory and its runs."""
     return shard_pb2.DescribeServerResponse(
         server_id=server_id,
+        incarnation=incarnation,
         shardwell_version=installed_version("shardwell"),
         budget_bytes=store.memory.budget_bytes,
         reserved_bytes=store.memory.reserved_bytes,

@@ -13,7 +13,6 @@ from shardwell_server.shard.threads import in_threads_of
 from shardwell_wire.errors import (
     InvalidRequestError,
     NotFoundError,
-    StaleEpochError,
     StepStateError,
     UnitMismatchError,
 )
@@ -36,7 +35,6 @@ class ShardStore:
         self.runs: dict[str, Run] = {}
         self.in_thread = in_threads_of(threads)
         self.requests = RequestLog()
-        self._term = 0
 
     def run(self, name: str) -> Run:
         """Raises NotFoundError if the server holds nothing of the run."""
@@ -44,12 +42,6 @@ class ShardStore:
             return self.runs[name]
         known = ", ".join(sorted(self.runs)[:10])
         raise NotFoundError(f"no run {name!r} on this server; it has {known or 'none'}", run=name)
-
-    def check_term(self, term: int) -> None:
-        """Raises StaleEpochError for a coordinator that another has replaced."""
-        if term < self._term:
-            raise StaleEpochError(f"coordinator term {term} is over, the present one is {self._term}", epoch=self._term)
-        self._term = term
 
     def reserve(self, run_name: str, layout: UnitLayout, index: int, start: int, stop: int, dp: int) -> UnitShard:
         """Makes room for a shard; the same again is harmless.

@@ -1,0 +1,66 @@
+"""Which shards of a run cannot be reached, for how long, and what to do about it, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwell_server.coordinator.cluster import Cluster
+from shardwell_server.coordinator.declared_units import Unit
+from shardwell_server.coordinator.run import Run
+from shardwell_wire.errors import ConflictError, ShardwellError, UnavailableError
+
+_MAX_NAMES = 5
+
+
+def problems(run: Run, cluster: Cluster) -> list[ShardwellError]:
+    """Why shards of a run cannot be reached now, a server each; what does not heal comes first."""
+    found = [_problem(run, cluster, process) for process in run.units.processes]
+    return sorted(filter(None, found), key=lambda problem: isinstance(problem, UnavailableError))
+
+
+def check_kept(run: Run, cluster: Cluster) -> None:
+    """Raises ConflictError if a run can never go on.
+
+    A unit without initial values is not lost with a server that was restarted: it is placed there again when it is
+    declared the next time.
+    """
+    for process in run.units.processes:
+        restarted = cluster.has_restarted(*process)
+        if not restarted or any(unit.published for unit in run.units.of_process(process)):
+            problem = _problem(run, cluster, process)
+            if isinstance(problem, ConflictError):
+                raise problem
+
+
+def _problem(run: Run, cluster: Cluster, process: tuple[str, str]) -> ShardwellError | None:
+    server_id, _ = process
+    restarted, server = cluster.has_restarted(*process), cluster.servers.get(server_id)
+    if server is not None and server.live and not restarted:
+        return None
+    units = _names(run.units.of_process(process))
+    again = f"delete the run (shardwell delete-run {run.name}) and start it again"
+    if server is None or restarted:
+        return ConflictError(
+            f"server {server_id!r} was restarted and has lost its shards of this run, of {units}: {again}",
+            run=run.name,
+            server=server_id,
+        )
+    if server.ended:
+        return ConflictError(
+            f"server {server_id!r} at {server.address} has ended, and its shards of this run, of {units}, are lost: "
+            f"{again}",
+            run=run.name,
+            server=server_id,
+        )
+    return UnavailableError(
+        f"server {server_id!r} at {server.address} has not been heard of for {cluster.silent_s(server):.1f} s: it "
+        f"holds shards of this run, of {units}; bring it back, or {again}",
+        run=run.name,
+        server=server_id,
+    )
+
+
+def _names(units: Sequence[Unit]) -> str:
+    names = [repr(unit.layout.unit) for unit in units[:_MAX_NAMES]]
+    more = f" and {len(units) - _MAX_NAMES} more" if len(units) > _MAX_NAMES else ""
+    return f"{'unit' if len(units) == 1 else 'units'} {', '.join(names)}{more}"

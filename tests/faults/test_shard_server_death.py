@@ -1,0 +1,56 @@
+"""A shard server is killed before the first commit: the trainer learns which, and what was on it, and does not wait."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import shardwell
+from shardwell_wire.errors import ConflictError
+from tests.support.cluster import build_model
+
+LIMIT_S = 40.0
+"""Far below ``wait_limit_s``; most of it is for machines that are slow."""
+
+
+@pytest.fixture
+def cluster() -> Iterator[shardwell.LocalCluster]:
+    with shardwell.LocalCluster(num_shards=1, lease_s=1.0) as cluster:
+        yield cluster
+
+
+def join(cluster: shardwell.LocalCluster, lanes: str | None = None) -> shardwell.Session:
+    return shardwell.join(cluster.address, run=uuid.uuid4().hex, lanes=lanes)
+
+
+def lost(units: str) -> str:
+    return rf"server 'shard-0' at .* has ended, and its shards of this run, of {units}, are lost: delete the run"
+
+
+def test_between_two_declarations(cluster: shardwell.LocalCluster) -> None:
+    with join(cluster) as session:
+        model = build_model()
+        shardwell.fully_shard(model[0], session, name="first")
+        cluster.shards[0].kill()
+        started = time.monotonic()
+        with pytest.raises(ConflictError, match=lost("units 'first', 'rest'")):
+            shardwell.fully_shard(model, session, name="rest")
+        assert time.monotonic() - started < LIMIT_S
+
+
+@pytest.mark.parametrize("lanes", ["shm", "socket", "grpc"])
+def test_before_the_first_step(cluster: shardwell.LocalCluster, lanes: str) -> None:
+    with join(cluster, lanes) as session:
+        model = build_model()
+        shardwell.fully_shard(model, session, name="all")
+        optimizer = shardwell.optim.AdamW(model.parameters(), lr=0.01)
+        cluster.shards[0].kill()
+        started = time.monotonic()
+        with pytest.raises(ConflictError, match=lost("unit 'all'")):
+            model(torch.ones(3, 17)).sum().backward()
+            optimizer.step()
+        assert time.monotonic() - started < LIMIT_S
