@@ -34,15 +34,22 @@ Buffer = bytes | bytearray | memoryview
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
-def memory_at(address: int, size_bytes: int) -> memoryview:
+def memory_at(address: int, size_bytes: int, owner: object = None) -> memoryview:
     """A writable view of raw memory, such as a tensor's at ``data_ptr()``.
 
-    The caller keeps the memory alive. Unlike ``Tensor.numpy`` it leaves the storage resizable, and
-    writing through it does not bump the tensor's version counter.
+    Unlike ``Tensor.numpy`` it leaves the storage resizable, and writing through it does not bump the tensor's
+    version counter.
+
+    Args:
+        address: Of the first byte.
+        size_bytes: How many.
+        owner: What the memory is of; kept as long as the view, or a part of it. Without one the caller keeps it.
     """
     if size_bytes == 0:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+    memory = (ctypes.c_char * size_bytes).from_address(address)
+    memory.owner = owner  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def copy_bytes(target: memoryview, offset: int, source: Buffer) -> None:

@@ -1,6 +1,8 @@
 """Chunk streams: what is sent is what arrives, and every broken stream is named."""
 
+import ctypes
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -103,3 +105,19 @@ def test_broken_streams_are_named(
 ) -> None:
     with pytest.raises(error, match=message):
         broken(change)
+
+
+class Memory(bytearray):
+    """Can be watched."""
+
+
+def test_memory_is_kept_as_long_as_a_part_of_a_view_of_it() -> None:
+    owner = Memory(b"weights")
+    ended = weakref.ref(owner)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(owner))
+    part = codec.memory_at(address, len(owner), owner)[2:4]
+    del owner
+    assert ended() is not None
+    assert bytes(part) == b"ig"
+    del part
+    assert ended() is None

@@ -134,7 +134,7 @@ class ErrorFeedback:
         return EncodedGradients(
             indices,
             self._wire_dtype,
-            memory_at(buffer.data_ptr(), plan.size_bytes),
+            memory_at(buffer.data_ptr(), plan.size_bytes, buffer),
             sum(gradient.nbytes for gradient in gradients.values()),
             partial(self._buffers.give, buffer),
         )

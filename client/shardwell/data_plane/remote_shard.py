@@ -325,5 +325,5 @@ def _memory_of(window: SharedVector) -> memoryview:
 
 
 def _memory_in(flat: torch.Tensor, segment: Segment) -> memoryview:
-    """A part of a parameter, as long as that lives."""
-    return memory_at(flat.data_ptr() + segment.start_element * flat.itemsize, segment.size_bytes)
+    """A part of a parameter. gRPC may still read it when its rpc has failed, and so nobody else keeps it."""
+    return memory_at(flat.data_ptr() + segment.start_element * flat.itemsize, segment.size_bytes, flat)

@@ -206,7 +206,7 @@ class _Incoming:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    return codec.memory_at(tensor.data_ptr(), tensor.nbytes)
+    return codec.memory_at(tensor.data_ptr(), tensor.nbytes, tensor)
 
 
 def _describe(place: SlicePlace, index: int, name: object, value: object) -> tuple[shard_pb2.StateTensor, torch.Tensor]:

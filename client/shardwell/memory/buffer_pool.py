@@ -47,7 +47,7 @@ class BufferPool:
         """A buffer with any content. [size_bytes]"""
         buffer = self.take(size_bytes)
         try:
-            yield memory_at(buffer.data_ptr(), size_bytes)
+            yield memory_at(buffer.data_ptr(), size_bytes, buffer)
         finally:
             self.give(buffer)
 
