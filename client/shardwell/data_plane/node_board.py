@@ -94,6 +94,7 @@ class NodeBoard:
     def __init__(self, folder: HostFolder, rank: int, size: int) -> None:
         self._folder, self._rank, self._size = folder, rank, size
         self._closed, self._is_inside = threading.Event(), True
+        self._leaving = threading.Lock()
         self._presence = os.open(self._member_path(rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         descriptor = os.open(folder.path / _BOARD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -154,10 +155,11 @@ class NodeBoard:
 
     def leave(self) -> None:
         """Is no member from now on; the others find out at their next turn. Harmless to repeat."""
-        if not self._closed.is_set():
-            self._closed.set()
-            fcntl.flock(self._presence, fcntl.LOCK_UN)
-            os.close(self._presence)
+        with self._leaving:  # two threads would close the descriptor twice, and it may be another file's by then
+            if not self._closed.is_set():
+                self._closed.set()
+                fcntl.flock(self._presence, fcntl.LOCK_UN)
+                os.close(self._presence)
 
     def close(self) -> None:
         """Leaves the folder, too; harmless to repeat.

@@ -55,13 +55,17 @@ class ServerConnection:
         self._count_lock, self._open_lock = threading.Lock(), threading.RLock()
         self.shm: ShmLane | None = None
         self._stream: Lane | None = None
-        if self._shm_is_preferred:
-            self.shm = self._try("shm", self._open_shm)
+        try:
+            if self._shm_is_preferred:
+                self.shm = self._try("shm", self._open_shm)
+            if self.shm is None:
+                self._stream = self._open_stream()
+            self.bytes_per_s = self.shm.measure() if self.shm is not None else self._measure(self.stream)
+            """Of the lane, measured when it was opened."""
+        except BaseException:
+            self.close()
+            raise
         self.pushes_through_shm = self.shm is not None
-        if self.shm is None:
-            self._stream = self._open_stream()
-        self.bytes_per_s = self.shm.measure() if self.shm is not None else self._measure(self.stream)
-        """Of the lane, measured when it was opened."""
         self.received_bytes = self.sent_bytes = 0
         """Streamed, as they travelled."""
         logger.info("shard server at %s: lane %s, %.2f GB/s", address, self.kind, self.bytes_per_s / 1e9)
@@ -150,8 +154,8 @@ class ServerConnection:
             return
         lane = self._try("shm", self._open_shm)
         if lane is not None:
-            self.shm.close()
-            self.shm = lane
+            former, self.shm = self.shm, lane
+            former.close()
 
     def close(self) -> None:
         """Closes the lanes and cancels what is in flight."""
