@@ -30,6 +30,7 @@ from shardwell_wire.errors import (
     UnavailableError,
 )
 from shardwell_wire.frames import Kind
+from shardwell_wire.v1 import common_pb2
 from tests.support.shard_server import (
     BIG,
     PLAIN,
@@ -126,6 +127,14 @@ def test_garbage_closes_its_connection_and_no_other(laned: LanedUnit, sent: byte
         assert complaint in str(error)
         assert peer.is_closed()
     assert laned.gather()[0] == 0
+
+
+def test_an_endless_name_is_refused_in_few_words(laned: LanedUnit) -> None:
+    with Peer(laned) as peer:
+        peer.push(laned, context=common_pb2.RequestContext(run="r" * 2_000_000))
+        error = peer.error()
+    assert isinstance(error, AccessError)
+    assert str(error).startswith("the lane was opened for run 'r', not for 'rrr")
 
 
 RIGHT = bytes(PLAIN.size_bytes)

@@ -39,6 +39,16 @@ from tests.support.shard_server import (
 # Reading.
 
 
+@pytest.mark.parametrize("length", [20_000, 2_000_000])
+def test_what_is_asked_for_by_an_endless_name_is_not_there_and_nothing_else(server: ShardServer, length: int) -> None:
+    one = unit(server)
+    request = shard_pb2.DescribeStepRequest(run="r" * length)
+    error = error_of(lambda: server.call("DescribeStep", request))
+    assert isinstance(error, NotFoundError)
+    assert str(error).startswith("no run 'rrr") and str(error).endswith("on this server; it has r")
+    assert one.gather()[0] == 0
+
+
 def test_a_version_that_is_not_there_is_waited_for_by_name(server: ShardServer) -> None:
     one = OneUnit(server, PLAIN)
     one.reserve()
