@@ -46,6 +46,11 @@ DOMAIN = "shardwell"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata key under which gRPC tools look for a ``google.rpc.Status``."""
 
+MAX_MESSAGE_LENGTH = 1200
+MAX_FACT_LENGTH = 200
+"""Characters of a message, and of each of an error's data, that cross the wire. gRPC may refuse trailing metadata of
+more than 8 KiB: the caller would learn that instead, and a connection over which far more came would be closed."""
+
 
 class ShardwellError(Exception):
     """Base of every error that Shardwell raises.
@@ -213,13 +218,26 @@ BY_STATUS: dict[grpc.StatusCode, type[ShardwellError]] = {
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
+def wire_message(error: ShardwellError) -> str:
+    """What peers are told; an overlong message, as of what names very many ranks, has lost its middle."""
+    return _shortened(str(error), MAX_MESSAGE_LENGTH)
+
+
+def _shortened(text: str, length: int) -> str:
+    gap = " [...] "
+    kept = (length - len(gap)) // 2
+    return text if len(text) <= length else text[:kept] + gap + text[-kept:]
+
+
 def to_status_details(error: ShardwellError) -> bytes:
     """Serialises an error as the ``google.rpc.Status`` that gRPC tools print."""
-    info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=error.data)
+    facts = {key: _shortened(value, MAX_FACT_LENGTH) for key, value in error.data.items()}
+    info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=facts)
     detail = any_pb2.Any()
     detail.Pack(info)
     code = (error.status or grpc.StatusCode.INTERNAL).value[0]
-    serialized: bytes = status_pb2.Status(code=code, message=str(error), details=[detail]).SerializeToString()
+    status = status_pb2.Status(code=code, message=wire_message(error), details=[detail])
+    serialized: bytes = status.SerializeToString()
     return serialized
 
 

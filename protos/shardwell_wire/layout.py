@@ -28,6 +28,9 @@ BLOCK_BYTES = 4096
 MAX_UNIT_BYTES = 1 << 40
 MAX_UNIT_PARAMETERS = 1 << 16
 
+MAX_DIMS = 64
+"""As many as torch's operations take. The product of very many sizes would keep a server for minutes."""
+
 PARAMETER_ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 """Bytes per element of the dtypes a parameter may have, by torch's names."""
 
@@ -97,8 +100,8 @@ class UnitLayout:
     """Where each parameter of a unit lies in its flat vector.
 
     Raises:
-        InvalidRequestError: A name is repeated or empty, a dtype cannot be a parameter's, the placement is
-            unknown, or the unit is too large.
+        InvalidRequestError: A name is repeated or empty, a dtype or a number of dimensions cannot be a parameter's,
+            the placement is unknown, or the unit is too large.
     """
 
     unit: str
@@ -147,6 +150,11 @@ class UnitLayout:
                 raise InvalidRequestError(
                     f"parameter {parameter.name!r} has dtype {parameter.dtype}; expected one of "
                     f"{', '.join(PARAMETER_ITEM_SIZES)}",
+                    parameter=parameter.name,
+                )
+            if len(parameter.shape) > MAX_DIMS:
+                raise InvalidRequestError(
+                    f"parameter {parameter.name!r} has {len(parameter.shape)} dimensions, more than {MAX_DIMS}",
                     parameter=parameter.name,
                 )
 

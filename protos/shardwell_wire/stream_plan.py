@@ -7,6 +7,7 @@ parameters it has.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -146,6 +147,27 @@ class StreamPlan:
         stream = self._stream(data)
         for part in self.slices:
             part.decode(stream, target.of(part))
+
+    def decode_in_place(self, memory: memoryview, start_bytes: int) -> None:
+        """Decodes a stream that lies at the end of the memory that its values go to.
+
+        From front to back no value is laid on what is yet to be decoded: with the padding behind them, what a range
+        has left of values is never less than what it has left of their stream.
+
+        Args:
+            memory: Laid out like a range of the flat vector between two cuts; the last ``size_bytes`` are the stream.
+            start_bytes: Where it begins in the flat vector.
+        """
+        target, stream = InVector(memory, start_bytes), memory[len(memory) - self.size_bytes :]
+        for part in self.slices:
+            own = bytes_tensor(stream[part.in_stream])
+            if part.kind == AS_STORED:
+                # They may overlap; and other threads run meanwhile.
+                ctypes.memmove(target.of(part).data_ptr(), own.data_ptr(), own.numel())
+            else:
+                # Out of the way first: torch decodes the cells of a slice in any order.
+                passing = cells.scratch_cells(own.numel()).copy_(own)
+                cells.decode(part.kind, part.cell_numel, passing, target.of(part))
 
     def carry(self, source: Values, target: InVector) -> None:
         """Has values arrive as if they had travelled: ``decode(encode(source))``, slice by slice.

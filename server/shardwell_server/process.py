@@ -7,12 +7,13 @@ import gc
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -176,6 +177,8 @@ def run(main: Awaitable[_Result], *, log_level: str) -> _Result:
         level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
 
+    _allow_many_files()
+
     async def until_done() -> _Result:
         return await main
 
@@ -183,3 +186,13 @@ def run(main: Awaitable[_Result], *, log_level: str) -> _Result:
     # server serves, and at its end for a third of a second.
     gc.freeze()
     return asyncio.run(until_done())
+
+
+def _allow_many_files() -> None:
+    """Lets the process open as many files as it ever may: each connection is one, and each that trainers map.
+
+    A shell's or service's limit is often 1024 at first, which a large model's units and mailboxes pass.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS says there is no limit, and refuses to do without
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -24,6 +24,7 @@ from shardwell_wire.errors import (
     InvalidRequestError,
     ShardwellError,
     to_status_details,
+    wire_message,
 )
 
 logger = logging.getLogger(__name__)
@@ -142,5 +143,5 @@ async def _abort(context: grpc.aio.ServicerContext, path: str, error: Exception)
         raise error
     error = told(path, error)
     status = error.status or grpc.StatusCode.INTERNAL
-    await context.abort(status, str(error), ((STATUS_DETAILS_KEY, to_status_details(error)),))
+    await context.abort(status, wire_message(error), ((STATUS_DETAILS_KEY, to_status_details(error)),))
     raise AssertionError("abort returned")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from shardwell.data_plane.lane_connection import LaneConnection
 from shardwell.data_plane.shard_client import ShardClient
 from shardwell.data_plane.socket_lane import SocketLane
 from shardwell_server.shard.lanes import socket_lane
+from shardwell_server.shard.lanes.socket_connection import Connection
 from shardwell_server.shard.requests import streams
 from shardwell_wire import frames
 from shardwell_wire.errors import (
@@ -27,6 +30,7 @@ from shardwell_wire.errors import (
     UnavailableError,
 )
 from shardwell_wire.frames import Kind
+from shardwell_wire.v1 import common_pb2
 from tests.support.shard_server import (
     BIG,
     PLAIN,
@@ -125,6 +129,14 @@ def test_garbage_closes_its_connection_and_no_other(laned: LanedUnit, sent: byte
     assert laned.gather()[0] == 0
 
 
+def test_an_endless_name_is_refused_in_few_words(laned: LanedUnit) -> None:
+    with Peer(laned) as peer:
+        peer.push(laned, context=common_pb2.RequestContext(run="r" * 2_000_000))
+        error = peer.error()
+    assert isinstance(error, AccessError)
+    assert str(error).startswith("the lane was opened for run 'r', not for 'rrr")
+
+
 RIGHT = bytes(PLAIN.size_bytes)
 
 
@@ -180,6 +192,56 @@ def test_a_reader_that_falls_silent_is_cut_off(big: LanedUnit, monkeypatch: pyte
         monkeypatch.setattr(streams, "IDLE_LIMIT_S", 0.05)
         peer.request(Kind.GATHER, big.one.gather_request(0))
         big.server.until(lambda: len(big.server.sockets._connections) == before, "the connection is given up")
+
+
+def with_connection(scenario: Callable[[Connection, socket.socket], Coroutine[Any, Any, None]]) -> None:
+    """Runs a scenario with the server's end of a connection, and the peer's, which blocks."""
+
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            peer = socket.create_connection(listener.getsockname(), 20.0)
+            accepted, _ = listener.accept()
+            with peer, accepted:
+                await asyncio.wait_for(scenario(Connection(accepted), peer), 20.0)
+
+    asyncio.run(run())
+
+
+def test_a_push_over_a_slow_link_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_s = 0.4
+    monkeypatch.setattr(streams, "IDLE_LIMIT_S", limit_s)
+    sent, received = bytes([1]) * 300, bytearray(300)
+    stream = data(sent) + end_of(sent)
+
+    async def scenario(connection: Connection, peer: socket.socket) -> None:
+        began_s = asyncio.get_running_loop().time()
+        receiving = asyncio.ensure_future(connection.into([memoryview(received)], "a stream"))
+        for came in (100, 200):
+            peer.sendall(stream[:105] if came == 100 else stream[105:205])
+            while sum(received) < came and not receiving.done():
+                await asyncio.sleep(0.002)
+        peer.sendall(stream[205:])
+        await receiving
+        assert asyncio.get_running_loop().time() > began_s + limit_s
+
+    with_connection(scenario)
+    assert received == sent
+
+
+def test_many_small_frames_leave_others_their_turn() -> None:
+    count = 4000
+    sent, received = bytes(count), bytearray(count)
+
+    async def scenario(connection: Connection, peer: socket.socket) -> None:
+        peer.sendall(data(*[b"\0"] * count) + end_of(sent))
+        receiving, turns = asyncio.ensure_future(connection.into([memoryview(received)], "a stream")), 0
+        while not receiving.done():
+            await asyncio.sleep(0)
+            turns += 1
+        await receiving
+        assert turns > count // 200
+
+    with_connection(scenario)
 
 
 @pytest.mark.parametrize("sent", [0, 1, 3 << 20])

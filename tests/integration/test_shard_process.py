@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -145,6 +146,18 @@ process.run(main(), log_level="error")
 os.kill(os.getpid(), signal.SIGTERM)
 print("ended well")
 """
+
+
+def test_it_may_open_as_many_files_as_it_ever_may() -> None:
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(before, most - 1), most))
+    try:
+        with server_process("shard", "--coordinator", f"127.0.0.1:{free_port()}") as shard:
+            assert shard.stderr is not None
+            assert any("cannot reach the coordinator" in line for line in shard.stderr)
+            assert resource.prlimit(shard.pid, resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
 
 
 def test_a_second_signal_does_not_spoil_a_clean_end() -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
+from shardwell_server.shard.memory import buffer_pool
 from shardwell_wire import codec
 from shardwell_wire.errors import (
+    CapacityError,
     DeadlineError,
     InvalidRequestError,
     NotFoundError,
@@ -35,6 +37,16 @@ from tests.support.shard_server import (
 )
 
 # Reading.
+
+
+@pytest.mark.parametrize("length", [20_000, 2_000_000])
+def test_what_is_asked_for_by_an_endless_name_is_not_there_and_nothing_else(server: ShardServer, length: int) -> None:
+    one = unit(server)
+    request = shard_pb2.DescribeStepRequest(run="r" * length)
+    error = error_of(lambda: server.call("DescribeStep", request))
+    assert isinstance(error, NotFoundError)
+    assert str(error).startswith("no run 'rrr") and str(error).endswith("on this server; it has r")
+    assert one.gather()[0] == 0
 
 
 def test_a_version_that_is_not_there_is_waited_for_by_name(server: ShardServer) -> None:
@@ -122,6 +134,24 @@ def test_without_room_readers_give_way_to_the_update_and_to_pushes() -> None:
         one.push(one.filled(1.0), step=2, part=1)
         assert isinstance(error_of(lambda: list(reader)), VersionGoneError)
         assert (server.staged_bytes(), server.taken_bytes()) == (0, 2 * one.size)
+
+
+def test_readers_give_way_to_an_update_when_the_system_has_no_memory(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> torch.Tensor:
+        raise CapacityError("no memory")
+
+    one = unit(server, BIG)
+    reader = iter(one.open_gather())
+    next(reader)
+    one.push(one.filled(1.0))
+    one.prepare(0)
+    monkeypatch.setattr(buffer_pool, "_allocate", fail)
+    one.update(0)
+    assert isinstance(error_of(lambda: list(reader)), VersionGoneError)
+    assert_all(one.gather(1)[1], -1.0)
+    assert server.staged_bytes() == 0
 
 
 def test_readers_never_see_a_mixture(server: ShardServer) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
+from shardwell_server.shard.memory.budget import shard_need_bytes
 from shardwell_server.shard.requests import streams
 from shardwell_wire.errors import (
     CapacityError,
@@ -25,7 +26,7 @@ from shardwell_wire.errors import (
     StepStateError,
     VersionGoneError,
 )
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import (
     PLAIN,
     SERVICE,
@@ -299,6 +300,20 @@ def test_streams_wait_for_room_in_line_and_give_up_in_time() -> None:
         server.until(lambda: server.store.memory.staging.used_bytes == 0, "all room is given back")
         assert server.taken_bytes() == 6 * size
         assert server.look(lambda: server.store.memory.used_bytes + server.store.memory.pool.idle_bytes) <= size * 13
+
+
+def test_an_encoded_part_needs_no_more_room_than_another() -> None:
+    size = PLAIN.size_bytes
+    with ShardServer(budget_bytes=shard_need_bytes(size, 1) + size) as server:
+        one = unit(server)
+        for part in range(2):
+            halves = [gradient.bfloat16() for gradient in one.filled(1.0)]
+            messages = one.push_messages(halves, part=part, wire_dtype=common_pb2.WIRE_DTYPE_BFLOAT16)
+            assert not one.open_push(timeout_s=2.0).send(*messages).finish().result().duplicate
+        one.prepare(0, (0, 0, 2))
+        one.update(0)
+        assert_all(one.gather(1)[1], -2.0)
+        assert server.staged_bytes() == 0
 
 
 # Updates.

@@ -225,6 +225,12 @@ SIZE = 4 * 60_000
             CapacityError,
             "no room",
         ),
+        (
+            SIZE,
+            {"state": [{"parameter_index": 0, "name": "a", "dtype": 1, "shape": [1] * 65}]},
+            InvalidRequestError,
+            "'a' has 65 dimensions, more than 64",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_and_leaves_no_trace(

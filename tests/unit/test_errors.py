@@ -33,6 +33,17 @@ def test_error_crosses_the_wire_as_itself(cls: type[errors.ShardwellError]) -> N
     assert received.data == {"unit": "a", "step": "3"}
 
 
+def test_an_overlong_error_keeps_its_beginning_its_end_and_its_class() -> None:
+    ranks = ",".join(map(str, range(4096)))
+    sent = errors.NonFiniteError(f"the gradient of ranks {ranks} has NaN: skip the step", dp_ranks=ranks, unit="a")
+    received = errors.from_status_details(errors.to_status_details(sent), "peer")
+    assert type(received) is errors.NonFiniteError
+    assert str(received) == errors.wire_message(sent)
+    assert len(str(received)) <= errors.MAX_MESSAGE_LENGTH
+    assert str(received).startswith("the gradient of ranks 0,1,") and str(received).endswith("NaN: skip the step")
+    assert received.data["unit"] == "a" and len(received.data["dp_ranks"]) <= errors.MAX_FACT_LENGTH
+
+
 @pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
 def test_every_status_without_a_reason_has_a_meaning(code: grpc.StatusCode) -> None:
     received = errors.from_rpc_error(FakeRpcError(code, "from grpc itself"), "ShardService at host:1")

@@ -71,6 +71,7 @@ def test_cut_follows_the_weights() -> None:
         ((Parameter("a", (1,), "float32", aliases=("b",)), Parameter("b", (1,), "float32")), "twice"),
         ((Parameter("", (1,), "float32"),), "not at all"),
         ((Parameter("a", (1 << 40, 2), "float32"),), "more than the limit"),
+        ((Parameter("a", (1,) * 65, "float32"),), "'a' has 65 dimensions, more than 64"),
     ],
 )
 def test_impossible_units_are_refused(parameters: tuple[Parameter, ...], message: str) -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shardwell_server.shard.memory.budget import Memory, shard_need_bytes
+from shardwell_server.shard.memory.budget import Cover, Memory, shard_need_bytes
 from shardwell_server.shard.memory.buffer_pool import BufferPool
 from shardwell_server.shard.memory.staging import Staging
 from shardwell_wire.errors import CapacityError
@@ -137,3 +137,21 @@ def test_who_waits_too_long_is_told_what_for() -> None:
         assert staging.try_take(6), "nobody is in line any more"
 
     asyncio.run(scenario())
+
+
+def test_no_room_stays_taken_for_what_the_system_does_not_give() -> None:
+    more_than_any_has = 1 << 62
+    memory, cover = Memory(more_than_any_has), Cover(1)
+
+    async def receive(cover: Cover) -> None:
+        async with memory.incoming(more_than_any_has, cover, wait_s=1.0, what="a push"):
+            raise AssertionError("there is no such buffer")
+
+    async def scenario() -> None:
+        for taking in (receive(cover), receive(Cover(0)), memory.lend(more_than_any_has, 1.0, "a copy")):
+            with pytest.raises(CapacityError, match=f"no memory for {more_than_any_has} bytes, .*lower the budget"):
+                await taking
+
+    asyncio.run(scenario())
+    assert memory.try_lend(more_than_any_has) is None
+    assert (memory.staging.used_bytes, memory.pool.taken_bytes, cover.take()) == (0, 0, True)

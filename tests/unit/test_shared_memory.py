@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -129,6 +130,20 @@ def test_no_room_even_for_a_name(shared: SharedMemory, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "open", fail)
     with pytest.raises(CapacityError):
         shared.create(8, "a mailbox")
+
+
+def test_no_descriptor_is_lack_of_room_too(shared: SharedMemory, tmp_path: Path) -> None:
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The next one that is free, so that no further file can be opened.
+    with open(os.devnull) as next_one:
+        lowest = next_one.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, most))
+    try:
+        with pytest.raises(CapacityError, match=r"Too many open files\): raise the limit of open files"):
+            shared.create(8, "a mailbox")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
+    assert files(tmp_path) == []
 
 
 def test_other_failures_are_not_taken_for_lack_of_room(shared: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,6 +274,35 @@ def test_what_is_encoded_together_is_decoded_together(wire_dtype: WireDType) -> 
     assert not arrived[padding].any()
 
 
+TIGHT = UnitLayout(
+    "tight",
+    tuple(Parameter(f"p{i}", (n,), "float32") for i, n in enumerate((1, 16, 17, 1, 257, 10_240, 15, 273, 1))),
+)
+"""Where a stream leaves the least room: values that fill their alignment, and blocks of a single one."""
+
+
+@pytest.mark.parametrize("wire_dtype", EVERY)
+@pytest.mark.parametrize("layout", [LAYOUT, TIGHT], ids=["mixed", "tight"])
+@pytest.mark.parametrize("num_shards", [1, 2, 7])
+@pytest.mark.parametrize("every_other", [False, True])
+def test_a_stream_is_decoded_where_its_values_go(
+    wire_dtype: WireDType, layout: UnitLayout, num_shards: int, every_other: bool
+) -> None:
+    flat = values_of(layout.size_bytes // 4).view(torch.uint8)
+    chosen = range(0, len(layout.parameters), 2) if every_other else range(len(layout.parameters))
+    for start, stop in cut(layout.size_bytes, [1.0] * num_shards, 4096):
+        segments = layout.packed_segments(chosen, start, stop)
+        plan, stream = StreamPlan(layout, segments, wire_dtype), streamed(layout, flat, segments, wire_dtype)
+        expected, arrived = torch.zeros(stop - start, dtype=torch.uint8), torch.zeros(stop - start, dtype=torch.uint8)
+        plan.decode(stream, InVector(memory_of(expected), start))
+        memory = memory_of(arrived)
+        memory[len(memory) - len(stream) :] = stream
+        plan.decode_in_place(memory, start)
+        for at in segments:
+            here = slice(at.start_bytes - start, at.stop_bytes - start)
+            assert torch.equal(arrived[here], expected[here])
+
+
 @pytest.mark.parametrize("wire_dtype", EVERY)
 def test_a_stream_of_another_length_is_refused(wire_dtype: WireDType) -> None:
     x, arrived = torch.ones(300), torch.zeros(300)

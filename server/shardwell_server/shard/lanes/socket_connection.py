@@ -24,6 +24,9 @@ _LINGER_S = 5.0
 _UNYIELDING_BYTES = 8 << 20
 """Moved without once having to wait: then everything else on the loop gets its turn."""
 
+_CALL_BYTES = 64 << 10
+"""What could be moved in the time that a system call takes, however little it moves: it counts as so many more."""
+
 
 class Connection:
     """Sends and receives on one connected socket. For one task at a time.
@@ -184,6 +187,7 @@ class Connection:
 
         def give_up(limit_s: float) -> None:
             nonlocal timer
+            move()  # over a slow link less may have come than the mark, which wakes nobody
             if done.done():
                 return
             if self._loop.time() < moved_at + limit_s:
@@ -215,7 +219,7 @@ class Connection:
         """Moves what can be moved without waiting for the peer; returns whether that was all."""
         try:
             while transfer.missing_bytes:
-                self._since_wait_bytes += transfer.move()
+                self._since_wait_bytes += transfer.move() + _CALL_BYTES
                 if self._since_wait_bytes > _UNYIELDING_BYTES:
                     self._since_wait_bytes = 0
                     await asyncio.sleep(0)

@@ -88,6 +88,14 @@ class Room:
             self.covered = True
             self.memory.staging.give(self.size_bytes)
 
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        """A buffer that uses it, from the pool; if there is none the room is given back. [size_bytes]"""
+        try:
+            return self.memory.pool.take(size_bytes)
+        except CapacityError:
+            self.give()
+            raise
+
     def give(self) -> None:
         """Gives the room back."""
         if self.covered:
@@ -201,12 +209,13 @@ class Memory:
             what: Names the stream in errors.
 
         Raises:
-            CapacityError: Other streams did not leave room in time.
+            CapacityError: Other streams did not leave room in time, or the system has no memory.
         """
         covered = cover.take()
         if not covered:
             await self.staging.take(size_bytes, wait_s, what)
-        incoming = IncomingBuffer(self.pool.take(size_bytes), Room(self, cover, size_bytes, covered))
+        room = Room(self, cover, size_bytes, covered)
+        incoming = IncomingBuffer(room.buffer(size_bytes), room)
         try:
             yield incoming
         finally:
@@ -223,6 +232,29 @@ class Memory:
         if not covered and not self.staging.try_take_pressing(size_bytes):
             raise CapacityError(f"{what}: no room for {size_bytes} bytes beyond what is reserved")
         return Room(self, cover, size_bytes, covered)
+
+    async def lend(self, size_bytes: int, wait_s: float, what: str) -> torch.Tensor:
+        """A buffer in staging room, until ``take_back``. [size_bytes]
+
+        Raises:
+            CapacityError: There was no room in time, or the system has no memory.
+        """
+        await self.staging.take(size_bytes, wait_s, what)
+        return Room(self, Cover(0), size_bytes, covered=False).buffer(size_bytes)
+
+    def try_lend(self, size_bytes: int) -> torch.Tensor | None:
+        """``lend``, if that is possible now and nobody waits for room."""
+        if not self.staging.try_take(size_bytes):
+            return None
+        try:
+            return Room(self, Cover(0), size_bytes, covered=False).buffer(size_bytes)
+        except CapacityError:
+            return None
+
+    def take_back(self, buffer: torch.Tensor) -> None:
+        """What was lent is not needed any more."""
+        self.pool.give(buffer)
+        self.staging.give(buffer.numel())
 
     def _largest_bytes(self) -> int:
         return max((reservation.shard_bytes for reservation in self._reservations.values()), default=0)

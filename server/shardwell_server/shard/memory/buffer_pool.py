@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from shardwell_wire.errors import CapacityError
+
 
 class BufferPool:
     """Byte tensors, taken and given back on the event loop only.
@@ -23,13 +25,17 @@ class BufferPool:
         self._idle: dict[int, list[torch.Tensor]] = {}
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """A buffer with any content. [size_bytes]"""
+        """A buffer with any content. [size_bytes]
+
+        Raises:
+            CapacityError: The system has no memory for it, though the budget has.
+        """
         idle = self._idle.get(size_bytes)
         if idle:
             buffer = idle.pop()
             self.idle_bytes -= size_bytes
         else:
-            buffer = torch.empty(size_bytes, dtype=torch.uint8)
+            buffer = _allocate(size_bytes)
         self.taken_bytes += size_bytes
         self._fit()
         return buffer
@@ -62,3 +68,13 @@ class BufferPool:
             size_bytes = max(size for size, idle in self._idle.items() if idle)
             self._idle[size_bytes].pop()
             self.idle_bytes -= size_bytes
+
+
+def _allocate(size_bytes: int) -> torch.Tensor:
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise CapacityError(
+            f"the system gave no memory for {size_bytes} bytes, which --memory-budget has room for: lower the budget "
+            "to what this process may use"
+        ) from error

@@ -25,6 +25,16 @@ logger = logging.getLogger(__name__)
 DEFAULT_DIRECTORY = Path("/dev/shm")
 _PREFIX, _LOCK = "shardwell-", "lock"
 
+_ENLARGE, _MORE_FILES = "enlarge it (docker: shm_size)", "raise the limit of open files (ulimit -n)"
+_ADVICE = {
+    errno.ENOSPC: _ENLARGE,
+    errno.ENOMEM: _ENLARGE,
+    errno.EDQUOT: _ENLARGE,
+    errno.EMFILE: _MORE_FILES,
+    errno.ENFILE: _MORE_FILES,
+}
+"""What to do when there is no room, which also means: no descriptor, of which every mapped file keeps one."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedBuffer:
@@ -85,18 +95,18 @@ class SharedMemory:
         """A new file of zeros.
 
         Raises:
-            CapacityError: The memory file system has no room.
+            CapacityError: The memory file system has no room, or the process no descriptor.
         """
         path = self._directory / secrets.token_hex(8)
         try:
             mapped = _map_new(path, max(size_bytes, 1))
         except OSError as error:
             path.unlink(missing_ok=True)
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+            if error.errno not in _ADVICE:
                 raise
             raise CapacityError(
                 f"{what}: no room for {size_bytes} bytes in the shared memory at {self._directory.parent} "
-                f"({error.strerror}): enlarge it (docker: shm_size) or start the server with --shm-dir none"
+                f"({error.strerror}): {_ADVICE[error.errno]} or start the server with --shm-dir none"
             ) from error
         return SharedBuffer(str(path), torch.frombuffer(mapped, dtype=torch.uint8)[:size_bytes])
 

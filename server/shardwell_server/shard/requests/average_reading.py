@@ -34,8 +34,7 @@ async def reading(
     newest, values = await shard.values.read(version, wait_s)
     shard.values.release(values)
     # Before its turn on the run comes: what makes room may need that turn.
-    await store.memory.staging.take(shard.size_bytes, wait_s, f"{shard.what}, to read averages")
-    copy = store.memory.pool.take(shard.size_bytes)
+    copy = await store.memory.lend(shard.size_bytes, wait_s, f"{shard.what}, to read averages")
 
     async def take() -> None:
         if shard.version != newest:
@@ -49,5 +48,4 @@ async def reading(
         await run.alone(take)
         yield newest, Parameters(copy)
     finally:
-        store.memory.pool.give(copy)
-        store.memory.staging.give(shard.size_bytes)
+        store.memory.take_back(copy)

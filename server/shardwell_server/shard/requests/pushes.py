@@ -9,7 +9,7 @@ import torch
 
 from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.lanes.mailboxes import Mailbox
-from shardwell_server.shard.memory.budget import Cover, IncomingBuffer
+from shardwell_server.shard.memory.budget import IncomingBuffer
 from shardwell_server.shard.requests.streams import IncomingStream
 from shardwell_server.shard.state.contributions import Contribution
 from shardwell_server.shard.state.runs import Run
@@ -18,7 +18,7 @@ from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import codec
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError, VersionGoneError
 from shardwell_wire.layout import Segment
-from shardwell_wire.stream_plan import InVector, StreamPlan
+from shardwell_wire.stream_plan import StreamPlan
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 
@@ -81,7 +81,7 @@ class Push:
             # What is held of the rank stays until this stream is complete; then one of the two goes.
             room = memory.incoming(shard.size_bytes, shard.contribution_cover, wait_s=wait_s, what=self._what)
             async with room as received:
-                checksum = await self._receive(incoming, received, wait_s)
+                checksum = await self._receive(incoming, received)
                 return await self._hand_over(received, checksum)
 
         return await self._shard.streams.replace(self._dp_rank, (self._epoch, self._attempt), self._what, take)
@@ -100,20 +100,15 @@ class Push:
         self._check_wanted()
         return await self._hand_over(mailbox, None)
 
-    async def _receive(self, incoming: IncomingStream, received: IncomingBuffer, wait_s: float) -> int:
-        wire_dtype, shard = self._header.wire_dtype, self._shard
-        if not wire_dtype:
-            return await incoming.into(self._targets(received), self._what)
-        nothing = Cover(0)
-        async with self._store.memory.incoming(
-            self._plan().size_bytes, nothing, wait_s=wait_s, what=self._what
-        ) as encoded:
-            data = codec.memory_at(encoded.buffer.data_ptr(), encoded.buffer.numel())
-            checksum = await incoming.into([data], self._what)
-            memory = codec.memory_at(received.buffer.data_ptr(), shard.size_bytes)
-            plan, target = self._plan(), InVector(memory, shard.start_bytes)
-            await self._store.in_thread(lambda: plan.decode(data, target))
-            return checksum
+    async def _receive(self, incoming: IncomingStream, received: IncomingBuffer) -> int:
+        shard, memory = self._shard, codec.memory_at(received.buffer.data_ptr(), self._shard.size_bytes)
+        if not self._header.wire_dtype:
+            return await incoming.into(self._targets(memory), self._what)
+        # Not beside the values: pushes that hold room for those and wait for more could wait for each other.
+        plan = self._plan()
+        checksum = await incoming.into([memory[len(memory) - plan.size_bytes :]], self._what)
+        await self._store.in_thread(lambda: plan.decode_in_place(memory, shard.start_bytes))
+        return checksum
 
     async def _hand_over(self, source: GradientBuffer, checksum: int | None) -> bool:
         duplicate = await self._run.alone(lambda: self._accept(source, checksum))
@@ -212,8 +207,8 @@ class Push:
     def _plan(self) -> StreamPlan:
         return self._shard.plans.plan(tuple(self._header.parameter_indices), self._header.wire_dtype)
 
-    def _targets(self, received: IncomingBuffer) -> list[memoryview]:
-        start, memory = self._shard.start_bytes, codec.memory_at(received.buffer.data_ptr(), self._shard.size_bytes)
+    def _targets(self, memory: memoryview) -> list[memoryview]:
+        start = self._shard.start_bytes
         return [memory[segment.start_bytes - start : segment.stop_bytes - start] for segment in self._packed]
 
 

@@ -10,7 +10,7 @@ import torch
 from shardwell_server.shard.state.runs import Run
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import InvalidRequestError, NonFiniteError, StaleEpochError, StepStateError
-from shardwell_wire.layout import Segment
+from shardwell_wire.layout import MAX_DIMS, Segment
 from shardwell_wire.slices import state_size
 from shardwell_wire.v1 import shard_pb2
 
@@ -69,6 +69,10 @@ def check_state(shard: UnitShard, header: shard_pb2.StageSliceHeader, what: str)
                 f"name of 1 to {MAX_NAME_LENGTH} characters, once per parameter, of a parameter in the slice"
             )
         seen.add(key)
+        if len(tensor.shape) > MAX_DIMS:
+            raise InvalidRequestError(
+                f"{what}: state {tensor.name!r} has {len(tensor.shape)} dimensions, more than {MAX_DIMS}"
+            )
         try:
             state_size(tensor)
         except KeyError:

@@ -80,7 +80,7 @@ async def stage(
     async def take() -> None:
         sizes = [segment.size_bytes for segment in segments]
         room = store.memory.try_room(sum(sizes) + state_places(header.state)[1], Cover(0), what)
-        buffer, is_staged = store.memory.pool.take(sum(sizes)), False
+        buffer, is_staged = room.buffer(sum(sizes)), False
         state, values = SliceState(), torch.split(buffer, sizes)
 
         def give_back() -> None:

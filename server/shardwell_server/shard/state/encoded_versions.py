@@ -58,21 +58,20 @@ class EncodedVersions:
         """A reader is done."""
         encoded.readers -= 1
         if encoded.readers == 0 and encoded not in self._kept.values():
-            self._give(encoded)
+            self._memory.take_back(encoded.buffer)
 
     def forget(self) -> None:
         """There is another version, or others need the room: what nobody reads is given back."""
         kept, self._kept = self._kept, {}
         for encoded in kept.values():
             if encoded.readers == 0:
-                self._give(encoded)
+                self._memory.take_back(encoded.buffer)
 
     async def _encode(
         self, wire_dtype: WireDType, source: Parameters, in_thread: InThread, wait_s: float, what: str
     ) -> Parameters:
         size_bytes = self._plans.plan(None, wire_dtype).size_bytes
-        await self._memory.staging.take(size_bytes, wait_s, f"{what}, to be sent in another dtype")
-        encoded = Parameters(self._memory.pool.take(size_bytes))
+        encoded = Parameters(await self._memory.lend(size_bytes, wait_s, f"{what}, to be sent in another dtype"))
         try:
             before = source.buffer
             await in_thread(lambda: self.compute_encode(wire_dtype, before, encoded))
@@ -80,7 +79,7 @@ class EncodedVersions:
             if source.buffer is not before:
                 raise VersionGoneError(f"{what} was overwritten while it was encoded")
         except BaseException:
-            self._give(encoded)
+            self._memory.take_back(encoded.buffer)
             raise
         return encoded
 
@@ -89,7 +88,3 @@ class EncodedVersions:
         memory = Parameters(values).memory(0, values.numel())
         source, stream = InVector(memory, self._start_bytes), encoded.memory(0, encoded.buffer.numel())
         self._plans.plan(None, wire_dtype).encode(source, stream)
-
-    def _give(self, encoded: Parameters) -> None:
-        self._memory.pool.give(encoded.buffer)
-        self._memory.staging.give(encoded.buffer.numel())

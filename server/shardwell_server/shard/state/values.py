@@ -138,9 +138,7 @@ class Values:
         )
 
     def _forget_superseded(self, version: int) -> None:
-        assert self.home is not None
-        self._memory.pool.give(self._superseded.pop(version).buffer)
-        self._memory.staging.give(self.home.size_bytes)
+        self._memory.take_back(self._superseded.pop(version).buffer)
 
     def _notify(self) -> None:
         """Wakes those who wait for a change; they look for themselves."""
@@ -207,10 +205,10 @@ class Values:
         if before.readers == 0:
             return
         self.revoke_superseded(held_too=False)
-        if not self._memory.staging.try_take(self.home.size_bytes):
+        copy = self._memory.try_lend(self.home.size_bytes)
+        if copy is None:
             before.revoked = self._gone(self.version, self.version + 1)
             return
-        copy = self._memory.pool.take(self.home.size_bytes)
         await in_thread(lambda: copy.copy_(live))
         before.buffer, self._superseded[self.version] = copy, before
         if before.readers == 0:
