@@ -360,11 +360,6 @@ def test_a_request_that_does_not_fit_a_message_is_refused(shared: Cluster) -> No
         shared.call("DeclareUnit", context=a.context(0), trainer="a", unit=spec)
 
 
-def test_the_coordinator_needs_no_torch() -> None:
-    code = "import sys, shardwell_server.coordinator.command; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

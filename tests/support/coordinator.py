@@ -221,8 +221,10 @@ class Harness(Rpcs):
         """Lets background work run until nothing is left to do; fails if it does not come to an end."""
         await asyncio.sleep(0)  # what was started just now begins
         await self.until(
-            lambda: not any(
-                run.updates or run.fencing.in_flight or run.preparing.in_flight for run in self.state.runs.values()
+            lambda: (
+                not any(
+                    run.updates or run.fencing.in_flight or run.preparing.in_flight for run in self.state.runs.values()
+                )
             ),
             "the end of updates, fences and preparations",
         )
