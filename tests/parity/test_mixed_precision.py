@@ -439,7 +439,7 @@ def test_a_policy_that_changes_nothing_costs_nothing(sharded: Sharded) -> None:
     shardwell.fully_shard(model, sharded.session, mp_policy=MixedPrecisionPolicy(param_dtype=FP32))
     (unit,) = sharded.units
     assert not unit.precision.casts
-    assert unit.precision.layout is unit.layout or unit.precision.layout == unit.layout
+    assert unit.precision.layout == unit.layout
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"])
