@@ -1,4 +1,4 @@
-"""What many tests share: one cluster, and a run of its own for each test."""
+"""What many tests share: clusters, none of which is to be hurt, and a run of its own for each test."""
 
 from __future__ import annotations
 
@@ -12,8 +12,22 @@ import shardwell
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[shardwell.LocalCluster]:
-    """A coordinator and two shard servers that tests share; not to be killed."""
+    """A coordinator and two shard servers."""
     with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def cluster_of_one() -> Iterator[shardwell.LocalCluster]:
+    """A coordinator and one shard server."""
+    with shardwell.LocalCluster(num_shards=1) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def cluster_of_three() -> Iterator[shardwell.LocalCluster]:
+    """A coordinator and three shard servers."""
+    with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096) as running:
         yield running
 
 

@@ -116,12 +116,6 @@ class Training:
             assert got[name].dtype is value.dtype and torch.equal(got[name], value), name
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
-        yield running
-
-
 @pytest.fixture
 def export(cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]) -> Command:
     def command(*arguments: object) -> SimpleNamespace:

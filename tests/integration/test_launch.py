@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import shardwell
+from shardwell.command.cli import main
 from tests.support.cluster import descendants, wait_gone
 
 SHARDWELL = [sys.executable, "-m", "shardwell"]
@@ -64,15 +66,27 @@ def write(script: Path, source: str, **values: object) -> str:
     return str(script)
 
 
-def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*SHARDWELL, "launch", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+@dataclass
+class Done:
+    """How a launch ended, and what it said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Launch = Callable[..., Done]
+
+
+@pytest.fixture
+def launch(capsys: pytest.CaptureFixture[str]) -> Launch:
+    """Launches in this process, which has imported everything, until the trainers have ended."""
+
+    def run(*arguments: str) -> Done:
+        code = main(["launch", *arguments])
+        return Done(code, *capsys.readouterr())
+
+    return run
 
 
 @contextmanager
@@ -101,37 +115,39 @@ def wait_for_lines(process: subprocess.Popen[str], text: str, count: int) -> Non
     pytest.fail(f"the launch ended before {text!r} came {count} times")
 
 
-def test_each_trainer_learns_its_place(script: Path) -> None:
-    done = launch(*NOWHERE, "--num-trainers", "2", "--run", "r", write(script, PRINT_PLACE), OMP_NUM_THREADS="3")
+def test_each_trainer_learns_its_place(launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    done = launch(*NOWHERE, "--num-trainers", "2", "--run", "r", write(script, PRINT_PLACE))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         f"[trainer-{index}] 127.0.0.1:1 r trainer-{index} 2 1 1 2 3" for index in range(2)
     ]
 
 
-def test_fewer_trainers_than_ranks_may_start(script: Path) -> None:
+def test_fewer_trainers_than_ranks_may_start(launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done = launch(*NOWHERE, "--num-trainers", "1", "--dp", "4", write(script, PRINT_PLACE))
     assert done.stdout == "[trainer-0] 127.0.0.1:1 script trainer-0 4 1 1 1 1\n"
 
 
-def test_arguments_after_the_script_are_the_scripts(script: Path) -> None:
+def test_arguments_after_the_script_are_the_scripts(launch: Launch, script: Path) -> None:
     source = "import sys; print(sys.argv[1:])"
     done = launch(*NOWHERE, "--num-trainers", "1", write(script, source), "--run", "x", "--help")
     assert done.stdout == "[trainer-0] ['--run', 'x', '--help']\n"
 
 
-def test_the_worst_exit_code_is_returned(script: Path) -> None:
+def test_the_worst_exit_code_is_returned(launch: Launch, script: Path) -> None:
     source = "import os, sys; sys.exit(7 * os.environ['SHARDWELL_TRAINER'].endswith('1'))"
     done = launch(*NOWHERE, write(script, source))
     assert done.returncode == 7
 
 
-def test_output_without_a_last_newline_is_relayed(script: Path) -> None:
+def test_output_without_a_last_newline_is_relayed(launch: Launch, script: Path) -> None:
     done = launch(*NOWHERE, "--num-trainers", "1", write(script, "print('a\\rb\\nc', end='')"))
-    assert done.stdout == "[trainer-0] a\n[trainer-0] b\n[trainer-0] c\n"  # text mode reads a carriage return as \n
+    assert done.stdout == "[trainer-0] a\r[trainer-0] b\n[trainer-0] c\n"
 
 
-def test_a_trainer_that_dies_is_started_again(script: Path, tmp_path: Path) -> None:
+def test_a_trainer_that_dies_is_started_again(launch: Launch, script: Path, tmp_path: Path) -> None:
     source = """
         import os, pathlib, signal
         marker = pathlib.Path({marker!r})
@@ -146,7 +162,7 @@ def test_a_trainer_that_dies_is_started_again(script: Path, tmp_path: Path) -> N
     assert "trainer-0 ended by SIGKILL; starting it again (1 of 1)" in done.stderr
 
 
-def test_a_trainer_is_not_started_again_for_ever(script: Path) -> None:
+def test_a_trainer_is_not_started_again_for_ever(launch: Launch, script: Path) -> None:
     done = launch(
         *NOWHERE, "--num-trainers", "1", "--restart", "2", write(script, "print('start'); raise SystemExit(3)")
     )
@@ -186,7 +202,7 @@ def test_nothing_survives_a_killed_launch(script: Path, tmp_path: Path) -> None:
         wait_gone(below)
 
 
-def test_trainers_train_together_on_a_private_cluster(script: Path) -> None:
+def test_trainers_train_together_on_a_private_cluster(launch: Launch, script: Path) -> None:
     done = launch(write(script, TRAIN, steps=3))
     assert done.returncode == 0, done.stderr
     lines = {line.partition("] ")[2] for line in done.stdout.splitlines()}
@@ -204,6 +220,6 @@ def test_a_killed_trainer_comes_back_into_the_run(cluster: shardwell.LocalCluste
         assert process.wait(30) == 0
 
 
-def test_mistakes_are_explained() -> None:
+def test_mistakes_are_explained(launch: Launch) -> None:
     done = launch("absent.py")
     assert (done.returncode, done.stderr) == (1, "shardwell launch: no such script: absent.py\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -12,17 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwell
+from shardwell.module import clip_guards
 from shardwell.session import membership
 from tests.support import transformer
 from tests.support.reference import ADAMW, sha256, train_plain
 
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
-        yield running
 
 
 @pytest.fixture
@@ -453,3 +449,16 @@ def test_the_model_is_a_function_of_its_units(join: Callable[..., shardwell.Sess
     torch.manual_seed(0)
     assert torch.equal(F.relu(model(tokens)), expected)
     assert list(shardwell.full_state_dict(model)) == list(plain.state_dict())
+
+
+def test_gradients_of_a_closed_session_are_nobodys(
+    join: Callable[..., shardwell.Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clip_guards, "_sharded", WeakSet())
+    session = join()
+    model = shardwell.fully_shard(nn.Linear(3, 3), session, name="left")
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(shardwell.UsageError, match="'left'"):
+        nn.utils.get_total_norm([])
+    session.close()
+    assert nn.utils.get_total_norm([]) == 0.0

@@ -18,6 +18,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from shardwell_server.cli import main
 from shardwell_server.rpc import add_service
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.state.store import ShardStore
@@ -30,9 +31,12 @@ from shardwell_wire.errors import (
     UnavailableError,
 )
 from shardwell_wire.v1 import coordinator_pb2
+from tests.support.ports import reserved_ports
 from tests.support.shard_server import shared_loop
 
 ENVIRONMENT = {**{k: v for k, v in os.environ.items() if not k.startswith("SHARDWELL_")}, "OMP_NUM_THREADS": "1"}
+NOBODY = "127.0.0.1:1"
+"""No coordinator listens here."""
 
 
 @contextmanager
@@ -53,16 +57,11 @@ def server_process(*arguments: str, **environment: str) -> Iterator[subprocess.P
         process.communicate()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def test_it_waits_for_its_coordinator_and_stops_cleanly() -> None:
-    port = free_port()
-    with server_process("shard", "--coordinator", f"127.0.0.1:{port}", "--id", "early") as shard:
+    with (
+        reserved_ports() as port,
+        server_process("shard", "--coordinator", f"127.0.0.1:{port}", "--id", "early") as shard,
+    ):
         assert shard.stderr is not None
         assert shard.stdout is not None
         assert any("cannot register with the coordinator" in line for line in shard.stderr)
@@ -76,7 +75,7 @@ def test_it_waits_for_its_coordinator_and_stops_cleanly() -> None:
 
 @pytest.mark.parametrize("how", ["SIGTERM", "standard input closed"])
 def test_it_can_be_stopped_while_there_is_no_coordinator(how: str) -> None:
-    with server_process("shard", "--coordinator", f"127.0.0.1:{free_port()}", "--exit-with-parent") as shard:
+    with server_process("shard", "--coordinator", NOBODY, "--exit-with-parent") as shard:
         assert shard.stderr is not None
         assert shard.stdin is not None
         assert any("cannot register with the coordinator" in line for line in shard.stderr)
@@ -166,6 +165,16 @@ def test_a_second_signal_does_not_spoil_a_clean_end() -> None:
     assert (ended.returncode, ended.stdout) == (0, "ended well\n"), ended
 
 
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command complains of, in this process: it ends before it starts anything."""
+    try:
+        code: object = main(["shard", "--coordinator", NOBODY, *arguments])
+    except SystemExit as end:
+        code = end.code
+    assert code in (1, 2)
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "complaint"),
     [
@@ -174,17 +183,32 @@ def test_a_second_signal_does_not_spoil_a_clean_end() -> None:
         (["--listen", "localhost"], {}, "expected HOST:PORT to listen on, got 'localhost'"),
         (["--threads", "0"], {}, "--threads 0: expected at least 1"),
         ([], {"SHARDWELL_THREADS": "many"}, "invalid int value: 'many'"),
-        (["--listen", "TAKEN"], {}, "Address already in use; choose another with --listen (port 0: a free one)"),
-        (["--coordinator", "node0"], {}, "'node0' is no address: expected HOST:PORT"),
         (["--log-level", "loud"], {}, "invalid choice: 'loud'"),
     ],
 )
-def test_settings_that_are_wrong_are_named(arguments: list[str], environment: dict[str, str], complaint: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+def test_settings_that_are_wrong_are_named(
+    arguments: list[str],
+    environment: dict[str, str],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert complaint in run_command(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--listen", "TAKEN"], "Address already in use; choose another with --listen (port 0: a free one)"),
+        (["--coordinator", "node0"], "'node0' is no address: expected HOST:PORT"),
+    ],
+)
+def test_addresses_that_are_wrong_are_named(arguments: list[str], complaint: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         given = [each.replace("TAKEN", f"127.0.0.1:{taken.getsockname()[1]}") for each in arguments]
-        with server_process("shard", "--coordinator", "127.0.0.1:1", *given, **environment) as shard:
+        with server_process("shard", "--coordinator", NOBODY, *given) as shard:
             _, errors = shard.communicate(timeout=30)
     assert shard.returncode not in (0, None)
     assert complaint in errors

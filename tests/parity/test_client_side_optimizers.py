@@ -61,13 +61,10 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def clusters() -> Iterator[dict[int, shardwell.LocalCluster]]:
-    """By number of shard servers."""
-    with (
-        shardwell.LocalCluster(num_shards=1) as single,
-        shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096, lease_s=4) as triple,
-    ):
-        yield {1: single, 3: triple}
+def clusters(cluster_of_one: shardwell.LocalCluster) -> Iterator[dict[int, shardwell.LocalCluster]]:
+    """By number of shard servers; of three, trainers may be killed."""
+    with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096, lease_s=4) as triple:
+        yield {1: cluster_of_one, 3: triple}
 
 
 def on_trainers(name: str) -> Callable[[Iterable[nn.Parameter]], shardwell.ClientSide]:

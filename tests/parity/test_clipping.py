@@ -21,14 +21,12 @@ MAKERS: dict[str, Callable[[Iterable[nn.Parameter]], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def clusters() -> Iterator[dict[int, shardwell.LocalCluster]]:
+@pytest.fixture
+def clusters(
+    cluster_of_one: shardwell.LocalCluster, cluster_of_three: shardwell.LocalCluster
+) -> dict[int, shardwell.LocalCluster]:
     """By number of shard servers."""
-    with (
-        shardwell.LocalCluster(num_shards=1) as single,
-        shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096) as triple,
-    ):
-        yield {1: single, 3: triple}
+    return {1: cluster_of_one, 3: cluster_of_three}
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -215,12 +215,6 @@ def test_in_memory(seed: int, tmp_path: Path) -> None:
     InMemoryWalk(seed, tmp_path).run()
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
-        yield running.address
-
-
 class Several:
     """Local optimizers that step together."""
 
@@ -262,13 +256,13 @@ def set_buffers(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None
 class ServerWalk:
     """Some steps of a random model on shard servers, all ranks played by one trainer."""
 
-    def __init__(self, seed: int, cluster: str, directory: Path) -> None:
+    def __init__(self, seed: int, cluster: shardwell.LocalCluster, directory: Path) -> None:
         self.rng = rng = random.Random(f"servers {seed}")
         self.dp = rng.choice([1, 2])
         gather_dtype, push_dtype = rng.choice(WIRE_DTYPES), rng.choice(WIRE_DTYPES)
         self.scale = rng.choice([1.0, 256.0])
         self.session = shardwell.join(
-            cluster,
+            cluster.address,
             run=uuid.uuid4().hex,
             world=shardwell.World(dp=self.dp),
             min_trainers=1,
@@ -332,7 +326,7 @@ class ServerWalk:
 
 
 @pytest.mark.parametrize("seed", range(SERVER_SEEDS))
-def test_on_servers(seed: int, cluster: str, tmp_path: Path) -> None:
+def test_on_servers(seed: int, cluster: shardwell.LocalCluster, tmp_path: Path) -> None:
     walk = ServerWalk(seed, cluster, tmp_path)
     with walk.session:
         walk.run()

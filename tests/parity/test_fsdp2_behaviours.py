@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from shardwell import MixedPrecisionPolicy
+from shardwell.module import clip_guards
 from shardwell.module.fully_shard import fully_shard
 from shardwell.module.unit import UnitState
 from shardwell_wire.errors import UsageError
@@ -397,9 +398,9 @@ def test_1f1b_pushes_on_the_last_micro_batch_only() -> None:
 
 
 @pytest.fixture
-def gathered() -> Sharded:
+def gathered(monkeypatch: pytest.MonkeyPatch) -> Sharded:
     """A model after a backward: its gradients are pushed, its weights are still here."""
-    gc.collect()  # of sessions that other tests left with gradients on their servers
+    monkeypatch.setattr(clip_guards, "_sharded", WeakSet())  # not those that other tests left with gradients
     sharded = Sharded(layers(7, 15, 3), wrap_children)
     model: Any = sharded.model
     model.set_reshard_after_backward(False)

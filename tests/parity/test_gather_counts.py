@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -120,12 +119,6 @@ def test_gradients_kept_back_are_pushed_at_the_end_of_the_step() -> None:
     step(pair)
     assert set(pair.sharded.store.pushes) == {*BLOCKS, ROOT}
     pair.compare()
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
-        yield running
 
 
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)

@@ -32,12 +32,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096) as running:
-        yield running.address
-
-
 _building = threading.Lock()
 """Trainers that are threads of one process share torch's generator."""
 
@@ -137,34 +131,36 @@ def sharded(
 
 @pytest.mark.parametrize("lanes", ["shm,grpc", "grpc"])
 @pytest.mark.parametrize("dp", [1, 2])
-def test_scales_skips_and_bits_are_those_of_torch(cluster: str, dp: int, lanes: str) -> None:
+def test_scales_skips_and_bits_are_those_of_torch(
+    cluster_of_three: shardwell.LocalCluster, dp: int, lanes: str
+) -> None:
     expected = plain(dp)
     changes = {after / before for before, after in pairwise(expected.scales)}
     assert changes == {0.5, 1.0, 2.0}, "the scale neither grew nor shrank"
-    got = sharded(cluster, uuid.uuid4().hex, dp, min_trainers=1, lanes=lanes)
+    got = sharded(cluster_of_three.address, uuid.uuid4().hex, dp, min_trainers=1, lanes=lanes)
     assert got.scales == expected.scales
     assert sha256(got.state) == sha256(expected.state)
 
 
-def test_an_optimizer_that_runs_on_the_trainers_skips_too(cluster: str) -> None:
+def test_an_optimizer_that_runs_on_the_trainers_skips_too(cluster_of_three: shardwell.LocalCluster) -> None:
     expected = plain(2, fused=False)
-    got = sharded(cluster, uuid.uuid4().hex, 2, make=on_trainers, min_trainers=1)
+    got = sharded(cluster_of_three.address, uuid.uuid4().hex, 2, make=on_trainers, min_trainers=1)
     assert got.scales == expected.scales
     assert sha256(got.state) == sha256(expected.state)
 
 
-def test_every_trainer_skips_when_one_of_them_overflowed(cluster: str) -> None:
+def test_every_trainer_skips_when_one_of_them_overflowed(cluster_of_three: shardwell.LocalCluster) -> None:
     expected, run = plain(2), uuid.uuid4().hex
     with ThreadPoolExecutor(2) as trainers:
-        pending = [trainers.submit(sharded, cluster, run, 2, global_rank=rank) for rank in range(2)]
+        pending = [trainers.submit(sharded, cluster_of_three.address, run, 2, global_rank=rank) for rank in range(2)]
         outcomes = [each.result(timeout=100) for each in pending]
     assert [outcome.scales for outcome in outcomes] == [expected.scales] * 2
     assert [sha256(outcome.state) for outcome in outcomes] == [sha256(expected.state)] * 2
 
 
-def test_norms_are_of_the_unscaled_gradient_and_clip_as_torch_does(cluster: str) -> None:
+def test_norms_are_of_the_unscaled_gradient_and_clip_as_torch_does(cluster_of_three: shardwell.LocalCluster) -> None:
     expected = plain(2, clip=0.1)
-    got = sharded(cluster, uuid.uuid4().hex, 2, clip=0.1, min_trainers=1)
+    got = sharded(cluster_of_three.address, uuid.uuid4().hex, 2, clip=0.1, min_trainers=1)
     assert got.scales == expected.scales
     assert [math.isfinite(norm) for norm in got.norms] == [math.isfinite(norm) for norm in expected.norms]
     finite = [pair for pair in zip(got.norms, expected.norms, strict=True) if math.isfinite(pair[0])]
@@ -177,17 +173,19 @@ def test_norms_are_of_the_unscaled_gradient_and_clip_as_torch_does(cluster: str)
 
 
 @pytest.mark.parametrize("until", [2, 3])
-def test_a_trainer_that_joins_later_has_the_scale_of_the_others(cluster: str, until: int) -> None:
+def test_a_trainer_that_joins_later_has_the_scale_of_the_others(
+    cluster_of_three: shardwell.LocalCluster, until: int
+) -> None:
     """Also right after a step that was skipped, whose end it goes through itself."""
     expected, run = plain(2), uuid.uuid4().hex
-    first = sharded(cluster, run, 2, min_trainers=1, steps=until)
-    second = sharded(cluster, run, 2, min_trainers=1)
+    first = sharded(cluster_of_three.address, run, 2, min_trainers=1, steps=until)
+    second = sharded(cluster_of_three.address, run, 2, min_trainers=1)
     assert first.scales == expected.scales[:until]
     assert second.scales == expected.scales[until - 1 :]
     assert sha256(second.state) == sha256(expected.state)
 
 
-def test_float16_computes_as_the_loop_written_by_hand(cluster: str) -> None:
+def test_float16_computes_as_the_loop_written_by_hand(cluster_of_three: shardwell.LocalCluster) -> None:
     """fp32 masters, an fp16 copy that computes, gradients that vanish without a scale."""
     small, policy = 2.0**-20, shardwell.MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32)
     master, moved = build(), False
@@ -205,7 +203,7 @@ def test_float16_computes_as_the_loop_written_by_hand(cluster: str) -> None:
         reference.update()
         expected.append(reference.get_scale())
     assert moved
-    with shardwell.join(cluster, run=uuid.uuid4().hex) as session:
+    with shardwell.join(cluster_of_three.address, run=uuid.uuid4().hex) as session:
         model = shardwell.fully_shard(build(), session, mp_policy=policy)
         sharded_optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
         scaler, got = shardwell.amp.GradScaler(init_scale=2.0**20, growth_interval=INTERVAL), []
@@ -221,8 +219,8 @@ def test_float16_computes_as_the_loop_written_by_hand(cluster: str) -> None:
 
 
 @pytest.fixture
-def session(cluster: str) -> Iterator[shardwell.Session]:
-    with shardwell.join(cluster, run=uuid.uuid4().hex) as joined:
+def session(cluster_of_three: shardwell.LocalCluster) -> Iterator[shardwell.Session]:
+    with shardwell.join(cluster_of_three.address, run=uuid.uuid4().hex) as joined:
         yield joined
 
 
@@ -298,11 +296,13 @@ def test_a_local_optimizer_is_treated_as_torch_does() -> None:
     assert scaler.get_scale() == 2.0**15
 
 
-def test_trainers_that_disagree_about_scaling_are_told(cluster: str) -> None:
+def test_trainers_that_disagree_about_scaling_are_told(cluster_of_three: shardwell.LocalCluster) -> None:
     run = uuid.uuid4().hex
 
     def train(rank: int) -> str:
-        with shardwell.join(cluster, run=run, world=shardwell.World(dp=2), global_rank=rank, wait_limit_s=3) as session:
+        with shardwell.join(
+            cluster_of_three.address, run=run, world=shardwell.World(dp=2), global_rank=rank, wait_limit_s=3
+        ) as session:
             model = shardwell.fully_shard(nn.Linear(3, 2), session)
             optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
             scaler = shardwell.amp.GradScaler(init_scale=1.0, enabled=rank == 0)

@@ -29,9 +29,14 @@ def probe(*arguments: str) -> dict[str, int]:
     return measured
 
 
+@pytest.fixture(scope="module")
+def plain() -> dict[str, int]:
+    return probe("plain")
+
+
 @pytest.mark.parametrize("lane", ["shm", "socket", "grpc"])
-def test_freed_units_hold_no_memory(cluster: shardwell.LocalCluster, lane: str) -> None:
-    plain, sharded = probe("plain"), probe(cluster.address, lane)
+def test_freed_units_hold_no_memory(cluster: shardwell.LocalCluster, plain: dict[str, int], lane: str) -> None:
+    sharded = probe(cluster.address, lane)
     size = plain["parameter_bytes"]
     assert sharded["parameter_bytes"] == size
     # Less a few pages that lay free in the heap before.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -177,12 +176,6 @@ def test_wrong_arguments() -> None:
 
 
 # On servers.
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
-        yield running
 
 
 def train_on(cluster: shardwell.LocalCluster, memory: Any, **options: Any) -> tuple[dict[str, torch.Tensor], Any]:

@@ -81,12 +81,6 @@ class Reference:
 # On servers: every lane, one and two ranks.
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096) as running:
-        yield running.address
-
-
 @cache
 def reference_hash(dp: int, reduce_dtype: torch.dtype | None = None) -> str:
     model = transformer.build()
@@ -122,37 +116,46 @@ def trained_hash(address: str, policy: MixedPrecisionPolicy, *, dp: int, **optio
 @pytest.mark.parametrize("gather_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lanes", ["shm,grpc", "socket,grpc", "grpc"])
 def test_bf16_over_fp32_masters_has_the_bits_of_the_loop_written_by_hand(
-    cluster: str, lanes: str, gather_dtype: str, dp: int
+    cluster_of_three: shardwell.LocalCluster, lanes: str, gather_dtype: str, dp: int
 ) -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16)
-    assert trained_hash(cluster, policy, dp=dp, lanes=lanes, gather_dtype=gather_dtype) == reference_hash(dp)
+    assert trained_hash(
+        cluster_of_three.address, policy, dp=dp, lanes=lanes, gather_dtype=gather_dtype
+    ) == reference_hash(dp)
 
 
-def test_through_a_cache_of_the_host(cluster: str) -> None:
+def test_through_a_cache_of_the_host(cluster_of_three: shardwell.LocalCluster) -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16)
-    assert trained_hash(cluster, policy, dp=2, lanes="grpc", host_cache_bytes=1 << 26) == reference_hash(2)
+    assert trained_hash(
+        cluster_of_three.address, policy, dp=2, lanes="grpc", host_cache_bytes=1 << 26
+    ) == reference_hash(2)
 
 
-def test_another_dtype_on_the_wire_than_in_the_matmul_is_the_same_on_every_lane(cluster: str) -> None:
+def test_another_dtype_on_the_wire_than_in_the_matmul_is_the_same_on_every_lane(
+    cluster_of_three: shardwell.LocalCluster,
+) -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16)
     hashes = {
-        trained_hash(cluster, policy, dp=1, lanes=lanes, gather_dtype="float16") for lanes in ("shm,grpc", "grpc")
+        trained_hash(cluster_of_three.address, policy, dp=1, lanes=lanes, gather_dtype="float16")
+        for lanes in ("shm,grpc", "grpc")
     }
     assert len(hashes) == 1
     assert hashes != {reference_hash(1)}
 
 
-def test_gradients_are_rounded_to_the_reduce_dtype(cluster: str) -> None:
+def test_gradients_are_rounded_to_the_reduce_dtype(cluster_of_three: shardwell.LocalCluster) -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP16)
     expected = reference_hash(2, FP16)
     assert expected != reference_hash(2)
-    assert trained_hash(cluster, policy, dp=2, lanes="shm,grpc") == expected
+    assert trained_hash(cluster_of_three.address, policy, dp=2, lanes="shm,grpc") == expected
 
 
-def test_a_gather_takes_the_bytes_of_the_compute_dtype_here(cluster: str) -> None:
+def test_a_gather_takes_the_bytes_of_the_compute_dtype_here(cluster_of_three: shardwell.LocalCluster) -> None:
     peaks = {}
     for dtype in (None, BF16):
-        with shardwell.join(cluster, run=uuid.uuid4().hex, lanes="grpc", gather_dtype="bfloat16") as session:
+        with shardwell.join(
+            cluster_of_three.address, run=uuid.uuid4().hex, lanes="grpc", gather_dtype="bfloat16"
+        ) as session:
             model = transformer.build()
             shardwell.fully_shard(model, session, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
             model(transformer.batch(0, 0))
@@ -436,7 +439,7 @@ def test_a_policy_that_changes_nothing_costs_nothing(sharded: Sharded) -> None:
     shardwell.fully_shard(model, sharded.session, mp_policy=MixedPrecisionPolicy(param_dtype=FP32))
     (unit,) = sharded.units
     assert not unit.precision.casts
-    assert unit.precision.layout is unit.layout or unit.precision.layout == unit.layout
+    assert unit.precision.layout == unit.layout
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"])

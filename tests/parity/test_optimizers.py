@@ -45,10 +45,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def cluster(request: pytest.FixtureRequest) -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=request.param, min_shard_bytes=4096) as running:
-        yield running
+@pytest.fixture(params=["cluster_of_one", "cluster_of_three"])
+def cluster(request: pytest.FixtureRequest) -> shardwell.LocalCluster:
+    running: shardwell.LocalCluster = request.getfixturevalue(request.param)
+    return running
 
 
 @pytest.mark.parametrize("case", CASES)

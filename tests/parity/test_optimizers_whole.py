@@ -28,18 +28,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def cluster_of_three() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def cluster_of_one() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=1) as running:
-        yield running
-
-
 @pytest.fixture(params=["cluster_of_one", "cluster_of_three"])
 def cluster(request: pytest.FixtureRequest) -> shardwell.LocalCluster:
     return request.getfixturevalue(request.param)

@@ -20,15 +20,9 @@ Groups = list[dict[str, Any]]
 Change = Callable[[torch.optim.Optimizer, nn.Module], None]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096) as running:
-        yield running
-
-
 @pytest.fixture
-def session(cluster: shardwell.LocalCluster) -> Iterator[shardwell.Session]:
-    with shardwell.join(cluster.address, run=uuid.uuid4().hex) as joined:
+def session(cluster_of_three: shardwell.LocalCluster) -> Iterator[shardwell.Session]:
+    with shardwell.join(cluster_of_three.address, run=uuid.uuid4().hex) as joined:
         yield joined
 
 

@@ -41,12 +41,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
-        yield running
-
-
 def train_plain(case: Case, dp: int) -> tuple[list[float], nn.Module]:
     """Ranks one after another from the same buffers; those of rank 0 stay, and gradients are added in rank order."""
     model = build(case)

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import shardwell
-from shardwell.data_plane.host_folder import MEMORY
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.codec import memory_at
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support import transformer
 from tests.support.processes import TrainerProcess
 from tests.support.reference import ADAMW, sha256, train_plain
+from tests.support.shared_files import folders_shared_here, wait_for_no_folder
 from tests.support.trainer import train
 
 STEPS = 4
@@ -31,12 +31,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +50,7 @@ def plain_hash() -> str:
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     yield
-    assert not list(MEMORY.glob("shardwell_cache-*"))
+    wait_for_no_folder()
 
 
 def play_both(address: str, **options: Any) -> tuple[str, dict[str, float], list[int]]:
@@ -183,7 +177,7 @@ def test_a_run_that_is_made_again_reads_nothing_of_the_former_one(cluster: shard
     delete(cluster.address, options["run"])
     with shardwell.join(cluster.address, **options) as second:
         # The former run's folder is still there, with its version 0.
-        assert len(list(MEMORY.glob("shardwell_cache-*"))) == 2
+        assert len(folders_shared_here()) == 2
         again = torch.nn.Linear(8, 8)
         expected = again.weight.detach().clone()
         shardwell.fully_shard(again, second, name="layer")

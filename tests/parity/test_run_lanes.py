@@ -31,18 +31,16 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def single() -> Iterator[str]:
+@pytest.fixture
+def single(cluster_of_one: shardwell.LocalCluster) -> str:
     """Address of a cluster with one server."""
-    with shardwell.LocalCluster(num_shards=1, min_shard_bytes=4096) as running:
-        yield running.address
+    return cluster_of_one.address
 
 
-@pytest.fixture(scope="module")
-def triple() -> Iterator[str]:
+@pytest.fixture
+def triple(cluster_of_three: shardwell.LocalCluster) -> str:
     """Address of a cluster with three servers."""
-    with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096) as running:
-        yield running.address
+    return cluster_of_three.address
 
 
 @pytest.fixture(scope="module")

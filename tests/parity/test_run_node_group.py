@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import shardwell
-from shardwell.data_plane.host_folder import MEMORY
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import align
 from tests.support import transformer
 from tests.support.processes import TrainerProcess
 from tests.support.reference import undisturbed_sha256
+from tests.support.shared_files import wait_for_no_folder
 
 STEPS = 4
 
@@ -32,7 +32,7 @@ def _sharing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SHARDWELL_LANES", "socket,grpc")
     monkeypatch.setenv("SHARDWELL_NODE_GROUP", "gloo")
     yield
-    assert not list(MEMORY.glob("shardwell_cache-*"))
+    wait_for_no_folder()
 
 
 def play(cluster: shardwell.LocalCluster, dp: int, *options: tuple[object, ...]) -> list[dict[str, Any]]:

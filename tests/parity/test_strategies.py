@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import uuid
-from collections.abc import Iterator
+import weakref
 from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any
@@ -210,6 +211,16 @@ def test_reshard_of_a_replica_makes_it_unusable_and_keeps_its_memory() -> None:
         block.up.weight.sum()
 
 
+def test_a_replica_goes_with_its_model() -> None:
+    """Its parameters have hooks, and the garbage collector does not see what torch keeps those by."""
+    sharded = Sharded(gpt(), wrap_with(NONE))
+    gpt_loss(sharded.model, 0).backward()
+    model = weakref.ref(sharded.model)
+    del sharded
+    gc.collect()
+    assert model() is None
+
+
 def test_a_write_to_a_replica_raises() -> None:
     sharded = Sharded(gpt(), wrap_with(NONE))
     gpt_loss(sharded.model, 0).backward()
@@ -393,12 +404,6 @@ def test_without_a_limit_prefetch_takes_what_its_bytes_allow() -> None:
 
 
 # On servers.
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

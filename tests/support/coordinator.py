@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from logging.handlers import QueueHandler
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.storage import Storage
+from shardwell_server.coordinator.waiting import TaskGroup
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.fake_shards import DirectCalls, FakeShard
@@ -213,29 +218,51 @@ class Harness(Rpcs):
         self.coordinator.expire()
 
     async def settle(self) -> None:
-        """Lets background work run until nothing is left to do."""
-        for _ in range(200):
+        """Lets background work run until nothing is left to do; fails if it does not come to an end."""
+        await asyncio.sleep(0)  # what was started just now begins
+        await self.until(
+            lambda: (
+                not any(
+                    run.updates or run.fencing.in_flight or run.preparing.in_flight for run in self.state.runs.values()
+                )
+            ),
+            "the end of updates, fences and preparations",
+        )
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Polls until something holds; fails with ``what`` after the deadline."""
+        deadline = time.monotonic() + 20.0
+        while not condition():
+            assert time.monotonic() < deadline, f"did not come: {what}"
             await asyncio.sleep(0.001)
-            busy = [
-                run
-                for run in self.state.runs.values()
-                if run.updates or run.fencing.in_flight or run.preparing.in_flight
-            ]
-            if not busy:
-                return
 
 
 @asynccontextmanager
 async def harness(directory: Path, *, num_shards: int = 2, **settings: Any) -> AsyncIterator[Harness]:
     """A running coordinator; the servers are registered."""
     running = Harness(directory, num_shards, Settings(**({"min_shard_bytes": 4096} | settings)))
-    await running.start()
+    with no_background_failures():
+        await running.start()
+        try:
+            for name in running.shards:
+                await running.register(name)
+            yield running
+        finally:
+            await running.stop()
+
+
+@contextmanager
+def no_background_failures() -> Iterator[None]:
+    """Fails if a background task of the coordinator does: such a task says so in the log only."""
+    log, records = logging.getLogger(TaskGroup.__module__), SimpleQueue[logging.LogRecord]()
+    handler = QueueHandler(records)
+    handler.setLevel(logging.ERROR)
+    log.addHandler(handler)
     try:
-        for name in running.shards:
-            await running.register(name)
-        yield running
+        yield
     finally:
-        await running.stop()
+        log.removeHandler(handler)
+    assert records.empty(), records.get().getMessage()
 
 
 def run_async(test: Coroutine[Any, Any, None]) -> None:

@@ -70,6 +70,7 @@ class FakeShard:
         self.incarnation: str | None = "1"
         self.square_partials = [4.0]
         self.manifests: list[shard_pb2.PrepareStepRequest] = []
+        self._updated = threading.Condition()
         self.missing: set[int] = set()
         """dp ranks whose contributions got lost."""
 
@@ -145,8 +146,10 @@ class FakeShard:
             raise StepStateError(f"step {step} is not prepared")
         for unit in run.units.values():
             unit.version = step + 1
-        run.updates.append(request)
         run.prepared, run.attempts = None, {}
+        with self._updated:
+            run.updates.append(request)
+            self._updated.notify_all()
         return shard_pb2.UpdateResponse(version=step + 1)
 
     def DropRun(self, request: shard_pb2.DropRunRequest) -> shard_pb2.DropRunResponse:
@@ -154,6 +157,13 @@ class FakeShard:
         freed = COST * sum(unit.stop_bytes - unit.start_bytes for unit in run.units.values()) if run else 0
         self.reserved_bytes -= freed
         return shard_pb2.DropRunResponse(freed_bytes=freed)
+
+    def steps_updated(self, run: str, count: int) -> list[int]:
+        """The steps that were applied, in order; another thread than the server's waits here until ``count`` are."""
+        updates = self.runs[run].updates
+        with self._updated:
+            self._updated.wait_for(lambda: len(updates) >= count, 20.0)
+            return [update.context.step for update in updates]
 
     def _run(self, request: Any) -> FakeRun:
         if request.context.run not in self.runs:

@@ -32,6 +32,13 @@ async def team_with_unit(cluster: Harness, *names: str, **options: Any) -> list[
     return trainers
 
 
+def handed_in(cluster: Harness) -> set[str]:
+    """The trainers whose hyper-parameters for the step in flight are there."""
+    step = cluster.state.runs["r"].step
+    assert step is not None
+    return set(step.hand_ins)
+
+
 async def take_step(trainers: list[Trainer], step: int, **changes: Any) -> coordinator_pb2.CommitStepResponse:
     for trainer in trainers:
         await trainer.finish(step)
@@ -347,10 +354,11 @@ def test_spares_are_preferred_and_each_gets_one_item(tmp_path: Path) -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b", dp=4)
             spare = await cluster.join("c", run="r", config=a.joined.config)
-            seats = cluster.state.runs["r"].seats
+            run = cluster.state.runs["r"]
+            seats = run.seats
             seats.update({rank: "b" for rank, owner in seats.items() if owner == "c"})
             polls = [asyncio.create_task(trainer.finish(0, wait_s=5)) for trainer in (a, spare)]
-            await asyncio.sleep(0.01)
+            await cluster.until(lambda: set(run.ready_to_work) == {"a", "c"}, "both wait for work")
             await b.leave()
             responses = await asyncio.gather(*polls)
             assert [[item.global_rank for item in response.work.items] for response in responses] == [[3], [2]]
@@ -384,7 +392,7 @@ def test_the_commit_goes_on_when_the_deciding_trainer_dies(tmp_path: Path) -> No
             a, b = await team_with_unit(cluster, "a", "b")
             await asyncio.gather(a.finish(0), b.finish(0))
             waiting = asyncio.create_task(b.commit(0, wait_s=5, optimizer=optimizer(lr=0.5)))
-            await asyncio.sleep(0.01)
+            await cluster.until(lambda: "b" in handed_in(cluster), "b waits for the commit")
             assert not waiting.done()
             await cluster.pass_time(11, b)
             assert (await waiting).committed
@@ -440,7 +448,7 @@ def test_a_commit_that_waits_is_not_lost_when_another_rank_begins_anew(tmp_path:
             await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
             await b.reset(0, 1)
             waiting = asyncio.create_task(a.commit(0, wait_s=5))
-            await asyncio.sleep(0.01)
+            await cluster.until(lambda: "a" in handed_in(cluster), "a waits for the commit")
             await b.reset(0, 1)
             await b.finish(0)
             assert (await waiting).committed
@@ -597,7 +605,7 @@ def test_work_begun_anew_while_the_last_update_is_under_way_is_not_prepared(tmp_
             for trainer in trainers:
                 await trainer.finish(1)
             resetting = asyncio.create_task(b.reset(1, 1))
-            await asyncio.sleep(0.05)
+            await cluster.until(lambda: cluster.events()[-1][0] == "work_reset", "the new attempt")
             shard.fail = lambda *_: None
             await resetting
             await cluster.settle()
@@ -633,7 +641,7 @@ def test_hyperparameters_that_were_refused_do_not_count_later(tmp_path: Path) ->
                 await a.commit(0, wait_s=5)
             with pytest.raises(HyperparameterMismatchError):
                 await b.commit(0, optimizer=optimizer(lr=7.0))
-            assert set(cluster.state.runs["r"].step.hand_ins) == {"a"}
+            assert handed_in(cluster) == {"a"}
 
     run_async(scenario())
 
@@ -685,7 +693,7 @@ def test_a_failure_of_work_that_was_begun_anew_meanwhile_does_not_count(tmp_path
             cluster.shards["s1"].fail = fail
             await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
             committing = asyncio.create_task(a.commit(0, wait_s=5))
-            await asyncio.sleep(0.02)
+            await cluster.until(lambda: cluster.shards["s1"].calls["PrepareStep"] > 0, "the first attempt to prepare")
             await b.reset(0, 1)
             begun_anew = True
             await b.finish(0)

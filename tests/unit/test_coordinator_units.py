@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardwell_server.coordinator.waiting import Signal
 from shardwell_wire.errors import (
     CapacityError,
     ConflictError,
@@ -131,12 +132,19 @@ def test_no_room_is_reported_and_the_same_ranges_are_tried_again(tmp_path: Path)
     run_async(scenario())
 
 
-def test_units_wait_for_servers(tmp_path: Path) -> None:
+def test_units_wait_for_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, min_servers=3) as cluster:
             a, _ = await cluster.team("a", "b")
+            changed, looking = cluster.state.cluster.changed, asyncio.Event()
+
+            def next_change() -> asyncio.Event:
+                looking.set()
+                return Signal.next_change(changed)
+
+            monkeypatch.setattr(changed, "next_change", next_change)
             waiting = asyncio.create_task(a.declare(unit("u", (64,))))
-            await asyncio.sleep(0.01)
+            await looking.wait()
             await cluster.call("RegisterServer", server_id="s2", address="s0:1", incarnation="x", budget_bytes=1 << 30)
             assert (await waiting).shards
             await cluster.call("DeleteRun", run="r", force=True)
@@ -469,11 +477,7 @@ def test_a_restart_during_the_update_is_not_waited_for(tmp_path: Path) -> None:
             await a.commit(0, wait_s=5)
             cluster.shards["s1"].restart("2")
             await cluster.register("s1", incarnation="2")
-            await asyncio.wait_for(cluster.settle(), 5)
-            for _ in range(1000):
-                if not cluster.state.runs["r"].updates:
-                    break
-                await asyncio.sleep(0.005)
+            await cluster.settle()
             stall = await cluster.call("ExplainStall", run="r")
             assert "was restarted and has lost its shards" in stall.waiting_for[0]
             assert stall.phase == "working"

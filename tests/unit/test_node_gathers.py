@@ -23,7 +23,7 @@ from shardwell.data_plane.traffic import RemoteUnit, Traffic
 from shardwell.memory.completion import Exchange
 from shardwell.module.mixed_precision import layout_in
 from shardwell_wire.codec import memory_at
-from shardwell_wire.errors import CapacityError
+from shardwell_wire.errors import CapacityError, UnavailableError
 from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
 from tests.support.cluster import wait_until
 
@@ -300,5 +300,5 @@ def test_a_session_that_closes_fails_what_is_on_its_way(make: MakeMembers) -> No
     future = member.gathers.gather(member.unit, 0, target, LAYOUT, vector)
     wait_until(lambda: member.server.received_bytes > 0, "the fetch of its part; then it waits for the other")
     member.close()
-    with pytest.raises(Exception, match="closed"):
+    with pytest.raises(UnavailableError, match="the session is closed"):
         future.result(LONG_S)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,13 @@ OPTIMIZERS = """
 def test_public_names_are_pinned() -> None:
     assert sorted(shardwell.__all__) == sorted(NAMES.split())
     assert sorted(shardwell.optim.__all__) == sorted(OPTIMIZERS.split())
+
+
+def test_importing_leaves_the_compiler_alone() -> None:
+    """It takes as long to import as torch itself, which every command would wait for."""
+    program = "import sys, shardwell.command.cli; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize("name", sorted(shardwell.__all__))

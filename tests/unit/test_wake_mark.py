@@ -65,7 +65,11 @@ def test_the_end_of_the_connection_wakes(pair: tuple[socket.socket, socket.socke
 
 def test_a_system_without_such_a_mark_goes_on() -> None:
     class Without:
+        asked = 0
+
         def setsockopt(self, *_: object) -> None:
+            self.asked += 1
             raise OSError("protocol not available")
 
-    WakeMark(Without()).want(1000)  # type: ignore[arg-type]
+    WakeMark(without := Without()).want(1000)  # type: ignore[arg-type]
+    assert without.asked == 1

@@ -33,6 +33,11 @@ def watch(units: Units) -> None:
     _sharded.add(units)
 
 
+def unwatch(units: Units) -> None:
+    """These units have no more gradients on the servers: their session is closed."""
+    _sharded.discard(units)
+
+
 @functools.cache
 def _install() -> None:
     for name in _TAKE_PARAMETERS:

@@ -25,11 +25,21 @@ class WrappedForward:
         functools.update_wrapper(self, forward)
         self._forward, self._around = forward, around
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._around(self._forward, *args, **kwargs)
 
 
 def wrap_forward(module: nn.Module, around: Around) -> None:
     """Has ``around`` call the module's forward from now on; what was put around it before is inside."""
+    _leave_out_of_graphs()
     module.forward = WrappedForward(module.forward, around)
+
+
+@functools.cache
+def _leave_out_of_graphs() -> None:
+    """Has ``torch.compile`` compile what is wrapped, not the wrapper.
+
+    Not while this module is imported: that would import the compiler, which takes seconds.
+    """
+    leave_out = torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call]
+    WrappedForward.__call__ = leave_out(WrappedForward.__call__)  # type: ignore[method-assign]

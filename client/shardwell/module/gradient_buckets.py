@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -33,8 +34,10 @@ class GradientBuckets:
         self._sizes = [specification.size_bytes for specification in unit.layout.parameters]
         self._bucket_bytes, self._push = bucket_bytes, push
         self._complete: dict[int, None] = {}
+        # Weak, since the garbage collector does not see what torch keeps such a hook by: the model would stay for ever.
+        completed: weakref.ref[Callable[[int], None]] = weakref.WeakMethod(self._completed)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._completed, index))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(_note, completed, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(unit.parameters)
             if parameter.requires_grad
         ]
@@ -49,7 +52,7 @@ class GradientBuckets:
         for hook in self._hooks:
             hook.remove()
 
-    def _completed(self, index: int, parameter: torch.Tensor) -> None:
+    def _completed(self, index: int) -> None:
         limit_bytes = self._bucket_bytes()
         if limit_bytes is None:
             return
@@ -58,6 +61,11 @@ class GradientBuckets:
             self._complete.clear()
             self._push(indices)
         self._complete[index] = None
+
+
+def _note(completed: weakref.ref[Callable[[int], None]], index: int, parameter: torch.Tensor) -> None:
+    if (note := completed()) is not None:
+        note(index)
 
 
 def cut(gradients: Gradients, bucket_bytes: int | None) -> Iterator[Gradients]:

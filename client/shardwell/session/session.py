@@ -9,6 +9,7 @@ from typing import Any, Self
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwell.memory.allocator import share_heaps
+from shardwell.module import clip_guards
 from shardwell.module.memory_report import MemoryReport, measure
 from shardwell.module.strategy import BackwardPrefetch
 from shardwell.module.units import Units
@@ -224,17 +225,20 @@ class Session:
         """Leaves the run, so that its work goes to others at once; harmless to repeat."""
         if self._closed:
             return
-        self._closed = True
-        open_sessions.note_closed(self)
+        self._note_closed()
         self._membership.leave()
         self.store.close()
         self._close_connections()
 
     def disown(self) -> None:
         """This process was forked from the trainer that joined: here the session is closed, there it goes on."""
+        self._note_closed()
+        self._membership.disown()
+
+    def _note_closed(self) -> None:
         self._closed = True
         open_sessions.note_closed(self)
-        self._membership.disown()
+        clip_guards.unwatch(self.units)
 
     def _close_connections(self) -> None:
         self._coordinator.close()
