@@ -3,6 +3,7 @@
 PYTHON ?= python3.11
 PIP_OPTIONS ?=
 DEMO_OPTIONS ?=
+TEST_PROCESSES ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -39,7 +40,7 @@ larger-than-trainer: install  ## Train a model of 8 times a trainer's memory; FS
 	@$(BIN)/python examples/larger_than_trainer.py
 
 test: install  ## Run the tests
-	@OMP_NUM_THREADS=1 $(BIN)/pytest
+	@OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
 
 lint: install check-protos  ## Check formatting, style, types, imports and stubs
 	@$(BIN)/ruff format --check .

@@ -151,7 +151,7 @@ def test_it_may_open_as_many_files_as_it_ever_may() -> None:
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(before, most - 1), most))
     try:
-        with server_process("shard", "--coordinator", f"127.0.0.1:{free_port()}") as shard:
+        with reserved_ports() as nobodys, server_process("shard", "--coordinator", f"127.0.0.1:{nobodys}") as shard:
             assert shard.stderr is not None
             assert any("cannot reach the coordinator" in line for line in shard.stderr)
             assert resource.prlimit(shard.pid, resource.RLIMIT_NOFILE) == (most, most)
