@@ -153,7 +153,7 @@ def test_it_may_open_as_many_files_as_it_ever_may() -> None:
     try:
         with reserved_ports() as nobodys, server_process("shard", "--coordinator", f"127.0.0.1:{nobodys}") as shard:
             assert shard.stderr is not None
-            assert any("cannot reach the coordinator" in line for line in shard.stderr)
+            assert any("cannot register with the coordinator" in line for line in shard.stderr)
             assert resource.prlimit(shard.pid, resource.RLIMIT_NOFILE) == (most, most)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
