@@ -369,5 +369,5 @@ def test_a_server_process_offers_the_lane_and_stops_under_it(tmp_path: Path) -> 
 
 
 def reservation() -> shard_pb2.ReserveUnitRequest:
-    context = common_pb2.RequestContext(run="r", epoch=1 << 30)
+    context = common_pb2.RequestContext(run="r", epoch=1)
     return shard_pb2.ReserveUnitRequest(context=context, unit=PLAIN.to_proto(), stop_bytes=PLAIN.size_bytes, dp=1)
