@@ -300,5 +300,5 @@ def test_a_session_that_closes_fails_what_is_on_its_way(make: MakeMembers) -> No
     future = member.gathers.gather(member.unit, 0, target, LAYOUT, vector)
     wait_until(lambda: member.server.received_bytes > 0, "the fetch of its part; then it waits for the other")
     member.close()
-    with pytest.raises(UnavailableError, match="the session is closed"):
+    with pytest.raises(UnavailableError, match="the session was closed"):
         future.result(LONG_S)

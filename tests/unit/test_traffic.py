@@ -37,6 +37,8 @@ class FakeServer:
         self.pushes: list[tuple[shard_pb2.ReduceScatterHeader, bytes]] = []
         self.gate = threading.Event()
         self.gate.set()
+        self.begun = threading.Semaphore(0)
+        """Released by every push that comes."""
         self.error: Exception | None = None
 
     def gather(self, request: Any, target: memoryview, **_: float) -> int:
@@ -47,6 +49,7 @@ class FakeServer:
         return int(request.version)
 
     def reduce_scatter(self, header: Any, pieces: Sequence[memoryview], **_: float) -> None:
+        self.begun.release()
         assert self.gate.wait(10)
         if self.error:
             raise self.error
@@ -243,6 +246,7 @@ def test_closed_traffic_can_be_waited_for(client: FakeServer) -> None:
     traffic = Traffic(push_bytes=1 << 20)
     client.gate.clear()
     traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+    assert client.begun.acquire(timeout=10)
     traffic.close()
     traffic.join(0.01)
     assert not client.pushes, "it is under way, and the limit is over"
