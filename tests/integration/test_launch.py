@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 import shardwell
 from shardwell.command.cli import main
+from shardwell.processes.trainer_process import TrainerProcess
 from tests.support.cluster import descendants, wait_gone
 
 SHARDWELL = [sys.executable, "-m", "shardwell"]
@@ -178,6 +180,20 @@ def test_a_signal_ends_trainers_and_servers(script: Path, number: signal.Signals
         process.send_signal(number)
         assert process.wait(30) == 128 + number
         wait_gone(below, timeout_s=1)
+
+
+def test_a_signal_right_after_a_trainer_was_started_ends_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = TrainerProcess.start, []
+
+    def start_and_signal(trainer: TrainerProcess) -> None:
+        start(trainer)
+        started.append(trainer.pid)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(TrainerProcess, "start", start_and_signal)
+    assert main(["launch", *NOWHERE, "--num-trainers", "2", write(script, WAIT)]) == 128 + signal.SIGTERM
+    assert len(started) == 2
+    assert not any(psutil.pid_exists(pid) for pid in started)
 
 
 def test_ctrl_c_twice_ends_trainers_that_do_not_listen(script: Path) -> None:

@@ -173,16 +173,27 @@ class _Signals:
     """What signals have come."""
 
     count: int = 0
+    first: int = 0
+    interrupt: bool = True
+    """Whether the first one raises at once. That is between any two instructions, such as those that start a trainer
+    and put it down: then nobody would stop it."""
 
     def receive(self, signal_number: int, _: FrameType | None) -> None:
         self.count += 1
         if self.count == 1:
-            raise _Stop(signal_number)
+            self.first = signal_number
+            if self.interrupt:
+                raise _Stop(signal_number)
+
+    def check(self) -> None:
+        """Raises ``_Stop`` if one has come."""
+        if self.count:
+            raise _Stop(self.first)
 
 
 @contextmanager
 def _stop_signals() -> Iterator[_Signals]:
-    """Makes the first SIGINT, SIGTERM or SIGHUP raise ``_Stop`` and counts the others."""
+    """Takes SIGINT, SIGTERM and SIGHUP meanwhile."""
     signals = _Signals()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     former = {number: signal.signal(number, signals.receive) for number in numbers}
@@ -202,6 +213,7 @@ class _Launch:
 
     def run(self) -> int:
         """Runs every trainer to its end; returns the worst exit code."""
+        self._signals.interrupt = False
         try:
             for name in (f"trainer-{index}" for index in range(self._plan.num_trainers)):
                 environment = self._plan.environment(name, self._address, os.environ)
@@ -218,6 +230,7 @@ class _Launch:
     def _watch(self) -> int:
         running, worst = list(self._trainers), 0
         while running:
+            self._signals.check()
             for trainer in list(running):
                 code = trainer.exit_code
                 if code is None or (code != 0 and self._start_again(trainer, code)):
