@@ -165,7 +165,7 @@ class _Place:
 
     @property
     def start_bytes(self) -> int:
-        """The last multiple of ``_ALIGNMENT`` before the first element."""
+        """The last multiple of ``_ALIGNMENT`` that is not behind the first element."""
         return self.first_bytes // _ALIGNMENT * _ALIGNMENT
 
     @property
