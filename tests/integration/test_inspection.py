@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 
@@ -54,8 +55,19 @@ def test_a_world_that_is_only_thought_of(show) -> None:
 
 
 def test_units(show, run) -> None:
-    output = show("units", run)
-    assert "version 2" in output and "[0, " in output and "shard-0" in output
+    version, _, *lines = show("units", run).splitlines()
+    assert version == "version 2"
+    rows = [line.split(maxsplit=7) for line in lines]
+    assert {(row[0], row[1], row[2], row[3]) for row in rows} == {
+        ("0", "first", "2", "1,152"),
+        ("1", "rest", "2", "65"),
+    }
+    # Which server has which part depends on what else the cluster holds.
+    assert all(row[6] in ("shard-0", "shard-1") for row in rows)
+    for unit, size in (("0", 4608), ("1", 320)):
+        ranges = [row[7].strip(" [)").replace(",", "").split() for row in rows if row[0] == unit]
+        assert ranges[0][0] == "0" and ranges[-1][1] == str(size)
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
 
 
 def test_servers(show, run) -> None:
