@@ -281,8 +281,18 @@ def test_fenced_epochs_and_attempts_are_refused(server: ShardServer) -> None:
     assert server.look(lambda: list(one.shard.contributions.by_rank)) == [1]
     assert isinstance(error_of(lambda: one.push(one.filled(1.0), epoch=8, attempt=1)), StaleEpochError)
     one.push(one.filled(1.0), epoch=8, attempt=2)
+    one.fence(0, (0, 8, 2))
     assert isinstance(error_of(lambda: one.push(one.filled(1.0), epoch=7, attempt=2)), StaleEpochError)
     one.prepare(0, (0, 2, 1), (1, 0, 1))
+
+
+def test_an_epoch_that_only_a_trainer_names_shuts_nobody_out(server: ShardServer) -> None:
+    one = unit(server)
+    one.push(one.filled(1.0), epoch=2**62)
+    assert one.push(one.filled(1.0), epoch=1).duplicate is True
+    one.prepare(0)
+    one.update(0)
+    assert one.push(one.filled(1.0), step=1, epoch=1).duplicate is False
 
 
 def test_a_fence_for_the_next_step_leaves_a_committed_one_alone(server: ShardServer) -> None:

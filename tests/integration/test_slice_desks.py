@@ -249,6 +249,7 @@ def test_one_that_was_taken_for_lost_changes_nothing(server: ShardServer) -> Non
         commit(one, 0)
         prepare(one, 1)
         part = lost.read(1, epoch=2)
+        one.fence(1, (0, 3, 0))
         heir.update(1, epoch=3)
         for value in part.values.values():
             value.fill_(7.0)
@@ -384,6 +385,7 @@ def test_what_is_refused(server: ShardServer) -> None:
         assert isinstance(error, NonFiniteError)
         assert error.data["parameter"] == "u.b"
         assert isinstance(error_of(lambda: commit(one, 1)), IncompleteStepError)
+        one.fence(1, (0, 1, 0))
         assert isinstance(error_of(lambda: own.read(1, rank=0, epoch=0)), StaleEpochError)
         lane = own.server.shm
         assert lane is not None

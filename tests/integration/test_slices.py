@@ -178,6 +178,8 @@ def test_a_later_lease_replaces_and_an_older_one_is_refused(server: ShardServer)
         old.values[index], new.values[index] = old.values[index] + 7.0, new.values[index] + 9.0
     stage(one, old, epoch=2)
     stage(one, new, epoch=3)
+    assert isinstance(error_of(lambda: stage(one, old, epoch=2)), StaleEpochError)
+    one.fence(0, (0, 3, 0))
     for action in (lambda: stage(one, old, epoch=2), lambda: read(one, epoch=2)):
         assert isinstance(error_of(action), StaleEpochError)
     assert server.staged_bytes() == one.size

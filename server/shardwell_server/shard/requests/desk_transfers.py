@@ -95,7 +95,6 @@ async def stage_desk(store: ShardStore, run: Run, desk: Desk, header: shard_pb2.
         staged = StagedSlice(header.context.epoch, segments, values, state, desk.give_back)
         shard.slices.stage(header.dp_rank, staged)
         desk.hold()
-        run.fences.raise_epoch(header.dp_rank, header.context.epoch)
 
     await store.in_thread(partial(compute_check_finite, shard, segments, values, what))
     await uninterrupted(run.alone(accept))

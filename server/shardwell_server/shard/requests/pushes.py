@@ -188,7 +188,6 @@ class Push:
 
     def _note_accepted(self, contribution: Contribution, checksum: int | None) -> None:
         contribution.checksums.append(checksum)
-        self._run.fences.raise_epoch(self._dp_rank, self._epoch)
 
     def _count_duplicate(self, checksum: int | None) -> None:
         self._run.duplicate_count += 1

@@ -91,7 +91,6 @@ async def stage(
             nonlocal is_staged
             check_wanted(run, shard, header, what)
             shard.slices.stage(header.dp_rank, StagedSlice(header.context.epoch, segments, values, state, give_back))
-            run.fences.raise_epoch(header.dp_rank, header.context.epoch)
             is_staged = True
 
         try:

@@ -40,7 +40,7 @@ class Fences:
             )
 
     def raise_epoch(self, dp_rank: int, epoch: int) -> None:
-        """Refuses older epochs from now on."""
+        """Refuses older epochs from now on. Only the coordinator's word counts, not what pushes say."""
         self._epochs[dp_rank] = max(self.epoch(dp_rank), epoch)
 
     def raise_all(self, step: int, ranks: Iterable[shard_pb2.RankFence]) -> list[tuple[int, int]]:
