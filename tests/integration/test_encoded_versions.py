@@ -136,8 +136,8 @@ def test_a_slow_reader_of_what_was_forgotten_reads_on(server: ShardServer) -> No
     request = one.gather_request(wire_dtype=BFLOAT16, chunk_bytes=1 << 20)
     messages = iter(server.client.byte_response_stub("Gather")(request, timeout=20.0))
     received = [next(messages)]
-    train(one, 0)
     server.look(server.store.memory.staging.make_room)
+    train(one, 0)
     assert server.staged_bytes() >= encoded_size(one, BFLOAT16), "it is still being read"
     received.extend(messages)
     data = b"".join(shard_pb2.GatherResponse.FromString(message).chunk.payload for message in received)

@@ -12,9 +12,10 @@ from shardwell_wire.errors import CapacityError
 class Staging:
     """Counts bytes up to a limit; who finds no room waits in line.
 
-    Three things take room here: values that replace a shard's initial values, parts that are added to
-    a contribution, and a version that readers still hold after the next one exists. The last of these
-    gives way to the others, for its readers may be arbitrarily slow.
+    Four things take room here: values that replace a shard's initial values, parts that are added to
+    a contribution, what readers are sent that is not the values themselves (encodings and averages),
+    and a version that readers still hold after the next one exists. What is of an older version gives
+    way to the others, for its readers may be arbitrarily slow.
     """
 
     def __init__(self) -> None:
@@ -23,6 +24,11 @@ class Staging:
         """Called before anybody waits: gives back what old versions hold."""
         self._limit_bytes = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for room."""
+        return bool(self._waiting)
 
     def set_limit(self, limit_bytes: int) -> None:
         """Changes the limit, which is never less than the largest shard."""

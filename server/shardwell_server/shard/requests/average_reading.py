@@ -43,9 +43,15 @@ async def reading(
             )
         shard.check_averaged()
         await store.in_thread(lambda: shard.compute_averages(copy))
+        shard.copies.add(averages)
 
+    averages = Parameters(copy, readers=1)
     try:
         await run.alone(take)
-        yield newest, Parameters(copy)
-    finally:
+    except BaseException:
         store.memory.take_back(copy)
+        raise
+    try:
+        yield newest, averages
+    finally:
+        shard.copies.release(averages)

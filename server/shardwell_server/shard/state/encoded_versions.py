@@ -8,6 +8,7 @@ import torch
 
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.state.parameters import Parameters
+from shardwell_server.shard.state.reader_copies import ReaderCopies
 from shardwell_server.shard.threads import InThread
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.range_plans import RangePlans
@@ -22,10 +23,11 @@ class EncodedVersions:
         plans: Of the shard.
         start_bytes: Where the shard begins in the flat vector.
         memory: Where buffers come from.
+        copies: Takes those that are not kept any more while they are read.
     """
 
-    def __init__(self, plans: RangePlans, start_bytes: int, memory: Memory) -> None:
-        self._plans, self._start_bytes, self._memory = plans, start_bytes, memory
+    def __init__(self, plans: RangePlans, start_bytes: int, memory: Memory, copies: ReaderCopies) -> None:
+        self._plans, self._start_bytes, self._memory, self._copies = plans, start_bytes, memory, copies
         self._kept: dict[WireDType, Parameters] = {}
         self._lock = asyncio.Lock()
 
@@ -51,20 +53,26 @@ class EncodedVersions:
                 encoded = await self._encode(wire_dtype, source, in_thread, wait_s, what)
                 if source.newest:
                     self._kept[wire_dtype] = encoded
+                else:
+                    encoded.newest = False
+                    self._copies.add(encoded)
             encoded.readers += 1
             return encoded
 
     def release(self, encoded: Parameters) -> None:
         """A reader is done."""
-        encoded.readers -= 1
-        if encoded.readers == 0 and encoded not in self._kept.values():
-            self._memory.take_back(encoded.buffer)
+        if encoded in self._kept.values():
+            encoded.readers -= 1
+        else:
+            self._copies.release(encoded)
 
     def forget(self) -> None:
-        """There is another version, or others need the room: what nobody reads is given back."""
+        """There is another version, or others need the room: nothing is kept but for those who read it now."""
         kept, self._kept = self._kept, {}
         for encoded in kept.values():
-            if encoded.readers == 0:
+            if encoded.readers:
+                self._copies.add(encoded)
+            else:
                 self._memory.take_back(encoded.buffer)
 
     async def _encode(

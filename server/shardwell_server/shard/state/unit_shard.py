@@ -17,6 +17,7 @@ from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state import segments
 from shardwell_server.shard.state.contributions import Contributions
 from shardwell_server.shard.state.encoded_versions import EncodedVersions
+from shardwell_server.shard.state.reader_copies import ReaderCopies
 from shardwell_server.shard.state.slices import Slices
 from shardwell_server.shard.state.values import Values
 from shardwell_server.shard.threads import InThread
@@ -75,7 +76,8 @@ class UnitShard:
         self.optimizer: ShardOptimizer | None = None
         self.optimizer_bytes = 0
         self.initial_cover, self.contribution_cover = Cover(1), Cover(dp)
-        self.encoded = EncodedVersions(self.plans, start_bytes, memory)
+        self.copies = ReaderCopies(self.what, self.unit, memory)
+        self.encoded = EncodedVersions(self.plans, start_bytes, memory, self.copies)
         self._memory = memory
 
     @property
@@ -111,6 +113,7 @@ class UnitShard:
     def make_room(self) -> None:
         """Gives back what can be done without."""
         self.encoded.forget()
+        self.copies.make_room()
         self.values.revoke_superseded()
         self.slices.make_room()
 
@@ -121,6 +124,7 @@ class UnitShard:
         self.drop_contributions()
         self.slices.close()
         self.encoded.forget()
+        self.copies.drop(deleted)
         self.values.drop(deleted)
 
     # ---- reducing ----
@@ -261,6 +265,7 @@ class UnitShard:
         An update that fails midway leaves nothing that could be read or updated.
         """
         self.encoded.forget()
+        self.copies.supersede()
         async with self.values.becoming(step + 1, in_thread):
             await self._work(in_thread, lambda: self.compute_update(optimizer, groups, clip_coefficient))
         if runs_on_trainers(optimizer.algorithm):

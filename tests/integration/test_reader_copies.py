@@ -1,0 +1,102 @@
+"""Slow readers of encodings and averages: served while there is room or no newer version, then they give way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shardwell_wire.errors import NotFoundError, VersionGoneError
+from shardwell_wire.v1 import common_pb2, shard_pb2
+from tests.support.shard_server import BIG, OneUnit, ShardServer, error_of, in_background, unit
+
+READINGS: list[dict[str, Any]] = [{"wire_dtype": common_pb2.WIRE_DTYPE_BFLOAT16}, {"ema": True}]
+
+
+@pytest.fixture
+def server() -> Iterator[ShardServer]:
+    """A server with room for one buffer beyond what a unit of one rank needs."""
+    with ShardServer(budget_bytes=BIG.size_bytes * 5) as running:
+        yield running
+
+
+@pytest.fixture(params=READINGS, ids=["encoded", "averages"])
+def reading(request: pytest.FixtureRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = request.param
+    return fields
+
+
+def train(one: OneUnit, step: int) -> None:
+    one.push(one.filled(1.0), step=step)
+    one.prepare(step)
+    averaged = one.update_request(step)
+    averaged.optimizer.ema_decay = 0.5
+    one.server.call("Update", averaged)
+
+
+class SlowReader:
+    """Has received the first message of what it reads."""
+
+    def __init__(self, one: OneUnit, fields: dict[str, Any]) -> None:
+        request = one.gather_request(chunk_bytes=1 << 20, **fields)
+        self._messages = iter(one.server.client.byte_response_stub("Gather")(request, timeout=20.0))
+        self._first = next(self._messages)
+
+    def received_bytes(self) -> int:
+        """Reads on to the end."""
+        messages = [self._first, *self._messages]
+        return sum(len(shard_pb2.GatherResponse.FromString(message).chunk.payload) for message in messages)
+
+
+def test_pressed_for_room_they_keep_the_newest_version_and_lose_an_older_one(
+    server: ShardServer, reading: dict[str, Any]
+) -> None:
+    one = unit(server, BIG)
+    train(one, 0)
+    reader = SlowReader(one, reading)
+    held = server.staged_bytes()
+    server.look(server.store.memory.staging.make_room)
+    assert server.staged_bytes() == held > 0, "it is of the newest version"
+    train(one, 1)
+    assert server.staged_bytes() == held, "nobody wants the room"
+    for part in range(2):
+        one.push(one.filled(1.0), step=2, part=part)  # the second part needs the room
+    assert isinstance(error_of(reader.received_bytes), VersionGoneError)
+    assert (server.staged_bytes(), server.taken_bytes()) == (0, 2 * one.size), "values and a contribution"
+
+
+def test_undisturbed_they_read_to_the_end_of_an_older_version(server: ShardServer, reading: dict[str, Any]) -> None:
+    one = unit(server, BIG)
+    train(one, 0)
+    reader = SlowReader(one, reading)
+    held = server.staged_bytes()
+    train(one, 1)
+    assert reader.received_bytes() == held
+    server.until(lambda: server.store.memory.staging.used_bytes == 0, "it is given back")
+
+
+def test_what_waits_for_the_room_gets_it_at_the_update(server: ShardServer, reading: dict[str, Any]) -> None:
+    one = unit(server, BIG)
+    train(one, 0)
+    one.push(one.filled(1.0), step=1)
+    reader = SlowReader(one, reading)
+    late = in_background(lambda: one.push(one.filled(1.0), step=1, part=1))
+    server.until(lambda: server.store.memory.staging.wanted, "it waits for room")
+    one.prepare(1)
+    one.update(1)
+    error = error_of(lambda: next(late))
+    assert isinstance(error, VersionGoneError)
+    assert "step 1 of unit 'u' of run 'r' is committed" in str(error), "it was received, for there was room"
+    assert isinstance(error_of(reader.received_bytes), VersionGoneError)
+
+
+def test_deleting_the_run_ends_them(server: ShardServer, reading: dict[str, Any]) -> None:
+    one = unit(server, BIG)
+    train(one, 0)
+    reader = SlowReader(one, reading)
+    one.drop()
+    error = error_of(reader.received_bytes)
+    assert isinstance(error, NotFoundError)
+    assert "run 'r' was deleted" in str(error)
+    assert (server.staged_bytes(), server.taken_bytes()) == (0, 0)
