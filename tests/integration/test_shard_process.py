@@ -24,6 +24,7 @@ from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.errors import (
     AccessError,
+    ConflictError,
     InternalError,
     NotFoundError,
     ShardwellError,
@@ -269,6 +270,24 @@ def test_a_server_that_was_given_up_registers_again_whatever_it_meets(lost: Shar
         async with coordinator.serving() as registration, registration.running("here:1"):
             await asyncio.wait_for(coordinator.done.wait(), 20)
         assert coordinator.registrations == []
+
+    run_on_shared_loop(scenario())
+
+
+def test_a_coordinator_that_is_too_old_is_named() -> None:
+    async def scenario() -> None:
+        coordinator = Coordinator([NotFoundError("who?")])
+        coordinator.term = 0
+        async with coordinator.serving() as registration:
+            with pytest.raises(ConflictError, match=r"the coordinator at 127\.0\.0\.1:\d+ does not say its term"):
+                async with registration.running("here:1"):
+                    pass
+        coordinator.term = 1
+        async with coordinator.serving() as registration:
+            with pytest.raises(ConflictError, match="update the coordinator first"):
+                async with registration.running("here:1") as ended:
+                    coordinator.term = 0
+                    await asyncio.wait_for(ended, 20)
 
     run_on_shared_loop(scenario())
 

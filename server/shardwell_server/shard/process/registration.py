@@ -18,6 +18,7 @@ from shardwell_server.shard.state.coordinator_term import CoordinatorTerm
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.channel import open_aio_channel
 from shardwell_wire.errors import (
+    ConflictError,
     DeadlineError,
     DuplicateError,
     NotFoundError,
@@ -66,6 +67,7 @@ class Registration:
 
         Raises:
             DuplicateError: Another process has the server's id; from what is given: it took this one's place.
+            ConflictError: The coordinator is too old for this server; from what is given: it came back as such a one.
         """
         self._address = address
         try:
@@ -97,6 +99,11 @@ class Registration:
                 self._note("register with", error)
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(2 * delay, _LONGEST_DELAY_S)
+        if not response.coordinator_epoch:
+            raise ConflictError(
+                f"the coordinator at {self._coordinator} does not say its term: it is of an older Shardwell than this "
+                f"server ({installed_version('shardwell')}); update the coordinator first"
+            )
         self._epoch, self._lease_s = response.epoch, response.lease_s
         self.term.learn(response.coordinator_epoch)
         logger.info("registered with the coordinator at %s as %r", self._coordinator, self._server_id)
@@ -106,7 +113,7 @@ class Registration:
             await asyncio.sleep(self._lease_s / 3)
             try:
                 await self._beat_or_register()
-            except DuplicateError:
+            except (DuplicateError, ConflictError):
                 raise
             except ShardwellError as error:
                 self._note("reach", error)
