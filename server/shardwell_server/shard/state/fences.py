@@ -11,7 +11,8 @@ from shardwell_wire.v1 import shard_pb2
 class Fences:
     """The oldest epoch and attempt that one run accepts of each logical dp rank.
 
-    Epochs only rise; attempts are counted anew in every step.
+    Epochs only rise; attempts are counted anew in every step. Both are the coordinator's word: what pushes say of
+    themselves raises neither.
     """
 
     def __init__(self) -> None:
@@ -39,10 +40,6 @@ class Fences:
                 newest=oldest,
             )
 
-    def raise_epoch(self, dp_rank: int, epoch: int) -> None:
-        """Refuses older epochs from now on. Only the coordinator's word counts, not what pushes say."""
-        self._epochs[dp_rank] = max(self.epoch(dp_rank), epoch)
-
     def raise_all(self, step: int, ranks: Iterable[shard_pb2.RankFence]) -> list[tuple[int, int]]:
         """Takes the coordinator's word; returns ``(dp_rank, attempt)`` where an attempt rose.
 
@@ -52,7 +49,7 @@ class Fences:
             self._attempts, self._step = {}, step
         risen = []
         for fence in ranks:
-            self.raise_epoch(fence.dp_rank, fence.epoch)
+            self._epochs[fence.dp_rank] = max(self.epoch(fence.dp_rank), fence.epoch)
             if step == self._step and fence.attempt > self._attempts.get(fence.dp_rank, 0):
                 self._attempts[fence.dp_rank] = fence.attempt
                 risen.append((fence.dp_rank, fence.attempt))
