@@ -45,7 +45,7 @@ async def reading(
         await store.in_thread(lambda: shard.compute_averages(copy))
         shard.copies.add(averages)
 
-    averages = Parameters(copy, readers=1)
+    averages = Parameters(copy, newest, readers=1)
     try:
         await run.alone(take)
     except BaseException:

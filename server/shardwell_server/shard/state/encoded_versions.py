@@ -10,6 +10,7 @@ from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.state.parameters import Parameters
 from shardwell_server.shard.state.reader_copies import ReaderCopies
 from shardwell_server.shard.threads import InThread
+from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.range_plans import RangePlans
 from shardwell_wire.stream_plan import InVector
@@ -53,33 +54,28 @@ class EncodedVersions:
                 encoded = await self._encode(wire_dtype, source, in_thread, wait_s, what)
                 if source.newest:
                     self._kept[wire_dtype] = encoded
-                else:
-                    encoded.newest = False
-                    self._copies.add(encoded)
             encoded.readers += 1
+            if not source.newest:
+                encoded.newest = False
+                self._copies.add(encoded)
             return encoded
 
     def release(self, encoded: Parameters) -> None:
         """A reader is done."""
-        if encoded in self._kept.values():
-            encoded.readers -= 1
-        else:
-            self._copies.release(encoded)
+        self._copies.release(encoded)
 
     def forget(self) -> None:
         """There is another version, or others need the room: nothing is kept but for those who read it now."""
         kept, self._kept = self._kept, {}
         for encoded in kept.values():
-            if encoded.readers:
-                self._copies.add(encoded)
-            else:
-                self._memory.take_back(encoded.buffer)
+            self._copies.add(encoded)
 
     async def _encode(
         self, wire_dtype: WireDType, source: Parameters, in_thread: InThread, wait_s: float, what: str
     ) -> Parameters:
         size_bytes = self._plans.plan(None, wire_dtype).size_bytes
-        encoded = Parameters(await self._memory.lend(size_bytes, wait_s, f"{what}, to be sent in another dtype"))
+        buffer = await self._memory.lend(size_bytes, wait_s, f"{what}, to be sent in another dtype")
+        encoded = Parameters(buffer, source.version)
         try:
             before = source.buffer
             await in_thread(lambda: self.compute_encode(wire_dtype, before, encoded))
@@ -93,6 +89,6 @@ class EncodedVersions:
 
     def compute_encode(self, wire_dtype: WireDType, values: torch.Tensor, encoded: Parameters) -> None:
         """Encodes the bytes of a shard, which lie in ``values``."""
-        memory = Parameters(values).memory(0, values.numel())
-        source, stream = InVector(memory, self._start_bytes), encoded.memory(0, encoded.buffer.numel())
+        source = InVector(memory_at(values.data_ptr(), values.numel()), self._start_bytes)
+        stream = encoded.memory(0, encoded.buffer.numel())
         self._plans.plan(None, wire_dtype).encode(source, stream)

@@ -25,6 +25,8 @@ class Parameters:
 
     buffer: torch.Tensor
     """uint8. [stop_bytes - start_bytes]"""
+    version: int
+    """Which one; of values that are about to become one, that."""
     readers: int = 0
     """While there are any, the bytes stay as they are, here or in a copy."""
     holders: int = 0

@@ -8,7 +8,7 @@ from shardwell_wire.errors import ShardwellError, VersionGoneError
 
 
 class ReaderCopies:
-    """Averages, and encodings that are not kept for others, each until its last reader is done.
+    """Each of them until its last reader is done.
 
     Once there is a newer version they give way to what needs their room, for their readers may be
     arbitrarily slow.
@@ -25,12 +25,18 @@ class ReaderCopies:
         self._what, self._unit, self._memory = what, unit, memory
         self._copies: list[Parameters] = []
 
+    def find(self, version: int) -> Parameters | None:
+        """The copy of a version."""
+        return next((copy for copy in self._copies if copy.version == version), None)
+
     def add(self, copy: Parameters) -> None:
-        """A copy that is complete, and that somebody reads."""
+        """A copy that is complete."""
         self._copies.append(copy)
+        if copy.readers == 0:
+            self._give_back(copy)
 
     def release(self, copy: Parameters) -> None:
-        """A reader is done."""
+        """A reader is done with a copy, or with what may become one."""
         copy.readers -= 1
         if copy.readers == 0 and copy in self._copies:
             self._give_back(copy)
@@ -42,13 +48,10 @@ class ReaderCopies:
         if self._memory.staging.wanted:
             self.make_room()
 
-    def make_room(self) -> None:
+    def make_room(self, *, held_too: bool = True) -> None:
         """Takes those of older versions from their readers."""
-        for copy in [copy for copy in self._copies if not copy.newest]:
-            self._revoke(
-                copy,
-                VersionGoneError(f"{self._what}: a version that has been overwritten gave way", unit=self._unit),
-            )
+        for copy in [copy for copy in self._copies if not copy.newest and (held_too or not copy.holders)]:
+            self._revoke(copy, self._gone(copy))
 
     def drop(self, why: ShardwellError) -> None:
         """Takes all from their readers, who are told why."""
@@ -62,3 +65,10 @@ class ReaderCopies:
     def _give_back(self, copy: Parameters) -> None:
         self._copies.remove(copy)
         self._memory.take_back(copy.buffer)
+
+    def _gone(self, copy: Parameters) -> VersionGoneError:
+        return VersionGoneError(
+            f"version {copy.version} of {self._what} has been overwritten, and its copy gave way",
+            unit=self._unit,
+            version=copy.version,
+        )

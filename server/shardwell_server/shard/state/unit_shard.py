@@ -114,7 +114,7 @@ class UnitShard:
         """Gives back what can be done without."""
         self.encoded.forget()
         self.copies.make_room()
-        self.values.revoke_superseded()
+        self.values.make_room()
         self.slices.make_room()
 
     def drop(self) -> None:

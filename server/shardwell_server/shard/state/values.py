@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from shardwell_server.shard.memory.budget import IncomingBuffer, Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.parameters import Home, Parameters
+from shardwell_server.shard.state.reader_copies import ReaderCopies
 from shardwell_server.shard.threads import InThread
 from shardwell_wire.errors import (
     DeadlineError,
@@ -43,8 +44,8 @@ class Values:
         """Under which the values that wait for publication came."""
         self._what, self._unit = what, unit
         self._memory, self._shared = memory, shared
-        self._superseded: dict[int, Parameters] = {}
-        """Older versions in copies, while somebody reads them."""
+        self._superseded = ReaderCopies(what, unit, memory)
+        """Older versions."""
         self._updating = False
         self._failure: ShardwellError | None = None
         """Why there are no values any more."""
@@ -71,7 +72,7 @@ class Values:
         self.check_whole()
         assert self.version is not None and self.parameters is not None
         found = self.version if version is None else version
-        parameters = self.parameters if found == self.version else self._superseded.get(found)
+        parameters = self.parameters if found == self.version else self._superseded.find(found)
         if parameters is None:
             raise self._gone(found, self.version)
         parameters.readers += 1
@@ -79,10 +80,7 @@ class Values:
 
     def release(self, parameters: Parameters) -> None:
         """A reader is done."""
-        parameters.readers -= 1
-        if parameters.readers == 0:
-            for version in [version for version, copy in self._superseded.items() if copy is parameters]:
-                self._forget_superseded(version)
+        self._superseded.release(parameters)
 
     async def hold(self, version: int, wait_s: float) -> Parameters:
         """``read``, of a version that is to last for more than one update; until ``let_go``."""
@@ -95,13 +93,9 @@ class Values:
         parameters.holders -= 1
         self.release(parameters)
 
-    def revoke_superseded(self, *, held_too: bool = True) -> None:
+    def make_room(self) -> None:
         """Takes older versions from those who still read them."""
-        for version, copy in list(self._superseded.items()):
-            if held_too or not copy.holders:
-                assert self.version is not None
-                copy.revoked = self._gone(version, self.version)
-                self._forget_superseded(version)
+        self._superseded.make_room()
 
     def check_whole(self) -> None:
         """Raises why there are no values any more: the run was deleted, or an update failed midway."""
@@ -137,9 +131,6 @@ class Values:
             newest=newest,
         )
 
-    def _forget_superseded(self, version: int) -> None:
-        self._memory.take_back(self._superseded.pop(version).buffer)
-
     def _notify(self) -> None:
         """Wakes those who wait for a change; they look for themselves."""
         self._changed.set()
@@ -153,7 +144,7 @@ class Values:
         if self.home is not None:
             self.home.close()
         self.home = Home(received, self._shared, self._what)
-        self.parameters, self.initial_epoch = Parameters(self.home.buffer), epoch
+        self.parameters, self.initial_epoch = Parameters(self.home.buffer, version=0), epoch
 
     def publish(self, epoch: int) -> int:
         """Makes the initial values of an epoch version 0, once; returns the version.
@@ -201,26 +192,23 @@ class Values:
         """Has those who read the present version go on in a copy, if there is room for one."""
         assert self.home is not None and self.parameters is not None and self.version is not None
         before, live = self.parameters, self.home.buffer
-        before.newest, self.parameters = False, Parameters(live)
+        before.newest, self.parameters = False, Parameters(live, self.version + 1)
         if before.readers == 0:
             return
-        self.revoke_superseded(held_too=False)
+        self._superseded.make_room(held_too=False)
         copy = self._memory.try_lend(self.home.size_bytes)
         if copy is None:
             before.revoked = self._gone(self.version, self.version + 1)
             return
         await in_thread(lambda: copy.copy_(live))
-        before.buffer, self._superseded[self.version] = copy, before
-        if before.readers == 0:
-            self._forget_superseded(self.version)
+        before.buffer = copy
+        self._superseded.add(before)
 
     def drop(self, why: NotFoundError) -> None:
         """Forgets everything; those who wait or read are told why."""
         self._failure = why
         self._notify()
-        for version, copy in list(self._superseded.items()):
-            copy.revoked = why
-            self._forget_superseded(version)
+        self._superseded.drop(why)
         if self.parameters is not None and self.home is not None:
             self.parameters.revoked, self.parameters.newest = why, False
             self.home.close()
