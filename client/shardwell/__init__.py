@@ -11,26 +11,11 @@
 ...     optimizer.step()
 """
 
-from shardwell import amp, init, optim
-from shardwell.module.activation_offload import ActivationOffload, offload_activations
-from shardwell.module.fully_shard import fully_shard, register_forward_method
-from shardwell.module.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
-from shardwell.module.mixed_precision import MixedPrecisionPolicy
-from shardwell.module.sharded_module import ShardedModule
-from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
-from shardwell.optimizers.client_side import ClientSide
-from shardwell.processes.local_cluster import LocalCluster
-from shardwell.session.joining import join
-from shardwell.session.session import Session
-from shardwell.session.step import Step
-from shardwell.weights.loading import from_safetensors
-from shardwell.weights.saving import save_dcp, save_safetensors
-from shardwell.weights.sharded_state import TensorSlice, join_state_dicts, sharded_state_dict
-from shardwell.weights.state_dict import full_state_dict, iter_full_state_dict
-from shardwell.wrapping.memory_strategy import MemoryOptions, MemoryStrategy
-from shardwell.wrapping.policies import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy
-from shardwell.wrapping.tiled_linear import TiledLinear
-from shardwell.wrapping.wrap import auto_wrap
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from shardwell_wire.errors import (
     AccessError,
     CapacityError,
@@ -58,6 +43,28 @@ from shardwell_wire.errors import (
     WorldError,
 )
 from shardwell_wire.topology import World
+
+if TYPE_CHECKING:
+    from shardwell import amp, init, optim
+    from shardwell.module.activation_offload import ActivationOffload, offload_activations
+    from shardwell.module.fully_shard import fully_shard, register_forward_method
+    from shardwell.module.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
+    from shardwell.module.mixed_precision import MixedPrecisionPolicy
+    from shardwell.module.sharded_module import ShardedModule
+    from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
+    from shardwell.optimizers.client_side import ClientSide
+    from shardwell.processes.local_cluster import LocalCluster
+    from shardwell.session.joining import join
+    from shardwell.session.session import Session
+    from shardwell.session.step import Step
+    from shardwell.weights.loading import from_safetensors
+    from shardwell.weights.saving import save_dcp, save_safetensors
+    from shardwell.weights.sharded_state import TensorSlice, join_state_dicts, sharded_state_dict
+    from shardwell.weights.state_dict import full_state_dict, iter_full_state_dict
+    from shardwell.wrapping.memory_strategy import MemoryOptions, MemoryStrategy
+    from shardwell.wrapping.policies import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy
+    from shardwell.wrapping.tiled_linear import TiledLinear
+    from shardwell.wrapping.wrap import auto_wrap
 
 __all__ = [
     "AccessError",
@@ -123,3 +130,60 @@ __all__ = [
     "save_safetensors",
     "sharded_state_dict",
 ]
+
+_MODULES = {
+    "ActivationOffload": "shardwell.module.activation_offload",
+    "BackwardPrefetch": "shardwell.module.strategy",
+    "ClientSide": "shardwell.optimizers.client_side",
+    "CustomPolicy": "shardwell.wrapping.policies",
+    "LocalCluster": "shardwell.processes.local_cluster",
+    "MemoryOptions": "shardwell.wrapping.memory_strategy",
+    "MemoryReport": "shardwell.module.memory_report",
+    "MemoryStrategy": "shardwell.wrapping.memory_strategy",
+    "MixedPrecisionPolicy": "shardwell.module.mixed_precision",
+    "ModuleTypePolicy": "shardwell.wrapping.policies",
+    "NoWrapPolicy": "shardwell.wrapping.policies",
+    "ReplicaOptions": "shardwell.module.strategy",
+    "Session": "shardwell.session.session",
+    "ShardedModule": "shardwell.module.sharded_module",
+    "ShardingStrategy": "shardwell.module.strategy",
+    "SizePolicy": "shardwell.wrapping.policies",
+    "Step": "shardwell.session.step",
+    "TensorSlice": "shardwell.weights.sharded_state",
+    "TiledLinear": "shardwell.wrapping.tiled_linear",
+    "UnitMemory": "shardwell.module.memory_report",
+    "amp": "shardwell.amp",
+    "auto_wrap": "shardwell.wrapping.wrap",
+    "from_safetensors": "shardwell.weights.loading",
+    "full_state_dict": "shardwell.weights.state_dict",
+    "fully_shard": "shardwell.module.fully_shard",
+    "init": "shardwell.init",
+    "iter_full_state_dict": "shardwell.weights.state_dict",
+    "join": "shardwell.session.joining",
+    "join_state_dicts": "shardwell.weights.sharded_state",
+    "local_ratio": "shardwell.module.memory_report",
+    "num_parameters": "shardwell.module.memory_report",
+    "offload_activations": "shardwell.module.activation_offload",
+    "optim": "shardwell.optim",
+    "register_forward_method": "shardwell.module.fully_shard",
+    "save_dcp": "shardwell.weights.saving",
+    "save_safetensors": "shardwell.weights.saving",
+    "sharded_state_dict": "shardwell.weights.sharded_state",
+}
+"""The module to import when a name is first used: most need torch, which takes seconds to import."""
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for a public one
+
+    def __getattr__(name: str) -> Any:
+        """Imports a public name when it is first used."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = import_module(_MODULES[name])
+        value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

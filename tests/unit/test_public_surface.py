@@ -37,11 +37,40 @@ def test_public_names_are_pinned() -> None:
     assert sorted(shardwell.optim.__all__) == sorted(OPTIMIZERS.split())
 
 
-def test_importing_leaves_the_compiler_alone() -> None:
-    """It takes as long to import as torch itself, which every command would wait for."""
-    program = "import sys, shardwell.command.cli; print('torch._dynamo' in sys.modules)"
+def is_imported(module: str, after: str) -> bool:
+    """Whether a new interpreter has imported ``module`` after it ran a program."""
+    program = f"{after}\nimport sys; print({module!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "False\n"
+    return done.stdout.splitlines()[-1] == "True"
+
+
+def test_all_public_names_can_be_imported_without_the_compiler() -> None:
+    """It takes as long to import as torch itself."""
+    assert is_imported("torch", after="from shardwell import *; join")
+    assert not is_imported("torch._dynamo", after="from shardwell import *; join")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], ["runs", "--help"], ["launch", "--help"]], ids=" ".join
+)
+def test_a_command_that_needs_no_tensor_does_not_import_torch(arguments: list[str]) -> None:
+    run = f"import contextlib\nwith contextlib.suppress(SystemExit): main({arguments})"
+    assert not is_imported("torch", after=f"from shardwell.command.cli import main\n{run}")
+
+
+def test_looking_at_a_cluster_does_not_import_torch() -> None:
+    ask = "main(['runs', '--address', '127.0.0.1:1', '--timeout', '1'])"
+    assert not is_imported("torch", after=f"from shardwell.command.cli import main; {ask}")
+
+
+def test_a_local_cluster_and_errors_do_not_import_torch() -> None:
+    assert not is_imported("torch", after="import shardwell; shardwell.LocalCluster, shardwell.UsageError")
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'shardwell' has no attribute 'nonsense'"):
+        shardwell.nonsense  # noqa: B018
+    assert set(shardwell.__all__) <= set(dir(shardwell))
 
 
 @pytest.mark.parametrize("name", sorted(shardwell.__all__))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
 
-from shardwell.command import export_command, inspect_commands
-from shardwell.planning import plan_command
+from shardwell.command import inspect_commands
 from shardwell.processes import launch
 from shardwell_wire.errors import ShardwellError
 
@@ -27,8 +27,21 @@ INTERRUPTED = 130
 """What shells expect of a command that Ctrl-C ended."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command."""
+_WITH_TORCH = {
+    "plan": ("shardwell.planning.plan_command", "estimate memory, bytes per step and their time for a model"),
+    "export": ("shardwell.command.export_command", "write a run's weights to files while it trains"),
+}
+"""The commands that need torch, which takes seconds to import: the module of each, imported when the command is used,
+and its line of help."""
+
+
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the whole command.
+
+    Args:
+        command: The subcommand that will be used: of the other ones that need torch, only the help line is there.
+            None: all of them are complete.
+    """
     parser = argparse.ArgumentParser(
         prog="shardwell",
         description="Parameter service for PyTorch training: launch training scripts, inspect a cluster.",
@@ -38,15 +51,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"shardwell {version('shardwell')}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     launch.add_parser(subparsers)
-    plan_command.add_parser(subparsers)
     inspect_commands.add_parsers(subparsers)
-    export_command.add_parser(subparsers)
+    for name, (module, help_line) in _WITH_TORCH.items():
+        if command in (None, name):
+            import_module(module).add_parser(subparsers, help_line)
+        else:
+            subparsers.add_parser(name, help=help_line)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0, 1 after an error message, or 130 after Ctrl-C."""
-    arguments = build_parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else list(argv)
+    arguments = build_parser(given[0] if given else "").parse_args(given)
     try:
         code: int = arguments.handler(arguments)
     except ShardwellError as error:

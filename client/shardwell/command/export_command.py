@@ -46,11 +46,11 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], help_line: str) -> None:
     """Adds ``shardwell export``."""
     parser = subparsers.add_parser(
         "export",
-        help="write a run's weights to files while it trains",
+        help=help_line,
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -39,11 +39,11 @@ _FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _PIPE_WIDTH = 120
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], help_line: str) -> None:
     """Adds the ``plan`` subcommand."""
     parser = subparsers.add_parser(
         "plan",
-        help="estimate memory, bytes per step and their time for a model",
+        help=help_line,
         description="Estimates what training a model takes: memory of trainers and servers, bytes per step, time.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
