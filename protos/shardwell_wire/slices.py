@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from shardwell_wire.layout import BLOCK_BYTES, DTYPE_NAMES, PARAMETER_ITEM_SIZES, align, cut
+from shardwell_wire.layout import BLOCK_BYTES, DTYPE_NAMES, PARAMETER_ITEM_SIZES, align
 from shardwell_wire.v1 import shard_pb2
 
 TRAINER_PREFIX = "trainer/"
@@ -28,7 +28,16 @@ def slice_of(size_bytes: int, dp: int, dp_rank: int) -> tuple[int, int]:
         dp: Logical data ranks.
         dp_rank: One of them.
     """
-    return cut(size_bytes, [1.0] * dp, BLOCK_BYTES)[dp_rank]
+    # The same ranges as ``cut`` with equal weights, in constant time: servers ask for the slices of thousands of ranks.
+    used = min(dp, max(1, size_bytes // BLOCK_BYTES))
+    return _even_bound(size_bytes, used, dp_rank), _even_bound(size_bytes, used, dp_rank + 1)
+
+
+def _even_bound(size_bytes: int, used: int, dp_rank: int) -> int:
+    """Where a data rank's slice begins when the first ``used`` ranks share the vector evenly."""
+    if dp_rank >= used:
+        return size_bytes
+    return min(size_bytes, round(size_bytes * float(dp_rank) / used / BLOCK_BYTES) * BLOCK_BYTES)
 
 
 def part_in(size_bytes: int, dp: int, dp_rank: int, start_bytes: int, stop_bytes: int) -> tuple[int, int]:

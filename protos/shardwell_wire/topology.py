@@ -16,7 +16,9 @@ from shardwell_wire.v1 import common_pb2
 AXES = ("dp", "tp", "pp")
 """The axes by their short names, in the default order: slowest first."""
 
-MAX_WORLD_SIZE = 1 << 20
+MAX_WORLD_SIZE = 1 << 16
+"""Logical ranks of one run. Coordinator and shard servers keep state for each; both refuse more before any work."""
+
 MAX_STAGES_NAMED = 256
 """Numbers of stages that an error proposes go up to here."""
 
@@ -149,3 +151,9 @@ class World:
         """Raises WorldError if it is not a possible world."""
         order = tuple(AXIS_NAMES.get(axis, "unspecified") for axis in world.order) or AXES
         return cls(world.dp, world.tp, world.pp, order)
+
+
+def check_data_ranks(dp: int) -> None:
+    """Raises WorldError unless a run can have this number of data ranks."""
+    if not 1 <= dp <= MAX_WORLD_SIZE:
+        raise WorldError(f"dp is {dp}: expected 1 to {MAX_WORLD_SIZE} data ranks", axis="dp")

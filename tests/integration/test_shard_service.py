@@ -24,6 +24,7 @@ from shardwell_wire.errors import (
     StepStateError,
     UnitMismatchError,
 )
+from shardwell_wire.topology import MAX_WORLD_SIZE
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import (
     BIG,
@@ -212,6 +213,18 @@ def test_what_does_not_fit_is_refused_before_anything_is_stored() -> None:
         assert first.drop().freed_bytes == 7 * size
         assert first.drop().freed_bytes == 0
         second.reserve()
+
+
+def test_the_largest_world_costs_a_reservation_no_time_and_a_larger_one_is_refused(server: ShardServer) -> None:
+    empty = OneUnit(server, layout_of("empty", w=((0,), "float32")), run="wide", dp=MAX_WORLD_SIZE)
+    # With a cost per pair of ranks this took hours, and the event loop served nobody else meanwhile.
+    empty.reserve()
+    server.look(lambda: empty.shard.slices.bounds(MAX_WORLD_SIZE - 1))
+    for dp in (0, MAX_WORLD_SIZE + 1, (1 << 32) - 1):
+        error = error_of(partial(empty.reserve, dp=dp, context=common_pb2.RequestContext(run="other", epoch=1)))
+        assert isinstance(error, InvalidRequestError)
+        assert f"dp is {dp}: expected 1 to {MAX_WORLD_SIZE}" in str(error)
+    assert "other" not in server.look(lambda: list(server.store.runs))
 
 
 def test_a_used_request_id_is_refused_for_other_content(server: ShardServer) -> None:

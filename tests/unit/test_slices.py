@@ -25,6 +25,13 @@ def test_parts_cover_every_shard_once(size_bytes: int, dp: int, num_servers: int
         assert all(low % BLOCK_BYTES == 0 for low, _ in covered)
 
 
+@pytest.mark.parametrize("size_bytes", [0, 64, BLOCK_BYTES, 10 * BLOCK_BYTES + 64, 999_936, 123 << 20])
+def test_slices_are_the_even_cut(size_bytes: int) -> None:
+    for dp in (1, 2, 3, 7, 64, 1000):
+        expected = cut(size_bytes, [1.0] * dp, BLOCK_BYTES)
+        assert [slice_of(size_bytes, dp, rank) for rank in range(dp)] == expected
+
+
 def test_only_the_prefix_tells() -> None:
     assert runs_on_trainers("trainer/SGD")
     assert not runs_on_trainers("sgd")

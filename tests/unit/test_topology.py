@@ -5,7 +5,7 @@ from itertools import permutations, product
 import pytest
 
 from shardwell_wire.errors import WorldError
-from shardwell_wire.topology import AXES, Coordinates, World
+from shardwell_wire.topology import AXES, MAX_WORLD_SIZE, Coordinates, World, check_data_ranks
 
 ALL_WORLDS = [World(dp, tp, pp, order) for dp, tp, pp in product((1, 2, 3), repeat=3) for order in permutations(AXES)]
 
@@ -70,3 +70,10 @@ def test_ranks_outside_are_refused() -> None:
 @pytest.mark.parametrize("world", ALL_WORLDS[::5], ids=str)
 def test_proto_round_trip(world: World) -> None:
     assert World.from_proto(world.to_proto()) == world
+
+
+def test_the_limit_of_data_ranks_is_the_limit_of_a_world() -> None:
+    check_data_ranks(MAX_WORLD_SIZE)
+    for dp in (0, MAX_WORLD_SIZE + 1, (1 << 32) - 1):
+        with pytest.raises(WorldError, match=f"dp is {dp}: expected 1 to {MAX_WORLD_SIZE}"):
+            check_data_ranks(dp)

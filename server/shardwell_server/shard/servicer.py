@@ -61,8 +61,8 @@ class ShardServicer:
     # ---- the coordinator's ----
 
     async def ReserveUnit(self, request: shard_pb2.ReserveUnitRequest, call: Call) -> shard_pb2.ReserveUnitResponse:
-        layout = UnitLayout.from_proto(request.unit)
         await self._term.check(request.context.epoch)
+        layout = UnitLayout.from_proto(request.unit)
         self._note(call, request.context, request)
         shard = self._store.reserve(
             request.context.run, layout, request.unit_index, request.start_bytes, request.stop_bytes, request.dp

@@ -71,10 +71,11 @@ class Contributions:
 
     def seem_complete(self, dp: int) -> bool:
         """Whether as many parts of every rank are here as in the last step; in the first, one of each."""
+        # Asked after every push: cheap until the last rank is there.
+        if not self.by_rank or len(self.by_rank) < (len(self._usual) or dp):
+            return False
         usual = self._usual or dict.fromkeys(range(dp), 1)
-        return bool(self.by_rank) and all(
-            rank in self.by_rank and self.by_rank[rank].part_count >= count for rank, count in usual.items() if count
-        )
+        return all(rank in self.by_rank and self.by_rank[rank].part_count >= count for rank, count in usual.items())
 
     def drop_older(self, dp_rank: int, attempt: int) -> bool:
         """Drops a rank's contribution if it is of an older attempt; returns whether it was."""
@@ -92,7 +93,9 @@ class Contributions:
 
     def end_step(self) -> None:
         """Drops all, for they are used up, and expects as many parts in the next step."""
-        self._usual = {rank: contribution.part_count for rank, contribution in self.by_rank.items()}
+        self._usual = {
+            rank: contribution.part_count for rank, contribution in self.by_rank.items() if contribution.part_count
+        }
         self.clear()
 
     def differences(self, expected: Mapping[int, tuple[int, int]]) -> list[str]:

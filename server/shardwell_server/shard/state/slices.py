@@ -91,8 +91,8 @@ class Slices:
         """Of the gradient that values are computed from."""
         self.states: dict[int, SliceState] = {}
         """By dp rank, as of the newest version."""
-        self._what, self._start_bytes = what, start_bytes
-        self._bounds = [part_in(unit_bytes, dp, rank, start_bytes, stop_bytes) for rank in range(dp)]
+        self._what, self._dp = what, dp
+        self._unit_bytes, self._start_bytes, self._stop_bytes = unit_bytes, start_bytes, stop_bytes
         self._staged: dict[int, StagedSlice] = {}
         self._memory, self._shared = memory, shared
         self._desks: set[Desk] = set()
@@ -104,7 +104,7 @@ class Slices:
 
     def bounds(self, dp_rank: int) -> tuple[int, int]:
         """The half-open part of a rank's slice that lies here."""
-        return self._bounds[dp_rank]
+        return part_in(self._unit_bytes, self._dp, dp_rank, self._start_bytes, self._stop_bytes)
 
     def staged_epoch(self, dp_rank: int) -> int:
         """Under which epoch the values of a rank's slice were staged; -1 if they are not."""
@@ -118,9 +118,10 @@ class Slices:
 
     def check_staged(self) -> None:
         """Raises IncompleteStepError unless every slice is staged."""
-        missing = [rank for rank, (start, stop) in enumerate(self._bounds) if start < stop and rank not in self._staged]
+        bounds = ((rank, *self.bounds(rank)) for rank in range(self._dp))
+        missing = [rank for rank, start, stop in bounds if start < stop and rank not in self._staged]
         if missing:
-            ranks = ", ".join(map(str, missing))
+            ranks = ", ".join(map(str, missing[:10])) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
             raise IncompleteStepError(f"{self._what}: the slice of data rank {ranks} is not staged", ranks=ranks)
 
     def compute_apply(self, home: torch.Tensor) -> None:
@@ -188,7 +189,7 @@ class Slices:
             CapacityError: There is no room for it.
         """
         assert self._shared is not None
-        desk = Desk(f"a desk for {self._what}", self._bounds[dp_rank], self._memory, self._shared)
+        desk = Desk(f"a desk for {self._what}", self.bounds(dp_rank), self._memory, self._shared)
         self._desks.add(desk)
         return desk
 

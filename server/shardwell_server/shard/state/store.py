@@ -17,6 +17,7 @@ from shardwell_wire.errors import (
     UnitMismatchError,
 )
 from shardwell_wire.layout import BLOCK_BYTES, UnitLayout
+from shardwell_wire.topology import check_data_ranks
 
 
 class ShardStore:
@@ -54,12 +55,12 @@ class ShardStore:
         """
         _check_reservation(run_name, layout, start, stop, dp)
         run = self.runs.get(run_name) or Run(run_name)
-        wanted = UnitShard(run_name, layout, index, start, stop, dp, self.memory, self._shared)
+        wanted = (layout, index, start, stop, dp)
         known = next(
             (shard for shard in run.shards.values() if layout.unit == shard.unit or index == shard.index), None
         )
         if known is not None:
-            if _identity(known) != _identity(wanted):
+            if _identity(known) != wanted:
                 raise UnitMismatchError(
                     f"{known.what} is here as unit {known.index}, [{known.start_bytes}, {known.stop_bytes}) of "
                     f"{known.layout.size_bytes} bytes with dp {known.dp}; unit {layout.unit!r}, number {index}, was "
@@ -74,8 +75,9 @@ class ShardStore:
                 unit=layout.unit,
             )
         self.memory.reserve(run_name, layout.unit, stop - start, dp)
-        self.runs.setdefault(run_name, run).shards[layout.unit] = wanted
-        return wanted
+        shard = UnitShard(run_name, layout, index, start, stop, dp, self.memory, self._shared)
+        self.runs.setdefault(run_name, run).shards[layout.unit] = shard
+        return shard
 
     async def drop(self, name: str) -> int:
         """Forgets a run; returns the bytes of the budget that are free again."""
@@ -104,6 +106,7 @@ class ShardStore:
 def _check_reservation(run_name: str, layout: UnitLayout, start: int, stop: int, dp: int) -> None:
     if not run_name:
         raise InvalidRequestError("a run needs a name")
+    check_data_ranks(dp)
     if (
         not 0 <= start <= stop <= layout.size_bytes
         or start % BLOCK_BYTES
@@ -113,8 +116,6 @@ def _check_reservation(run_name: str, layout: UnitLayout, start: int, stop: int,
             f"[{start}, {stop}) is no range of unit {layout.unit!r} of {layout.size_bytes} bytes: "
             f"expected bounds on multiples of {BLOCK_BYTES}"
         )
-    if dp < 1:
-        raise InvalidRequestError(f"dp is {dp}: expected at least 1")
 
 
 def _identity(shard: UnitShard) -> tuple[object, ...]:
