@@ -20,7 +20,7 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo larger-than-trainer test lint format protos check-protos test-protobuf bench bench-full bench-network bench-growth compose-test clean
+.PHONY: help install demo larger-than-trainer test lint format protos check-protos test-protobuf bench bench-full bench-network bench-growth compose-test soak clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ bench-growth: $(BENCH_INSTALLED)  ## Measure the overhead as trainers, servers, 
 
 compose-test: install  ## Run the compose cluster for real and train on it (needs Docker)
 	@$(BIN)/pytest -m compose tests/compose
+
+soak: install  ## Train under random kills, stops and cut connections, and compare the weights bit for bit (10 minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak.random_failures $(SOAK_OPTIONS)
 
 clean:  ## Remove everything that make made
 	rm -rf $(VENV) $(PROTOS_VENV) build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
