@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Values = Iterator[tuple[str, Any]]
 
+_FAILURE_BYTES = 1024
+"""Size of the message that reports a failed write: a flag, then the error's text, cut to fit."""
+
 
 def whole(values: torch.Tensor, tensor: Any) -> torch.Tensor:
     """A copy of a tensor's values on the CPU.
@@ -81,13 +84,28 @@ def written_by_one(mesh: DeviceMesh, values: Values, write: Callable[[Values], R
             failure = error
     for _ in values:  # on the other ranks all of them; where writing failed the rest, for which they wait
         pass
-    ended: list[str | None] = [None] * mesh.size()
-    dist.all_gather_object(ended, None if failure is None else str(failure), group=mesh.get_group())
+    reason = _broadcast_failure(mesh, failure)
     if failure is not None:
         raise failure
-    if told := next((error for error in ended if error is not None), None):
-        raise ConflictError(f"the rank that writes for all of the tensor group could not: {told}")
+    if reason is not None:
+        raise ConflictError(f"the rank that writes for all of the tensor group could not: {reason}")
     return result
+
+
+def _broadcast_failure(mesh: DeviceMesh, failure: Exception | None) -> str | None:
+    """Sends the first rank's failure to all ranks of a mesh; returns its message, None if there was none.
+
+    The bytes are plain UTF-8: torch's collectives for objects would unpickle what another process sent.
+    """
+    data = bytearray(_FAILURE_BYTES)
+    if failure is not None:
+        text = str(failure).encode()[: _FAILURE_BYTES - 1]
+        data[: 1 + len(text)] = b"\1" + text
+    tensor = torch.frombuffer(data, dtype=torch.uint8).to(mesh.device_type)
+    group = mesh.get_group()
+    dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
+    received = bytes(tensor.tolist())
+    return received[1:].rstrip(b"\0").decode(errors="replace") if received[0] else None
 
 
 def _noting(values: Values, failures: list[Exception]) -> Values:
