@@ -206,9 +206,28 @@ def _other(directory: Path) -> None:
     (directory / "other" / "lock").touch()
 
 
-@pytest.mark.parametrize("make", [_folder, _file, _other])
+def _fifo(directory: Path) -> None:
+    (directory / "shardwell-fifo").mkdir(mode=0o755)
+    os.mkfifo(directory / "shardwell-fifo" / "lock")
+
+
+def _own_fifo(directory: Path) -> None:
+    (directory / "shardwell-fifo").mkdir(mode=0o700)
+    os.mkfifo(directory / "shardwell-fifo" / "lock")
+
+
+def _link(directory: Path) -> None:
+    (directory / "elsewhere").mkdir(mode=0o700)
+    (directory / "elsewhere" / "lock").touch()
+    (directory / "shardwell-link").symlink_to(directory / "elsewhere")
+
+
+@pytest.mark.parametrize("make", [_folder, _file, _other, _fifo, _own_fifo, _link])
 def test_what_is_not_a_servers_is_left_alone(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    SharedMemory(tmp_path).close()
+    # In a process of its own, with a limit: opening a FIFO for reading would block until somebody writes to it.
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    done = subprocess.run(command, input=b"", capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"ready\n", b"")
     assert sorted(tmp_path.rglob("*")) == before

@@ -23,6 +23,7 @@ from shardwell.data_plane.host_folder import MEMORY, HostFolder, locked, polls, 
 from shardwell.data_plane.shared_vector import SegmentPlace, map_shared
 from shardwell_wire.cells import bytes_tensor
 from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneError
+from shardwell_wire.shared_files import open_file, open_in_folder, opened
 from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, read_version, write_version
 
 logger = logging.getLogger(__name__)
@@ -89,8 +90,9 @@ class CachedShard:
     def __init__(self, path: Path, unit: str, shard: ShardRange, use: CacheUse) -> None:
         self.place = SegmentPlace(str(path), shard.start_bytes, shard.stop_bytes)
         self._unit, self._size_bytes, self._use = unit, shard.size_bytes, use
-        with path.open("r+b") as file:
-            memory = map_shared(file.fileno(), HEAD_BYTES + shard.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        size_bytes = HEAD_BYTES + shard.size_bytes
+        with opened(open_in_folder(str(path), write=True, size_bytes=size_bytes)) as descriptor:
+            memory = map_shared(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
         self._head, self._bytes = memory[:HEAD_BYTES], memory[HEAD_BYTES:]
 
     def ensure(self, version: int, fetch: Fetch) -> int:
@@ -121,7 +123,7 @@ class CachedShard:
     def _fetch_in_turn(self, version: int, fetch: Fetch) -> bool:
         """Waits for the lock, or until another has fetched the version; returns whether it was fetched here."""
         # A lock belongs to the open file: opened anew, it also keeps two threads of this process apart.
-        descriptor = os.open(self.place.path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = open_in_folder(self.place.path, write=True)
         try:
             for _ in polls(self._use.wait_limit_s, self._use.closed):
                 if self._shows(version):
@@ -255,7 +257,8 @@ class HostCache:
     def _create(self, shard: ShardRange) -> Path:
         """A file that shows no version; it gets its name when it is complete."""
         new, path = self._folder.path / _NEW, self._path(shard)
-        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        new.unlink(missing_ok=True)  # of one who died while making it
+        descriptor = open_file(new, write=True, create=True)
         try:
             # Room is taken now: a write to a page that the file system cannot provide would kill the process.
             os.posix_fallocate(descriptor, 0, HEAD_BYTES + shard.size_bytes)

@@ -6,12 +6,13 @@ import errno
 import fcntl
 import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from shardwell_wire.shared_files import open_file, open_folder, opened
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ class HostFolder:
         directory: Of a memory file system.
 
     Raises:
-        OSError: The folder cannot be made, or is another user's.
+        UntrustedFileError: Something of this name is not a folder of this user alone.
+        OSError: The folder cannot be made.
     """
 
     def __init__(self, key: str, directory: Path = MEMORY) -> None:
@@ -55,9 +57,8 @@ class HostFolder:
 
     def _take_part(self) -> int:
         self.path.mkdir(mode=0o700, exist_ok=True)
-        if not _is_private(self.path):
-            raise PermissionError(errno.EPERM, "not a folder of this user alone", str(self.path))
-        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with opened(open_folder(self.path)) as folder:
+            lock = open_file(_LOCK, write=True, create=True, folder=folder)
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             _require_linked(lock)
@@ -109,7 +110,7 @@ def polls(limit_s: float, stop: threading.Event) -> Iterator[None]:
 @contextmanager
 def locked(path: Path, limit_s: float, stop: threading.Event) -> Iterator[None]:
     """Holds the lock of a file, which is made if it is not there. Raises TimeoutError, also when ``stop`` is set."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = open_file(path, write=True, create=True)
     try:
         for _ in polls(limit_s, stop):
             if try_lock(descriptor):
@@ -122,11 +123,6 @@ def locked(path: Path, limit_s: float, stop: threading.Event) -> Iterator[None]:
             unlock(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _is_private(path: Path) -> bool:
-    found = path.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
 def _require_linked(lock: int) -> None:
@@ -157,15 +153,15 @@ def _remove_remains(directory: Path) -> None:
     """Removes the folders of this user in which nobody is any more."""
     for path in directory.glob(f"{_PREFIX}{os.geteuid()}-*"):
         try:
-            if _is_private(path):
-                _remove_unused(path)
+            with opened(open_folder(path)) as folder:
+                _remove_unused(path, folder)
         except OSError:
-            continue  # somebody is in it, or it is being made or removed at this moment
+            continue  # somebody is in it, it is another user's, or it is being made or removed at this moment
 
 
-def _remove_unused(path: Path) -> None:
+def _remove_unused(path: Path, folder: int) -> None:
     try:
-        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        lock = open_file(_LOCK, write=True, folder=folder)
     except FileNotFoundError:
         _remove_empty(path)
         return

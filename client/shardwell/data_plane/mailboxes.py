@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwell.data_plane.shared_vector import map_shared
+from shardwell_wire.shared_files import file_size, open_in_folder, opened
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,12 +21,14 @@ class Mailbox:
 
     @classmethod
     def open(cls, number: int, path: str, size_bytes: int) -> Mailbox:
-        """Maps a mailbox that the server made. Raises OSError if that fails."""
-        descriptor = os.open(path, os.O_RDWR)
-        try:
+        """Maps a mailbox that the server made.
+
+        Raises:
+            UntrustedFileError: It is not a file of that size that only this user can write to.
+            OSError: It cannot be mapped.
+        """
+        with opened(open_in_folder(path, write=True, size_bytes=file_size(size_bytes))) as descriptor:
             return cls(number, map_shared(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE))
-        finally:
-            os.close(descriptor)
 
 
 class Mailboxes:

@@ -24,6 +24,7 @@ from dataclasses import astuple, dataclass
 
 from shardwell.data_plane.host_folder import HostFolder, locked, polls, try_lock
 from shardwell.data_plane.shared_vector import map_shared
+from shardwell_wire.shared_files import open_file
 
 _BOARD, _MEMBER = "board", "member-"
 _RECORD = struct.Struct("<5q")
@@ -95,8 +96,12 @@ class NodeBoard:
         self._folder, self._rank, self._size = folder, rank, size
         self._closed, self._is_inside = threading.Event(), True
         self._leaving = threading.Lock()
-        self._presence = os.open(self._member_path(rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        descriptor = os.open(folder.path / _BOARD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._presence = open_file(self._member_path(rank), write=True, create=True)
+        try:
+            descriptor = open_file(folder.path / _BOARD, write=True, create=True)
+        except BaseException:
+            os.close(self._presence)
+            raise
         try:
             # Another may be looking at this moment whether it is locked.
             if not any(try_lock(self._presence) for _ in polls(_LOCK_LIMIT_S, self._closed)):
@@ -200,7 +205,7 @@ class NodeBoard:
 
     def _is_there(self, rank: int) -> bool:
         try:
-            descriptor = os.open(self._member_path(rank), os.O_RDWR | os.O_CLOEXEC)
+            descriptor = open_file(self._member_path(rank), write=True)
         except FileNotFoundError:
             return False
         try:

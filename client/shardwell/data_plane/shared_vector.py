@@ -14,6 +14,7 @@ import torch
 
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import BLOCK_BYTES
+from shardwell_wire.shared_files import open_in_folder, opened
 from shardwell_wire.shared_segment import HEAD_BYTES, read_version
 
 _PROT_NONE, _MAP_FIXED = 0, 0x10
@@ -53,6 +54,7 @@ class SharedVector:
         exact: Whether the values are those that the servers store, not rounded.
 
     Raises:
+        UntrustedFileError: A segment is not a file of its size that only this user can write to.
         OSError: A segment cannot be opened here.
     """
 
@@ -66,19 +68,17 @@ class SharedVector:
         self._heads = [self._map_segment(place) for place in places if place.stop_bytes > place.start_bytes]
 
     def _map_segment(self, place: SegmentPlace) -> memoryview:
-        descriptor = os.open(place.path, os.O_RDONLY)
-        try:
+        size_bytes = place.stop_bytes - place.start_bytes
+        with opened(open_in_folder(place.path, size_bytes=HEAD_BYTES + size_bytes)) as descriptor:
             _map(
                 self._address + place.start_bytes - self._start_bytes,
-                place.stop_bytes - place.start_bytes,
+                size_bytes,
                 mmap.PROT_READ | mmap.PROT_WRITE,
                 mmap.MAP_PRIVATE | _MAP_FIXED,
                 descriptor,
                 HEAD_BYTES,
             )
             return map_shared(descriptor, HEAD_BYTES, mmap.PROT_READ)
-        finally:
-            os.close(descriptor)
 
     def shows(self, version: int) -> bool:
         """Whether all of it is of this version, now."""

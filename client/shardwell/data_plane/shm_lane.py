@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,10 @@ from dataclasses import dataclass
 from shardwell.data_plane.mailboxes import Mailbox, Mailboxes
 from shardwell.data_plane.shard_client import ShardClient
 from shardwell_wire.errors import UnavailableError
+from shardwell_wire.shared_files import open_in_folder, opened, require_folder, server_folder
 from shardwell_wire.v1 import common_pb2, shard_pb2
+
+_MIN_PROOF_BYTES, _MAX_PROOF_FILE_BYTES = 16, 16 << 20
 
 HandOver = Callable[[shard_pb2.ReduceMailboxRequest], shard_pb2.ReduceMailboxResponse]
 """Has a server take one part of a contribution out of a mailbox, over whichever way messages go."""
@@ -61,11 +65,14 @@ class ShmLane:
 
     def _prove(self, offer: shard_pb2.SharedMemoryOffer) -> mmap.mmap:
         try:
-            with open(offer.path, "rb") as file:
-                shared = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
+            self._folder = server_folder(offer.path)
+            with opened(open_in_folder(offer.path)) as descriptor:
+                if os.fstat(descriptor).st_size > _MAX_PROOF_FILE_BYTES:
+                    raise ValueError(f"the file with the proof has more than {_MAX_PROOF_FILE_BYTES} bytes")
+                shared = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise UnavailableError(f"{self._client.peer} offers shared memory at {offer.path}, but {error}") from error
-        if shared[: len(offer.proof)] != offer.proof:
+        if len(offer.proof) < _MIN_PROOF_BYTES or shared[: len(offer.proof)] != offer.proof:
             raise UnavailableError(f"{self._client.peer} offers shared memory, but {offer.path} is another file here")
         return shared
 
@@ -87,11 +94,13 @@ class ShmLane:
             VersionGoneError: A newer version has replaced it.
             DeadlineError: It did not come to exist in time.
             ConflictError: The shard is not in shared memory.
+            UntrustedFileError: The server names a file outside its folder.
         """
         request = shard_pb2.LocateShardRequest(run=self._run, unit=unit, version=version, lane=self._name)
         answer: shard_pb2.LocateShardResponse = self._client.call(
             "LocateShard", request, timeout_s=timeout_s, retry_for_s=retry_for_s
         )
+        require_folder(answer.segment.path, self._folder)
         return answer
 
     def lay(self, header: shard_pb2.ReduceScatterHeader, write: Callable[[memoryview], None]) -> LaidPart:
@@ -135,6 +144,7 @@ class ShmLane:
             ConflictError: The optimizer's state is not in shared memory.
             StepStateError: The step is not prepared, or not any more.
             StaleEpochError: The slice went to another trainer.
+            UntrustedFileError: The server names a file outside its folder.
         """
         answer: shard_pb2.OpenDeskResponse = self._client.call(
             "OpenDesk",
@@ -142,6 +152,9 @@ class ShmLane:
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
         )
+        for path in (answer.path, answer.state_path, answer.new_state_path):
+            if path:
+                require_folder(path, self._folder)
         return answer
 
     def stage_desk(
@@ -192,4 +205,4 @@ class ShmLane:
     def _open_mailbox(self, unit: str) -> Mailbox:
         request = shard_pb2.OpenMailboxRequest(run=self._run, unit=unit, lane=self._name)
         answer: shard_pb2.OpenMailboxResponse = self._client.call("OpenMailbox", request)
-        return Mailbox.open(answer.mailbox, answer.path, self._sizes[unit])
+        return Mailbox.open(answer.mailbox, require_folder(answer.path, self._folder), self._sizes[unit])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from shardwell.data_plane.shared_vector import map_shared
 from shardwell.data_plane.slice_client import SlicePart, SlicePlace
 from shardwell_wire.layout import DTYPE_NAMES, Segment
+from shardwell_wire.shared_files import file_size, open_in_folder, opened
 from shardwell_wire.slices import state_places, values_offset
 from shardwell_wire.v1 import shard_pb2
 
@@ -109,8 +109,5 @@ def _copy_unless_same(tensor: torch.Tensor, place: torch.Tensor) -> None:
 
 def _map(path: str, size_bytes: int) -> torch.Tensor:
     """A whole file, to be read and written. uint8. [size_bytes]"""
-    descriptor = os.open(path, os.O_RDWR)
-    try:
+    with opened(open_in_folder(path, write=True, size_bytes=file_size(size_bytes))) as descriptor:
         return torch.frombuffer(map_shared(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)

@@ -539,7 +539,10 @@ class SharedMemoryOffer(google.protobuf.message.Message):
     PATH_FIELD_NUMBER: builtins.int
     PROOF_FIELD_NUMBER: builtins.int
     path: builtins.str
-    """A file on the server's host."""
+    """Absolute path of a file on the server's host, in the server's folder, whose name begins with "shardwell-". Every
+    file that the server offers later is in this folder. A trainer opens a file only if it belongs to the trainer's
+    user, in a folder that no other user can enter.
+    """
     proof: builtins.bytes
     """Its first 32 bytes, which are random: who reads them there shares the memory."""
     def __init__(

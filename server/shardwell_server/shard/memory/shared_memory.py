@@ -12,18 +12,18 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import CapacityError
+from shardwell_wire.shared_files import SERVER_FOLDER_PREFIX, file_size, open_file, open_folder, opened
 from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, write_version
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_DIRECTORY = Path("/dev/shm")
-_PREFIX, _LOCK = "shardwell-", "lock"
+_LOCK = "lock"
 
 _ENLARGE, _MORE_FILES = "enlarge it (docker: shm_size)", "raise the limit of open files (ulimit -n)"
 _ADVICE = {
@@ -85,9 +85,9 @@ class SharedMemory:
 
     def __init__(self, directory: Path = DEFAULT_DIRECTORY) -> None:
         _remove_remains(directory)
-        made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=directory))
-        (made / _LOCK).touch()
-        self._lock = _lock(made / _LOCK)
+        made = Path(tempfile.mkdtemp(prefix=f".{SERVER_FOLDER_PREFIX}", dir=directory))
+        with opened(open_folder(made)) as folder:
+            self._lock = _lock(folder, create=True)
         # Only a folder that is locked has the name by which others look for remains.
         self._directory = made.rename(directory / made.name.removeprefix("."))
 
@@ -99,7 +99,7 @@ class SharedMemory:
         """
         path = self._directory / secrets.token_hex(8)
         try:
-            mapped = _map_new(path, max(size_bytes, 1))
+            mapped = _map_new(path, file_size(size_bytes))
         except OSError as error:
             path.unlink(missing_ok=True)
             if error.errno not in _ADVICE:
@@ -117,11 +117,11 @@ class SharedMemory:
     def close(self) -> None:
         """Removes all files; what is mapped stays until it is unmapped."""
         shutil.rmtree(self._directory, ignore_errors=True)
-        self._lock.close()
+        os.close(self._lock)
 
 
 def _map_new(path: Path, size_bytes: int) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         # Room is taken now: a write to a page that the file system cannot provide would kill the process.
         os.posix_fallocate(descriptor, 0, size_bytes)
@@ -130,22 +130,26 @@ def _map_new(path: Path, size_bytes: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def _lock(path: Path) -> IO[bytes]:
-    held = path.open("rb")
+def _lock(folder: int, *, create: bool = False) -> int:
+    """Takes the lock of a folder; returns the descriptor that holds it. Raises OSError if that is not possible."""
+    held = open_file(_LOCK, create=create, folder=folder)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        held.close()
+    except BaseException:
+        os.close(held)
         raise
     return held
 
 
 def _remove_remains(directory: Path) -> None:
-    """Removes the folders of servers that are not there any more."""
-    for folder in directory.glob(f"{_PREFIX}*"):
+    """Removes the folders of this user's servers that are not there any more.
+
+    Anybody can make a folder of such a name, and put a FIFO where the lock should be: neither is opened.
+    """
+    for path in directory.glob(f"{SERVER_FOLDER_PREFIX}*"):
         try:
-            with _lock(folder / _LOCK):
-                shutil.rmtree(folder)
+            with opened(open_folder(path)) as folder, opened(_lock(folder)):
+                shutil.rmtree(path)
         except OSError:
             continue  # it lives, is another user's, or is being made or removed at this moment
-        logger.info("removed %s, which a server that was killed left behind", folder)
+        logger.info("removed %s, which a server that was killed left behind", path)
