@@ -15,7 +15,7 @@ import torch
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.shared_files import open_in_folder, opened
-from shardwell_wire.shared_segment import HEAD_BYTES, read_version
+from shardwell_wire.shared_segment import HEAD_BYTES, order_loads, read_version
 
 _PROT_NONE, _MAP_FIXED = 0, 0x10
 _PRESENT, _SWAPPED, _SHARED_OR_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
@@ -86,10 +86,13 @@ class SharedVector:
 
     def check(self, version: int) -> None:
         """Raises VersionGoneError unless it has been of one version since ``shows`` said so."""
+        order_loads()
         if not self.shows(version):
             raise VersionGoneError(
                 f"version {version} of unit {self._unit!r} was overwritten while it was in use here: the step was "
-                "committed without this trainer, or the weights were used after the step's work was finished",
+                "committed while the weights were read. A trainer that evaluates between `step.batches` and "
+                "optimizer.step() may see this, because rank 0 can commit meanwhile: evaluate after optimizer.step(). "
+                "Otherwise this trainer lost its lease, and another one has computed its work",
                 unit=self._unit,
                 version=version,
             )

@@ -273,6 +273,8 @@ class Units:
         """A forward of the unit is over, with or without an exception."""
         if backward_task() == NO_TASK and self._frees_after_forward(unit):
             self.free_unused(unit)
+        else:
+            unit.check_version()
 
     def enter_backward(self, call: ForwardCall, node_number: int) -> None:
         """A node that made a result of a forward call is about to run: the call's backward begins, if it has not."""
@@ -325,7 +327,12 @@ class Units:
                 unit.usage.backward_calls.clear()
 
     def _end_backward(self, units: Iterable[Unit]) -> None:
-        """Finishes the calls that no older call followed, and gradients that came late, as of tied parameters."""
+        """Finishes the calls that no older call followed, and gradients that came late, as of tied parameters.
+
+        Checks all units that are read in place: the backward may have read those that it did not use as units, too.
+        """
+        for unit in self:
+            unit.check_version()
         for unit in units:
             self._finish_backward(unit, is_over=True)
         if not self._backwards and self.is_last_backward:

@@ -1,0 +1,55 @@
+"""A ``ParameterStore`` whose units are read in place, and whose server can move on at any moment."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch
+
+from shardwell.module.store import InitialValues
+from shardwell_wire.errors import VersionGoneError
+from shardwell_wire.layout import UnitLayout
+from tests.support.in_memory_store import InMemoryStore
+
+
+class FakeVector:
+    """A unit's flat vector that the store shares."""
+
+    exact = True
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.bytes, self.version = memory, 0
+
+    def check(self, version: int) -> None:
+        if version != self.version:
+            raise VersionGoneError(f"version {version} was overwritten", version=version)
+
+    def forget_writes(self) -> None:
+        return None
+
+
+class InPlaceStore(InMemoryStore):
+    """Keeps each unit in one piece; trainers read it where it lies."""
+
+    def __init__(self) -> None:
+        super().__init__(num_shards=1)
+        self.vectors: list[FakeVector] = []
+
+    def declare(self, layout: UnitLayout, initial_values: InitialValues) -> int:
+        index = super().declare(layout, initial_values)
+        self.vectors.append(FakeVector(self.units[index].shards[0][2]))
+        return index
+
+    def in_place(self, unit_index: int) -> FakeVector:  # type: ignore[override]
+        return self.vectors[unit_index]
+
+    def await_version(self, unit_index: int) -> Future[int]:
+        done: Future[int] = Future()
+        done.set_result(self.vectors[unit_index].version)
+        return done
+
+    def overwrite(self, unit_index: int = 0) -> None:
+        """The server makes the next version, which this trainer has not heard of."""
+        vector = self.vectors[unit_index]
+        vector.version += 1
+        vector.bytes.view(torch.float32).add_(1)

@@ -1,0 +1,110 @@
+"""Weights that are read in place and change meanwhile: nothing computed with them reaches the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwell
+from shardwell import ShardingStrategy
+from shardwell.module.units import Units
+from shardwell_wire.errors import VersionGoneError
+from tests.support.in_place_store import InPlaceStore
+
+
+class Overwritten(nn.Module):
+    """A layer during whose forward the server moves on, if told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.meanwhile()
+        return x * self.weight
+
+
+@pytest.fixture
+def store() -> Iterator[InPlaceStore]:
+    with closing(InPlaceStore()) as made:
+        yield made
+
+
+def shard(store: InPlaceStore, **settings: Any) -> tuple[Overwritten, Units]:
+    units = Units(store)
+    model = shardwell.fully_shard(Overwritten(), SimpleNamespace(units=units), **settings)
+    return model, units
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "FULL_SHARD": {"strategy": ShardingStrategy.FULL_SHARD},
+    "SHARD_GRAD_OP": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "NO_SHARD": {"strategy": ShardingStrategy.NO_SHARD},
+    "reshard_after_forward=False": {"reshard_after_forward": False},
+}
+MODES: dict[str, Callable[[], Any]] = {
+    "with gradients": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("settings", CHOICES)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_forward_does_not_return_a_mixture(store: InPlaceStore, settings: str, mode: str, training: bool) -> None:
+    model, _ = shard(store, **CHOICES[settings])
+    model.train(training)
+    model.meanwhile = store.overwrite
+    with MODES[mode](), pytest.raises(VersionGoneError):
+        model(torch.ones(8))
+
+
+@pytest.mark.parametrize("settings", CHOICES)
+def test_a_forward_with_kept_weights_does_not_return_a_mixture(store: InPlaceStore, settings: str) -> None:
+    """As between the end of ``step.batches`` and ``optimizer.step()``."""
+    model, units = shard(store, **CHOICES[settings])
+    model(torch.ones(8)).sum().backward()
+    units.finish_item()
+    store.overwrite()
+    with torch.no_grad(), pytest.raises(VersionGoneError):
+        model(torch.ones(8))
+
+
+@pytest.mark.parametrize("settings", CHOICES)
+def test_a_backward_does_not_end_after_the_weights_changed(store: InPlaceStore, settings: str) -> None:
+    model, _ = shard(store, **CHOICES[settings])
+    loss = model(torch.ones(8, requires_grad=True)).sum()
+    store.overwrite()
+    with pytest.raises(VersionGoneError):
+        loss.backward()
+
+
+def test_a_backward_of_another_unit_does_not_end_after_the_weights_changed(store: InPlaceStore) -> None:
+    """A node that no unit watches may have read them, such as one that a penalty made."""
+    model, units = shard(store, strategy=ShardingStrategy.NO_SHARD)
+    other = shardwell.fully_shard(Overwritten(), SimpleNamespace(units=units))
+    model(torch.ones(8))
+    penalty = model.weight.pow(2).sum()
+    loss = other(torch.ones(8)).sum() + penalty
+    store.overwrite(0)
+    with pytest.raises(VersionGoneError):
+        loss.backward()
+
+
+def test_the_next_version_is_read_after_the_error(store: InPlaceStore) -> None:
+    model, _ = shard(store, strategy=ShardingStrategy.NO_SHARD)
+    model.meanwhile = store.overwrite
+    with torch.no_grad(), pytest.raises(VersionGoneError):
+        model(torch.ones(8))
+    model.meanwhile = lambda: None
+    with torch.no_grad():
+        assert model(torch.ones(8)).tolist() == [2.0] * 8
