@@ -1,23 +1,26 @@
-"""How the coordinator finds out which shard server process serves at an address, if any does."""
+"""How the coordinator finds out whether a shard server process runs."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 
 import grpc.aio
 import pytest
 
+from shardwell_server.coordinator.cluster import Server
 from shardwell_server.coordinator.shard_client import GrpcShardCalls
 from shardwell_wire.errors import UnavailableError
 from tests.support.shard_server import ShardServer, shared_loop
 
 
-def process_at(address: str) -> str | None:
-    async def ask() -> str | None:
+def is_running(address: str, server_id: str = "s", incarnation: str = "1", process: str = "") -> bool:
+    async def ask() -> bool:
         calls = GrpcShardCalls()
         try:
-            return await calls.process_at(address)
+            return await calls.is_running(Server(server_id, address, incarnation, 1, 1, 0.0, process))
         finally:
             await calls.close()
 
@@ -25,16 +28,28 @@ def process_at(address: str) -> str | None:
 
 
 def test_a_process_says_which_one_it_is(server: ShardServer) -> None:
-    assert process_at(server.client.address) == "1"
+    address = server.client.address
+    assert is_running(address, "here")
+    assert not is_running(address, "here", incarnation="2"), "another process of this server has taken its address"
+    with pytest.raises(UnavailableError, match=f"another shard server, 'here', answers at {address}"):
+        is_running(address, "other", incarnation="2")
 
 
-def test_where_nothing_listens_there_is_none() -> None:
+def test_a_refused_connection_tells_nothing_of_the_process() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        assert process_at(f"127.0.0.1:{probe.getsockname()[1]}") is None
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        with pytest.raises(UnavailableError, match=f"the coordinator cannot reach {address}: Connection refused"):
+            is_running(address)
 
 
-def test_where_something_else_serves_there_is_none() -> None:
+def test_a_process_that_is_gone_from_this_host_has_ended() -> None:
+    program = "from shardwell_server.process_identity import own_identity; print(own_identity())"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert not is_running("127.0.0.1:9", process=ended.stdout.strip())
+
+
+def test_what_serves_something_else_tells_nothing_of_the_process() -> None:
     async def start() -> tuple[grpc.aio.Server, int]:
         other = grpc.aio.server()
         port = other.add_insecure_port("127.0.0.1:0")
@@ -43,12 +58,13 @@ def test_where_something_else_serves_there_is_none() -> None:
 
     other, port = asyncio.run_coroutine_threadsafe(start(), shared_loop()).result(30)
     try:
-        assert process_at(f"127.0.0.1:{port}") is None
+        with pytest.raises(UnavailableError, match="what listens there does not serve this"):
+            is_running(f"127.0.0.1:{port}")
     finally:
         asyncio.run_coroutine_threadsafe(other.stop(0), shared_loop()).result(30)
 
 
 def test_silence_tells_nothing() -> None:
-    message = r"nothing at 127.0.0.1:\d+ answered within 2 s \(time is over\)"
+    message = r"the coordinator cannot reach 127.0.0.1:\d+: no answer within 2 s"
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UnavailableError, match=message):
-        process_at(f"127.0.0.1:{silent.getsockname()[1]}")
+        is_running(f"127.0.0.1:{silent.getsockname()[1]}")

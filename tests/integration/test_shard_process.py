@@ -25,6 +25,7 @@ from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.errors import (
     AccessError,
     ConflictError,
+    DuplicateError,
     InternalError,
     NotFoundError,
     ShardwellError,
@@ -229,6 +230,7 @@ class Coordinator:
         self.beats, self.registrations, self._lease_s = list(beats), list(registrations), lease_s
         self.term = 1
         self.done = asyncio.Event()
+        self.left: list[tuple[str, int]] = []
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Registration]:
@@ -255,6 +257,10 @@ class Coordinator:
             raise error
         return coordinator_pb2.HeartbeatServerResponse(coordinator_epoch=self.term)
 
+    async def DeregisterServer(self, request: Any, call: object) -> coordinator_pb2.DeregisterServerResponse:
+        self.left.append((request.server_id, request.epoch))
+        return coordinator_pb2.DeregisterServerResponse()
+
     def __getattr__(self, name: str) -> object:
         return None
 
@@ -270,6 +276,23 @@ def test_a_server_that_was_given_up_registers_again_whatever_it_meets(lost: Shar
         async with coordinator.serving() as registration, registration.running("here:1"):
             await asyncio.wait_for(coordinator.done.wait(), 20)
         assert coordinator.registrations == []
+
+    run_on_shared_loop(scenario())
+
+
+def test_a_server_that_stops_deregisters_and_one_that_was_replaced_does_not() -> None:
+    async def scenario() -> None:
+        coordinator = Coordinator()
+        async with coordinator.serving() as registration, registration.running("here:1"):
+            await asyncio.wait_for(coordinator.done.wait(), 20)
+            assert coordinator.left == []
+        assert coordinator.left == [("probe", 1)]
+        replaced = Coordinator([StaleEpochError("replaced")], [None, DuplicateError("another has the id")])
+        async with replaced.serving() as registration:
+            with pytest.raises(DuplicateError):
+                async with registration.running("here:1") as failing:
+                    await asyncio.wait_for(failing, 20)
+        assert replaced.left == []
 
     run_on_shared_loop(scenario())
 

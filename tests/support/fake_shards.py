@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc.aio
 
+from shardwell_server.coordinator.cluster import Server
 from shardwell_server.rpc import Call, add_service
 from shardwell_wire.channel import SERVER_OPTIONS
 from shardwell_wire.errors import (
@@ -188,12 +189,12 @@ class DirectCalls:
                     raise
             await asyncio.sleep(0.005)
 
-    async def process_at(self, address: str) -> str | None:
+    async def is_running(self, server: Server) -> bool:
         await asyncio.sleep(0)
-        shard = self.shards[address]
+        shard = self.shards[server.address]
         if not shard.available:
-            raise UnavailableError("fake: not available")
-        return shard.incarnation
+            raise UnavailableError(f"the coordinator cannot reach {server.address}: fake")
+        return shard.incarnation == server.incarnation
 
 
 class _Servicer:

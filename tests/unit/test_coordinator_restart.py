@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwell_wire.errors import StaleEpochError, StepStateError, UnavailableError
+from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, harness, run_async, unit
 from tests.support.fake_shards import fail_times
 
@@ -256,7 +257,11 @@ def test_servers_are_known_and_units_are_where_they_were(tmp_path: Path) -> None
             before = await cluster.call("ListUnits", run="r")
             await cluster.restart()
             assert await cluster.call("ListUnits", run="r") == before
-            assert [server.live for server in (await cluster.call("ListServers")).servers] == [True, True]
+            assert {server.state for server in (await cluster.call("ListServers")).servers} == {
+                coordinator_pb2.SERVER_STATE_UNCONFIRMED
+            }
+            servers = cluster.state.cluster
+            await cluster.until(lambda: len(servers.live) == 2, "answers of the servers, which the coordinator asks")
             declared = await a.declare(unit("u", (64, 64)))
             assert declared.shards == before.units[0].shards
             drops = [shard.calls["DropRun"] for shard in cluster.shards.values()]

@@ -19,7 +19,7 @@ from shardwell_server.coordinator.records import (
     ShardRecord,
     UnitRecord,
 )
-from shardwell_server.coordinator.storage import FILE_NAME, KEPT_COMMITS, Storage
+from shardwell_server.coordinator.storage import FILE_NAME, KEPT_COMMITS, SCHEMA_VERSION, Storage
 from shardwell_wire.errors import ConflictError, UnavailableError
 from tests.support.coordinator import harness, optimizer, run_async
 
@@ -107,7 +107,7 @@ def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / FILE_NAME) as database:
         database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(ConflictError, match="has schema version 99, expected 3"):
+    with pytest.raises(ConflictError, match=f"has schema version 99, expected {SCHEMA_VERSION}"):
         Storage(tmp_path)
 
 

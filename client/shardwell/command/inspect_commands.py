@@ -40,6 +40,8 @@ class _Command:
     example: str
     handler: Callable[[argparse.Namespace, CoordinatorClient], None]
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None
+    changes: bool = False
+    """Whether it changes something."""
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -61,7 +63,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
             command.name,
             parents=[common],
             help=command.help,
-            description=f"Shows {command.help}." if command.name != "delete-run" else command.help.capitalize() + ".",
+            description=f"{command.help.capitalize()}." if command.changes else f"Shows {command.help}.",
             epilog=f"example:\n  {command.example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -205,6 +207,16 @@ def _delete_run(arguments: argparse.Namespace, coordinator: CoordinatorClient) -
     _show(arguments, response, lambda answer: f"deleted run {arguments.run!r}: {format_size(answer.freed_bytes)} freed")
 
 
+def _forget_server(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+    request = coordinator_pb2.ForgetServerRequest(server_id=arguments.server)
+    response = coordinator.call("ForgetServer", request, timeout_s=arguments.timeout)
+    _show(arguments, response, lambda _: f"forgot server {arguments.server!r}")
+
+
+def _server_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("server", metavar="SERVER", help="id of the server")
+
+
 def _run_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="name of the run")
 
@@ -268,6 +280,19 @@ _COMMANDS = (
         _peek_arguments,
     ),
     _Command(
-        "delete-run", "ends a run and frees its memory", "shardwell delete-run gpt", _delete_run, _delete_arguments
+        "delete-run",
+        "ends a run and frees its memory",
+        "shardwell delete-run gpt",
+        _delete_run,
+        _delete_arguments,
+        changes=True,
+    ),
+    _Command(
+        "forget-server",
+        "removes a shard server that is lost or has ended from the list",
+        "shardwell forget-server shard-7",
+        _forget_server,
+        _server_argument,
+        changes=True,
     ),
 )

@@ -23,6 +23,14 @@ _WORK_STATES = {
     coordinator_pb2.WORK_STATE_FINISHED: "finished",
 }
 
+_SERVER_STATES = {
+    coordinator_pb2.SERVER_STATE_UNCONFIRMED: "unconfirmed",
+    coordinator_pb2.SERVER_STATE_LIVE: "live",
+    coordinator_pb2.SERVER_STATE_LOST: "lost",
+    coordinator_pb2.SERVER_STATE_ENDED: "ended",
+    coordinator_pb2.SERVER_STATE_LEFT: "left",
+}
+
 
 def duration(seconds: float) -> str:
     """A duration in its largest unit that fits."""
@@ -154,10 +162,16 @@ def servers(response: coordinator_pb2.ListServersResponse) -> RenderableType:
         return "no shard servers"
     table = _table("SERVER", "ADDRESS", "STATE", "IN USE", "RESERVED", "BUDGET", "EPOCH", "LAST HEARD OF")
     for server in response.servers:
-        state = "live" if server.live else Text("lost", "red")
+        state = _SERVER_STATES.get(server.state, "live" if server.live else "lost")
         memory = (format_size(value) for value in (server.used_bytes, server.reserved_bytes, server.budget_bytes))
-        table.add_row(server.server_id, server.address, state, *memory, str(server.epoch), _silent(server.silent_s))
+        table.add_row(
+            server.server_id, server.address, _colored(state), *memory, str(server.epoch), _silent(server.silent_s)
+        )
     return table
+
+
+def _colored(server_state: str) -> Text:
+    return Text(server_state, "" if server_state == "live" else "red")
 
 
 def stall(response: coordinator_pb2.ExplainStallResponse) -> RenderableType:

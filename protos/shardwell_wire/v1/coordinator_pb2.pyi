@@ -51,6 +51,42 @@ WORK_STATE_FINISHED: WorkState.ValueType  # 3
 """Its contributions are on the servers."""
 global___WorkState = WorkState
 
+class _ServerState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ServerStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ServerState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SERVER_STATE_UNSPECIFIED: _ServerState.ValueType  # 0
+    """Not set."""
+    SERVER_STATE_UNCONFIRMED: _ServerState.ValueType  # 1
+    """Remembered by a coordinator that was restarted, and not heard of since. Nothing is placed on it."""
+    SERVER_STATE_LIVE: _ServerState.ValueType  # 2
+    """Its lease holds."""
+    SERVER_STATE_LOST: _ServerState.ValueType  # 3
+    """Its lease ran out and the coordinator cannot reach it. It may be alive; then it comes back with its shards."""
+    SERVER_STATE_ENDED: _ServerState.ValueType  # 4
+    """Its process is known to run no more."""
+    SERVER_STATE_LEFT: _ServerState.ValueType  # 5
+    """It was told to stop, and said so."""
+
+class ServerState(_ServerState, metaclass=_ServerStateEnumTypeWrapper):
+    """Whether a shard server takes part in the cluster."""
+
+SERVER_STATE_UNSPECIFIED: ServerState.ValueType  # 0
+"""Not set."""
+SERVER_STATE_UNCONFIRMED: ServerState.ValueType  # 1
+"""Remembered by a coordinator that was restarted, and not heard of since. Nothing is placed on it."""
+SERVER_STATE_LIVE: ServerState.ValueType  # 2
+"""Its lease holds."""
+SERVER_STATE_LOST: ServerState.ValueType  # 3
+"""Its lease ran out and the coordinator cannot reach it. It may be alive; then it comes back with its shards."""
+SERVER_STATE_ENDED: ServerState.ValueType  # 4
+"""Its process is known to run no more."""
+SERVER_STATE_LEFT: ServerState.ValueType  # 5
+"""It was told to stop, and said so."""
+global___ServerState = ServerState
+
 @typing.final
 class RegisterServerRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -60,6 +96,7 @@ class RegisterServerRequest(google.protobuf.message.Message):
     BUDGET_BYTES_FIELD_NUMBER: builtins.int
     SHARDWELL_VERSION_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    PROCESS_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Stable over restarts of the same server."""
     address: builtins.str
@@ -70,6 +107,10 @@ class RegisterServerRequest(google.protobuf.message.Message):
     """Version of the server's software."""
     incarnation: builtins.str
     """Random per process: tells a retry from a restart."""
+    process: builtins.str
+    """Host, process namespace, process id and start time: a coordinator on the same host can tell when the process has
+    ended. Empty: not known.
+    """
     def __init__(
         self,
         *,
@@ -78,8 +119,9 @@ class RegisterServerRequest(google.protobuf.message.Message):
         budget_bytes: builtins.int = ...,
         shardwell_version: builtins.str = ...,
         incarnation: builtins.str = ...,
+        process: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "budget_bytes", b"budget_bytes", "incarnation", b"incarnation", "server_id", b"server_id", "shardwell_version", b"shardwell_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "budget_bytes", b"budget_bytes", "incarnation", b"incarnation", "process", b"process", "server_id", b"server_id", "shardwell_version", b"shardwell_version"]) -> None: ...
 
 global___RegisterServerRequest = RegisterServerRequest
 
@@ -150,6 +192,36 @@ class HeartbeatServerResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["coordinator_epoch", b"coordinator_epoch"]) -> None: ...
 
 global___HeartbeatServerResponse = HeartbeatServerResponse
+
+@typing.final
+class DeregisterServerRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    server_id: builtins.str
+    """Name of the shard server."""
+    epoch: builtins.int
+    """Epoch of this process of the server."""
+    def __init__(
+        self,
+        *,
+        server_id: builtins.str = ...,
+        epoch: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "server_id", b"server_id"]) -> None: ...
+
+global___DeregisterServerRequest = DeregisterServerRequest
+
+@typing.final
+class DeregisterServerResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___DeregisterServerResponse = DeregisterServerResponse
 
 @typing.final
 class RunConfig(google.protobuf.message.Message):
@@ -1577,6 +1649,7 @@ class ServerSummary(google.protobuf.message.Message):
     BUDGET_BYTES_FIELD_NUMBER: builtins.int
     RESERVED_BYTES_FIELD_NUMBER: builtins.int
     USED_BYTES_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Name of the shard server."""
     address: builtins.str
@@ -1593,6 +1666,8 @@ class ServerSummary(google.protobuf.message.Message):
     """Memory set aside for shards."""
     used_bytes: builtins.int
     """Memory in use now."""
+    state: global___ServerState.ValueType
+    """Why it is live or not."""
     def __init__(
         self,
         *,
@@ -1604,10 +1679,37 @@ class ServerSummary(google.protobuf.message.Message):
         budget_bytes: builtins.int = ...,
         reserved_bytes: builtins.int = ...,
         used_bytes: builtins.int = ...,
+        state: global___ServerState.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "budget_bytes", b"budget_bytes", "epoch", b"epoch", "live", b"live", "reserved_bytes", b"reserved_bytes", "server_id", b"server_id", "silent_s", b"silent_s", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "budget_bytes", b"budget_bytes", "epoch", b"epoch", "live", b"live", "reserved_bytes", b"reserved_bytes", "server_id", b"server_id", "silent_s", b"silent_s", "state", b"state", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___ServerSummary = ServerSummary
+
+@typing.final
+class ForgetServerRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: builtins.int
+    server_id: builtins.str
+    """Name of the shard server."""
+    def __init__(
+        self,
+        *,
+        server_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["server_id", b"server_id"]) -> None: ...
+
+global___ForgetServerRequest = ForgetServerRequest
+
+@typing.final
+class ForgetServerResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ForgetServerResponse = ForgetServerResponse
 
 @typing.final
 class ListServersResponse(google.protobuf.message.Message):

@@ -53,6 +53,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatServerRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatServerResponse.FromString,
                 _registered_method=True)
+        self.DeregisterServer = channel.unary_unary(
+                '/shardwell.v1.CoordinatorService/DeregisterServer',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeregisterServerRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeregisterServerResponse.FromString,
+                _registered_method=True)
         self.Join = channel.unary_unary(
                 '/shardwell.v1.CoordinatorService/Join',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.JoinRequest.SerializeToString,
@@ -138,6 +143,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListServersRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListServersResponse.FromString,
                 _registered_method=True)
+        self.ForgetServer = channel.unary_unary(
+                '/shardwell.v1.CoordinatorService/ForgetServer',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ForgetServerRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ForgetServerResponse.FromString,
+                _registered_method=True)
         self.ExplainStall = channel.unary_unary(
                 '/shardwell.v1.CoordinatorService/ExplainStall',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExplainStallRequest.SerializeToString,
@@ -168,6 +178,14 @@ class CoordinatorServiceServicer(object):
 
     def HeartbeatServer(self, request, context):
         """Shard server: keeps the lease. ABORTED: stale epoch, register again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeregisterServer(self, request, context):
+        """Shard server: it is about to end and its memory with it. Units that have no values yet are placed on other servers;
+        runs that have values on it are told. Repeating it is harmless.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -306,6 +324,14 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForgetServer(self, request, context):
+        """People: removes a shard server that is not live from the list. FAILED_PRECONDITION: it is live, or has shards of a
+        run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExplainStall(self, request, context):
         """People: what the run is waiting for, and on whom.
         """
@@ -332,6 +358,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.HeartbeatServer,
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatServerRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatServerResponse.SerializeToString,
+            ),
+            'DeregisterServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeregisterServer,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeregisterServerRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeregisterServerResponse.SerializeToString,
             ),
             'Join': grpc.unary_unary_rpc_method_handler(
                     servicer.Join,
@@ -418,6 +449,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListServersRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListServersResponse.SerializeToString,
             ),
+            'ForgetServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetServer,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ForgetServerRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ForgetServerResponse.SerializeToString,
+            ),
             'ExplainStall': grpc.unary_unary_rpc_method_handler(
                     servicer.ExplainStall,
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExplainStallRequest.FromString,
@@ -487,6 +523,33 @@ class CoordinatorService(object):
             '/shardwell.v1.CoordinatorService/HeartbeatServer',
             shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatServerRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatServerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeregisterServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.CoordinatorService/DeregisterServer',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.DeregisterServerRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.DeregisterServerResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -946,6 +1009,33 @@ class CoordinatorService(object):
             '/shardwell.v1.CoordinatorService/ListServers',
             shardwell__wire_dot_v1_dot_coordinator__pb2.ListServersRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.ListServersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.CoordinatorService/ForgetServer',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.ForgetServerRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.ForgetServerResponse.FromString,
             options,
             channel_credentials,
             insecure,

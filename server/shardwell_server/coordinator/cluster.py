@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from shardwell_server.coordinator.placement import Candidate
 from shardwell_server.coordinator.records import ServerRecord
@@ -14,6 +15,22 @@ from shardwell_wire.errors import (
     NotFoundError,
     StaleEpochError,
 )
+from shardwell_wire.v1 import coordinator_pb2
+
+
+class ServerState(Enum):
+    """Whether a shard server takes part in the cluster."""
+
+    UNCONFIRMED = coordinator_pb2.SERVER_STATE_UNCONFIRMED
+    """Remembered from an earlier term and not heard of in this one. Nothing is placed on it."""
+    LIVE = coordinator_pb2.SERVER_STATE_LIVE
+    """Its lease holds."""
+    LOST = coordinator_pb2.SERVER_STATE_LOST
+    """Its lease ran out and it cannot be reached. It may be alive; then it comes back with its shards."""
+    ENDED = coordinator_pb2.SERVER_STATE_ENDED
+    """Its process is known to run no more: its memory is gone."""
+    LEFT = coordinator_pb2.SERVER_STATE_LEFT
+    """It was told to stop and said so: its memory is gone."""
 
 
 @dataclass(slots=True)
@@ -28,18 +45,52 @@ class Server:
     budget_bytes: int
     heard_s: float
     """Clock time at which it was last heard of."""
+    process: str = ""
+    """What ``process_identity`` says of it. Empty: not known."""
     reserved_bytes: int = 0
     used_bytes: int = 0
-    live: bool = True
-    ended: bool = False
-    """While it is not live: whether it is known to run no more."""
+    state: ServerState = ServerState.LIVE
+    silence: str = ""
+    """Why it cannot be reached, while it is lost."""
+
+    @property
+    def live(self) -> bool:
+        """Whether its lease holds."""
+        return self.state is ServerState.LIVE
+
+    @property
+    def may_be_alive(self) -> bool:
+        """Whether its lease holds, or held when the coordinator was restarted."""
+        return self.state in (ServerState.LIVE, ServerState.UNCONFIRMED)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known to run no more."""
+        return self.state in (ServerState.ENDED, ServerState.LEFT)
 
     @property
     def free_bytes(self) -> int:
         return max(0, self.budget_bytes - self.reserved_bytes)
 
     def to_record(self) -> ServerRecord:
-        return ServerRecord(self.server_id, self.address, self.incarnation, self.epoch, self.budget_bytes)
+        left = self.state is ServerState.LEFT
+        return ServerRecord(
+            self.server_id, self.address, self.incarnation, self.epoch, self.budget_bytes, self.process, left
+        )
+
+    @classmethod
+    def from_record(cls, record: ServerRecord, now: float) -> Server:
+        """A server of an earlier term."""
+        return cls(
+            record.server_id,
+            record.address,
+            record.incarnation,
+            record.epoch,
+            record.budget_bytes,
+            now,
+            record.process,
+            state=ServerState.LEFT if record.left else ServerState.UNCONFIRMED,
+        )
 
 
 class Cluster:
@@ -48,24 +99,25 @@ class Cluster:
     Args:
         clock: Monotonic seconds.
         lease_s: A server that is silent for longer is lost.
-        stored: From an earlier term; they are taken to be live for one lease.
+        stored: From an earlier term; they are unconfirmed until they are heard of.
+        last_epoch: No server that is not in ``stored`` had a higher one.
     """
 
-    def __init__(self, clock: Callable[[], float], lease_s: float, stored: Iterable[ServerRecord] = ()) -> None:
+    def __init__(
+        self, clock: Callable[[], float], lease_s: float, stored: Iterable[ServerRecord] = (), last_epoch: int = 0
+    ) -> None:
         self._clock, self._lease_s = clock, lease_s
         self.changed = Signal()
         self._superseded: set[tuple[str, str]] = set()
-        self.servers: dict[str, Server] = {
-            at.server_id: Server(at.server_id, at.address, at.incarnation, at.epoch, at.budget_bytes, clock())
-            for at in stored
-        }
-        self._last_epoch = max((server.epoch for server in self.servers.values()), default=0)
+        self.servers: dict[str, Server] = {at.server_id: Server.from_record(at, clock()) for at in stored}
+        self.last_epoch = max([last_epoch, *(server.epoch for server in self.servers.values())])
+        """No server ever had a higher one."""
 
     @property
     def live(self) -> list[Server]:
         return [server for server in self.servers.values() if server.live]
 
-    def check(self, server_id: str, address: str, incarnation: str, budget_bytes: int) -> Server:
+    def check(self, server_id: str, address: str, incarnation: str, budget_bytes: int, process: str = "") -> Server:
         """What a server process is to be registered as; changes nothing yet.
 
         Returns:
@@ -84,16 +136,27 @@ class Cluster:
         if not 0 < budget_bytes < 1 << 63:
             raise InvalidRequestError(f"budget_bytes is {budget_bytes}: expected 1 to 2**63 - 1", server=server_id)
         if (server_id, incarnation) in self._superseded:
+            present = self.servers.get(server_id)
+            replaced = present is not None and present.incarnation != incarnation
+            happened = "was lost, and another one has the id since" if replaced else "has left the cluster"
             raise DuplicateError(
-                f"server {server_id!r}: this process was lost, and another one has the id since: end this one, and "
-                "give every server its own id (--id, SHARDWELL_ID)",
+                f"server {server_id!r}: this process {happened}: end this one, and give every server its own id "
+                "(--id, SHARDWELL_ID)",
                 server=server_id,
             )
         former = self.servers.get(server_id)
         if former is not None and former.incarnation == incarnation:
-            return replace(former, address=address, budget_bytes=budget_bytes, heard_s=self._clock(), live=True)
-        self._last_epoch += 1
-        return Server(server_id, address, incarnation, self._last_epoch, budget_bytes, self._clock())
+            return replace(
+                former,
+                address=address,
+                budget_bytes=budget_bytes,
+                heard_s=self._clock(),
+                process=process,
+                state=ServerState.LIVE,
+                silence="",
+            )
+        self.last_epoch += 1
+        return Server(server_id, address, incarnation, self.last_epoch, budget_bytes, self._clock(), process)
 
     def register(self, server: Server) -> None:
         """Takes in a server that was checked; it takes the place of another process of its id."""
@@ -102,8 +165,17 @@ class Cluster:
         if former is not None and former.incarnation != server.incarnation:
             self._superseded.add((former.server_id, former.incarnation))
 
-    def heartbeat(self, server_id: str, epoch: int, reserved_bytes: int, used_bytes: int) -> bool:
-        """Renews a lease; returns whether the server had been lost.
+    def leave(self, server: Server) -> None:
+        """A server is about to end; a late retry of its registration is refused."""
+        server.state = ServerState.LEFT
+        self._superseded.add((server.server_id, server.incarnation))
+
+    def forget(self, server: Server) -> None:
+        """Removes a server that nothing refers to."""
+        del self.servers[server.server_id]
+
+    def heartbeat(self, server_id: str, epoch: int, reserved_bytes: int, used_bytes: int) -> ServerState:
+        """Renews a lease; returns the state that the server had.
 
         Raises:
             StaleEpochError: It is not registered, or another process has its id now.
@@ -118,10 +190,16 @@ class Cluster:
                 server=server_id,
                 epoch=server.epoch,
             )
-        returned = not server.live
-        server.heard_s, server.live = self._clock(), True
+        if server.state is ServerState.LEFT:
+            raise StaleEpochError(f"server {server_id!r} has left the cluster", server=server_id)
         server.reserved_bytes, server.used_bytes = reserved_bytes, used_bytes
-        return returned
+        return self.renew(server)
+
+    def renew(self, server: Server) -> ServerState:
+        """A server is alive: begins its lease anew; returns the state that it had."""
+        former = server.state
+        server.heard_s, server.state, server.silence = self._clock(), ServerState.LIVE, ""
+        return former
 
     def require(self, server_id: str) -> Server:
         """Raises NotFoundError if no server has the id."""
@@ -129,17 +207,15 @@ class Cluster:
             raise NotFoundError(f"server {server_id!r} is not known: register first", server=server_id)
         return self.servers[server_id]
 
-    def expire(self) -> list[Server]:
-        """Marks the servers whose lease has run out as lost; returns them."""
-        lost = [server for server in self.live if self.silent_s(server) > self._lease_s]
-        for server in lost:
-            server.live = server.ended = False
-        return lost
+    def is_silent(self, server: Server) -> bool:
+        """Whether a server that may be alive was not heard of for its lease."""
+        return server.may_be_alive and self.silent_s(server) > self._lease_s
 
     def renew_all(self) -> None:
         """Begins every lease anew: the coordinator itself was not listening."""
-        for server in self.live:
-            server.heard_s = self._clock()
+        for server in self.servers.values():
+            if server.may_be_alive:
+                server.heard_s = self._clock()
 
     def candidates(self) -> list[Candidate]:
         """The servers on which a unit may be placed."""

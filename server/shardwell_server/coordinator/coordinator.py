@@ -67,6 +67,7 @@ class Coordinator:
         for run in state.runs.values():
             self.committer.start_updates(run)
             self.trainers.start_fencing(run)
+        self.server_leases.start()
         state.tasks.start(self._watch_leases())
         try:
             yield
@@ -86,7 +87,7 @@ class Coordinator:
             self.expire()
 
     def expire(self) -> None:
-        """Takes everybody whose lease has run out to be lost."""
+        """Looks for leases that have run out."""
         self.trainers.expire()
         self.server_leases.expire()
 

@@ -160,6 +160,7 @@ def servers(cluster: Cluster, now: float) -> coordinator_pb2.ListServersResponse
                 budget_bytes=server.budget_bytes,
                 reserved_bytes=server.reserved_bytes,
                 used_bytes=server.used_bytes,
+                state=server.state.value,
             )
             for _, server in sorted(cluster.servers.items())
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwell_server.coordinator.cluster import Cluster
+from shardwell_server.coordinator.cluster import Cluster, ServerState
 from shardwell_server.coordinator.declared_units import Unit
 from shardwell_server.coordinator.run import Run
 from shardwell_wire.errors import ConflictError, ShardwellError, UnavailableError
@@ -35,7 +35,7 @@ def check_kept(run: Run, cluster: Cluster) -> None:
 def _problem(run: Run, cluster: Cluster, process: tuple[str, str]) -> ShardwellError | None:
     server_id, _ = process
     restarted, server = cluster.has_restarted(*process), cluster.servers.get(server_id)
-    if server is not None and server.live and not restarted:
+    if server is not None and server.may_be_alive and not restarted:
         return None
     units = _names(run.units.of_process(process))
     again = f"delete the run (shardwell delete-run {run.name}) and start it again"
@@ -46,15 +46,18 @@ def _problem(run: Run, cluster: Cluster, process: tuple[str, str]) -> ShardwellE
             server=server_id,
         )
     if server.ended:
+        happened = "was stopped and left the cluster" if server.state is ServerState.LEFT else "has ended"
         return ConflictError(
-            f"server {server_id!r} at {server.address} has ended, and its shards of this run, of {units}, are lost: "
+            f"server {server_id!r} at {server.address} {happened}, and its shards of this run, of {units}, are lost: "
             f"{again}",
             run=run.name,
             server=server_id,
         )
     return UnavailableError(
-        f"server {server_id!r} at {server.address} has not been heard of for {cluster.silent_s(server):.1f} s: it "
-        f"holds shards of this run, of {units}; bring it back, or {again}",
+        f"server {server_id!r} at {server.address} has not been heard of for {cluster.silent_s(server):.1f} s"
+        f"{f' ({server.silence})' if server.silence else ''}: it holds shards of this run, of {units}. The run goes on "
+        "when the server is heard of again: check its process and the network to it. If its process has ended, start "
+        "the server again under its id",
         run=run.name,
         server=server_id,
     )

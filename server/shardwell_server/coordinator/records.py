@@ -14,6 +14,9 @@ class ServerRecord:
     incarnation: str
     epoch: int
     budget_bytes: int
+    process: str = ""
+    left: bool = False
+    """Whether it said that it leaves the cluster."""
 
 
 @dataclass(frozen=True, slots=True)

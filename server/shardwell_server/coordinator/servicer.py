@@ -49,7 +49,7 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.RegisterServerRequest, call: Call
     ) -> coordinator_pb2.RegisterServerResponse:
         epoch = await self._coordinator.server_leases.register(
-            request.server_id, request.address, request.incarnation, request.budget_bytes
+            request.server_id, request.address, request.incarnation, request.budget_bytes, request.process
         )
         return coordinator_pb2.RegisterServerResponse(
             epoch=epoch, lease_s=self._state.settings.lease_s, coordinator_epoch=self._state.term
@@ -62,6 +62,12 @@ class CoordinatorServicer:
             request.server_id, request.epoch, request.reserved_bytes, request.used_bytes
         )
         return coordinator_pb2.HeartbeatServerResponse(coordinator_epoch=self._state.term)
+
+    async def DeregisterServer(
+        self, request: coordinator_pb2.DeregisterServerRequest, call: Call
+    ) -> coordinator_pb2.DeregisterServerResponse:
+        await self._coordinator.server_leases.leave(request.server_id, request.epoch)
+        return coordinator_pb2.DeregisterServerResponse()
 
     # Trainers
 
@@ -269,6 +275,12 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.ListServersRequest, call: Call
     ) -> coordinator_pb2.ListServersResponse:
         return describe.servers(self._state.cluster, self._state.clock())
+
+    async def ForgetServer(
+        self, request: coordinator_pb2.ForgetServerRequest, call: Call
+    ) -> coordinator_pb2.ForgetServerResponse:
+        await self._coordinator.server_leases.forget(request.server_id)
+        return coordinator_pb2.ForgetServerResponse()
 
     async def ExplainStall(
         self, request: coordinator_pb2.ExplainStallRequest, call: Call

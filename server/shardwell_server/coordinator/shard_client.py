@@ -13,8 +13,10 @@ import grpc.aio
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from shardwell_server.coordinator.cluster import Server
+from shardwell_server.process_identity import has_ended
 from shardwell_wire.channel import open_aio_channel
-from shardwell_wire.errors import InvalidRequestError, ShardwellError, UnavailableError, from_rpc_error
+from shardwell_wire.errors import ShardwellError, UnavailableError, from_rpc_error
 from shardwell_wire.v1 import shard_pb2
 
 CALL_TIMEOUT_S = 120.0
@@ -46,17 +48,15 @@ class ShardCalls(Protocol):
         """
         ...
 
-    async def process_at(self, address: str) -> str | None:
-        """Which shard server process serves at an address.
-
-        Args:
-            address: host:port.
+    async def is_running(self, server: Server) -> bool:
+        """Whether the process of a shard server still runs.
 
         Returns:
-            Its incarnation. None: nothing listens there any more, or what does is no shard server.
+            True: it has answered. False: it is known to have ended, since its process is gone from this host, or
+            another process of the same server answers at its address.
 
         Raises:
-            UnavailableError: No answer came, which tells nothing of the process.
+            UnavailableError: It did not answer. That tells nothing of the process, even if the connection was refused.
         """
         ...
 
@@ -83,19 +83,23 @@ class GrpcShardCalls:
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(delay * 2, _LONGEST_DELAY_S)
 
-    async def process_at(self, address: str) -> str | None:
-        """See ``ShardCalls.process_at``."""
-        request = shard_pb2.DescribeServerRequest()
+    async def is_running(self, server: Server) -> bool:
+        """See ``ShardCalls.is_running``."""
+        if has_ended(server.process):
+            return False
+        request, address = shard_pb2.DescribeServerRequest(), server.address
         try:
             async with asyncio.timeout(_PROBE_S):
                 await asyncio.to_thread(_connect, address)
-                response = await self.call(address, "DescribeServer", request, retry_for_s=_PROBE_S)
-        except (ConnectionRefusedError, InvalidRequestError):
-            return None
+                response = await self.call(address, "DescribeServer", request, retry_for_s=0.0)
         except (OSError, ShardwellError) as error:
-            reason = str(error) or "time is over"
-            raise UnavailableError(f"nothing at {address} answered within {_PROBE_S:g} s ({reason})") from error
-        return str(response.incarnation)
+            reason = getattr(error, "strerror", None) or str(error) or f"no answer within {_PROBE_S:g} s"
+            raise UnavailableError(f"the coordinator cannot reach {address}: {reason}") from error
+        if response.incarnation == server.incarnation:
+            return True
+        if response.server_id == server.server_id:
+            return False
+        raise UnavailableError(f"another shard server, {response.server_id!r}, answers at {address}")
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -115,6 +119,6 @@ class GrpcShardCalls:
 
 
 def _connect(address: str) -> None:
-    """Raises ConnectionRefusedError if nothing listens at host:port, which gRPC does not tell from other failures."""
+    """Raises OSError if no connection can be made, with a shorter reason than gRPC gives."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()

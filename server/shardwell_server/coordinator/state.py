@@ -47,9 +47,8 @@ class CoordinatorState:
     ) -> CoordinatorState:
         """Takes up what an earlier term left behind."""
         servers, runs = await storage.load()
-        state = cls(
-            settings, storage, Cluster(clock, settings.lease_s, servers), EventLog(wall_clock), clock, wall_clock
-        )
+        cluster = Cluster(clock, settings.lease_s, servers, storage.server_epoch)
+        state = cls(settings, storage, cluster, EventLog(wall_clock), clock, wall_clock)
         state.runs = {stored.record.run: from_stored(stored, clock) for stored in runs}
         return state
 

@@ -28,7 +28,7 @@ from shardwell_server.coordinator.records import (
 )
 from shardwell_wire.errors import ConflictError, UnavailableError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 FILE_NAME = "coordinator.sqlite"
 
@@ -39,7 +39,7 @@ _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE servers (
     server_id TEXT PRIMARY KEY, address TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
-    budget_bytes INTEGER NOT NULL
+    budget_bytes INTEGER NOT NULL, process TEXT NOT NULL, departed INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE runs (
     run TEXT PRIMARY KEY, config BLOB NOT NULL, created REAL NOT NULL, started INTEGER NOT NULL,
@@ -105,6 +105,8 @@ class Storage:
         self._database = self._open(directory)
         self.term = self._begin_term()
         """Rises with every process that opens the file."""
+        self.server_epoch = self._fact("server_epoch")
+        """The highest epoch of the servers that were forgotten."""
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
@@ -116,7 +118,17 @@ class Storage:
 
     async def save_server(self, record: ServerRecord) -> None:
         """Returns once it is durable, as all ``save`` methods."""
-        await self._call(self._write, [(_upsert("servers", 5), [_values(record)])])
+        await self._call(self._write, [(_upsert("servers", 7), [_values(record)])])
+
+    async def delete_server(self, server_id: str, last_epoch: int) -> None:
+        """Forgets a server. Its epoch stays used up.
+
+        Args:
+            server_id: Name of the server.
+            last_epoch: The highest epoch of any server.
+        """
+        delete = ("DELETE FROM servers WHERE server_id = ?", [(server_id,)])
+        await self._call(self._write, [delete, (_upsert("facts", 2), [("server_epoch", last_epoch)])])
 
     async def save_run(self, record: RunRecord) -> None:
         run = record.run
@@ -231,8 +243,11 @@ class Storage:
     def _begin_term(self) -> int:
         advance = "INSERT INTO facts VALUES ('term', 1) ON CONFLICT DO UPDATE SET value = value + 1"
         self._guarded(self._write, [(advance, [()])])
-        term: int = self._database.execute("SELECT value FROM facts WHERE name = 'term'").fetchone()[0]
-        return term
+        return self._fact("term")
+
+    def _fact(self, name: str) -> int:
+        row = self._database.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        return int(row[0]) if row is not None else 0
 
     def _write(self, writes: Sequence[_Write], *, full: bool = True) -> None:
         database = self._database
@@ -248,7 +263,12 @@ class Storage:
             raise
 
     def _load(self) -> tuple[list[ServerRecord], list[StoredRun]]:
-        servers = [ServerRecord(*row) for row in self._database.execute("SELECT * FROM servers")]
+        servers = [
+            ServerRecord(server_id, address, incarnation, epoch, budget_bytes, process, bool(departed))
+            for server_id, address, incarnation, epoch, budget_bytes, process, departed in self._database.execute(
+                "SELECT * FROM servers"
+            )
+        ]
         names = [name for (name,) in self._database.execute("SELECT run FROM runs")]
         return servers, [self._load_run(name) for name in names]
 

@@ -14,6 +14,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message_factory import GetMessageClass
 
+from shardwell_server.process_identity import own_identity
 from shardwell_server.shard.state.coordinator_term import CoordinatorTerm
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.channel import open_aio_channel
@@ -32,6 +33,7 @@ from shardwell_wire.v1 import coordinator_pb2
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
+_LEAVE_TIMEOUT_S = 2.0
 _LONGEST_DELAY_S = 2.0
 _GIVEN_UP = (StaleEpochError, NotFoundError)
 """What a heartbeat meets when the coordinator does not take this process for the server any more."""
@@ -60,7 +62,7 @@ class Registration:
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[asyncio.Future[None]]:
-        """Registered on entry; heartbeats until exit. Gives what raises when the heartbeats end before.
+        """Registered on entry; heartbeats until exit, then deregisters. Gives what raises when the heartbeats fail.
 
         Args:
             address: host:port at which others reach this server.
@@ -79,6 +81,7 @@ class Registration:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
+            await self._leave()
         finally:
             await self._channel.close()
 
@@ -89,6 +92,7 @@ class Registration:
             budget_bytes=self._store.memory.budget_bytes,
             shardwell_version=installed_version("shardwell"),
             incarnation=self.incarnation,
+            process=own_identity(),
         )
         delay = 0.05
         while True:
@@ -126,6 +130,14 @@ class Registration:
             logger.warning("the coordinator took this server for lost: %s", error)
             await self._register()
 
+    async def _leave(self) -> None:
+        """Says that this process is about to end. If the coordinator does not answer, it finds out by itself."""
+        request = coordinator_pb2.DeregisterServerRequest(server_id=self._server_id, epoch=self._epoch)
+        try:
+            await self._call("DeregisterServer", request, timeout_s=_LEAVE_TIMEOUT_S)
+        except ShardwellError as error:
+            logger.info("could not deregister: %s", error)
+
     async def _ask_term(self) -> None:
         """Hears of the coordinator's term now instead of with the next heartbeat."""
         try:
@@ -147,7 +159,7 @@ class Registration:
         response = await self._call("HeartbeatServer", request)
         self.term.learn(response.coordinator_epoch)
 
-    async def _call(self, rpc_name: str, request: Any) -> Any:
+    async def _call(self, rpc_name: str, request: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
         stub = self._channel.unary_unary(
             f"/{service.full_name}/{rpc_name}",
@@ -155,7 +167,7 @@ class Registration:
             response_deserializer=GetMessageClass(service.methods_by_name[rpc_name].output_type).FromString,
         )
         try:
-            response = await stub(request, timeout=_TIMEOUT_S)
+            response = await stub(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, f"coordinator at {self._coordinator}") from error
         self._reachable = True

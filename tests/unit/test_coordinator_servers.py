@@ -1,0 +1,168 @@
+"""Shard servers that leave, end, are forgotten, or are remembered by a coordinator that was restarted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwell_server.coordinator.cluster import ServerState
+from shardwell_server.process_identity import has_ended
+from shardwell_wire.errors import ConflictError, DuplicateError, NotFoundError, StaleEpochError, UnavailableError
+from shardwell_wire.v1 import coordinator_pb2
+from tests.support.coordinator import Harness, harness, run_async, unit
+
+
+async def states(cluster: Harness) -> dict[str, str]:
+    listed = (await cluster.call("ListServers")).servers
+    return {server.server_id: ServerState(server.state).name for server in listed}
+
+
+async def leave(cluster: Harness, name: str, epoch: int) -> None:
+    await cluster.call("DeregisterServer", server_id=name, epoch=epoch)
+
+
+def test_a_server_that_leaves_without_shards_is_forgotten_and_its_epoch_is_not_used_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=2) as cluster:
+            epoch = cluster.state.cluster.servers["s1"].epoch
+            await leave(cluster, "s1", epoch - 1)
+            await leave(cluster, "nobody", 7)
+            assert await states(cluster) == {"s0": "LIVE", "s1": "LIVE"}, "another process left, or nobody did"
+            await leave(cluster, "s1", epoch)
+            await leave(cluster, "s1", epoch)
+            assert [message for kind, message in cluster.events() if kind == "server_left"] == [
+                "server 's1' at s1:1 was stopped and left the cluster"
+            ]
+            with pytest.raises(DuplicateError, match="this process has left the cluster"):
+                await cluster.register("s1")  # a retry that was long under way
+            cluster.coordinator.expire()
+            await cluster.until(lambda: "s1" not in cluster.state.cluster.servers, "the end of s1")
+            with pytest.raises(StaleEpochError, match="not known here"):
+                await cluster.call("HeartbeatServer", server_id="s1", epoch=epoch)
+            await cluster.restart()
+            assert list(await states(cluster)) == ["s0"]
+            assert await cluster.register("s1", incarnation="2") > epoch
+
+    run_async(scenario())
+
+
+def test_a_server_that_leaves_with_shards_is_named_to_its_runs_and_can_come_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            await leave(cluster, "s1", 2)
+            assert cluster.events()[-1][0] == "server_left"
+            assert cluster.events()[-1][1].endswith("left the cluster: run 'r' lost shards")
+            message = "server 's1' at s1:1 was stopped and left the cluster, and its shards of this run, of unit 'u'"
+            with pytest.raises(ConflictError, match=message):
+                await a.heartbeat()
+            assert (await cluster.call("ExplainStall", run="r")).waiting_for[0].startswith(message)
+            await cluster.restart()
+            cluster.coordinator.expire()
+            assert (await states(cluster))["s1"] == "LEFT"
+            with pytest.raises(ConflictError, match=message):
+                await b.heartbeat()
+            with pytest.raises(ConflictError, match="server 's1' has shards of run 'r'"):
+                await cluster.call("ForgetServer", server_id="s1")
+            cluster.shards["s1"].restart("2")
+            assert await cluster.register("s1", incarnation="2") == 3
+            with pytest.raises(ConflictError, match="server 's1' was restarted and has lost its shards"):
+                await b.heartbeat()
+
+    run_async(scenario())
+
+
+def test_a_server_is_forgotten_when_nothing_needs_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            with pytest.raises(ConflictError, match="server 's1' at s1:1 is live: only a server that is lost"):
+                await cluster.call("ForgetServer", server_id="s1")
+            with pytest.raises(NotFoundError, match="server 's9' is not known"):
+                await cluster.call("ForgetServer", server_id="s9")
+            cluster.shards["s1"].incarnation = None
+            cluster.state.cluster.servers["s1"].heard_s -= 11
+            cluster.coordinator.expire()
+            await cluster.until(lambda: cluster.state.cluster.servers["s1"].ended, "the end of s1")
+            with pytest.raises(ConflictError, match="has shards of run 'r', which would no longer know where they are"):
+                await cluster.call("ForgetServer", server_id="s1")
+            cluster.limit_s = 0.1
+            await cluster.call("DeleteRun", run="r", force=True)
+            await cluster.call("ForgetServer", server_id="s1")
+            await cluster.restart()
+            assert list(await states(cluster)) == ["s0"]
+
+    run_async(scenario())
+
+
+def test_nothing_is_placed_on_a_remembered_server_until_it_is_heard_of(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=3) as cluster:
+            cluster.shards["s1"].available = cluster.shards["s2"].available = False
+            await cluster.restart()
+            assert await states(cluster) == dict.fromkeys(("s0", "s1", "s2"), "UNCONFIRMED")
+            await cluster.call("HeartbeatServer", server_id="s2", epoch=3)
+            await cluster.until(lambda: len(cluster.state.cluster.live) == 2, "an answer of s0")
+            cluster.shards["s2"].available = True
+            a, _ = await cluster.team("a", "b")
+            assert {at.server_id for at in (await a.declare(unit("u", (64, 64)))).shards} == {"s0", "s2"}
+            with pytest.raises(UnavailableError, match="another process, at s1:1, has this id and may be alive"):
+                await cluster.register("s1", incarnation="2")
+            lost = cluster.state.cluster.servers["s1"]
+            lost.heard_s -= 11
+            await cluster.until(lambda: lost.state is ServerState.LOST, "the loss of s1")
+            kind, message = cluster.events()[-1]
+            assert (kind, message) == (
+                "server_lost",
+                "server 's1' at s1:1 was not heard of for its lease, and the coordinator cannot reach s1:1: fake",
+            )
+
+    run_async(scenario())
+
+
+def test_a_silent_server_that_answers_keeps_its_place(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            server = cluster.state.cluster.servers["s1"]
+            server.heard_s -= 11
+            cluster.coordinator.expire()
+            await cluster.until(lambda: server.heard_s == cluster.clock.now, "an answer of s1")
+            assert server.live
+            assert "server_lost" not in [kind for kind, _ in cluster.events()]
+            await a.finish(0)
+
+    run_async(scenario())
+
+
+def test_a_process_tells_others_of_its_host_that_it_has_ended() -> None:
+    program = "import sys; from shardwell_server.process_identity import own_identity; print(own_identity()); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        identity = child.stdout.readline().strip()
+        assert identity.rpartition("/")[2].isdecimal()
+        assert not has_ended(identity)
+        elsewhere = identity.replace("pid:", "other:")
+        another_start = identity + "1"
+        assert has_ended(another_start), "the process id is used again"
+        child.kill()
+        child.wait()
+        assert has_ended(identity)
+        assert not has_ended(elsewhere), "it is in another container"
+    for nothing in ("", "x", "a/b/c", "/-1/3", identity.replace(f"/{child.pid}/", "/99999999999999999999/")):
+        assert not has_ended(nothing) or "9999" in nothing
+
+
+def test_the_state_of_a_server_is_shown_by_its_name() -> None:
+    names = {state.name.lower() for state in ServerState}
+    assert {f"SERVER_STATE_{name.upper()}" for name in names} == set(coordinator_pb2.ServerState.keys()) - {
+        "SERVER_STATE_UNSPECIFIED"
+    }
