@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import textwrap
@@ -133,8 +134,11 @@ def _describe_processes() -> str:
     """Memory that belongs to each process of this launch alone, as far as they run on this machine."""
     me = psutil.Process()
     family = {me, *me.children(recursive=True), *_siblings(me)}
-    trainers = [_unique_bytes(process) for process in family if not _is_server(process)]
-    servers = [_unique_bytes(process) for process in family if _is_server(process)]
+    trainers: list[int] = []
+    servers: list[int] = []
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):  # another trainer may have just ended
+            (servers if _is_server(process) else trainers).append(_unique_bytes(process))
     text = f"Memory of its own per trainer process: {_megabytes(trainers)}"
     return f"{text}; per server process: {_megabytes(servers)}." if servers else f"{text}."
 

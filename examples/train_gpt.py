@@ -29,11 +29,10 @@ def main() -> None:
     # Little is fetched ahead, to show that a trainer needs memory for the layers in flight only.
     with shardwell.join(seed=arguments.seed, prefetch_bytes=1 << 20) as session:
         model = make_model(session, len(corpus.vocabulary), arguments)
-        speaks = session.global_rank == 0
-        if speaks:
+        if session.global_rank == 0:
             introduce(session, model, corpus)
         started, first_step = time.perf_counter(), session.step
-        history = train(session, model, corpus, arguments, speaks=speaks)
+        history, speaks = train(session, model, corpus, arguments)
         seconds = time.perf_counter() - started
         if speaks:
             conclude(model, corpus, history, Path(arguments.output))
@@ -64,9 +63,13 @@ def make_model(session: shardwell.Session, vocab_size: int, arguments: argparse.
 
 
 def train(
-    session: shardwell.Session, model: GPT, corpus: Corpus, arguments: argparse.Namespace, *, speaks: bool
-) -> History:
-    """The training loop. Any trainer may die at any line of it; the run goes on."""
+    session: shardwell.Session, model: GPT, corpus: Corpus, arguments: argparse.Namespace
+) -> tuple[History, bool]:
+    """The training loop. Any trainer may die at any line of it; the run goes on.
+
+    Returns:
+        The losses, and whether this trainer is the one that prints: it did the work of rank 0 in the last step.
+    """
     optimizer = shardwell.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = OneCycleLR(optimizer, arguments.lr, arguments.num_steps, pct_start=0.2, cycle_momentum=False)
     history = History()
@@ -74,6 +77,7 @@ def train(
     windows = corpus.windows(arguments.context)
     step_tokens = session.world.dp * arguments.batch_size * arguments.context
     progress = Progress(session, num_steps=arguments.num_steps, step_tokens=step_tokens)
+    speaks = session.global_rank == 0
 
     for step in session.steps(arguments.num_steps):
         for batch in step.batches(windows, batch_size=arguments.batch_size):  # [batch_size, context + 1]
@@ -85,9 +89,11 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+        # If the trainer of rank 0 is lost, another one does its work. The step after joining has no work.
+        speaks = 0 in step.global_ranks if step.global_ranks else session.global_rank == 0
         if speaks:
             progress.show(step.number, history.recent_loss())
-    return history
+    return history, speaks
 
 
 def introduce(session: shardwell.Session, model: GPT, corpus: Corpus) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples.corpus import Corpus
+from tests.support.cluster import descendants
 from tests.support.processes import ROOT
 
 SMALL = ["--vocab-size", "200", "--context", "16", "--batch-size", "4"]
@@ -41,6 +43,32 @@ def test_the_demo_shows_what_it_learned(text: Path, tmp_path: Path) -> None:
     assert "The trained model writes:" in output
     paragraph = output[output.index("Where time and memory went:") :]
     assert paragraph.count("MB") >= 6, "bytes moved, unit memory, and memory of trainers and servers"
+
+
+def test_another_trainer_prints_when_that_of_rank_0_is_killed(text: Path, tmp_path: Path) -> None:
+    options = ["--text", str(text), "--num-steps", "80", "--output", str(tmp_path / "out"), *SMALL]
+    with subprocess.Popen(
+        [sys.executable, "-m", "shardwell", "launch", "examples/train_gpt.py", *options],
+        cwd=ROOT,
+        env={**os.environ, "SHARDWELL_LIVE_OUTPUT": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as launch:
+        try:
+            assert launch.stdout is not None
+            speaker = next(line.split("]")[0] for line in launch.stdout if "step " in line).removeprefix("[")
+            trainers = [child for child in descendants(launch.pid) if "examples/train_gpt.py" in child.cmdline()]
+            victim = next(child for child in trainers if child.environ()["SHARDWELL_TRAINER"] == speaker)
+            victim.kill()
+            output = launch.stdout.read()
+            launch.wait(60)
+        finally:
+            launch.kill()
+    other = {"trainer-0": "trainer-1", "trainer-1": "trainer-0"}[speaker]
+    assert f"{speaker} ended by SIGKILL" in output
+    assert re.search(rf"\[{other}\] step   80/80  loss", output)
+    assert f"[{other}] The loss fell from" in output
 
 
 def test_text_survives_its_tokens(text: Path) -> None:

@@ -239,3 +239,41 @@ def test_a_killed_trainer_comes_back_into_the_run(cluster: shardwell.LocalCluste
 def test_mistakes_are_explained(launch: Launch) -> None:
     done = launch("absent.py")
     assert (done.returncode, done.stderr) == (1, "shardwell launch: no such script: absent.py\n")
+
+
+def test_a_dead_coordinator_ends_the_launch_with_its_log(script: Path) -> None:
+    with launched("--num-shards", "1", write(script, WAIT)) as process:
+        wait_for_lines(process, "waiting", 2)
+        below = descendants(process.pid)
+        coordinator = next(child for child in below if "coordinator" in child.cmdline())
+        coordinator.kill()
+        assert process.stdout is not None
+        output = process.stdout.read()
+        assert process.wait(20) == 1
+        assert "[launch] coordinator ended by SIGKILL. The end of its log:\n    " in output
+        wait_gone(below, timeout_s=5)
+
+
+def test_a_dead_shard_server_is_told_and_trainers_go_on(script: Path) -> None:
+    with launched("--num-shards", "1", write(script, WAIT)) as process:
+        wait_for_lines(process, "waiting", 2)
+        below = descendants(process.pid)
+        next(child for child in below if "shard" in child.cmdline()).kill()
+        wait_for_lines(process, "[launch] shard-0 ended by SIGKILL. The end of its log:", 1)
+        assert sum("script.py" in " ".join(child.cmdline()) for child in below if child.is_running()) == 2
+
+
+def test_a_launch_says_what_it_starts_before_it_does(script: Path) -> None:
+    with launched("--num-shards", "1", "--run", "r", write(script, WAIT)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "[launch] starting a private cluster: a coordinator and 1 shard server\n"
+        line = process.stdout.readline()
+        assert line.startswith("[launch] run 'r' on 127.0.0.1:")
+        assert line.endswith(": starting 2 trainers for World(dp=2, tp=1, pp=1)\n")
+
+
+def test_a_world_that_cannot_train_is_told(launch: Launch, script: Path) -> None:
+    done = launch(*NOWHERE, "--num-trainers", "2", "--tp", "2", write(script, "pass"))
+    assert done.returncode == 0
+    assert "World(dp=1, tp=2, pp=1): the trainers can join" in done.stderr
+    assert "only worlds with tp=1 and pp=1 train" in done.stderr

@@ -54,3 +54,32 @@ def test_impossible_values_are_named(
 ) -> None:
     with pytest.raises(error, match=message):
         JoinConfig.from_env(arguments, environment)
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+
+
+def test_torchrun_gives_the_world_and_the_rank() -> None:
+    config = JoinConfig.from_env({}, TORCHRUN)
+    assert (config.world, config.global_rank, config.trainer) == (World(dp=4), 1, "rank-1")
+    assert config.world_size == 4 and config.torchrun is not None
+    grid = JoinConfig.from_env({"world": World(dp=2, tp=2)}, TORCHRUN)
+    assert (grid.world, grid.global_rank) == (World(dp=2, tp=2), 1)
+
+
+def test_torchrun_does_not_override_what_is_given() -> None:
+    launched = JoinConfig.from_env({}, {**TORCHRUN, **ENVIRONMENT})
+    assert (launched.world.dp, launched.global_rank, launched.trainer, launched.world_size) == (4, 3, "t3", 8)
+    elastic = JoinConfig.from_env({"address": "a:1", "world": World(dp=8)}, TORCHRUN)
+    assert (elastic.world.dp, elastic.global_rank, elastic.trainer, elastic.world_size) == (8, None, "", 0)
+
+
+def test_one_process_of_torchrun_is_like_none() -> None:
+    config = JoinConfig.from_env({}, {"RANK": "0", "WORLD_SIZE": "1"})
+    assert (config.torchrun, config.world, config.global_rank) == (None, World(), None)
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "x"}, {"RANK": "4"}, {"WORLD_SIZE": "-1"}])
+def test_impossible_places_of_torchrun_are_refused(variables: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=next(iter(variables))):
+        JoinConfig.from_env({}, {**TORCHRUN, **variables})

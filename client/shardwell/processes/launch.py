@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from shardwell.processes.local_cluster import LocalCluster
+from shardwell.processes.server_process import ServerProcess
 from shardwell.processes.trainer_process import TrainerProcess, describe_exit
 from shardwell_wire.channel import check_address
 from shardwell_wire.errors import UsageError
@@ -103,9 +104,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def main(arguments: argparse.Namespace) -> int:
     """Runs ``shardwell launch``; returns the worst exit code of the trainers."""
     plan = make_plan(arguments)
+    if plan.world.tp * plan.world.pp > 1:
+        _say(
+            f"{plan.world}: the trainers can join and use session.device_mesh(), but fully_shard will refuse: only "
+            "worlds with tp=1 and pp=1 train"
+        )
     try:
-        with _stop_signals() as signals, _cluster(arguments) as address:
-            return _Launch(plan, address, signals).run()
+        with _stop_signals() as signals, _cluster(arguments) as cluster:
+            return _Launch(plan, cluster, signals).run()
     except _Stop as stop:
         return 128 + stop.signal_number
 
@@ -150,14 +156,25 @@ def _not_negative(text: str) -> int:
     return int(text)
 
 
+@dataclass(frozen=True, slots=True)
+class _Cluster:
+    """The cluster that the trainers use."""
+
+    address: str
+    servers: tuple[ServerProcess, ...] = ()
+    """Of a private cluster: the coordinator first."""
+
+
 @contextmanager
-def _cluster(arguments: argparse.Namespace) -> Iterator[str]:
-    """The address of the cluster to use; a private one lives as long as the context."""
+def _cluster(arguments: argparse.Namespace) -> Iterator[_Cluster]:
+    """The cluster to use; a private one lives as long as the context."""
     if arguments.coordinator:
-        yield arguments.coordinator
+        yield _Cluster(arguments.coordinator)
         return
-    with LocalCluster(arguments.num_shards, log_dir=arguments.log_dir) as cluster:
-        yield cluster.address
+    count = arguments.num_shards
+    _say(f"starting a private cluster: a coordinator and {count} shard server{'s' * (count > 1)}")
+    with LocalCluster(count, log_dir=arguments.log_dir) as cluster:
+        yield _Cluster(cluster.address, (cluster.coordinator, *cluster.shards))
 
 
 class _Stop(BaseException):
@@ -207,13 +224,16 @@ def _stop_signals() -> Iterator[_Signals]:
 class _Launch:
     """The trainers of one launch, from their start to their end."""
 
-    def __init__(self, plan: LaunchPlan, address: str, signals: _Signals) -> None:
-        self._plan, self._address, self._signals = plan, address, signals
+    def __init__(self, plan: LaunchPlan, cluster: _Cluster, signals: _Signals) -> None:
+        self._plan, self._address, self._signals = plan, cluster.address, signals
         self._trainers: list[TrainerProcess] = []
+        self._coordinator, self._servers = next(iter(cluster.servers), None), list(cluster.servers)
 
     def run(self) -> int:
         """Runs every trainer to its end; returns the worst exit code."""
         self._signals.interrupt = False
+        plan = self._plan
+        _say(f"run {plan.run!r} on {self._address}: starting {plan.num_trainers} trainers for {plan.world}")
         try:
             for name in (f"trainer-{index}" for index in range(self._plan.num_trainers)):
                 environment = self._plan.environment(name, self._address, os.environ)
@@ -231,6 +251,9 @@ class _Launch:
         running, worst = list(self._trainers), 0
         while running:
             self._signals.check()
+            if self._is_coordinator_lost():
+                self._stop(signal.SIGTERM)
+                return 1
             for trainer in list(running):
                 code = trainer.exit_code
                 if code is None or (code != 0 and self._start_again(trainer, code)):
@@ -242,6 +265,16 @@ class _Launch:
                     _say(f"{trainer.name} {describe_exit(code)}; the others go on and take over its work")
             time.sleep(_POLL_S)
         return worst
+
+    def _is_coordinator_lost(self) -> bool:
+        """Tells of every server of a private cluster that has ended; true if the coordinator has: nothing goes on."""
+        for server in [server for server in self._servers if server.exit_code is not None]:
+            self._servers.remove(server)
+            code = server.exit_code or 0
+            _say(f"{server.name} {describe_exit(code if code >= 0 else 128 - code)}. {server.log_tail()}")
+            if server is self._coordinator:
+                return True
+        return False
 
     def _start_again(self, trainer: TrainerProcess, code: int) -> bool:
         if trainer.starts > self._plan.max_restarts:

@@ -66,7 +66,7 @@ class ServerProcess:
         line = self._first_line(deadline)
         if line is None:
             how = f"ended with exit code {self.exit_code}" if not self._is_alive() else "was not ready in time"
-            raise UnavailableError(f"{self.name} {how}. {self._log_tail()}", server=self.name)
+            raise UnavailableError(f"{self.name} {how}. {self.log_tail()}", server=self.name)
         self._address = json.loads(line)["address"]
 
     def restart(self, deadline: float) -> None:
@@ -135,7 +135,8 @@ class ServerProcess:
             if stream is not None:
                 stream.close()
 
-    def _log_tail(self) -> str:
+    def log_tail(self) -> str:
+        """The last lines of its log, with a heading."""
         lines = self.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
         text = "\n".join(f"    {line}" for line in lines) or "    (nothing)"
         return f"The end of its log:\n{text}"

@@ -12,6 +12,7 @@ from typing import Any
 from shardwell.data_plane.lanes import KINDS, parse_kinds
 from shardwell.data_plane.node_group import BACKENDS
 from shardwell.module.strategy import BackwardPrefetch
+from shardwell.session.torchrun import TorchrunPlace
 from shardwell_wire import codec
 from shardwell_wire.errors import UsageError, WorldError
 from shardwell_wire.topology import AXES, World
@@ -27,7 +28,7 @@ class JoinConfig:
     """Everything a trainer needs to take part in a run."""
 
     address: str | None = None
-    """The coordinator's host:port. None: a private local cluster, for this process alone."""
+    """The coordinator's host:port. None: a private local cluster, for this process and the other ranks of torchrun."""
     run: str = "default"
     """Name of the run; trainers that name the same run train together."""
     world: World = field(default_factory=World)
@@ -76,6 +77,8 @@ class JoinConfig:
     node_group: str = "none"
     """What the run's trainers of this host exchange weights over, of which each fetches a part: ``gloo`` between
     CPUs, ``nccl`` between GPUs. ``none``: each fetches everything."""
+    torchrun: TorchrunPlace | None = None
+    """This process among those that torchrun started. None: it started none."""
 
     def __post_init__(self) -> None:
         if not self.run or len(self.run) > 200 or not self.run.isprintable():
@@ -109,7 +112,7 @@ class JoinConfig:
 
         ADDRESS, RUN, TRAINER, HOST, SEED, MIN_TRAINERS, RANK, WORLD_SIZE, LANES (such as ``shm,grpc``),
         GATHER_DTYPE, PUSH_DTYPE, KEEP_BYTES, HOST_CACHE_BYTES, NODE_GROUP, and DP, TP, PP, ORDER (such as
-        ``dp,tp,pp``) for the world.
+        ``dp,tp,pp``) for the world. Where neither says otherwise, torchrun's RANK and WORLD_SIZE count.
         """
         source = os.environ if environment is None else environment
         env = {
@@ -133,6 +136,8 @@ class JoinConfig:
             dp, tp, pp = (_integer(axis.upper(), env.get(axis.upper(), "1")) for axis in AXES)
             values["world"] = World(dp, tp, pp, tuple(env["ORDER"].split(",")) if "ORDER" in env else AXES)
         values.update({name: value for name, value in explicit.items() if value is not None})
+        if (place := TorchrunPlace.from_env(source)) is not None:
+            values |= {"torchrun": place, **place.defaults(values)}
         if isinstance(values.get("lanes"), str):
             values["lanes"] = parse_kinds(values["lanes"])
         return cls(**values)

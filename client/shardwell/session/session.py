@@ -13,13 +13,13 @@ from shardwell.module import clip_guards
 from shardwell.module.memory_report import MemoryReport, measure
 from shardwell.module.strategy import BackwardPrefetch
 from shardwell.module.units import Units
-from shardwell.processes.local_cluster import LocalCluster
 from shardwell.seeds import derive_seed
 from shardwell.session import open_sessions
 from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.membership import Membership
 from shardwell.session.mesh import device_mesh
+from shardwell.session.private_cluster import open_private_cluster
 from shardwell.session.progress import StepProgress
 from shardwell.session.run_state import RunBuffers, TrackedObjects
 from shardwell.session.run_store import RunStore
@@ -48,7 +48,7 @@ class Session:
     def __init__(self, config: JoinConfig) -> None:
         share_heaps()
         self.config = config
-        self._cluster = None if config.address else LocalCluster(num_shards=1).__enter__()
+        self._cluster = None if config.address else open_private_cluster(config)
         address = config.address or (self._cluster.address if self._cluster else "")
         self._coordinator = CoordinatorClient(address)
         self._closed = False
@@ -78,7 +78,7 @@ class Session:
         )
         self._loop_step: int | None = None
         open_sessions.note_opened(self)
-        logger.info("trainer %r plays logical ranks %s", self.trainer, [seat.global_rank for seat in self._seats])
+        self._tell_place()
 
     # ---- who and where ----
 
@@ -126,6 +126,18 @@ class Session:
     def _seats(self) -> list[common_pb2.Coordinates]:
         return [seat.coordinates for seat in self._membership.seats]
 
+    def _tell_place(self) -> None:
+        if self._seats:
+            logger.info("trainer %r plays logical ranks %s", self.trainer, [seat.global_rank for seat in self._seats])
+        else:
+            logger.warning(
+                "trainer %r is a spare: each of the %d logical ranks of run %r has a trainer. step.batches yields "
+                "nothing here until one of them is lost",
+                self.trainer,
+                self.world.size,
+                self.run,
+            )
+
     def _name_prefix(self) -> str:
         """Ranks that differ in tp or pp hold different units of the same modules."""
         if self.world.tp == self.world.pp == 1 or not self._seats:
@@ -137,9 +149,19 @@ class Session:
     def steps(self, num_steps: int) -> Iterator[Step]:
         """Yields the steps of the run up to ``num_steps`` in all, from the committed one on.
 
+        A run that has so many already is not trained further, and a warning is logged.
+
         Raises:
             UsageError: The loop body ended without ``optimizer.step()``.
         """
+        if self.step >= num_steps:
+            logger.warning(
+                "run %r has committed %d steps, so steps(%d) has none left to train: ask for more steps, or start a "
+                "new run under another name",
+                self.run,
+                self.step,
+                num_steps,
+            )
         self._loop_step = self.step - 1 if self._tracked.restored and self.step else self.step
         while self._loop_step < num_steps:
             self.in_flight.enter()
@@ -243,7 +265,7 @@ class Session:
     def _close_connections(self) -> None:
         self._coordinator.close()
         if self._cluster is not None:
-            self._cluster.__exit__(None, None, None)
+            self._cluster.close()
 
     def __enter__(self) -> Self:
         return self

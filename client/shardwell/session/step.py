@@ -22,10 +22,13 @@ class Step:
 
     Attributes:
         number: The step's number, from 0: it reads this version of the weights and makes the next.
+        global_ranks: The logical ranks whose work this trainer has begun in this step, in that order. Differs from
+            ``session.global_rank`` while it does a lost trainer's work.
     """
 
     def __init__(self, session: Session, number: int) -> None:
         self.number = number
+        self.global_ranks: list[int] = []
         self._session = session
 
     def batches(self, source: Any, batch_size: int | None = None, *, collate_fn: Any = None) -> Iterator[Any]:
@@ -73,6 +76,8 @@ class Step:
     def _compute(self, item: ItemProgress, draw: BatchFunction) -> Iterator[Any]:
         work, dp_rank = self._session.in_flight, item.item.dp_rank
         work.begin_item(item)
+        if item.item.global_rank not in self.global_ranks:
+            self.global_ranks.append(item.item.global_rank)
         torch.manual_seed(derive_seed(self._session.seed, self.number, dp_rank))
         yield draw(self.number, dp_rank)
         if work.progress.number != self.number:

@@ -1,0 +1,169 @@
+"""The cluster of a ``join`` without an address: this process's own, or one that all ranks of ``torchrun`` share."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from typing import Protocol
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistError
+from torch.distributed.rendezvous import rendezvous
+
+from shardwell.processes.local_cluster import LocalCluster
+from shardwell.session.config import JoinConfig
+from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.session.torchrun import TorchrunPlace
+from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, UsageError
+from shardwell_wire.v1 import coordinator_pb2
+
+logger = logging.getLogger(__name__)
+
+_KEY = "shardwell/private_cluster"
+_POLL_S = 0.1
+_SILENCE_S = 5.0
+"""A wait that is longer than this is logged."""
+_ADVICE = (
+    "start a cluster (`shardwell-server`, docs/running.md) and set SHARDWELL_ADDRESS to its coordinator's HOST:PORT"
+)
+
+
+class PrivateCluster(Protocol):
+    """A cluster that ends with the session that uses it."""
+
+    @property
+    def address(self) -> str:
+        """The coordinator's host:port."""
+        ...
+
+    def close(self) -> None:
+        """Called after the session has left its run."""
+        ...
+
+
+def open_private_cluster(config: JoinConfig) -> PrivateCluster:
+    """Starts a cluster with one shard server for this process, or shares one with the other ranks of ``torchrun``.
+
+    Raises:
+        UsageError: The ranks run on several hosts.
+        DeadlineError: Rank 0 did not start the cluster in ``config.wait_limit_s``.
+        UnavailableError: A server did not come up, or rank 0 has stopped the cluster.
+    """
+    place = config.torchrun
+    if place is None:
+        return _OwnCluster()
+    if place.local_world_size != place.world_size:
+        raise UsageError(
+            f"the launcher started {place.world_size} ranks, {place.local_world_size} of them on this host, but "
+            f"shardwell.join() has no address, and a private cluster serves one host only: {_ADVICE}"
+        )
+    store = _store(config.wait_limit_s)
+    return _SharedCluster(store, config.wait_limit_s) if place.rank == 0 else _FoundCluster(store, config, place)
+
+
+class _OwnCluster:
+    def __init__(self) -> None:
+        self._cluster = LocalCluster(num_shards=1)
+        self._cluster.start()
+
+    @property
+    def address(self) -> str:
+        return self._cluster.address
+
+    def close(self) -> None:
+        self._cluster.stop()
+
+
+class _SharedCluster(_OwnCluster):
+    """Rank 0's: the other ranks use it, so it ends after they have left."""
+
+    def __init__(self, store: Store, wait_limit_s: float) -> None:
+        self._store, self._wait_limit_s = store, wait_limit_s
+        try:
+            super().__init__()
+        except ShardwellError as error:
+            self._publish(error=f"rank 0 could not start the private cluster: {error}")
+            raise
+        self._publish(address=self.address)
+
+    def _publish(self, **found: str) -> None:
+        self._store.set(_KEY, json.dumps({"host": socket.gethostname(), **found}))
+
+    def close(self) -> None:
+        self._publish(error="rank 0 has finished, so the private cluster is stopped: every rank must join before then")
+        # After an error nothing may delay the exit of this process: the launcher then ends the other ranks.
+        if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:
+            self._wait_for_others()
+        super().close()
+
+    def _wait_for_others(self) -> None:
+        """Returns when no trainer is left: others may still read the weights of the last step."""
+        coordinator = CoordinatorClient(self.address)
+        started = last_report = time.monotonic()
+        try:
+            while (count := _live_trainers(coordinator)) and (now := time.monotonic()) - started < self._wait_limit_s:
+                if now - last_report > _SILENCE_S:
+                    logger.warning("rank 0 keeps the private cluster until the other ranks leave: %d are there", count)
+                    last_report = now
+                time.sleep(_POLL_S)
+        except ShardwellError as error:
+            logger.warning("the private cluster ends before the other ranks have left: %s", error)
+        finally:
+            coordinator.close()
+
+
+def _live_trainers(coordinator: CoordinatorClient) -> int:
+    response: coordinator_pb2.ListRunsResponse = coordinator.call("ListRuns", coordinator_pb2.ListRunsRequest())
+    return sum(run.live_trainer_count for run in response.runs)
+
+
+class _FoundCluster:
+    """The cluster of rank 0, as the other ranks find it."""
+
+    def __init__(self, store: Store, config: JoinConfig, place: TorchrunPlace) -> None:
+        found = json.loads(_wait_for(store, config.wait_limit_s))
+        here = socket.gethostname()
+        if found["host"] != here:
+            raise UsageError(
+                f"rank {place.rank} runs on host {here!r} and rank 0 on {found['host']!r}, but shardwell.join() has no "
+                f"address, and a private cluster serves one host only: {_ADVICE}"
+            )
+        if "error" in found:
+            raise UnavailableError(found["error"])
+        self.address: str = found["address"]
+
+    def close(self) -> None:
+        """Rank 0 stops the cluster."""
+
+
+def _wait_for(store: Store, limit_s: float) -> bytes:
+    started = time.monotonic()
+    while not store.check([_KEY]):
+        waited = time.monotonic() - started
+        if waited > limit_s:
+            raise DeadlineError(f"waited {waited:.0f} s for rank 0 to start the private cluster: it calls no join()")
+        try:
+            store.wait([_KEY], timedelta(seconds=min(_SILENCE_S, limit_s)))
+        except DistError:
+            logger.warning("waiting for rank 0 to start the private cluster in its shardwell.join()")
+    return bytes(store.get(_KEY))
+
+
+def _store(limit_s: float) -> Store:
+    """The store of MASTER_ADDR and MASTER_PORT, as ``torch.distributed`` finds it."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise UsageError(
+            f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not, so the ranks cannot find each other: start "
+            "them with torchrun or `shardwell launch`, or unset RANK and WORLD_SIZE to train alone"
+        )
+    try:
+        store: Store = next(rendezvous("env://", timeout=timedelta(seconds=limit_s)))[0]
+    except (DistError, RuntimeError, ValueError) as error:
+        raise UnavailableError(f"the ranks cannot find each other at MASTER_ADDR:MASTER_PORT: {error}") from error
+    return store

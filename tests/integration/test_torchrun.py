@@ -1,0 +1,89 @@
+"""A training script under the real ``torchrun``: its ranks train one model on a cluster that they share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import shardwell
+
+TRAIN = """
+    import hashlib, torch, shardwell
+    session = shardwell.join()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    shardwell.fully_shard(model, session)
+    optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+    for step in session.steps(3):
+        for x in step.batches(lambda step, dp_rank: torch.full((2, 3), float(dp_rank))):
+            model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = shardwell.full_state_dict(model)
+    digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in weights.values())).hexdigest()
+    print("rank", session.global_rank, session.trainer, session.world, "step", session.step, digest, flush=True)
+"""
+RANK_0_IS_FIRST = """
+    import threading
+    if session.global_rank == 1:
+        threading.Event().wait(1.0)
+        print("late rank still reads", sum(value.numel() for value in shardwell.full_state_dict(model).values()))
+"""
+RANK_0_FAILS = """
+    import threading, shardwell
+    session = shardwell.join()
+    if session.global_rank == 0:
+        raise RuntimeError("boom")
+    print("rank 1 joined", flush=True)
+    threading.Event().wait(60)
+"""
+
+
+def torchrun(script: Path, *sources: str) -> subprocess.CompletedProcess[str]:
+    script.write_text("".join(textwrap.dedent(source) for source in sources))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def rank_lines(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(line.split(maxsplit=3) for line in done.stdout.splitlines() if line.startswith("rank "))
+
+
+def test_ranks_train_one_model_on_a_cluster_that_rank_0_starts(tmp_path: Path) -> None:
+    done = torchrun(tmp_path / "train.py", TRAIN, RANK_0_IS_FIRST)
+    (rank_0, rank_1) = rank_lines(done)
+    assert [rank_0[:3], rank_1[:3]] == [["rank", "0", "rank-0"], ["rank", "1", "rank-1"]]
+    assert rank_0[3] == rank_1[3], "both ranks read the same weights"
+    assert rank_0[3].startswith("World(dp=2, tp=1, pp=1) step 3 ")
+    assert "late rank still reads 4" in done.stdout
+
+
+def test_a_rank_0_that_fails_ends_the_others_at_once(tmp_path: Path) -> None:
+    started = time.monotonic()
+    done = torchrun(tmp_path / "train.py", RANK_0_FAILS)
+    assert done.returncode == 1
+    assert "RuntimeError: boom" in done.stderr
+    assert time.monotonic() - started < 55, "rank 0 does not wait for ranks that wait for it"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"LOCAL_WORLD_SIZE": "1"}, r"started 2 ranks, 1 of them on this host.*SHARDWELL_ADDRESS"),
+        ({"MASTER_ADDR": ""}, r"MASTER_ADDR not.*torchrun.*unset RANK"),
+    ],
+)
+def test_ranks_that_cannot_share_a_cluster_are_told_what_to_do(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in {**place, **variables}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(shardwell.UsageError, match=message):
+        shardwell.join()
