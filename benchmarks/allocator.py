@@ -1,4 +1,4 @@
-"""What the C library's settings cost a trainer in memory and time: ``python benchmarks/allocator.py``.
+"""What the C library's settings cost a trainer in memory and time: ``python -m benchmarks.allocator``.
 
 Trains 12 blocks of 12.6 MB, fetched over sockets, for 8 steps in a fresh process per setting. MALLOC_* in the
 environment keeps ``shardwell.join`` from making its own settings, so each row shows what its variables do.

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 import shardwell
 from shardwell import MemoryOptions, MemoryStrategy, ShardingStrategy
+from shardwell.planning.activations import SavedActivations
 from shardwell.planning.options import PlanOptions
 from shardwell.planning.plan import Plan, make_plan
 from shardwell.planning.plan_model import load, plan_units, record_activations
@@ -161,7 +162,9 @@ def measure(setting: Setting) -> Measured:
 
 def plan(setting: Setting) -> Plan:
     shapes = load("benchmarks.plan_check:make", batch=BATCH, length=LENGTH)
-    return make_plan(plan_units(shapes.module), setting.plan_options(), record_activations(shapes))
+    saved = record_activations(shapes)
+    assert isinstance(saved, SavedActivations)
+    return make_plan(plan_units(shapes.module), setting.plan_options(), saved)
 
 
 def cells(setting: Setting, measured: Measured) -> list[str]:

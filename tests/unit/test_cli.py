@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from rich.console import Console
 import shardwell
 from shardwell.command import inspect_tables as tables
 from shardwell.command.cli import build_parser, main
+from shardwell.command.inspect_commands import to_json
 from shardwell.command.peek import Piece
 from shardwell.processes import launch
 from shardwell.processes.trainer_process import describe_exit
@@ -193,3 +195,12 @@ def test_a_unit_without_initial_values_is_named() -> None:
     unit = coordinator_pb2.UnitSummary(unit="blocks.0", element_count=1234, shards=shards)
     output = text(tables.units(coordinator_pb2.ListUnitsResponse(units=[unit])))
     assert "without initial values yet: blocks.0" in output and "1,234" in output and "s1" in output
+
+
+def test_lists_of_numbers_take_one_line_of_json() -> None:
+    seat = coordinator_pb2.Seat(groups=[coordinator_pb2.RankGroup(axis=1, global_ranks=range(64))])
+    stall = coordinator_pb2.ExplainStallResponse(waiting_for=["rank [1]", "rank 2"])
+    assert f'"global_ranks": [{", ".join(map(str, range(64)))}]' in to_json(seat)
+    assert json.loads(to_json(seat))["groups"][0]["global_ranks"] == list(range(64))
+    assert json.loads(to_json(stall))["waiting_for"] == ["rank [1]", "rank 2"]
+    assert '"rank [1]",\n' in to_json(stall), "texts keep a line each"

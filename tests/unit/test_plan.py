@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+import shardwell
 from shardwell import BackwardPrefetch, ShardingStrategy
 from shardwell.command.cli import build_parser, main
-from shardwell.planning.options import PlanOptions
+from shardwell.planning.options import OPTIMIZERS, PlanOptions
 from shardwell.planning.plan import TrainerPlan, make_plan
 from shardwell.planning.plan_command import options_of, parse_bandwidth
 from shardwell.planning.plan_model import load, plan_units
@@ -62,6 +63,28 @@ def test_a_server() -> None:
     assert make_plan(units, PlanOptions()).server.mean_bytes == 0
     two = make_plan(units, PlanOptions(num_servers=2, min_shard_bytes=4096, optimizer="sgd")).server
     assert whole / 2 <= two.weights_bytes < 0.7 * whole and two.optimizer_bytes == 0
+
+
+def test_every_optimizer_can_be_planned() -> None:
+    names = {name.lower() for name in shardwell.optim.__all__} - {"combined", "shardedoptimizer"}
+    assert names <= set(OPTIMIZERS)
+    units = plan_units(gpt())
+    assert [make_plan(units, PlanOptions(optimizer=name)).options.optimizer for name in OPTIMIZERS] == list(OPTIMIZERS)
+
+
+def test_adafactor_keeps_a_row_and_a_column_of_a_matrix() -> None:
+    layout = UnitLayout("unit", (Parameter("matrix", (30, 20), "float32"), Parameter("vector", (20,), "float32")))
+    units = [PlannedUnit(layout, None)]
+    plan = make_plan(units, PlanOptions(optimizer="adafactor"))
+    assert plan.server.optimizer_bytes == 4 * (30 + 20 + 20)
+    assert plan.replica_bytes == 2 * layout.size_bytes + 4 * (30 + 20 + 20)
+
+
+def test_a_world_that_cannot_train_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{HERE}:make_gpt", "--tp", "2"]) == 0
+    assert "only worlds with tp=1 and pp=1 train" in capsys.readouterr().out
+    assert main(["plan", f"{HERE}:make_gpt", "--dp", "2"]) == 0
+    assert "only worlds with" not in capsys.readouterr().out
 
 
 def test_time_is_the_busiest_links() -> None:

@@ -10,10 +10,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from shardwell.command.cli import main
 from shardwell.planning.activations import SavedActivations
 from shardwell.planning.options import PlanOptions
 from shardwell.planning.plan import make_plan
-from shardwell.planning.plan_model import load, plan_units, record_activations
+from shardwell.planning.plan_model import NotRecorded, load, plan_units, record_activations
 from shardwell_wire.topology import World
 from tests.support.module_parity import gpt
 
@@ -66,7 +67,7 @@ def make_without_a_call() -> nn.Module:
 
 def recorded(name: str = "make") -> SavedActivations:
     saved = record_activations(load(f"{HERE}:{name}", batch=ROWS, length=1))
-    assert saved is not None
+    assert isinstance(saved, SavedActivations)
     return saved
 
 
@@ -99,9 +100,30 @@ def test_blocks_of_other_stages_compute_elsewhere() -> None:
     assert planned(world=World(pp=2)) == 2 * (INPUT + INSIDE) + INPUT
 
 
-def test_what_can_not_be_recorded() -> None:
-    for name in ("make_with_values", "make_without_a_call"):
-        assert record_activations(load(f"{HERE}:{name}", batch=2, length=1)) is None
+def make_with_arguments(batch: int) -> tuple[nn.Module, tuple[torch.Tensor]]:
+    model, x = make(batch)
+    return model, (x,)
+
+
+def make_with_keywords(batch: int) -> tuple[nn.Module, tuple[()], dict[str, torch.Tensor]]:
+    model, x = make(batch)
+    return model, (), {"input": x}
+
+
+@pytest.mark.parametrize("name", ["make_with_arguments", "make_with_keywords"])
+def test_the_arguments_of_the_call_may_be_a_tuple_and_a_dict(name: str) -> None:
+    assert planned(name) == planned()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("make_with_values", "the example call on shapes raised"), ("make_without_a_call", "there is no example call")],
+)
+def test_what_cannot_be_recorded_has_a_reason(name: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = record_activations(load(f"{HERE}:{name}", batch=2, length=1))
+    assert isinstance(recorded, NotRecorded) and recorded.reason.startswith(reason)
+    assert main(["plan", f"{HERE}:{name}", "--batch", "2"]) == 0
+    assert f"shardwell plan: the activations are not known: {reason}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recompute", [False, True])

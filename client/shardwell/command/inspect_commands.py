@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 DEFAULT_ADDRESS = "localhost:50051"
 _PIPE_WIDTH = 200
+_NUMBERS = re.compile(r'\[\n((?:\s+"?-?[\d.e+-]+"?,?\n)+)\s*\]')
+"""A list of numbers, one per line; 64-bit integers are in quotes."""
 _SOURCES = {
     "value": shard_pb2.PEEK_SOURCE_PARAMETER,
     "gradient": shard_pb2.PEEK_SOURCE_GRADIENT,
@@ -126,10 +129,11 @@ def _console() -> Console:
 
 
 def to_json(message: Message, *, indent: int | None = 2) -> str:
-    """A message as JSON text with the field names of the proto files, defaults included."""
-    return MessageToJson(
+    """A message as JSON text with the field names of the proto files, with defaults, and lists of numbers in one line."""
+    text = MessageToJson(
         message, indent=indent, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
+    return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
 
 
 def _runs(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:

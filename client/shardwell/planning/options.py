@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from shardwell.module.strategy import BackwardPrefetch, ShardingStrategy, check_strategy
 from shardwell_wire.errors import UsageError
+from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.topology import World
 from shardwell_wire.wire_dtypes import NAMES
 
@@ -16,6 +17,23 @@ OPTIMIZER_STATES = {
     "sgd": 0,
 }
 """Tensors of a parameter's size and dtype that an optimizer keeps on the servers."""
+FACTORED = "adafactor"
+"""Keeps a row and a column for each matrix instead, and as much as a parameter for each vector."""
+OPTIMIZERS = tuple(sorted((*OPTIMIZER_STATES, FACTORED)))
+
+
+def state_bytes(layout: UnitLayout, optimizer: str) -> int:
+    """What an optimizer keeps of a unit on the servers, at most."""
+    if optimizer == FACTORED:
+        return sum(_factored_elements(spec) * spec.item_size for spec in layout.parameters)
+    return layout.size_bytes * OPTIMIZER_STATES[optimizer]
+
+
+def _factored_elements(spec: Parameter) -> int:
+    """Of the mean of squares over the last dim, and of that over the dim before it."""
+    if len(spec.shape) < 2 or not spec.numel:
+        return spec.numel
+    return spec.numel // spec.shape[-1] + spec.numel // spec.shape[-2]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +51,7 @@ class PlanOptions:
     same_host: bool = False
     """Whether trainers read weights in the memory of servers of their host."""
     optimizer: str = "adamw"
-    """One of ``OPTIMIZER_STATES``."""
+    """One of ``OPTIMIZERS``."""
     min_shard_bytes: int = 64 << 10
     """As the coordinator's."""
     activation_bytes: int | None = None
@@ -54,8 +72,8 @@ class PlanOptions:
     offload_min_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZER_STATES:
-            raise UsageError(f"optimizer={self.optimizer!r}: expected one of {', '.join(sorted(OPTIMIZER_STATES))}")
+        if self.optimizer not in OPTIMIZERS:
+            raise UsageError(f"optimizer={self.optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
         if self.num_servers < 1 or self.bandwidth <= 0:
             raise UsageError(
                 f"num_servers={self.num_servers}, bandwidth={self.bandwidth}: expected at least 1 server and a "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardwell.module.strategy import ReplicaOptions, ShardingStrategy
 from shardwell.planning.activations import SavedActivations
-from shardwell.planning.options import OPTIMIZER_STATES, PlanOptions
+from shardwell.planning.options import PlanOptions, state_bytes
 from shardwell.planning.planned_units import PlannedUnit, cut_into_stages
 from shardwell.planning.rehearsal import Rehearsal, rehearse
 from shardwell_wire.errors import UsageError
@@ -137,7 +137,7 @@ def make_plan(units: Sequence[PlannedUnit], options: PlanOptions, saved: SavedAc
         num_parameters=sum(parameter.numel for unit in units for parameter in unit.layout.parameters),
         model_bytes=whole,
         num_units=len(units),
-        replica_bytes=whole * (2 + OPTIMIZER_STATES[options.optimizer]),
+        replica_bytes=2 * whole + sum(state_bytes(unit.layout, options.optimizer) for unit in units),
         trainer=_plan_trainer(first, options, _activation_bytes(units, first, options, saved)),
         host_cache_bytes=sum(unit.size_bytes + HEAD_BYTES * options.num_servers for unit in first.cached),
         server=_plan_server(stages, options),
@@ -238,28 +238,30 @@ def _wire_bytes(layout: UnitLayout, dtype: str, start: int = 0, stop: int | None
 
 def _plan_server(stages: Sequence[_Stage], options: PlanOptions) -> ServerPlan:
     world, count = options.world, options.num_servers
-    held, largest, encoded = [0] * count, [0] * count, [0] * count
+    held, states, largest, encoded = [0] * count, [0.0] * count, [0] * count, [0] * count
     # Each of the tp ranks has its own part of every unit, and so has its own units on the servers.
     for unit in [unit for stage in stages for unit in stage.units for _ in range(world.tp)]:
+        unit_states = state_bytes(unit.layout, options.optimizer)
         for server, (start, stop) in enumerate(cut(unit.size_bytes, [1.0] * count, options.min_shard_bytes)):
             held[server] += stop - start
+            states[server] += unit_states * (stop - start) / max(1, unit.size_bytes)
             largest[server] = max(largest[server], stop - start)
             if options.gather_dtype != "float32":
                 encoded[server] += _wire_bytes(unit.layout, options.gather_dtype, start, stop)
     most = max(range(count), key=lambda server: held[server])
     shards, share = held[most], held[most] / sum(held) if sum(held) else 0.0
-    states, mean = OPTIMIZER_STATES[options.optimizer], shards if world.dp > 1 else 0
+    optimizer_bytes, mean = round(states[most]), shards if world.dp > 1 else 0
     hosts = -(-world.dp // options.ranks_per_host)
     sent = sum(stage.received_bytes(options, world.dp, hosts) for stage in stages) * world.tp
     received = sum(stage.pushed_bytes(options) for stage in stages) * world.tp * world.dp
     return ServerPlan(
         weights_bytes=shards,
-        optimizer_bytes=shards * states,
+        optimizer_bytes=optimizer_bytes,
         contributions_bytes=shards * world.dp,
         mean_bytes=mean,
         encoded_bytes=encoded[most],
         staging_bytes=largest[most],
-        reserved_bytes=shards * (1 + max(_RESERVED_STATES, states) + world.dp) + mean + largest[most],
+        reserved_bytes=shards * (1 + world.dp) + max(_RESERVED_STATES * shards, optimizer_bytes) + mean + largest[most],
         sent_bytes=round(sent * share),
         received_bytes=round(received * share),
     )

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from dataclasses import asdict, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 
 from shardwell.module.strategy import BackwardPrefetch, ShardingStrategy
-from shardwell.planning.options import OPTIMIZER_STATES, PlanOptions
+from shardwell.planning.options import OPTIMIZERS, PlanOptions
 from shardwell.planning.plan import Plan, make_plan
 from shardwell.planning.plan_tables import assumptions, to_tables
 from shardwell.wrapping.memory_strategy import MemoryStrategy
@@ -21,8 +22,12 @@ from shardwell_wire.layout import PARAMETER_ITEM_SIZES
 from shardwell_wire.topology import World
 from shardwell_wire.wire_dtypes import NAMES
 
+if TYPE_CHECKING:
+    from shardwell.planning.activations import SavedActivations
+    from shardwell.planning.plan_model import ShapeModel
+
 _EPILOG = """\
-A model of your own: a function that returns the model, or (model, arguments of an example call)
+A model of your own: a function that returns the model, or (model, (arguments of an example call))
   shardwell plan mymodels:make_gpt --dp 8 --servers 4 --bandwidth 10gbit
 
 A Hugging Face model, from its config alone:
@@ -76,7 +81,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--same-host", action="store_true", help="servers run where the trainers do, which read their memory"
     )
-    group.add_argument("--optimizer", choices=sorted(OPTIMIZER_STATES), help="(default: adamw)")
+    group.add_argument("--optimizer", choices=OPTIMIZERS, help="(default: adamw)")
 
 
 def _add_memory(group: argparse._ArgumentGroup) -> None:
@@ -128,14 +133,28 @@ def _run(arguments: argparse.Namespace) -> int:
     options = options_of(arguments)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     shapes = plan_model.load(arguments.model, batch=arguments.batch, length=arguments.length, dtype=dtype)
-    saved = plan_model.record_activations(shapes) if options.activation_bytes is None else None
-    plan = make_plan(plan_model.plan_units(shapes.module), options, saved)
+    plan = make_plan(plan_model.plan_units(shapes.module), options, _record(shapes, options))
     if arguments.json:
         print(json.dumps(to_json(plan), indent=2))
     else:
         console = Console()
         Console(width=console.width if console.is_terminal else _PIPE_WIDTH).print(to_tables(plan))
     return 0
+
+
+def _record(shapes: ShapeModel, options: PlanOptions) -> SavedActivations | None:
+    from shardwell.planning import plan_model
+
+    if options.activation_bytes is not None:
+        return None
+    recorded = plan_model.record_activations(shapes)
+    if isinstance(recorded, plan_model.NotRecorded):
+        print(
+            f"shardwell plan: the activations are not known: {recorded.reason}; --activations BYTES gives them",
+            file=sys.stderr,
+        )
+        return None
+    return recorded
 
 
 def options_of(arguments: argparse.Namespace) -> PlanOptions:

@@ -42,9 +42,10 @@ def load(target: str, *, batch: int, length: int, dtype: torch.dtype | None = No
     """Builds a model without memory for it.
 
     Args:
-        target: ``module:callable``, which returns the model or ``(model, arguments of an example call)``; it is
-            given ``batch`` and ``length`` if it takes arguments of these names. Or the path of a Hugging Face
-            ``config.json``, or of the folder with it.
+        target: ``module:callable``, which returns the model, ``(model, args)`` or ``(model, args, kwargs)`` with the
+            tuple and the dict of an example call, or ``(model, tensor, ...)``; it is given ``batch`` and ``length``
+            if it takes arguments of these names. Or the path of a Hugging Face ``config.json``, or of the folder
+            with it.
         batch: Sequences of the example call.
         length: Tokens per sequence.
         dtype: What parameters are made with where the model's code names none; None: as torch, or the config, has it.
@@ -129,15 +130,23 @@ def _outermost(model: nn.Module, policy: WrapPolicy | None) -> dict[str, nn.Modu
     return {name: module for name, module in chosen.items() if id(module) not in inside}
 
 
-def record_activations(shapes: ShapeModel, policy: WrapPolicy | None = None) -> SavedActivations | None:
-    """What autograd keeps of one call in training, by unit; None if there is no call or it does not work so."""
+@dataclass(frozen=True, slots=True)
+class NotRecorded:
+    """It is not known what autograd keeps."""
+
+    reason: str
+
+
+def record_activations(shapes: ShapeModel, policy: WrapPolicy | None = None) -> SavedActivations | NotRecorded:
+    """What autograd keeps of one call in training, by unit."""
     if not shapes.arguments and not shapes.keywords:
-        return None
+        return NotRecorded("there is no example call")
     try:
         with shapes.mode, recording(shapes.module, _outermost(shapes.module, policy)) as recorder:
             shapes.module.train()(*shapes.arguments, **shapes.keywords)
-    except Exception:  # whatever a user's forward may raise when it asks for a value
-        return None
+    except Exception as error:  # whatever a user's forward may raise when it asks for a value
+        message = str(error).strip().partition("\n")[0]
+        return NotRecorded(f"the example call on shapes raised {type(error).__name__}: {message}")
     return SavedActivations(tuple(recorder.regions))
 
 
@@ -163,10 +172,22 @@ def _from_callable(target: str, sizes: Mapping[str, int]) -> _Made:
         raise UsageError(f"{target!r}: {error}; it may take batch and length, and nothing else") from None
     with _explaining(f"{target!r}: {name} failed"):
         made = function(**keywords)
-    model, *arguments = made if isinstance(made, tuple) else (made,)
+    model, *call = made if isinstance(made, tuple) and made else (made,)
     if not isinstance(model, nn.Module):
         raise UsageError(f"{target!r} returned {type(model).__name__}, expected a module, or it and its arguments")
-    return model, tuple(arguments), {}
+    return model, *_split_call(call)
+
+
+def _split_call(call: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments: ``args``, ``args, kwargs``, or each argument by itself."""
+    match call:
+        case [tuple() | list() as arguments]:
+            return tuple(arguments), {}
+        case [dict() as keywords]:
+            return (), keywords
+        case [tuple() | list() as arguments, dict() as keywords]:
+            return tuple(arguments), keywords
+    return tuple(call), {}
 
 
 @contextmanager

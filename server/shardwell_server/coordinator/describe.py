@@ -93,7 +93,7 @@ def run_details(run: Run, now: float) -> coordinator_pb2.DescribeRunResponse:
                 host=member.host,
                 epoch=member.epoch,
                 global_ranks=run.ranks_of(member.name),
-                silent_s=member.silent_s(now),
+                silent_s=round(member.silent_s(now), 3),
                 live=member.live,
             )
             for member in run.members
@@ -156,7 +156,7 @@ def servers(cluster: Cluster, now: float) -> coordinator_pb2.ListServersResponse
                 address=server.address,
                 epoch=server.epoch,
                 live=server.live,
-                silent_s=max(0.0, now - server.heard_s),
+                silent_s=round(max(0.0, now - server.heard_s), 3),
                 budget_bytes=server.budget_bytes,
                 reserved_bytes=server.reserved_bytes,
                 used_bytes=server.used_bytes,

@@ -288,7 +288,7 @@ class CoordinatorServicer:
         run = self._state.require_run(request.run)
         stall = explain(run, self._state.cluster, self._state.clock())
         return coordinator_pb2.ExplainStallResponse(
-            step=run.committed_step, phase=stall.phase, phase_s=stall.phase_s, waiting_for=stall.lines
+            step=run.committed_step, phase=stall.phase, phase_s=round(stall.phase_s, 3), waiting_for=stall.lines
         )
 
     async def WatchEvents(
