@@ -129,7 +129,7 @@ def _console() -> Console:
 
 
 def to_json(message: Message, *, indent: int | None = 2) -> str:
-    """A message as JSON text with the field names of the proto files, with defaults, and lists of numbers in one line."""
+    """A message as JSON with the field names of the proto files and all defaults; a list of numbers takes one line."""
     text = MessageToJson(
         message, indent=indent, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
