@@ -55,6 +55,9 @@ FLAGS = frozenset(
 )
 """Booleans, sent as 0 and 1."""
 
+_FILLING = frozenset({"initial_accumulator_value"})
+"""What new state is filled with."""
+
 MAX_VALUE = 3.4028234663852886e38
 """The largest number of fp32. What is beyond it torch refuses in mid-update, when it is too late."""
 
@@ -109,6 +112,24 @@ def _check_on_trainers(optimizer: common_pb2.OptimizerStep) -> None:
     if any(runs_on_trainers(group.algorithm) != bool(group.algorithm) for group in optimizer.groups):
         raise InvalidRequestError("optimizers that run on the trainers and on the servers cannot be combined")
     _check_groups(optimizer)
+
+
+def allocation_key(optimizer: common_pb2.OptimizerStep) -> bytes:
+    """Equal for optimizers that need the same memory: only values that switch state on, or fill it, make a difference.
+
+    A learning rate that changes from step to step does not.
+    """
+    copy = common_pb2.OptimizerStep()
+    copy.CopyFrom(optimizer)
+    copy.ClearField("skip_non_finite")
+    copy.ClearField("clip_value")
+    if copy.HasField("ema_decay"):
+        copy.ema_decay = 0.0
+    for group in copy.groups:
+        for name, value in list(group.hyperparameters.items()):  # a map that is written to may change its order
+            if name not in _FILLING:
+                group.hyperparameters[name] = bool(value)
+    return copy.SerializeToString(deterministic=True)
 
 
 def _check_groups(optimizer: common_pb2.OptimizerStep) -> None:

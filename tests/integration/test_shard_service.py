@@ -278,6 +278,7 @@ def speaking_for(term: int, one: OneUnit) -> list[Callable[[], object]]:
         lambda: one.fence(0, (0, 9, 9), term=term),
         lambda: one.prepare(0, term=term),
         lambda: one.server.call("ConfirmSlices", shard_pb2.ConfirmSlicesRequest(context=context)),
+        lambda: one.server.call("PrepareUpdate", shard_pb2.PrepareUpdateRequest(context=context)),
         lambda: one.update(0, term=term),
         lambda: one.server.call("DropRun", shard_pb2.DropRunRequest(context=context)),
     ]

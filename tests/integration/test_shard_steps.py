@@ -399,27 +399,95 @@ def noting(order: list[int], index: int, update: Callable[..., Any]) -> Callable
     return noted
 
 
-def test_a_failed_update_is_never_read(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = unit(server)
+def test_a_failed_update_is_never_read_and_finished_by_its_repetition(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, kernel, fails = unit(server), torch._fused_sgd_, [RuntimeError("no memory"), MemoryError()]
     waiting = in_background(lambda: one.gather(1))
     one.push(one.filled(1.0))
     one.prepare(0)
 
-    def halfway(self: ShardOptimizer, *arguments: object) -> None:
-        with torch.no_grad():
-            self._parameters[0].add_(1.0)
-        raise MemoryError
+    def halfway(values: list[torch.Tensor], gradients: list[torch.Tensor], *arguments: Any, **settings: Any) -> None:
+        if fails:
+            raise fails.pop()
+        kernel(values, gradients, *arguments, **settings)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardOptimizer, "step", halfway)
-        assert isinstance(error_of(lambda: one.update(0)), InternalError)
-    assert "failed midway" in str(error_of(lambda: next(waiting)))
-    for ask in (one.gather, lambda: one.gather(0), lambda: one.update(0)):
-        error = error_of(ask)
-        assert isinstance(error, InternalError)
-        assert "the update of unit 'u' of run 'r' to version 1 failed midway" in str(error)
+    monkeypatch.setattr(torch, "_fused_sgd_", halfway)
+    while fails:
+        assert isinstance(error_of(lambda: one.update(0, clip=0.5)), InternalError)
+        assert "newest is 0" in str(error_of(lambda: one.gather(timeout_s=0.2)))
+    assert one.update(0, clip=0.5).version == 1
+    assert_all(next(waiting)[1], -0.5)
+    assert_all(one.gather(1)[1], -0.5)
     one.drop()
     assert (server.taken_bytes(), server.staged_bytes()) == (0, 0)
+
+
+def test_an_update_whose_threads_are_gone_changes_nothing(server: ShardServer) -> None:
+    one = unit(server)
+    one.push(one.filled(1.0))
+    one.prepare(0)
+    values, in_thread = one.shard.values, server.store.in_thread
+    held = server.look_at(lambda: values.hold(0, 1.0))
+
+    async def no_thread(_: object) -> Any:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    server.look(lambda: setattr(server.store, "in_thread", no_thread))
+    assert isinstance(error_of(lambda: one.update(0)), InternalError)
+    assert_all(one.gather(0)[1], 0.0)
+    server.look(lambda: setattr(server.store, "in_thread", in_thread))
+    one.update(0)
+    assert_all(one.gather(0)[1], 0.0)
+    assert_all(one.gather(1)[1], -1.0)
+    server.look(lambda: values.let_go(held))
+    assert server.staged_bytes() == 0
+
+
+def test_memory_for_an_update_is_found_or_refused_before_the_commit(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = unit(server)
+    one.push(one.filled(1.0))
+    assert not one.prepare(0).update_ready, "no optimizer was named"
+    adam = one.update_request(0, algorithm="adamw").optimizer
+    memory = server.store.memory
+    reserved, used = server.look(lambda: (memory.reserved_bytes, memory.used_bytes))
+
+    def no_memory(*_: object) -> torch.Tensor:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros_like", no_memory)
+        error = error_of(lambda: one.prepare_update(0, algorithm="adamw"))
+        assert isinstance(error, CapacityError)
+        assert "no memory for the optimizer's state of unit 'u'" in str(error)
+        assert not one.prepare(0, optimizer=adam).update_ready
+        assert server.look(lambda: (memory.reserved_bytes, memory.used_bytes)) == (reserved, used)
+    assert one.prepare(0, optimizer=adam).update_ready
+    assert server.look(lambda: memory.used_bytes) > used
+    one.prepare_update(0, algorithm="adamw")
+    monkeypatch.setattr(torch, "zeros_like", no_memory)
+    one.update(0, algorithm="adamw")
+    one.push(one.filled(1.0), step=1)
+    assert one.prepare(1, optimizer=adam).update_ready, "nothing more is needed"
+    one.update(1, algorithm="adamw")
+
+
+def test_state_beyond_the_budget_is_refused_before_the_commit() -> None:
+    layout = layout_of(w=((1 << 14,), "float32"))
+    size = layout.size_bytes
+    with ShardServer(budget_bytes=6 * size) as server:
+        one = unit(server, layout)
+        one.push(one.filled(1.0))
+        one.prepare(0)
+        # Adam's two moments are reserved with the unit, amsgrad's third and an average are not.
+        error = error_of(lambda: one.prepare_update(0, algorithm="adamw", amsgrad=1.0, ema_decay=0.5))
+        assert isinstance(error, CapacityError)
+        assert f"of the budget of {6 * size} are free. The step is not committed" in str(error)
+        one.prepare_update(0, algorithm="adamw")
+        one.update(0, algorithm="adamw")
+        assert one.gather()[0] == 1
 
 
 def test_an_update_goes_on_when_its_caller_is_gone(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,13 +131,19 @@ class FakeShard:
             shard_pb2.UnitNorm(unit_index=index, square_partials=self.square_partials, max_abs=2.0)
             for index in run.units
         ]
-        return shard_pb2.PrepareStepResponse(units=norms, version=step)
+        return shard_pb2.PrepareStepResponse(units=norms, version=step, update_ready=request.HasField("optimizer"))
 
     def ConfirmSlices(self, request: shard_pb2.ConfirmSlicesRequest) -> shard_pb2.ConfirmSlicesResponse:
         run = self._run(request)
         if run.prepared is None or run.prepared.context.step != request.context.step:
             raise StepStateError(f"step {request.context.step} is not prepared")
         return shard_pb2.ConfirmSlicesResponse()
+
+    def PrepareUpdate(self, request: shard_pb2.PrepareUpdateRequest) -> shard_pb2.PrepareUpdateResponse:
+        run = self._run(request)
+        if run.prepared is None or run.prepared.context.step != request.context.step:
+            raise StepStateError(f"step {request.context.step} is not prepared")
+        return shard_pb2.PrepareUpdateResponse()
 
     def Update(self, request: shard_pb2.UpdateRequest) -> shard_pb2.UpdateResponse:
         run, step = self._run(request), request.context.step

@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import cache
@@ -105,6 +105,14 @@ class ShardServer:
 
         async def evaluate() -> Result:
             return at()
+
+        return asyncio.run_coroutine_threadsafe(evaluate(), self._loop).result(20)
+
+    def look_at(self, what: Callable[[], Awaitable[Result]]) -> Result:
+        """Awaits something on the server's event loop."""
+
+        async def evaluate() -> Result:
+            return await what()
 
         return asyncio.run_coroutine_threadsafe(evaluate(), self._loop).result(20)
 
@@ -259,6 +267,13 @@ class OneUnit:
             units=[common_pb2.UnitGroups(unit_index=self.index, group_indices=[0] * len(self.layout.parameters))],
         )
         return shard_pb2.UpdateRequest(context=self.context(step, term), optimizer=optimizer, clip_coefficient=clip)
+
+    def prepare_update(self, step: int, *, ema_decay: float | None = None, **options: Any) -> Any:
+        optimizer = self.update_request(step, **options).optimizer
+        if ema_decay is not None:
+            optimizer.ema_decay = ema_decay
+        request = shard_pb2.PrepareUpdateRequest(context=self.context(step), optimizer=optimizer)
+        return self.server.call("PrepareUpdate", request)
 
     def update(self, step: int, **options: Any) -> Any:
         return self.server.call("Update", self.update_request(step, **options))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shardwell_wire.errors import (
+    CapacityError,
     ConflictError,
     HyperparameterMismatchError,
     IncompleteStepError,
@@ -76,6 +77,32 @@ def test_a_step_from_work_to_commit(tmp_path: Path) -> None:
             assert description.optimizer == optimizer()
             assert description.grad_norm == first.grad_norm
             assert description.summary.committed_step == 1
+
+    run_async(scenario())
+
+
+def test_a_step_for_whose_update_a_server_has_no_memory_is_not_committed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = trainers = await team_with_unit(cluster, "a", "b")
+            for trainer in trainers:
+                await trainer.finish(0)
+            cluster.shards["s1"].fail = fail_times("PrepareUpdate", 1, CapacityError("no memory for adam"))
+            with pytest.raises(CapacityError, match=r"server 's1': PrepareUpdate: no memory for adam"):
+                await a.commit(0, wait_s=5)
+            assert not cluster.state.runs["r"].commits
+            assert all(shard.calls["Update"] == 0 for shard in cluster.shards.values())
+            assert (await a.commit(0, wait_s=5)).committed
+            await cluster.settle()
+            for step, changed in ((1, {}), (2, {"lr": 0.5}), (3, {"momentum": 0.5})):
+                before = cluster.shards["s1"].calls["PrepareUpdate"]
+                for trainer in trainers:
+                    await trainer.finish(step)
+                other = optimizer()
+                other.groups[0].hyperparameters.update(changed)
+                await asyncio.gather(*(trainer.commit(step, wait_s=5, optimizer=other) for trainer in (a, b)))
+                asked = cluster.shards["s1"].calls["PrepareUpdate"] - before
+                assert asked == (1 if "momentum" in changed else 0), "PrepareStep has made room for the last optimizer"
 
     run_async(scenario())
 

@@ -894,6 +894,7 @@ class PrepareStepRequest(google.protobuf.message.Message):
     DP_FIELD_NUMBER: builtins.int
     NORM_TYPE_FIELD_NUMBER: builtins.int
     SKIP_FIELD_NUMBER: builtins.int
+    OPTIMIZER_FIELD_NUMBER: builtins.int
     dp: builtins.int
     """Logical data ranks of the run: the sum of contributions is divided by it."""
     norm_type: builtins.float
@@ -908,6 +909,10 @@ class PrepareStepRequest(google.protobuf.message.Message):
     def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankManifest]:
         """What every logical data rank pushed."""
 
+    @property
+    def optimizer(self) -> shardwell_wire.v1.common_pb2.OptimizerStep:
+        """The optimizer that the step is expected to be committed with. Unset: it is not known yet."""
+
     def __init__(
         self,
         *,
@@ -916,9 +921,10 @@ class PrepareStepRequest(google.protobuf.message.Message):
         dp: builtins.int = ...,
         norm_type: builtins.float = ...,
         skip: builtins.bool = ...,
+        optimizer: shardwell_wire.v1.common_pb2.OptimizerStep | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "norm_type", b"norm_type", "ranks", b"ranks", "skip", b"skip"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context", "optimizer", b"optimizer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "norm_type", b"norm_type", "optimizer", b"optimizer", "ranks", b"ranks", "skip", b"skip"]) -> None: ...
 
 global___PrepareStepRequest = PrepareStepRequest
 
@@ -966,8 +972,11 @@ class PrepareStepResponse(google.protobuf.message.Message):
 
     UNITS_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    UPDATE_READY_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version the gradients were taken of."""
+    update_ready: builtins.bool
+    """Everything is allocated that an update by the optimizer of the request needs."""
     @property
     def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnitNorm]:
         """The norm's share of every unit here."""
@@ -977,10 +986,46 @@ class PrepareStepResponse(google.protobuf.message.Message):
         *,
         units: collections.abc.Iterable[global___UnitNorm] | None = ...,
         version: builtins.int = ...,
+        update_ready: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["units", b"units", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["units", b"units", "update_ready", b"update_ready", "version", b"version"]) -> None: ...
 
 global___PrepareStepResponse = PrepareStepResponse
+
+@typing.final
+class PrepareUpdateRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    OPTIMIZER_FIELD_NUMBER: builtins.int
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, epoch, step and request id."""
+
+    @property
+    def optimizer(self) -> shardwell_wire.v1.common_pb2.OptimizerStep:
+        """As in Update."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        optimizer: shardwell_wire.v1.common_pb2.OptimizerStep | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context", "optimizer", b"optimizer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "optimizer", b"optimizer"]) -> None: ...
+
+global___PrepareUpdateRequest = PrepareUpdateRequest
+
+@typing.final
+class PrepareUpdateResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___PrepareUpdateResponse = PrepareUpdateResponse
 
 @typing.final
 class StateTensor(google.protobuf.message.Message):

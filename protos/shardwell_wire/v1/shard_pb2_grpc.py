@@ -134,6 +134,11 @@ class ShardServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesResponse.FromString,
                 _registered_method=True)
+        self.PrepareUpdate = channel.unary_unary(
+                '/shardwell.v1.ShardService/PrepareUpdate',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.PrepareUpdateRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.PrepareUpdateResponse.FromString,
+                _registered_method=True)
         self.Update = channel.unary_unary(
                 '/shardwell.v1.ShardService/Update',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.UpdateRequest.SerializeToString,
@@ -339,10 +344,19 @@ class ShardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrepareUpdate(self, request, context):
+        """Coordinator, before the commit record, unless PrepareStep has said update_ready for such an optimizer:
+        checks the optimizer and allocates everything that Update will need. Changes no parameter; may be
+        repeated. RESOURCE_EXHAUSTED: there is no memory for it. FAILED_PRECONDITION: the step is not prepared.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Update(self, request, context):
         """Coordinator, second phase, after the commit record is durable: applies the optimizer to every
-        unit, in the order given, once. Repeating it is harmless. FAILED_PRECONDITION: the step is not
-        prepared, or is not the next.
+        unit, in the order given, once. Repeating it is harmless; after a failure it goes on where it
+        stopped. FAILED_PRECONDITION: the step is not prepared, or is not the next.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -482,6 +496,11 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.ConfirmSlices,
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesResponse.SerializeToString,
+            ),
+            'PrepareUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareUpdate,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.PrepareUpdateRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.PrepareUpdateResponse.SerializeToString,
             ),
             'Update': grpc.unary_unary_rpc_method_handler(
                     servicer.Update,
@@ -1010,6 +1029,33 @@ class ShardService(object):
             '/shardwell.v1.ShardService/ConfirmSlices',
             shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrepareUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.ShardService/PrepareUpdate',
+            shardwell__wire_dot_v1_dot_shard__pb2.PrepareUpdateRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.PrepareUpdateResponse.FromString,
             options,
             channel_credentials,
             insecure,

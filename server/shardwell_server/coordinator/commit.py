@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from shardwell_server.coordinator.agreement import HandIn
@@ -21,6 +22,7 @@ from shardwell_server.coordinator.servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.trainers import Trainers
 from shardwell_server.coordinator.work import OtherNorm, Prepared, Step
+from shardwell_server.hyperparameters import allocation_key
 from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError, StepStateError
 from shardwell_wire.slices import runs_on_trainers
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
@@ -87,6 +89,7 @@ class Committer:
         await run.updated()
         if generation != step.generation or step is not run.step:
             return  # servers would take what is finished now for all that there is
+        optimizer = _expected_optimizer(run)
 
         def request(server_id: str) -> shard_pb2.PrepareStepRequest:
             return shard_pb2.PrepareStepRequest(
@@ -95,6 +98,7 @@ class Committer:
                 dp=run.settings.world.dp,
                 norm_type=norm_type,
                 skip=step.skipped,
+                optimizer=optimizer,
             )
 
         try:
@@ -110,11 +114,13 @@ class Committer:
             raise
         if generation != step.generation:
             return
-        step.prepared = (
+        prepared = (
             Prepared(math.inf, OtherNorm(norm_type, math.inf) if norm_type else None)
             if step.skipped
             else combine_norms((norm for response in responses.values() for norm in response.units), norm_type)
         )
+        ready = optimizer is not None and all(response.update_ready for response in responses.values())
+        step.prepared = replace(prepared, ready_for=allocation_key(optimizer) if optimizer and ready else None)
 
     async def commit(self, run: Run) -> None:
         """Commits the step in flight if every item is finished and the hyper-parameters are there.
@@ -128,7 +134,7 @@ class Committer:
         step, prepared = run.step, await self.prepare_or_skip(run)
         if step is None or prepared is None or run.deleted or (decision := run.decision()) is None:
             return
-        if runs_on_trainers(decision.optimizer.algorithm) and not await self._confirm_slices(run, step, decision):
+        if not await self._servers_ready(run, step, decision):
             return
         other = prepared.other_norm
         record = CommitRecord(
@@ -174,18 +180,26 @@ class Committer:
             step.skipped, step.failure = True, None
             return await self.prepare(run)
 
-    async def _confirm_slices(self, run: Run, step: Step, decision: HandIn) -> bool:
-        """Asks every server whether all slices are staged; False if work was begun anew meanwhile.
+    async def _servers_ready(self, run: Run, step: Step, decision: HandIn) -> bool:
+        """Has every server confirm that nothing it needs for the update is missing; False if work was begun anew.
+
+        Note: before the commit record. What is committed must be applied, so a server must not find out afterwards
+        that it lacks slices, or memory for the optimizer's state.
 
         Raises:
-            IncompleteStepError: Some are not.
+            IncompleteStepError: Trainers did not stage all slices.
+            CapacityError: A server has no memory for the update.
         """
-        generation = step.generation
-        await self._servers.call_all(
-            run.units.servers,
-            "ConfirmSlices",
-            lambda server_id: shard_pb2.ConfirmSlicesRequest(context=self._servers.context(run, step.number)),
-        )
+        generation, context = step.generation, self._servers.context(run, step.number)
+        request: shard_pb2.ConfirmSlicesRequest | shard_pb2.PrepareUpdateRequest
+        if runs_on_trainers(decision.optimizer.algorithm):
+            rpc_name, request = "ConfirmSlices", shard_pb2.ConfirmSlicesRequest(context=context)
+        elif step.prepared is not None and step.prepared.ready_for == allocation_key(decision.optimizer):
+            return True
+        else:
+            rpc_name = "PrepareUpdate"
+            request = shard_pb2.PrepareUpdateRequest(context=context, optimizer=decision.optimizer)
+        await self._servers.call_all(run.units.servers, rpc_name, lambda _: request)
         return generation == step.generation and not run.deleted and run.decision() == decision
 
     def start_updates(self, run: Run) -> None:
@@ -215,6 +229,13 @@ class Committer:
             delay = min(delay * 2, _LONGEST_DELAY_S)
         run.updates.pop(server_id, None)
         run.changed.notify()
+
+
+def _expected_optimizer(run: Run) -> common_pb2.OptimizerStep | None:
+    """The optimizer that the step in flight is likely to be committed with: the servers make room for it early."""
+    if (decision := run.decision()) is not None:
+        return decision.optimizer
+    return common_pb2.OptimizerStep.FromString(run.commits[-1].optimizer) if run.commits else None
 
 
 def _manifest(run: Run, step: Step, server_id: str) -> list[shard_pb2.RankManifest]:

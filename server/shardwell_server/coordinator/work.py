@@ -70,6 +70,8 @@ class Prepared:
     grad_norm: float
     other_norm: OtherNorm | None = None
     """The last that was asked for; None: none was."""
+    ready_for: bytes | None = None
+    """``allocation_key`` of the optimizer for which every server has memory; None: of none yet."""
 
     def has(self, norm_type: float) -> bool:
         """Whether the norm of a type is known, beside the Euclidean one; 0: none is wanted."""

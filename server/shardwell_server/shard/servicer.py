@@ -94,6 +94,13 @@ class ShardServicer:
         run = await self._coordinated(request, call)
         return await run.alone(lambda: slice_transfers.confirm(run, request))
 
+    async def PrepareUpdate(
+        self, request: shard_pb2.PrepareUpdateRequest, call: Call
+    ) -> shard_pb2.PrepareUpdateResponse:
+        run = await self._coordinated(request, call)
+        await run.alone(lambda: steps.prepare_update(run, self._store.in_thread, request))
+        return shard_pb2.PrepareUpdateResponse()
+
     async def Update(self, request: shard_pb2.UpdateRequest, call: Call) -> shard_pb2.UpdateResponse:
         run = await self._coordinated(request, call)
         # Once begun an update is finished, also when the coordinator is gone.
@@ -238,6 +245,7 @@ class ShardServicer:
         request: shard_pb2.FenceRequest
         | shard_pb2.PrepareStepRequest
         | shard_pb2.ConfirmSlicesRequest
+        | shard_pb2.PrepareUpdateRequest
         | shard_pb2.UpdateRequest,
         call: Call,
     ) -> Run:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -37,18 +37,61 @@ class Averages:
     def size_bytes(self) -> int:
         return sum(average.nbytes for average in self._averages if average is not None)
 
-    def before_update(self, optimised: Sequence[bool]) -> None:
-        """Averages of what is optimised for the first time begin with what it was until now."""
-        for part, value in enumerate(self._values):
-            if self._begun and optimised[part] and self._averages[part] is None:
-                self._averages[part] = value.clone()
+    def missing(self, optimised: Sequence[bool], *, averaged: bool) -> list[int]:
+        """The parts that need an average for the next update and have none.
 
-    def after_update(self, optimised: Sequence[bool], decay: float) -> None:
+        Args:
+            optimised: Whether each part is optimised.
+            averaged: Whether the update is averaged.
+        """
+        if not (self._begun or averaged):
+            return []
+        return [part for part, average in enumerate(self._averages) if optimised[part] and average is None]
+
+    def updating(self, fresh: Mapping[int, torch.Tensor], decay: float | None) -> AveragedUpdate:
+        """What one update does to the averages.
+
+        Args:
+            fresh: Memory for the averages that ``missing`` names.
+            decay: Weight of what an average was before; None: averages stay as they are.
+        """
+        return AveragedUpdate(self, dict(fresh), decay)
+
+
+class AveragedUpdate:
+    """One update of averages. Each of its methods can be repeated if it raised.
+
+    Args:
+        averages: What is updated.
+        fresh: Memory for averages that begin, by part.
+        decay: See ``Averages.updating``.
+    """
+
+    def __init__(self, averages: Averages, fresh: dict[int, torch.Tensor], decay: float | None) -> None:
+        self._of, self._fresh, self._decay = averages, fresh, decay
+        self._left = [part for part, average in enumerate(averages._averages) if average is not None]
+
+    def before(self) -> None:
+        """Averages of what is optimised for the first time begin with what it was until now."""
+        if self._of._begun:
+            self._begin(self._left)
+
+    def after(self) -> None:
         """Takes the new values in: ``average += (1 - decay) * (value - average)``."""
-        for part, value in enumerate(self._values):
-            average = self._averages[part]
-            if average is not None:
-                average.lerp_(value, 1 - decay)
-            elif optimised[part]:
-                self._averages[part] = value.clone()
-        self._begun = True
+        if self._decay is None:
+            return
+        while self._left:
+            average = self._of._averages[self._left[-1]]
+            assert average is not None
+            average.lerp_(self._of._values[self._left[-1]], 1 - self._decay)
+            self._left.pop()
+        self._begin([])
+        self._of._begun = True
+
+    def _begin(self, noted: list[int]) -> None:
+        while self._fresh:
+            part, average = next(iter(self._fresh.items()))
+            average.copy_(self._of._values[part])
+            self._of._averages[part] = average
+            noted.append(part)
+            del self._fresh[part]

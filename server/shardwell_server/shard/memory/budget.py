@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -44,7 +44,9 @@ class _Reservation:
     shard_bytes: int
     need_bytes: int
     optimizer_bytes: int = 0
-    """What the optimizer's state takes now."""
+    """What the optimizer's state takes now, or is about to."""
+    workspace_bytes: int = 0
+    """What one update allocates and frees again."""
 
     @property
     def total_bytes(self) -> int:
@@ -141,6 +143,8 @@ class Memory:
         self.staging = Staging()
         self._reservations: dict[tuple[str, str], _Reservation] = {}
         self._needs_bytes = 0
+        self._workspace_bytes = 0
+        """Of the update that needs the most: those of one run come one after the other."""
         self._optimizer_bytes = 0
         self._shared_bytes = 0
         self._update_limits()
@@ -148,7 +152,7 @@ class Memory:
     @property
     def reserved_bytes(self) -> int:
         """What is set aside, or lent beyond that."""
-        return self._needs_bytes + max(self._largest_bytes(), self.staging.used_bytes)
+        return self._needs_bytes + self._workspace_bytes + max(self._largest_bytes(), self.staging.used_bytes)
 
     @property
     def free_bytes(self) -> int:
@@ -179,10 +183,40 @@ class Memory:
         self._reservations[run, unit] = _Reservation(shard_bytes, need)
         self._update_limits()
 
+    def reserve_optimizer(self, run: str, unit: str, optimizer_bytes: int, workspace_bytes: int) -> None:
+        """Sets memory aside for the state that a shard's next update needs, before it is allocated.
+
+        Args:
+            run: Name of the run.
+            unit: Name of the unit.
+            optimizer_bytes: What the state will take.
+            workspace_bytes: What the update allocates and frees again.
+
+        Raises:
+            CapacityError: It does not fit; nothing is set aside.
+        """
+        reservation = self._reservations[run, unit]
+        wanted = replace(reservation, optimizer_bytes=optimizer_bytes, workspace_bytes=workspace_bytes)
+        more = wanted.total_bytes - reservation.total_bytes + max(0, workspace_bytes - self._workspace_bytes)
+        if more > 0 and more > self.free_bytes:
+            raise CapacityError(
+                f"the optimizer's state of unit {unit!r} of run {run!r} needs {optimizer_bytes} bytes here, and its "
+                f"update {workspace_bytes} more: {more} bytes beyond what is reserved, but {self.free_bytes} of the "
+                f"budget of {self.budget_bytes} are free. The step is not committed: add shard servers, raise "
+                "--memory-budget, or use an optimizer with less state",
+                unit=unit,
+                needed_bytes=more,
+                free_bytes=self.free_bytes,
+            )
+        self._reservations[run, unit] = wanted
+        self._update_limits()
+
     def note_optimizer(self, run: str, unit: str, optimizer_bytes: int) -> None:
         """Says how much a shard's optimizer state takes; its reservation grows if that is more than was set aside."""
-        self._reservations[run, unit].optimizer_bytes = optimizer_bytes
-        self._update_limits()
+        reservation = self._reservations[run, unit]
+        if reservation.optimizer_bytes != optimizer_bytes:
+            reservation.optimizer_bytes = optimizer_bytes
+            self._update_limits()
 
     def note_shared(self, size_bytes: int) -> None:
         """Says how much shared memory a shard came to use, or gave back if negative; reservations cover it."""
@@ -262,9 +296,12 @@ class Memory:
     def _update_limits(self) -> None:
         reservations = self._reservations.values()
         self._needs_bytes = sum(reservation.total_bytes for reservation in reservations)
+        self._workspace_bytes = max((reservation.workspace_bytes for reservation in reservations), default=0)
         self._optimizer_bytes = sum(reservation.optimizer_bytes for reservation in reservations)
         self._update_elsewhere()
-        self.staging.set_limit(max(self._largest_bytes(), self.budget_bytes - self._needs_bytes))
+        self.staging.set_limit(
+            max(self._largest_bytes(), self.budget_bytes - self._needs_bytes - self._workspace_bytes)
+        )
 
     def _update_elsewhere(self) -> None:
         self.pool.elsewhere_bytes = self._optimizer_bytes + self._shared_bytes

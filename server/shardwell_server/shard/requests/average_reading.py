@@ -37,7 +37,7 @@ async def reading(
     copy = await store.memory.lend(shard.size_bytes, wait_s, f"{shard.what}, to read averages")
 
     async def take() -> None:
-        if shard.version != newest:
+        if shard.version != newest or shard.values.updating:
             raise VersionGoneError(
                 f"version {newest} of {shard.what} has been overwritten", unit=shard.unit, version=newest
             )

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from functools import partial
 
 from shardwell_server import hyperparameters
 from shardwell_server.shard.state.runs import PreparedStep, Run
 from shardwell_server.shard.threads import InThread
-from shardwell_wire.errors import IncompleteStepError, InvalidRequestError, StaleEpochError, StepStateError
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.errors import (
+    IncompleteStepError,
+    InvalidRequestError,
+    ShardwellError,
+    StaleEpochError,
+    StepStateError,
+)
+from shardwell_wire.v1 import common_pb2, shard_pb2
+
+logger = logging.getLogger(__name__)
 
 
 def fence(run: Run, request: shard_pb2.FenceRequest) -> None:
@@ -38,12 +47,29 @@ async def prepare(
 
     What is refused, and another norm of what is prepared, leave a prepared step prepared: it may be committed already.
 
+    If the request says by which optimizer the step is likely to be updated, memory for that is allocated, too.
+
     Raises:
         IncompleteStepError: Contributions are missing, or there are more than named.
         NonFiniteError: A gradient is not finite.
         StepStateError: The step is not the next.
         InvalidRequestError: The manifest does not fit the run.
     """
+    answer = shard_pb2.PrepareStepResponse()
+    answer.CopyFrom(await _prepare(run, in_thread, request))
+    if request.HasField("optimizer"):
+        try:
+            await _allocate(run, in_thread, request.context.step, request.optimizer)
+            answer.update_ready = True
+        except ShardwellError as error:
+            # Told when the step is to be committed with this optimizer: it was only expected.
+            logger.info("step %d of run %r is not ready to be updated: %s", request.context.step, run.name, error)
+    return answer
+
+
+async def _prepare(
+    run: Run, in_thread: InThread, request: shard_pb2.PrepareStepRequest
+) -> shard_pb2.PrepareStepResponse:
     step, asked = request.context.step, _content(request)
     if not request.norm_type >= 0:
         raise InvalidRequestError(f"norm_type is {request.norm_type}: expected a number above 0, or 0 for none")
@@ -85,15 +111,39 @@ async def _reduced(
     return answer
 
 
+async def prepare_update(run: Run, in_thread: InThread, request: shard_pb2.PrepareUpdateRequest) -> None:
+    """Checks the optimizer of a prepared step and allocates everything that ``update`` will need.
+
+    Raises:
+        StepStateError: The step is not prepared.
+        InvalidRequestError: The optimizer cannot be applied.
+        CapacityError: There is no memory for it.
+    """
+    hyperparameters.validate(request.optimizer)
+    _require_prepared(run, request.context.step)
+    await _allocate(run, in_thread, request.context.step, request.optimizer)
+
+
+async def _allocate(run: Run, in_thread: InThread, step: int, optimizer: common_pb2.OptimizerStep) -> None:
+    groups = {unit.unit_index: unit.group_indices for unit in optimizer.units}
+    key, shards = hyperparameters.allocation_key(optimizer), [*run.shards.values()]
+    for shard in shards:
+        if shard.version == step + 1:
+            continue
+        shard.check_update(step, optimizer, groups.get(shard.index))
+        await shard.prepare_update(in_thread, optimizer, groups.get(shard.index), key)
+
+
 async def update(run: Run, in_thread: InThread, request: shard_pb2.UpdateRequest) -> int:
     """Applies a committed step to every shard, in the order given; returns the new version.
 
-    Shards that have done it already are passed over, so it may be repeated.
+    Shards that have done it already are passed over, so it may be repeated. If it raises something else than the
+    errors below, a shard may be half updated: the same request then finishes it.
 
     Raises:
         StepStateError: A shard is not ready for it; nothing was changed.
         InvalidRequestError: The optimizer cannot be applied; nothing was changed.
-        InternalError: It failed midway, now or earlier.
+        CapacityError: There is no memory for the optimizer's state of a shard; that shard was not changed.
     """
     hyperparameters.validate(request.optimizer)
     step, clip = request.context.step, request.clip_coefficient
@@ -102,15 +152,21 @@ async def update(run: Run, in_thread: InThread, request: shard_pb2.UpdateRequest
     place = {index: number for number, index in enumerate(request.unit_order)}
     shards = sorted(run.shards.values(), key=lambda shard: (place.get(shard.index, len(place)), shard.index))
     waiting = [shard for shard in shards if shard.version != step + 1]
-    if waiting and (run.prepared is None or run.prepared.step != step or run.prepared.answer is None):
-        raise StepStateError(f"step {step} of run {run.name!r} is not prepared here: it cannot be updated")
+    if waiting:
+        _require_prepared(run, step)
+    key = hyperparameters.allocation_key(request.optimizer)
     groups = {unit.unit_index: unit.group_indices for unit in request.optimizer.units}
     for shard in waiting:
         shard.check_update(step, request.optimizer, groups.get(shard.index))
     for shard in waiting:
-        await shard.update(in_thread, step, request.optimizer, groups.get(shard.index), clip)
+        await shard.update(in_thread, step, request.optimizer, groups.get(shard.index), clip, key)
     run.prepared = None
     return step + 1
+
+
+def _require_prepared(run: Run, step: int) -> None:
+    if run.prepared is None or run.prepared.step != step or run.prepared.answer is None:
+        raise StepStateError(f"step {step} of run {run.name!r} is not prepared here: it cannot be updated")
 
 
 def _check_complete(run: Run, request: shard_pb2.PrepareStepRequest) -> None:
@@ -154,4 +210,5 @@ def _content(request: shard_pb2.PrepareStepRequest) -> bytes:
     copy.CopyFrom(request)
     copy.ClearField("context")
     copy.ClearField("norm_type")
+    copy.ClearField("optimizer")
     return copy.SerializeToString(deterministic=True)

@@ -22,6 +22,7 @@ from shardwell_server.shard.state.slices import Slices
 from shardwell_server.shard.state.values import Values
 from shardwell_server.shard.threads import InThread
 from shardwell_wire.errors import (
+    CapacityError,
     InvalidRequestError,
     NonFiniteError,
     NotFoundError,
@@ -233,7 +234,6 @@ class UnitShard:
             StepStateError: The step was not reduced here, or is not the next.
             InvalidRequestError: The optimizer does not fit the unit.
             ConflictError: The optimizer's state is another algorithm's.
-            InternalError: An earlier update failed.
         """
         self.values.check_whole()
         if self.version != step or self.reduced is None:
@@ -252,6 +252,48 @@ class UnitShard:
         if groups is not None:
             hyperparameters.check_fit(optimizer, groups, self.layout, (self.start_bytes, self.stop_bytes))
 
+    async def prepare_update(
+        self, in_thread: InThread, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, key: bytes
+    ) -> None:
+        """Allocates what ``update`` needs beyond what is there; nothing that can be read changes.
+
+        Args:
+            in_thread: Where it is done.
+            optimizer: Checked by ``check_update``.
+            groups: The group of each parameter of the unit; None: none is optimised.
+            key: ``hyperparameters.allocation_key`` of the optimizer.
+
+        Raises:
+            CapacityError: It does not fit the budget, or the system has no memory for it.
+        """
+        if runs_on_trainers(optimizer.algorithm):
+            return  # what trainers staged is here already
+        assert self.reduced is not None and self.values.home is not None
+        present, chosen = [gradient is not None for gradient in self.reduced.gradients], self._chosen_groups(groups)
+        if self.optimizer is None:
+            parts = zip(self.views(self.values.home.buffer), self.segments, strict=True)
+            self.optimizer = ShardOptimizer([segments.shaped(part, self.layout, segment) for part, segment in parts])
+        applied = self.optimizer
+        if applied.is_prepared(present, chosen, key):
+            return
+        state_bytes = 0
+        try:
+            state_bytes, workspace_bytes = applied.needs(present, optimizer, chosen)
+            self._memory.reserve_optimizer(self.run, self.unit, self.slices.state_bytes + state_bytes, workspace_bytes)
+            await self._work(in_thread, lambda: applied.prepare(present, optimizer, chosen, key))
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, RuntimeError) and "allocate" not in str(error):
+                raise
+            raise CapacityError(
+                f"the system gave no memory for the optimizer's state of {self.what}, {state_bytes or 'some'} bytes, "
+                "which --memory-budget has room for. The step is not committed: lower the budget to what this process "
+                "may use, add shard servers, or use an optimizer with less state",
+                unit=self.unit,
+                needed_bytes=state_bytes,
+            ) from error
+        finally:
+            self._note_optimizer()
+
     async def update(
         self,
         in_thread: InThread,
@@ -259,15 +301,17 @@ class UnitShard:
         optimizer: common_pb2.OptimizerStep,
         groups: Sequence[int] | None,
         clip_coefficient: float,
+        key: bytes,
     ) -> None:
         """Makes version ``step + 1`` of version ``step`` and the reduced gradient.
 
-        An update that fails midway leaves nothing that could be read or updated.
+        If it raises, the same call finishes the update; until then nobody can read values of neither version.
         """
+        await self.prepare_update(in_thread, optimizer, groups, key)
         self.encoded.forget()
         self.copies.supersede()
         async with self.values.becoming(step + 1, in_thread):
-            await self._work(in_thread, lambda: self.compute_update(optimizer, groups, clip_coefficient))
+            await self._work(in_thread, lambda: self.compute_update(optimizer, groups, clip_coefficient, key))
         if runs_on_trainers(optimizer.algorithm):
             self.slices.settle()
         self.forget_reduced()
@@ -275,17 +319,15 @@ class UnitShard:
         self._note_optimizer()
 
     def compute_update(
-        self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, clip_coefficient: float
+        self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, clip_coefficient: float, key: bytes
     ) -> None:
         """Applies the optimizer in place, or what trainers staged."""
         assert self.reduced is not None and self.values.home is not None
         if runs_on_trainers(optimizer.algorithm):
             self.slices.compute_apply(self.values.home.buffer)
             return
-        if self.optimizer is None:
-            parts = zip(self.views(self.values.home.buffer), self.segments, strict=True)
-            self.optimizer = ShardOptimizer([segments.shaped(part, self.layout, segment) for part, segment in parts])
-        self.optimizer.step(self.reduced.gradients, optimizer, self._chosen_groups(groups), clip_coefficient)
+        assert self.optimizer is not None
+        self.optimizer.step(self.reduced.gradients, optimizer, self._chosen_groups(groups), clip_coefficient, key)
 
     def check_averaged(self) -> None:
         """Raises StepStateError if there are no averages to read."""
@@ -308,10 +350,8 @@ class UnitShard:
         return [-1 if groups is None else groups[segment.parameter_index] for segment in self.segments]
 
     def _note_optimizer(self) -> None:
-        size_bytes = self.slices.state_bytes if self.optimizer is None else self.optimizer.size_bytes
-        if size_bytes != self.optimizer_bytes:
-            self.optimizer_bytes = size_bytes
-            self._memory.note_optimizer(self.run, self.unit, size_bytes)
+        self.optimizer_bytes = self.slices.state_bytes + (0 if self.optimizer is None else self.optimizer.size_bytes)
+        self._memory.note_optimizer(self.run, self.unit, self.optimizer_bytes)
 
 
 def first_non_finite(views: Sequence[torch.Tensor]) -> int | None:

@@ -13,7 +13,6 @@ from shardwell_server.shard.state.reader_copies import ReaderCopies
 from shardwell_server.shard.threads import InThread
 from shardwell_wire.errors import (
     DeadlineError,
-    InternalError,
     NotFoundError,
     ShardwellError,
     StepStateError,
@@ -47,6 +46,8 @@ class Values:
         self._superseded = ReaderCopies(what, unit, memory)
         """Older versions."""
         self._updating = False
+        self._becoming: int | None = None
+        """The version that an update has begun to make in place."""
         self._failure: ShardwellError | None = None
         """Why there are no values any more."""
         self._changed = asyncio.Event()
@@ -64,7 +65,6 @@ class Values:
             VersionGoneError: It has been overwritten.
             DeadlineError: It does not exist yet.
             NotFoundError: The run was deleted meanwhile.
-            InternalError: An update failed.
         """
         if not self.readable(version):
             await self._until_readable(version, wait_s)
@@ -98,9 +98,14 @@ class Values:
         self._superseded.make_room()
 
     def check_whole(self) -> None:
-        """Raises why there are no values any more: the run was deleted, or an update failed midway."""
+        """Raises why there are no values any more: the run was deleted."""
         if self._failure is not None:
             raise type(self._failure)(str(self._failure), **self._failure.data)
+
+    @property
+    def updating(self) -> bool:
+        """Whether the values are about to become the next version, or were when the update failed."""
+        return self._updating
 
     def readable(self, version: int | None) -> bool:
         """Whether ``read`` would not wait."""
@@ -163,46 +168,49 @@ class Values:
 
     @asynccontextmanager
     async def becoming(self, version: int, in_thread: InThread) -> AsyncIterator[None]:
-        """While in it the values may be changed in place; then they are the next version.
+        """Lets the caller change the values in place; when the block ends they are the next version.
 
-        If that fails midway nothing is left that could be read or updated: the values are neither of the two
-        versions.
+        If the block raises, the values are neither of the two versions, and nobody can read them. The caller repeats
+        the same until the block ends well; readers wait meanwhile. If something raises before the block, nothing has
+        changed.
         """
         assert self.home is not None
         self._updating = True
-        try:
-            await self._leave_to_readers(in_thread)
+        if self._becoming != version:
+            try:
+                await self._leave_to_readers(in_thread)
+            except BaseException:
+                self._updating = False
+                self._notify()
+                raise
+            self._becoming = version
             self.home.show(UPDATING)
-            yield
-        except BaseException as error:
-            self._failure = InternalError(
-                f"the update of {self._what} to version {version} failed midway and its values are lost "
-                f"({type(error).__name__}); the server's log has the details",
-                unit=self._unit,
-            )
-            raise
-        else:
-            self.version = version
-            self.home.show(version)
-        finally:
-            self._updating = False
-            self._notify()
+        yield
+        self.version = version
+        self.home.show(version)
+        self._updating = False
+        self._notify()
 
     async def _leave_to_readers(self, in_thread: InThread) -> None:
         """Has those who read the present version go on in a copy, if there is room for one."""
         assert self.home is not None and self.parameters is not None and self.version is not None
-        before, live = self.parameters, self.home.buffer
+        before, live, copy = self.parameters, self.home.buffer, None
+        if before.readers:
+            self._superseded.make_room(held_too=False)
+            copy = self._memory.try_lend(self.home.size_bytes)
+        if copy is not None:
+            room = copy
+            try:
+                await in_thread(lambda: room.copy_(live))
+            except BaseException:
+                self._memory.take_back(copy)
+                raise
         before.newest, self.parameters = False, Parameters(live, self.version + 1)
-        if before.readers == 0:
-            return
-        self._superseded.make_room(held_too=False)
-        copy = self._memory.try_lend(self.home.size_bytes)
-        if copy is None:
+        if copy is not None:
+            before.buffer = copy
+            self._superseded.add(before)
+        elif before.readers:
             before.revoked = self._gone(self.version, self.version + 1)
-            return
-        await in_thread(lambda: copy.copy_(live))
-        before.buffer = copy
-        self._superseded.add(before)
 
     def drop(self, why: NotFoundError) -> None:
         """Forgets everything; those who wait or read are told why."""

@@ -3,6 +3,12 @@ changes a bit.
 
 They are called without torch's optimizer classes, whose first instance imports torch's compiler: seconds of CPU time
 in the life of every server.
+
+Note: an update that fails. A committed update is repeated until it succeeds, and it must be applied exactly once. An
+engine therefore either finishes a part and marks it, or leaves its values and state as they were. Kernels allocate
+nothing and run as one call, which fails before it changes anything. Everything else is made of many torch operations,
+each of which may find no memory: it runs on a copy-back basis, slice by slice, so that the copies stay small and in
+the cache. State is allocated before, by ``Engine.missing``.
 """
 
 from __future__ import annotations
@@ -25,22 +31,40 @@ from torch.optim.sgd import sgd
 from shardwell_server.hyperparameters import FLAGS
 from shardwell_server.shard.arithmetic.algorithms.lamb import lamb
 from shardwell_server.shard.arithmetic.algorithms.lion import lion
+from shardwell_wire.layout import BLOCK_BYTES
 
 Settings = Mapping[str, Any]
 """Hyper-parameters as torch's functions take them."""
 State = dict[str, Tensor]
 """What an algorithm keeps of one parameter, by the names that torch's optimizers give it."""
 
+SLICE_BYTES = 256 * BLOCK_BYTES
+"""Element-wise algorithms update this much of a part's values at a time."""
 
-@dataclass(frozen=True, slots=True)
+_SCALARS = ("step", "mu_product")
+"""State that is one number for the whole parameter."""
+
+_WORKSPACE_TENSORS = 4
+"""Temporary tensors of the size of the values that an algorithm on whole tensors may have at once."""
+
+
+@dataclass(slots=True)
 class Part:
     """A parameter, or the part of it that lies in a shard, which has a gradient in this step."""
 
+    number: int
+    """Of the part in its shard."""
     values: Tensor
     gradient: Tensor
     """Of the shape of ``values``."""
     state: State
-    """Empty before the first update."""
+    """Everything that ``Engine.missing`` names."""
+    fresh: frozenset[str] = frozenset()
+    """Names of the state that this update begins."""
+    done_elements: int = 0
+    """How many of the first elements are updated, by engines that go slice by slice."""
+    done: bool = False
+    """Whether values and state are those of the next version."""
 
 
 Make = Callable[[Tensor, Settings], Tensor | None]
@@ -55,6 +79,7 @@ class Engine:
         state: How state begins, in the order in which the function takes it.
         switches: Names of state that is there only while a hyper-parameter is set, and of that. It may be set late.
         unused: Hyper-parameters that only ``state`` uses.
+        whole_tensors: Whether the function needs the whole parameter; else it works element by element.
         **options: Which of its implementations the function shall use.
     """
 
@@ -65,26 +90,87 @@ class Engine:
         *,
         switches: Mapping[str, str] | None = None,
         unused: frozenset[str] = frozenset(),
+        whole_tensors: bool = False,
         **options: Any,
     ) -> None:
         self._function, self._state, self._switches = function, state, switches or {}
-        self._unused, self._options = unused, options
+        self._unused, self._whole_tensors, self._options = unused, whole_tensors, options
+
+    def missing(self, values: Tensor, state: Mapping[str, Tensor], settings: Settings) -> State:
+        """Allocates the state that a part needs for its next update and does not have yet."""
+        made = {
+            name: make(values, settings)
+            for name, make in self._state.items()
+            if name not in state and not self._off(name, settings)
+        }
+        return {name: tensor for name, tensor in made.items() if tensor is not None}
+
+    def begins_with(self, settings: Settings) -> dict[str, Any]:
+        """The settings that decide what is in new state."""
+        return {name: settings[name] for name in self._unused}
+
+    def workspace_bytes(self, values: Tensor, state: Mapping[str, Tensor]) -> int:
+        """What the update of one part may allocate and free again; a few slices count as nothing."""
+        if not self._whole_tensors:
+            return 0
+        return _WORKSPACE_TENSORS * values.nbytes + sum(tensor.nbytes for tensor in (values, *state.values()))
 
     def update(self, parts: Sequence[Part], settings: Settings) -> None:
-        """Updates values and state in place."""
-        lists = [self._listed(name, make, parts, settings) for name, make in self._state.items()]
-        chosen = {name: value for name, value in settings.items() if name not in self._unused}
-        values, gradients = [part.values for part in parts], [part.gradient for part in parts]
-        self._function(values, gradients, *lists, **self._options, **chosen)
-
-    def _listed(self, name: str, make: Make, parts: Sequence[Part], settings: Settings) -> list[Tensor | None]:
-        """One state of every part, begun where it is not there yet; none while it is switched off."""
-        if name in self._switches and not settings[self._switches[name]]:
-            return []
+        """Updates values and state in place. If it raises, it can be called again for the parts that are not done."""
         for part in parts:
-            if name not in part.state and (begun := make(part.values, settings)) is not None:
-                part.state[name] = begun
-        return [part.state.get(name) for part in parts]
+            if self._whole_tensors:
+                self._update(part, part.values, part.gradient, part.state, settings)
+            else:
+                self._update_in_slices(part, settings)
+            part.done = True
+
+    def _off(self, name: str, settings: Settings) -> bool:
+        return name in self._switches and not settings[self._switches[name]]
+
+    def _update_in_slices(self, part: Part, settings: Settings) -> None:
+        values, gradient = part.values.view(-1), part.gradient.view(-1)
+        large = {name: tensor.view(-1) for name, tensor in part.state.items() if name not in _SCALARS}
+        step = max(1, SLICE_BYTES // values.element_size())
+        while part.done_elements < values.numel():
+            here = slice(part.done_elements, min(values.numel(), part.done_elements + step))
+            # Every slice counts from the same scalars; those of the last one stay.
+            state = {name: part.state[name].clone() for name in _SCALARS if name in part.state}
+            state |= {name: tensor[here] for name, tensor in large.items()}
+            self._update(part, values[here], gradient[here], state, settings)
+            if here.stop == values.numel():
+                part.state |= {name: state[name] for name in _SCALARS if name in state}
+            part.done_elements = here.stop
+
+    def _update(self, part: Part, values: Tensor, gradient: Tensor, state: State, settings: Settings) -> None:
+        """Updates some values and their state, all or nothing."""
+        before = [(tensor, tensor.clone()) for tensor in (values, *state.values())]
+        try:
+            self._call(part, values, gradient, state, settings)
+        except BaseException:
+            for tensor, copy in before:
+                tensor.copy_(copy)
+            raise
+
+    def _call(self, part: Part, values: Tensor, gradient: Tensor, state: State, settings: Settings) -> None:
+        lists = [[] if self._off(name, settings) else [state.get(name)] for name in self._state]
+        chosen = {name: value for name, value in settings.items() if name not in self._unused}
+        self._function([values], [gradient], *lists, **self._options, **chosen)
+
+
+class _AdamKernel(Engine):
+    """torch's fused Adam or AdamW, for all parts at once. It wants steps counted already."""
+
+    def __init__(self, kernel: Callable[..., None]) -> None:
+        super().__init__(kernel, _ADAM, switches=_AMSGRAD)
+
+    def update(self, parts: Sequence[Part], settings: Settings) -> None:
+        steps = torch._foreach_add([part.state["step"] for part in parts], 1)
+        tensors = [name for name in self._state if name != "step"]
+        lists = [[] if self._off(name, settings) else [part.state[name] for part in parts] for name in tensors]
+        values, gradients = [part.values for part in parts], [part.gradient for part in parts]
+        self._function(values, gradients, *lists, list(steps), **settings)
+        for part, step in zip(parts, steps, strict=True):
+            part.state["step"], part.done = step, True
 
 
 class _Sgd(Engine):
@@ -93,54 +179,30 @@ class _Sgd(Engine):
     """
 
     def __init__(self) -> None:
-        super().__init__(sgd, {})
+        super().__init__(sgd, {"momentum_buffer": _room}, switches={"momentum_buffer": "momentum"})
 
     def update(self, parts: Sequence[Part], settings: Settings) -> None:
         wide = [part for part in parts if part.values.element_size() > 2]
-        for begun in (True, False):
-            alike = [part for part in wide if ("momentum_buffer" in part.state) == begun]
+        for first in (False, True):
+            alike = [part for part in wide if ("momentum_buffer" in part.fresh) == first]
             if alike:
-                _sgd_kernel(alike, settings, begun=begun)
-        if len(wide) < len(parts):
-            _sgd_loop([part for part in parts if part.values.element_size() <= 2], settings)
+                _sgd_kernel(alike, settings, first=first)
+        super().update([part for part in parts if part.values.element_size() <= 2], settings)
+
+    def _call(self, part: Part, values: Tensor, gradient: Tensor, state: State, settings: Settings) -> None:
+        momentum = state.get("momentum_buffer")
+        buffers = [None if "momentum_buffer" in part.fresh else momentum]
+        sgd([values], [gradient], buffers, foreach=False, fused=False, **settings)
+        if momentum is not None and buffers[0] is not None:
+            momentum.copy_(buffers[0])
 
 
-def _sgd_kernel(parts: Sequence[Part], settings: Settings, *, begun: bool) -> None:
-    buffers: list[Tensor] = []
-    if settings["momentum"]:
-        for part in parts:
-            if not begun:
-                part.state["momentum_buffer"] = torch.empty_like(part.gradient)
-            buffers.append(part.state["momentum_buffer"])
+def _sgd_kernel(parts: Sequence[Part], settings: Settings, *, first: bool) -> None:
+    buffers = [part.state["momentum_buffer"] for part in parts] if settings["momentum"] else []
     values, gradients = [part.values for part in parts], [part.gradient for part in parts]
-    torch._fused_sgd_(values, gradients, buffers, is_first_step=bool(buffers) and not begun, **settings)
-
-
-def _sgd_loop(parts: Sequence[Part], settings: Settings) -> None:
-    buffers = [part.state.get("momentum_buffer") for part in parts]
-    values, gradients = [part.values for part in parts], [part.gradient for part in parts]
-    sgd(values, gradients, buffers, foreach=False, fused=False, **settings)
-    for part, buffer in zip(parts, buffers, strict=True):
-        if buffer is not None:
-            part.state["momentum_buffer"] = buffer
-
-
-def _with_kernel(kernel: Callable[..., None]) -> Callable[..., None]:
-    """torch's fused Adam or AdamW, which wants steps counted already."""
-
-    def run(
-        values: list[Tensor],
-        gradients: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        max_exp_avg_sqs: list[Tensor],
-        steps: list[Tensor],
-        **settings: Any,
-    ) -> None:
-        torch._foreach_add_(steps, 1)
-        kernel(values, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, **settings)
-
-    return run
+    torch._fused_sgd_(values, gradients, buffers, is_first_step=bool(buffers) and first, **settings)
+    for part in parts:
+        part.done = True
 
 
 def _muon(*lists: list[Tensor], **settings: Any) -> None:
@@ -150,6 +212,11 @@ def _muon(*lists: list[Tensor], **settings: Any) -> None:
 
 
 def _zeros(values: Tensor, _: Settings) -> Tensor:
+    return torch.zeros_like(values)
+
+
+def _room(values: Tensor, _: Settings) -> Tensor:
+    """What the first update overwrites. Written to already: the system gives pages only then."""
     return torch.zeros_like(values)
 
 
@@ -184,8 +251,8 @@ _AMSGRAD = {"max_exp_avg_sq": "amsgrad"}
 # With `foreach=False` torch goes through parameters one by one.
 ENGINES: Mapping[str, Engine] = {
     "sgd": _Sgd(),
-    "adam": Engine(_with_kernel(torch._fused_adam_), _ADAM, switches=_AMSGRAD),
-    "adamw": Engine(_with_kernel(torch._fused_adamw_), _ADAM, switches=_AMSGRAD),
+    "adam": _AdamKernel(torch._fused_adam_),
+    "adamw": _AdamKernel(torch._fused_adamw_),
     "nadam": Engine(nadam, {**_MOMENTS, "mu_product": _one, "step": _step}, foreach=False),
     "radam": Engine(radam, {**_MOMENTS, "step": _step}, foreach=False),
     "adamax": Engine(adamax, {"exp_avg": _zeros, "exp_inf": _zeros, "step": _step}, foreach=False),
@@ -204,13 +271,14 @@ ENGINES: Mapping[str, Engine] = {
     ),
     "adadelta": Engine(adadelta, {"square_avg": _zeros, "acc_delta": _zeros, "step": _step}, foreach=False),
     "lion": Engine(lion, {"exp_avg": _zeros}),
-    "lamb": Engine(lamb, {**_MOMENTS, "step": _step}),
+    "lamb": Engine(lamb, {**_MOMENTS, "step": _step}, whole_tensors=True),
     "adafactor": Engine(
         adafactor,
         {"row_var": _row_zeros, "col_var": _column_zeros, "variance": _vector_zeros, "step": _step},
+        whole_tensors=True,
         foreach=False,
     ),
-    "muon": Engine(_muon, {"momentum_buffer": _zeros}),
+    "muon": Engine(_muon, {"momentum_buffer": _zeros}, whole_tensors=True),
 }
 """By algorithm in ``hyperparameters.ALGORITHMS``."""
 

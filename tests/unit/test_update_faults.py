@@ -1,0 +1,191 @@
+"""An update that fails anywhere is finished by a repetition, exactly once; what it needs is allocated before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwell_server.hyperparameters import ALGORITHMS, allocation_key
+from shardwell_server.shard.arithmetic.algorithms import engines
+from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
+from shardwell_wire.v1 import common_pb2
+from tests.unit.test_shard_optimizers import bits, step_of
+
+SHAPES = [(48, 64), (7, 3), (640,)]
+STEPS = 2
+
+
+class FaultError(Exception):
+    """What an injected fault raises."""
+
+
+class FailingOnce(TorchDispatchMode):
+    """Raises instead of the torch operation of a number; counts them.
+
+    Args:
+        number: Of the operation; -1: none fails.
+    """
+
+    def __init__(self, number: int = -1) -> None:
+        super().__init__()
+        self.left, self.count = number, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if self.left == 0:
+            self.left = -1
+            raise FaultError(str(func))
+        self.left -= self.left > 0
+        return func(*args, **(kwargs or {}))
+
+
+class LargestResult(TorchDispatchMode):
+    """Notes the largest memory that an operation allocated for its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs or {}))}
+        for tensor in _tensors(result):
+            if tensor.untyped_storage().data_ptr() not in known:
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+def _tensors(of: object) -> list[torch.Tensor]:
+    if isinstance(of, torch.Tensor):
+        return [of]
+    if isinstance(of, dict):
+        return _tensors(tuple(of.values()))
+    return [tensor for each in of for tensor in _tensors(each)] if isinstance(of, tuple | list) else []
+
+
+def settings_of(algorithm: str) -> common_pb2.OptimizerStep:
+    step = step_of(algorithm)
+    step.ema_decay, step.clip_value = 0.9, 0.75
+    return step
+
+
+def trained(algorithm: str, dtype: torch.dtype, do: Callable[[int, Callable[[], None]], None]) -> list[bytes]:
+    """The bits of values, state and averages after some steps, each of which ``do`` runs."""
+    shapes = [shape for shape in SHAPES if algorithm != "muon" or len(shape) == 2]
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    optimizer, step = ShardOptimizer(values), settings_of(algorithm)
+    for number in range(STEPS):
+        gradients: list[torch.Tensor | None] = [
+            torch.randn(value.numel(), generator=generator).to(dtype) for value in values
+        ]
+        if number == 0:
+            gradients[-1] = None  # begins a step later than the others
+        do(number, lambda gradients=gradients: optimizer.step(gradients, step, [0] * len(shapes), 0.5))
+    states = [optimizer.state(part) for part in range(len(shapes))]
+    return [bits(value) for value in values] + [
+        bits(state[name].reshape(-1)) for state in states for name in sorted(state)
+    ]
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "SLICE_BYTES", 4096)
+
+
+@pytest.mark.usefixtures("small_slices")
+@pytest.mark.parametrize(
+    ("algorithm", "dtype"),
+    [*((name, torch.float32) for name in ALGORITHMS), ("sgd", torch.bfloat16), ("lion", torch.float16)],
+)
+def test_an_update_that_fails_at_any_operation_is_finished_exactly_once(algorithm: str, dtype: torch.dtype) -> None:
+    counts: list[int] = []
+
+    def counted(_: int, step: Callable[[], None]) -> None:
+        with FailingOnce() as counting:
+            step()
+        counts.append(counting.count)
+
+    expected = trained(algorithm, dtype, counted)
+    assert trained(algorithm, dtype, lambda _, step: step()) == expected
+
+    def failing(at: tuple[int, int]) -> Callable[[int, Callable[[], None]], None]:
+        def run(number: int, step: Callable[[], None]) -> None:
+            if number == at[0]:
+                with pytest.raises(FaultError), FailingOnce(at[1]):
+                    step()
+            step()
+
+        return run
+
+    for number, count in enumerate(counts):
+        # Every operation of the first step, and enough of the next to meet each kind.
+        for operation in range(0, count, 1 if number == 0 else 7):
+            assert trained(algorithm, dtype, failing((number, operation))) == expected, (number, operation)
+
+
+@pytest.mark.usefixtures("small_slices")
+@pytest.mark.parametrize("algorithm", [name for name, known in ALGORITHMS.items() if not known.whole_tensors])
+def test_slices_change_no_bit_and_bound_what_an_update_allocates(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest: list[int] = []
+
+    def measured(_: int, step: Callable[[], None]) -> None:
+        with LargestResult() as results:
+            step()
+        largest.append(results.bytes)
+
+    optimizer, step = ShardOptimizer([torch.ones(48, 64)]), settings_of(algorithm)
+    for _ in range(2):
+        optimizer.prepare([True], step, [0])
+        gradient = torch.ones(48 * 64)
+        measured(0, partial(optimizer.step, [gradient], step, [0], 0.5))
+    assert max(largest) <= 2 * 4096, "adamax joins two tensors of a slice's size"
+    sliced = trained(algorithm, torch.float32, lambda _, step: step())
+    monkeypatch.setattr(engines, "SLICE_BYTES", 1 << 30)
+    assert trained(algorithm, torch.float32, lambda _, step: step()) == sliced
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_state_is_allocated_before_the_update_and_known_in_advance(algorithm: str) -> None:
+    values, step = [torch.ones(64, 48)], settings_of(algorithm)
+    optimizer = ShardOptimizer(values)
+    needed, workspace = optimizer.needs([True], step, [0])
+    before = [bits(value) for value in values]
+    optimizer.prepare([True], step, [0])
+    allocated = optimizer.size_bytes
+    assert [bits(value) for value in values] == before
+    assert not optimizer.state(0), "nothing is to be seen before the commit"
+    assert optimizer.is_prepared([True], [0], allocation_key(step))
+    optimizer.step([torch.ones(64 * 48)], step, [0], 1.0)
+    assert optimizer.size_bytes == allocated == needed
+    assert (workspace > 0) == ALGORITHMS[algorithm].whole_tensors
+    assert optimizer.is_prepared([True], [0], allocation_key(step)), "the next step needs nothing more"
+
+
+def test_what_was_prepared_for_another_optimizer_is_given_back() -> None:
+    optimizer = ShardOptimizer([torch.ones(64)])
+    optimizer.prepare([True], step_of("adamw"), [0])
+    assert optimizer.size_bytes == 2 * 256 + 4
+    optimizer.prepare([True], step_of("lion"), [0])
+    assert optimizer.size_bytes == 256
+    optimizer.prepare([False], step_of("lion"), [0])
+    assert optimizer.size_bytes == 0
+
+
+def test_only_what_changes_memory_changes_the_allocation_key() -> None:
+    base = settings_of("rmsprop")
+    for change, same in (({"lr": 0.5}, True), ({"momentum": 0.1}, True), ({"momentum": 0.0}, False)):
+        other = settings_of("rmsprop")
+        for name, value in change.items():
+            other.groups[0].hyperparameters[name] = value
+        assert (allocation_key(other) == allocation_key(base)) == same, change
+    assert allocation_key(step_of("adagrad")) != allocation_key(step_of("adagrad", initial_accumulator_value=0.25))
+    without = step_of("rmsprop")
+    assert allocation_key(without) != allocation_key(base), "averages need memory"
