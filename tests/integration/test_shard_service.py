@@ -290,7 +290,8 @@ def test_fenced_epochs_and_attempts_are_refused(server: ShardServer) -> None:
     one.push(one.filled(1.0), rank=1)
     one.fence(0, (0, 7, 0))
     assert isinstance(error_of(lambda: one.push(one.filled(1.0), epoch=6)), StaleEpochError)
-    assert one.push(one.filled(1.0), epoch=7).duplicate is True, "what the lost trainer pushed stays"
+    assert one.push(one.filled(1.0), epoch=7).duplicate is False, "what the lost trainer pushed is replaced"
+    assert one.push(one.filled(1.0), epoch=7).duplicate is True
     one.fence(0, (0, 7, 2))
     assert server.look(lambda: list(one.shard.contributions.by_rank)) == [1]
     assert isinstance(error_of(lambda: one.push(one.filled(1.0), epoch=8, attempt=1)), StaleEpochError)
@@ -303,6 +304,7 @@ def test_fenced_epochs_and_attempts_are_refused(server: ShardServer) -> None:
 def test_an_epoch_that_only_a_trainer_names_shuts_nobody_out(server: ShardServer) -> None:
     one = unit(server)
     one.push(one.filled(1.0), epoch=2**62)
+    assert one.push(one.filled(1.0), epoch=1).duplicate is False, "it replaces what was pushed under the other epoch"
     assert one.push(one.filled(1.0), epoch=1).duplicate is True
     one.prepare(0)
     one.update(0)

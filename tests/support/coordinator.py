@@ -98,18 +98,26 @@ class Trainer:
             self.items = {item.global_rank: item for item in response.next_work.items}
         return response
 
-    async def prepare(self, step: int, *, norm_type: float = 0.0) -> coordinator_pb2.PrepareGradientsResponse:
+    async def prepare(
+        self, step: int, *, norm_type: float = 0.0, wait_s: float = 5.0
+    ) -> coordinator_pb2.PrepareGradientsResponse:
         return await self.rpcs.call(
-            "PrepareGradients", context=self.context(step), trainer=self.name, norm_type=norm_type
+            "PrepareGradients", context=self.context(step), trainer=self.name, norm_type=norm_type, wait_s=wait_s
         )
 
-    async def reset(self, step: int, rank: int, *, request_id: str = "") -> coordinator_pb2.WorkItem:
-        response = await self.rpcs.call(
+    async def try_reset(
+        self, step: int, rank: int, *, request_id: str = "", wait_s: float = 5.0
+    ) -> coordinator_pb2.ResetWorkResponse:
+        return await self.rpcs.call(
             "ResetWork",
             context=self.context(step, self.items[rank].epoch, request_id),
             trainer=self.name,
             global_rank=rank,
+            wait_s=wait_s,
         )
+
+    async def reset(self, step: int, rank: int, *, request_id: str = "") -> coordinator_pb2.WorkItem:
+        response = await self.try_reset(step, rank, request_id=request_id)
         self.items[rank] = response.item
         return response.item
 

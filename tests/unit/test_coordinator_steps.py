@@ -449,7 +449,7 @@ def test_work_begun_anew_gets_a_higher_attempt_and_voids_what_was_prepared(tmp_p
         async with harness(tmp_path) as cluster:
             a, b = trainers = await team_with_unit(cluster, "a", "b")
             await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
-            await b.prepare(0)
+            attempts = (await b.prepare(0)).attempts
             item = await a.reset(0, 0, request_id="once")
             assert item.attempt == 1
             assert (await a.reset(0, 0, request_id="once")).attempt == 1, "a retry does not begin it again"
@@ -457,7 +457,8 @@ def test_work_begun_anew_gets_a_higher_attempt_and_voids_what_was_prepared(tmp_p
             assert cluster.shards["s0"].runs["r"].attempts == {0: 2}
             assert not (await b.finish(0)).all_finished
             with pytest.raises(StepStateError, match="clips step 0 by a gradient norm that is out of date"):
-                await b.commit(0, clip_coefficient=0.5)
+                await b.commit(0, clip_coefficient=1.0, norm_attempts=attempts)
+            assert not (await b.commit(0, clip_coefficient=1.0)).committed, "b does not clip by a norm"
             with pytest.raises(StaleEpochError):
                 await a.finish(0, [finished_item(item)])
             await a.finish(0)
@@ -479,6 +480,65 @@ def test_a_commit_that_waits_is_not_lost_when_another_rank_begins_anew(tmp_path:
             await b.reset(0, 1)
             await b.finish(0)
             assert (await waiting).committed
+
+    run_async(scenario())
+
+
+def test_work_of_a_lost_trainer_is_leased_under_a_higher_attempt(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b")
+            await b.leave()
+            await cluster.settle()
+            again = await cluster.join("b", wait_s=5)
+            assert [(rank, item.attempt) for rank, item in again.items.items()] == [(1, 1)]
+            assert cluster.shards["s0"].runs["r"].attempts == {1: 1}, "servers drop what the former process pushed"
+            await again.leave()
+            await cluster.settle()
+            response = await a.finish(0, wait_s=5)
+            assert [(item.global_rank, item.attempt) for item in response.work.items] == [(1, 2)]
+
+    run_async(scenario())
+
+
+def test_a_norm_and_a_reset_that_wait_for_a_server_say_so(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, _ = trainers = await team_with_unit(cluster, "a", "b")
+            waiting = await a.prepare(0, wait_s=0.05)
+            assert not waiting.prepared
+            assert any("rank 1: trainer 'b'" in line for line in waiting.waiting_for), waiting
+            busy = True
+
+            def fail(rpc_name: str, request: Any) -> None:
+                if busy and rpc_name in ("PrepareStep", "Fence"):
+                    raise UnavailableError("busy")
+
+            cluster.shards["s1"].fail = fail
+            await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
+            waiting = await a.prepare(0, wait_s=0.05)
+            assert not waiting.prepared
+            assert any("servers 's0', 's1': they reduce" in line for line in waiting.waiting_for), waiting
+            answer = await a.try_reset(0, 0, request_id="once", wait_s=0.05)
+            assert not answer.HasField("item")
+            assert "servers 's0', 's1': they drop the gradient" in answer.waiting_for
+            busy = False
+            assert (await a.reset(0, 0, request_id="once")).attempt == 1
+            await a.finish(0)
+            assert (await a.prepare(0)).prepared
+
+    run_async(scenario())
+
+
+def test_finished_work_of_a_lost_trainer_keeps_its_attempt(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = trainers = await team_with_unit(cluster, "a", "b")
+            await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
+            await b.leave()
+            await cluster.settle()
+            assert (await a.commit(0, wait_s=5)).committed
+            assert cluster.shards["s0"].manifests[0].ranks[1].attempt == 0
 
     run_async(scenario())
 
@@ -687,7 +747,9 @@ def test_a_dead_trainers_bad_gradient_can_be_begun_anew(tmp_path: Path) -> None:
             await a.reset(0, 0)
             await cluster.settle()
             response = await a.finish(0)
-            assert [(item.global_rank, item.attempt) for item in response.work.items] == [(1, 1)]
+            (item,) = response.work.items
+            assert item.global_rank == 1
+            assert item.attempt > 0
             assert (await a.finish(0, wait_s=1)).all_finished
             assert (await a.commit(0, wait_s=5)).committed
 

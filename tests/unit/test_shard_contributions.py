@@ -13,9 +13,11 @@ from shardwell_wire.errors import StaleEpochError
 from shardwell_wire.v1 import shard_pb2
 
 
-def contribution(attempt: int = 0, parts: int = 1, give_back: Callable[[], None] = lambda: None) -> Contribution:
+def contribution(
+    attempt: int = 0, parts: int = 1, give_back: Callable[[], None] = lambda: None, epoch: int = 1
+) -> Contribution:
     buffer = torch.zeros(16, dtype=torch.uint8)
-    return Contribution(attempt, buffer, buffer.view(torch.float32).split(2), give_back, {0}, list(range(parts)))
+    return Contribution(epoch, attempt, buffer, buffer.view(torch.float32).split(2), give_back, {0}, list(range(parts)))
 
 
 def test_parts_add_where_there_is_a_gradient_and_begin_where_there_is_none() -> None:
@@ -39,7 +41,8 @@ def test_only_older_attempts_are_dropped() -> None:
     }
     assert not held.drop_older(0, 2)
     assert held.drop_older(0, 3)
-    assert (list(held.by_rank), held.attempt(0), held.part_count(1, 0), held.part_count(1, 1)) == ([1], 0, 1, 0)
+    assert (list(held.by_rank), held.attempt(0), held.part_count(1, 1, 0), held.part_count(1, 1, 1)) == ([1], 0, 1, 0)
+    assert held.part_count(1, 2, 0) == 0, "another lease pushed it"
     assert held.size_bytes == 16
     held.clear()
     assert (held.size_bytes, given_back) == (0, [0, 1])

@@ -78,6 +78,8 @@ class Units:
         self.generation = 0
         """How often graphs made before became unusable."""
         self._entered = False
+        self.before_use: Callable[[], None] = _nothing
+        """Called before a forward and before a unit is made; may commit a step."""
         self.is_last_backward = True
         """Whether the end of a backward frees what was gathered ahead and not used."""
 
@@ -96,6 +98,7 @@ class Units:
         Raises:
             UsageError: The session has a unit of that name.
         """
+        self.before_use()
         if layout.unit in self._by_name:
             raise UsageError(
                 f"this session has a unit named {layout.unit!r} already: choose another name", unit=layout.unit
@@ -183,7 +186,12 @@ class Units:
     @property
     def used(self) -> bool:
         """Whether a forward began since the last commit, or there are gradients that came without one."""
-        return self._entered or any(unit.pushed or unit.gradients.exist for unit in self)
+        return self._entered or self.have_gradients
+
+    @property
+    def have_gradients(self) -> bool:
+        """Whether there are gradients that are not committed, here or on the servers."""
+        return any(unit.pushed or unit.gradients.exist for unit in self)
 
     def forward_order(self) -> list[int]:
         """Indices of the units in the order in which the last forward first used them."""
@@ -261,8 +269,9 @@ class Units:
 
     def enter_forward(self, unit: Unit) -> None:
         """A forward of the unit begins."""
-        self._entered = True
         if backward_task() == NO_TASK:
+            self.before_use()
+            self._entered = True
             self._forget_failed_backward()
             self.gathering.use(unit, Phase.FORWARD)
         else:  # activation checkpointing computes it again: its backward comes next
@@ -347,6 +356,10 @@ class Units:
     def _free_after_backward(self, unit: Unit) -> None:
         if unit.settings.reshard_after_backward and not unit.is_replica:
             self.free_unused(unit)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _raise_written(unit: Unit, name: str) -> None:

@@ -11,6 +11,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardwell.data_plane.slice_client import SlicePart
 from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
+from shardwell.session.step_end import StepUpdate
 from shardwell_wire.errors import StepStateError, UsageError
 from shardwell_wire.slices import TRAINER_PREFIX
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -27,6 +29,14 @@ logger = logging.getLogger(__name__)
 
 _MAX_VOID_COUNT = 20
 """Gradients that become void under one's hands, one after the other, before that is taken for an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Clipping:
+    """How a step's gradient is clipped: by a coefficient, then by value."""
+
+    coefficient: float
+    value: float | None
 
 
 class ClientSide(ShardedOptimizer):
@@ -72,26 +82,22 @@ class ClientSide(ShardedOptimizer):
         """The numbers among a group's settings: trainers must agree on them."""
         return dict(_numbers({key: value for key, value in group.items() if key != "params"}))
 
-    def _commit(self, coefficient: float) -> bool:
-        request = self._to_proto()
-        return self._session.in_flight.commit(
-            self._session.loop_step,
-            request,
-            coefficient,
-            update_slices=lambda work: self._update_slices(request, work, coefficient),
-        )
+    def _make_update(self) -> StepUpdate:
+        update, clip_value = super()._make_update(), self._scaling.clip_value
+        clipping = _Clipping(update.clip_coefficient, clip_value)
+        return replace(update, update_slices=lambda work: self._update_slices(update.optimizer, work, clipping))
 
     def _update_slices(
         self,
         optimizer: common_pb2.OptimizerStep,
         work: Sequence[coordinator_pb2.SliceWork],
-        clip_coefficient: float,
+        clipping: _Clipping,
     ) -> list[coordinator_pb2.SliceWork]:
         """Updates and stages slices; returns those that are staged."""
         groups = {unit.unit_index: unit.group_indices for unit in optimizer.units}
 
         def update(unit_index: int, part: SlicePart) -> None:
-            self._update(part, groups[unit_index], clip_coefficient)
+            self._update(part, groups[unit_index], clipping)
 
         staged = []
         for slices in work:
@@ -108,16 +114,16 @@ class ClientSide(ShardedOptimizer):
         return staged
 
     @torch.no_grad()
-    def _update(self, part: SlicePart, groups: Sequence[int], clip_coefficient: float) -> None:
+    def _update(self, part: SlicePart, groups: Sequence[int], clipping: _Clipping) -> None:
         """One step of the optimizer on one part of a slice, in place."""
         parameters = {index: nn.Parameter(value) for index, value in part.values.items() if groups[index] >= 0}
         part.gradients = {index: gradient for index, gradient in part.gradients.items() if index in parameters}
         if not part.gradients:
             return
         for index, gradient in part.gradients.items():
-            clipped = gradient.mul_(clip_coefficient) if clip_coefficient != 1.0 else gradient
-            if self._clip_value is not None:
-                clipped.clamp_(-self._clip_value, self._clip_value)
+            clipped = gradient.mul_(clipping.coefficient) if clipping.coefficient != 1.0 else gradient
+            if clipping.value is not None:
+                clipped.clamp_(-clipping.value, clipping.value)
             parameters[index].grad = clipped
         inner = self._make(list(self._inner_groups(parameters, groups)), **self._options)
         left = {index: state for index, state in part.state.items() if index not in parameters}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -13,12 +14,25 @@ from shardwell.module.callers import called_from
 from shardwell.module.parameter import USE_SHARDED_SCALER, owner_of
 from shardwell.session.open_sessions import session_of
 from shardwell.session.session import Session
+from shardwell.session.step_end import StepUpdate
 from shardwell_wire.errors import NonFiniteError, UsageError
 from shardwell_wire.slices import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
 
 _CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
+
+
+@dataclass(slots=True)
+class _Scaling:
+    """How the gradients of one step are scaled and clipped."""
+
+    coefficient: float = 1.0
+    """What clipping by the norm multiplies them by."""
+    norm_attempts: int | None = None
+    """``GradNorm.attempts`` of that norm; None: it was not asked for."""
+    clip_value: float | None = None
+    loss_scale: float | None = None
 
 
 class ShardedOptimizer(Optimizer):
@@ -37,9 +51,7 @@ class ShardedOptimizer(Optimizer):
         super().__init__(params, defaults)
         self._session = self._find_session()
         self._session.note_buffers()
-        self._clip_coefficient = 1.0
-        self._clip_value: float | None = None
-        self._loss_scale: float | None = None
+        self._scaling = _Scaling()
         self.skipped = False
         """Whether the last step changed no parameter, since a gradient of a scaled loss was not finite."""
         self._ema_decay: float | None = None
@@ -119,16 +131,17 @@ class ShardedOptimizer(Optimizer):
             raise UsageError("clip_grad_norm_(error_if_nonfinite=False): a non-finite gradient is never committed")
         if not max_norm > 0:
             raise UsageError(f"clip_grad_norm_({max_norm!r}): expected a positive norm")
-        if self._clip_value is not None:
+        if self._scaling.clip_value is not None:
             raise UsageError("clip_grad_norm_ after clip_grad_value_: a step clips by one of them")
+        self._session.in_flight.settle()
         norm = self._grad_norm(float(norm_type))
         # NaN stands for that of a step committed before this trainer joined: nobody knows it any more.
-        if math.isinf(norm) and self._loss_scale is None:
+        if math.isinf(norm) and self._scaling.loss_scale is None:
             raise NonFiniteError(
                 f"the norm of type {norm_type} is beyond what a double holds, though the gradient is finite: "
                 "take a smaller norm_type, or infinity"
             )
-        self._clip_coefficient = min(1.0, max_norm / (norm + _CLIP_EPSILON)) if math.isfinite(norm) else 1.0
+        self._scaling.coefficient = min(1.0, max_norm / (norm + _CLIP_EPSILON)) if math.isfinite(norm) else 1.0
         return torch.tensor(norm, dtype=torch.float64)
 
     def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
@@ -147,18 +160,21 @@ class ShardedOptimizer(Optimizer):
         self._refuse_if_combined("clip_grad_value_")
         if not float(clip_value) > 0:
             raise UsageError(f"clip_grad_value_({clip_value!r}): expected a positive number")
-        if self._clip_coefficient != 1.0:
+        if self._scaling.norm_attempts is not None:
             raise UsageError("clip_grad_value_ after clip_grad_norm_: a step clips by one of them")
-        self._clip_value = float(clip_value)
+        self._scaling.clip_value = float(clip_value)
 
     def _grad_norm(self, norm_type: float) -> float:
         """Of the unscaled mean gradient."""
-        if self._loss_scale is None:
-            return self._session.in_flight.grad_norm(self._session.loop_step, norm_type)
+        loss_scale = self._scaling.loss_scale
         try:
-            return self._session.in_flight.grad_norm(self._session.loop_step, norm_type) / self._loss_scale
+            norm = self._session.in_flight.grad_norm(self._session.loop_step, norm_type)
         except NonFiniteError:
+            if loss_scale is None:
+                raise
             return math.inf
+        self._scaling.norm_attempts = norm.attempts
+        return norm.value if loss_scale is None else norm.value / loss_scale
 
     def unscale(self, loss_scale: float) -> None:
         """From now until the end of the step gradients count as divided by the scale that the loss had.
@@ -167,7 +183,7 @@ class ShardedOptimizer(Optimizer):
         skips the update instead of raising NonFiniteError.
         """
         self._refuse_if_combined("unscale")
-        self._loss_scale = loss_scale
+        self._scaling.loss_scale = loss_scale
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commits the step: returns when every rank's gradient is reduced and the commit is durable.
@@ -189,13 +205,15 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.skipped = not self._commit(self._clip_coefficient / (self._loss_scale or 1.0))
-        self._clip_coefficient, self._clip_value, self._loss_scale = 1.0, None, None
+        self.skipped = not self._session.commit(self._make_update())
+        self._scaling = _Scaling()
         return loss
 
-    def _commit(self, coefficient: float) -> bool:
-        """Commits the step with its gradients times a coefficient; returns whether parameters were updated."""
-        return self._session.in_flight.commit(self._session.loop_step, self._to_proto(), coefficient)
+    def _make_update(self) -> StepUpdate:
+        """What the commit is asked for."""
+        scaling = self._scaling
+        coefficient = scaling.coefficient / (scaling.loss_scale or 1.0)
+        return StepUpdate(self._to_proto(), coefficient, scaling.norm_attempts)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops this work item's gradients, also those that are on the servers already.
@@ -204,7 +222,7 @@ class ShardedOptimizer(Optimizer):
         ``step.batches`` it drops those of all items computed here: ``step`` then commits without them.
         """
         self._session.in_flight.zero_grad()
-        self._clip_coefficient, self._clip_value, self._loss_scale = 1.0, None, None
+        self._scaling = _Scaling()
 
     def state_dict(self) -> dict[str, Any]:
         """The hyper-parameters of every group. The state itself lives on the servers and belongs to the run."""
@@ -266,8 +284,8 @@ class ShardedOptimizer(Optimizer):
             algorithm=self.algorithm,
             groups=groups,
             ema_decay=self._ema_decay,
-            clip_value=self._clip_value,
-            skip_non_finite=self._loss_scale is not None,
+            clip_value=self._scaling.clip_value,
+            skip_non_finite=self._scaling.loss_scale is not None,
             units=[common_pb2.UnitGroups(unit_index=index, group_indices=group) for index, group in indices.items()],
         )
 

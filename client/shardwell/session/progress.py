@@ -72,14 +72,26 @@ class StepProgress:
             current.finished = True
         self._current = None
 
+    def reopen(self) -> None:
+        """The gradients of finished items were dropped. In a plain loop the items are computed anew."""
+        if not self.in_batches:
+            for progress in self.items.values():
+                progress.finished = False
+
     def require_current(self) -> ItemProgress:
         """The item that a gradient belongs to. Raises UsageError if there is none."""
         if (current := self.current) is not None:
             return current
-        if self.in_batches or any(progress.finished for progress in self.items.values()):
+        if self.in_batches:
             raise UsageError(
                 f"a gradient came after the work of step {self.number} was finished: "
                 "run backward inside `for batch in step.batches(...)`, before optimizer.step()"
+            )
+        if any(progress.finished for progress in self.items.values()):
+            raise UsageError(
+                f"a gradient came after the work of step {self.number} was finished, by optimizer.clip_grad_norm_() or "
+                "by an optimizer.step() that raised: call optimizer.step() to commit the step, or "
+                "optimizer.zero_grad() to drop its gradient and go on with another batch"
             )
         if not self.items:
             raise UsageError(

@@ -210,14 +210,17 @@ class RunStore:
         """See ``ParameterStore.drain``."""
         self._traffic.drain()
 
-    def discard(self) -> None:
+    def discard(self, *, empty_too: bool = False) -> None:
         """Withdraws what was pushed for the current item; between items, for all of the step's.
 
         A finished item stays finished: its rank then has no gradient in the step.
+
+        Args:
+            empty_too: Begins finished items anew also if nothing was pushed for them.
         """
         current = self.progress.current
         for progress in [current] if current else list(self.progress.items.values()):
-            if progress.parts:
+            if progress.parts or (empty_too and progress.finished):
                 self._reset(progress)
 
     def update_slices(
@@ -261,7 +264,12 @@ class RunStore:
             trainer=self._membership.trainer,
             global_rank=progress.item.global_rank,
         )
-        response: coordinator_pb2.ResetWorkResponse = self._membership.call("ResetWork", request)
+        response: coordinator_pb2.ResetWorkResponse = self._membership.poll(
+            "ResetWork",
+            request,
+            lambda answer: answer.HasField("item"),
+            what=f"the servers to drop the gradient of rank {progress.item.global_rank} in step {self.progress.number}",
+        )
         progress.item.CopyFrom(response.item)
         progress.parts.clear()
         self.progress.is_complete = False

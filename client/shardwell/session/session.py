@@ -23,8 +23,8 @@ from shardwell.session.private_cluster import open_private_cluster
 from shardwell.session.progress import StepProgress
 from shardwell.session.run_state import RunBuffers, TrackedObjects
 from shardwell.session.run_store import RunStore
-from shardwell.session.step import Step
-from shardwell.session.step_end import StepEnd
+from shardwell.session.step import LoopPosition, Step
+from shardwell.session.step_end import StepEnd, StepUpdate
 from shardwell.session.step_in_flight import StepInFlight
 from shardwell_wire.errors import UsageError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -76,7 +76,7 @@ class Session:
         self.in_flight = StepInFlight(
             StepEnd(self._membership), self.store, self.units, self._buffers, self._tracked, progress
         )
-        self._loop_step: int | None = None
+        self._loop: LoopPosition | None = None
         open_sessions.note_opened(self)
         self._tell_place()
 
@@ -146,15 +146,23 @@ class Session:
 
     # ---- the loop ----
 
-    def steps(self, num_steps: int) -> Iterator[Step]:
+    def steps(self, num_steps: int, *, optimizer_steps: int = 1) -> Iterator[Step]:
         """Yields the steps of the run up to ``num_steps`` in all, from the committed one on.
 
         A run that has so many already is not trained further, and a warning is logged.
 
+        Args:
+            num_steps: How often the loop body runs in the whole run, on one trainer that is never interrupted.
+            optimizer_steps: How often the body calls ``step()`` of its optimizers. Each call is a commit of the run. A
+                trainer that joins between two of them goes through the committed ones again: no batch comes, and
+                ``optimizer.step()`` returns at once.
+
         Raises:
-            UsageError: The loop body ended without ``optimizer.step()``.
+            UsageError: The loop body called ``optimizer.step()`` less or more often.
         """
-        if self.step >= num_steps:
+        if optimizer_steps < 1:
+            raise UsageError(f"steps(optimizer_steps={optimizer_steps!r}): expected at least 1")
+        if self.step >= num_steps * optimizer_steps:
             logger.warning(
                 "run %r has committed %d steps, so steps(%d) has none left to train: ask for more steps, or start a "
                 "new run under another name",
@@ -162,14 +170,18 @@ class Session:
                 self.step,
                 num_steps,
             )
-        self._loop_step = self.step - 1 if self._tracked.restored and self.step else self.step
-        while self._loop_step < num_steps:
-            self.in_flight.enter()
-            yield Step(self, self._loop_step)
-            if self.step <= self._loop_step:
-                raise UsageError(f"the loop body of step {self._loop_step} ended without optimizer.step()")
-            self._loop_step = self.step
-        self._loop_step = None
+        first = self.step - 1 if self._tracked.restored and self.step else self.step
+        loop: LoopPosition | None = None
+        try:
+            for number in range(first // optimizer_steps, num_steps):
+                loop = self._loop = LoopPosition(number, optimizer_steps)
+                self.in_flight.enter()
+                yield Step(self, loop)
+                self.in_flight.settle()
+                loop.require_end()
+        finally:
+            if self._loop is loop:  # else another loop has begun
+                self._loop = None
 
     def track(self, **objects: Any) -> None:
         """Stores the state of objects (LR schedulers, counters) with every commit.
@@ -190,7 +202,17 @@ class Session:
     @property
     def loop_step(self) -> int:
         """The step that ``optimizer.step()`` is about: the committed one when it is only gone through."""
-        return self.step if self._loop_step is None else self._loop_step
+        return self.step if self._loop is None else self._loop.step
+
+    def commit(self, update: StepUpdate) -> bool:
+        """Commits the loop's step; returns whether parameters were updated. See ``StepInFlight.commit``."""
+        loop = self._loop
+        if loop is not None:
+            loop.require_open()
+        updated = self.in_flight.commit(self.loop_step, update)
+        if loop is not None:
+            loop.commits += 1
+        return updated
 
     def note_buffers(self) -> None:
         """The model is complete: what its buffers hold now is what the run starts from."""

@@ -4,12 +4,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from shardwell.session.membership import Membership
 from shardwell.session.progress import ItemProgress
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
+
+@dataclass(frozen=True, slots=True)
+class GradNorm:
+    """A norm of a step's mean gradient."""
+
+    value: float
+    attempts: int
+    """Tells the gradient from that of an earlier attempt."""
+
+
 SliceUpdate = Callable[[Sequence[coordinator_pb2.SliceWork]], Sequence[coordinator_pb2.SliceWork]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepUpdate:
+    """What an optimizer asks a commit for."""
+
+    optimizer: common_pb2.OptimizerStep
+    """Algorithm and hyper-parameters."""
+    clip_coefficient: float = 1.0
+    """What the gradient is multiplied by."""
+    norm_attempts: int | None = None
+    """``GradNorm.attempts`` of the norm that the coefficient was computed from; None: of none."""
+    update_slices: SliceUpdate | None = None
+    """Stages the slices that the coordinator assigns to this trainer and returns those that are staged. Needed if the
+    optimizer runs on the trainers."""
 
 
 class StepEnd:
@@ -52,48 +78,54 @@ class StepEnd:
         self._finish_wait_s += time.perf_counter() - started
         return response
 
-    def grad_norm(self, step: int, norm_type: float) -> float:
-        """Global norm, before any clipping, of the mean gradient of a step whose work is finished or committed."""
+    def grad_norm(self, step: int, norm_type: float) -> GradNorm:
+        """Global norm, before any clipping, of the mean gradient of a step whose work is finished or committed.
+
+        Raises:
+            DeadlineError: The servers did not reduce the gradient in time.
+        """
         request = coordinator_pb2.PrepareGradientsRequest(
             context=self._membership.context(step),
             trainer=self._membership.trainer,
             norm_type=0.0 if norm_type == 2.0 else norm_type,
         )
-        response: coordinator_pb2.PrepareGradientsResponse = self._membership.call("PrepareGradients", request)
-        return response.other_norm if request.norm_type else response.grad_norm
+        response: coordinator_pb2.PrepareGradientsResponse = self._membership.poll(
+            "PrepareGradients",
+            request,
+            lambda answer: answer.prepared,
+            what=f"the gradient norm of step {step}",
+        )
+        return GradNorm(response.other_norm if request.norm_type else response.grad_norm, response.attempts)
 
     def commit(
         self,
         step: int,
-        optimizer: common_pb2.OptimizerStep,
-        clip_coefficient: float,
+        update: StepUpdate,
         *,
         unit_order: Sequence[int],
         state: coordinator_pb2.RunState,
-        update_slices: SliceUpdate | None,
     ) -> coordinator_pb2.CommitStepResponse:
-        """Hands in what a commit is made of; returns when the step is committed. ``Session.commit`` says more.
+        """Hands in what a commit is made of; returns when the step is committed. ``StepInFlight.commit`` says more.
 
         Args:
             step: Number of the step.
-            optimizer: Its hyper-parameters.
-            clip_coefficient: What the gradient is multiplied with.
+            update: What the optimizer asks for.
             unit_order: Indices of the units as the forward used them: earlier ones are updated first.
             state: What the run keeps beside the parameters.
-            update_slices: Stages slices, if the optimizer runs on the trainers.
         """
         request = coordinator_pb2.CommitStepRequest(
             context=self._membership.context(step),
             trainer=self._membership.trainer,
-            optimizer=optimizer,
-            clip_coefficient=clip_coefficient,
+            optimizer=update.optimizer,
+            clip_coefficient=update.clip_coefficient,
+            norm_attempts=update.norm_attempts,
             unit_order=unit_order,
             state=state,
         )
         started = time.perf_counter()
         response = self._poll_commit(request)
-        while update_slices is not None and response.slices:
-            request.staged_slices.extend(update_slices(response.slices))
+        while update.update_slices is not None and response.slices:
+            request.staged_slices.extend(update.update_slices(response.slices))
             request.context.CopyFrom(self._membership.context(step))
             response = self._poll_commit(request)
         self._commit_wait_s += time.perf_counter() - started

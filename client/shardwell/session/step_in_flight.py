@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 from shardwell.module.units import Units
 from shardwell.session.progress import ItemProgress, StepProgress
 from shardwell.session.run_state import RunBuffers, TrackedObjects
 from shardwell.session.run_store import RunStore
-from shardwell.session.step_end import SliceUpdate, StepEnd
-from shardwell_wire.errors import UsageError
-from shardwell_wire.v1 import common_pb2, coordinator_pb2
+from shardwell.session.step_end import GradNorm, StepEnd, StepUpdate
+from shardwell_wire.errors import DeadlineError, UnavailableError, UsageError, VersionGoneError
+from shardwell_wire.v1 import coordinator_pb2
+
+logger = logging.getLogger(__name__)
 
 
 class StepInFlight:
@@ -38,8 +42,11 @@ class StepInFlight:
         self._step_end, self._store, self._units = end, store, units
         self._buffers, self._tracked = buffers, tracked
         self.progress = progress
-        self._committed_last = False
-        """Whether nothing happened since the last commit."""
+        self._dropped = False
+        """Whether ``zero_grad`` was called since the step began: a commit without gradients is intended."""
+        self._interrupted: StepUpdate | None = None
+        """What the ``optimizer.step()`` asked for that was called last and did not come to its end."""
+        units.before_use = self.settle
 
     @property
     def wait_s(self) -> dict[str, float]:
@@ -47,22 +54,47 @@ class StepInFlight:
         return self._step_end.stats
 
     def enter(self) -> None:
-        """A loop comes to the step."""
-        self._committed_last = False
+        """Called when a loop over ``session.steps`` begins the step."""
+        self._dropped = False
+
+    def begin_batches(self) -> None:
+        """``step.batches`` hands out the step's items from now on.
+
+        Raises:
+            UsageError: There is a gradient already, which belongs to none of them.
+        """
+        if not self.progress.in_batches and self._units.have_gradients:
+            raise UsageError(
+                f"a backward ran in step {self.progress.number} before `for batch in step.batches(...)`: its gradient "
+                "belongs to no batch, so no other trainer could compute it anew. Run it inside that loop, or call "
+                "optimizer.zero_grad() to drop it"
+            )
+        self.progress.in_batches = True
 
     def begin_item(self, item: ItemProgress) -> None:
         """The work item that gradients belong to from now on; nothing of an earlier try remains."""
-        self._committed_last = False
         self.progress.begin(item)
         self._units.zero_grad()
         self._buffers.begin_item()
 
     def zero_grad(self) -> None:
-        """Drops the current item's gradients, or, between items, those of all that are finished."""
-        self._committed_last = False
+        """Drops the gradients of the current item. Between items it drops those of all items that are finished.
+
+        In a plain loop a finished item is then computed anew: the step goes on with the next batch.
+        """
+        self._dropped = True
         self._units.zero_grad()
-        if self.progress.current is None:
-            self._store.discard()
+        if self.progress.current is not None:
+            return
+        try:
+            self._store.discard(empty_too=not self.progress.in_batches)
+        except VersionGoneError:
+            if self._interrupted is None:
+                raise
+            self.settle()  # the interrupted optimizer.step() had committed it
+        else:
+            self._interrupted = None
+            self.progress.reopen()
 
     def end_item(self) -> None:
         """The current item is computed: sends what is left of its gradients."""
@@ -85,67 +117,82 @@ class StepInFlight:
         self.progress.is_complete = response.all_finished
         return [] if response.all_finished else self.progress.add(response.work.items)
 
-    def grad_norm(self, step: int, norm_type: float) -> float:
+    def grad_norm(self, step: int, norm_type: float) -> GradNorm:
         """Global norm of a step's mean gradient, before any clipping; finishes the work first if it is in flight."""
         if step == self.progress.number:
             self._finish_loose_work()
         return self._step_end.grad_norm(step, norm_type)
 
-    def commit(
-        self,
-        step: int,
-        optimizer: common_pb2.OptimizerStep,
-        clip_coefficient: float,
-        update_slices: SliceUpdate | None = None,
-    ) -> bool:
-        """Hands in the step's hyper-parameters; returns when the step is committed.
-
-        ``update_slices`` is needed if the optimizer runs on the trainers: it stages the slices that the coordinator
-        gives this one and returns those that are staged.
+    def commit(self, step: int, update: StepUpdate) -> bool:
+        """Sends what an optimizer asks for; returns when the step is committed.
 
         Returns:
             Whether the parameters were updated, the same on every trainer. False: a gradient was not finite, and
-            ``optimizer.skip_non_finite`` said to commit without any then.
+            ``skip_non_finite`` said to commit without any then.
 
         Raises:
-            UsageError: Nothing happened since the last commit.
-            HyperparameterMismatchError: Another rank handed in different ones.
+            UsageError: This trainer has computed nothing for the step.
+            HyperparameterMismatchError: Another rank sent different ones.
             NonFiniteError: A gradient is not finite; nothing changed. ``zero_grad`` on every trainer and
                 committing again skips the step.
             DeadlineError: Others did not finish in time.
         """
-        self._refuse_second_commit()
-        replayed = step < self.progress.number
-        if not replayed:
+        if step < self.progress.number:
+            return not self._ask_commit(step, update).skipped
+        if self._interrupted is None:
+            self._require_work()
+        self._interrupted = update
+        try:
             self._finish_loose_work()
-        response = self._step_end.commit(
+            response = self._ask_commit(step, update)
+        except (DeadlineError, UnavailableError):
+            raise  # other trainers may have it committed meanwhile
+        except Exception:
+            self._interrupted = None
+            raise
+        self._advance(response)
+        self._interrupted = None
+        return not response.skipped
+
+    def settle(self) -> None:
+        """Completes an ``optimizer.step()`` that an interrupt or a deadline ended, whether it was committed or not."""
+        if self._interrupted is not None:
+            logger.info("step %d: completing the optimizer.step() that was interrupted", self.progress.number)
+            self.commit(self.progress.number, self._interrupted)
+
+    def _ask_commit(self, step: int, update: StepUpdate) -> coordinator_pb2.CommitStepResponse:
+        return self._step_end.commit(
             step,
-            optimizer,
-            clip_coefficient,
+            update,
             unit_order=self._units.forward_order(),
             state=coordinator_pb2.RunState(
                 step=step, tracked_json=self._tracked.to_json(), buffers=self._buffers.to_proto()
             ),
-            update_slices=update_slices,
         )
-        self._committed_last = True
-        if not replayed:
-            try:
-                self._units.invalidate()
-            finally:  # it may complain of a write, but the step is committed all the same
-                self._buffers.committed(response.state.buffers)
-                self.progress = StepProgress(response.next_work.step, response.next_work.items)
-                self._store.advance(self.progress)
-            self._units.begin_step()
-        return not response.skipped
 
-    def _refuse_second_commit(self) -> None:
-        if self._committed_last and not self._units.used:
-            raise UsageError(
-                f"optimizer.step() was called again right after step {self.progress.number - 1} was committed: one "
-                "call commits the gradients of all parameters. For several optimizers use "
-                "shardwell.optim.Combined([...]); to commit a step without gradients call optimizer.zero_grad() before"
-            )
+    def _advance(self, response: coordinator_pb2.CommitStepResponse) -> None:
+        """The step is committed: the next one begins here."""
+        try:
+            self._units.invalidate()
+        finally:  # it may complain of a write, but the step is committed all the same
+            self._buffers.committed(response.state.buffers)
+            self.progress = StepProgress(response.next_work.step, response.next_work.items)
+            self._store.advance(self.progress)
+            self._dropped = False
+        self._units.begin_step()
+
+    def _require_work(self) -> None:
+        """Raises UsageError if nothing was computed for the step, and not by intent."""
+        if self._units.used or self._dropped or self.progress.in_batches or not self.progress.items:
+            return
+        number = self.progress.number
+        raise UsageError(
+            f"optimizer.step() was called in step {number}, but no forward has run on this trainer since "
+            + (f"step {number - 1} was committed" if number else "the session was opened")
+            + ": one call commits the gradients of all parameters. Run the model and loss.backward() before it. For "
+            "several optimizers use shardwell.optim.Combined([...]); to commit a step without gradients call "
+            "optimizer.zero_grad() right before optimizer.step()"
+        )
 
     def _finish_loose_work(self) -> None:
         """In a plain loop nothing has finished this trainer's item yet."""

@@ -740,10 +740,13 @@ class ResetWorkRequest(google.protobuf.message.Message):
     CONTEXT_FIELD_NUMBER: builtins.int
     TRAINER_FIELD_NUMBER: builtins.int
     GLOBAL_RANK_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     global_rank: builtins.int
     """The logical rank whose work is begun anew."""
+    wait_s: builtins.float
+    """Longest time to wait, in seconds. 0: only look."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """context.epoch: of the lease on the logical rank."""
@@ -754,9 +757,10 @@ class ResetWorkRequest(google.protobuf.message.Message):
         context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
         trainer: builtins.str = ...,
         global_rank: builtins.int = ...,
+        wait_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "global_rank", b"global_rank", "trainer", b"trainer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "global_rank", b"global_rank", "trainer", b"trainer", "wait_s", b"wait_s"]) -> None: ...
 
 global___ResetWorkRequest = ResetWorkRequest
 
@@ -765,17 +769,24 @@ class ResetWorkResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ITEM_FIELD_NUMBER: builtins.int
+    WAITING_FOR_FIELD_NUMBER: builtins.int
     @property
     def item(self) -> global___WorkItem:
-        """With the new attempt."""
+        """With the new attempt. Unset: still waiting; ask again with the same request_id."""
+
+    @property
+    def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """While waiting: what for, one line each."""
 
     def __init__(
         self,
         *,
         item: global___WorkItem | None = ...,
+        waiting_for: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["item", b"item"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["item", b"item"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_item", b"_item", "item", b"item"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_item", b"_item", "item", b"item", "waiting_for", b"waiting_for"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_item", b"_item"]) -> typing.Literal["item"] | None: ...
 
 global___ResetWorkResponse = ResetWorkResponse
 
@@ -885,10 +896,13 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
     CONTEXT_FIELD_NUMBER: builtins.int
     TRAINER_FIELD_NUMBER: builtins.int
     NORM_TYPE_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     norm_type: builtins.float
     """Another norm that is wanted beside the Euclidean one: its p, above 0, or infinity. 0: none."""
+    wait_s: builtins.float
+    """Longest time to wait, in seconds. 0: only look."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, epoch, step and request id."""
@@ -899,9 +913,10 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
         context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
         trainer: builtins.str = ...,
         norm_type: builtins.float = ...,
+        wait_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "norm_type", b"norm_type", "trainer", b"trainer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "norm_type", b"norm_type", "trainer", b"trainer", "wait_s", b"wait_s"]) -> None: ...
 
 global___PrepareGradientsRequest = PrepareGradientsRequest
 
@@ -911,17 +926,31 @@ class PrepareGradientsResponse(google.protobuf.message.Message):
 
     GRAD_NORM_FIELD_NUMBER: builtins.int
     OTHER_NORM_FIELD_NUMBER: builtins.int
+    ATTEMPTS_FIELD_NUMBER: builtins.int
+    PREPARED_FIELD_NUMBER: builtins.int
+    WAITING_FOR_FIELD_NUMBER: builtins.int
     grad_norm: builtins.float
     """Euclidean norm of the mean gradient over all units and servers."""
     other_norm: builtins.float
     """The norm of type norm_type; only when asked for."""
+    attempts: builtins.int
+    """Sum of the attempts at all ranks' work: tells the step's gradient from that of an earlier attempt."""
+    prepared: builtins.bool
+    """False: still waiting, and no other field but waiting_for is set; ask again."""
+    @property
+    def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """While waiting: what for, one line each."""
+
     def __init__(
         self,
         *,
         grad_norm: builtins.float = ...,
         other_norm: builtins.float = ...,
+        attempts: builtins.int = ...,
+        prepared: builtins.bool = ...,
+        waiting_for: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["grad_norm", b"grad_norm", "other_norm", b"other_norm"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "grad_norm", b"grad_norm", "other_norm", b"other_norm", "prepared", b"prepared", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___PrepareGradientsResponse = PrepareGradientsResponse
 
@@ -963,12 +992,17 @@ class CommitStepRequest(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     STAGED_SLICES_FIELD_NUMBER: builtins.int
+    NORM_ATTEMPTS_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     clip_coefficient: builtins.float
     """1: no clipping."""
     wait_s: builtins.float
     """Longest time to wait, in seconds. 0: only look."""
+    norm_attempts: builtins.int
+    """Set if clip_coefficient was computed from a norm that PrepareGradients returned: PrepareGradientsResponse.attempts.
+    The commit is refused if a rank has begun its work anew since then.
+    """
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """context.epoch: of the membership."""
@@ -1000,9 +1034,13 @@ class CommitStepRequest(google.protobuf.message.Message):
         state: global___RunState | None = ...,
         wait_s: builtins.float = ...,
         staged_slices: collections.abc.Iterable[global___SliceWork] | None = ...,
+        norm_attempts: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_state", b"_state", "context", b"context", "optimizer", b"optimizer", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "clip_coefficient", b"clip_coefficient", "context", b"context", "optimizer", b"optimizer", "staged_slices", b"staged_slices", "state", b"state", "trainer", b"trainer", "unit_order", b"unit_order", "wait_s", b"wait_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_norm_attempts", b"_norm_attempts", "_state", b"_state", "context", b"context", "norm_attempts", b"norm_attempts", "optimizer", b"optimizer", "state", b"state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_norm_attempts", b"_norm_attempts", "_state", b"_state", "clip_coefficient", b"clip_coefficient", "context", b"context", "norm_attempts", b"norm_attempts", "optimizer", b"optimizer", "staged_slices", b"staged_slices", "state", b"state", "trainer", b"trainer", "unit_order", b"unit_order", "wait_s", b"wait_s"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_norm_attempts", b"_norm_attempts"]) -> typing.Literal["norm_attempts"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___CommitStepRequest = CommitStepRequest

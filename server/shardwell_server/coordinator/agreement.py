@@ -25,6 +25,8 @@ class HandIn:
     clip_coefficient: float
     unit_order: tuple[int, ...]
     state: coordinator_pb2.RunState | None
+    norm_attempts: int | None = None
+    """``Step.attempts`` of the norm that ``clip_coefficient`` was computed from; None: it was not computed from one."""
 
     def asks_the_same(self, other: HandIn) -> bool:
         """Whether both want the same update: what holds of the one holds of the other."""

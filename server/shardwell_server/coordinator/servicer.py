@@ -175,8 +175,7 @@ class CoordinatorServicer:
     ) -> coordinator_pb2.ResetWorkResponse:
         run, member = self._member(request, of_membership=False)
         with heard(member, self._state.clock):
-            item = await self._coordinator.steps.reset(run, member, request)
-            return coordinator_pb2.ResetWorkResponse(item=item.to_proto())
+            return await self._coordinator.steps.reset(run, member, request, _wait_s(call, request.wait_s))
 
     async def FinishWork(
         self, request: coordinator_pb2.FinishWorkRequest, call: Call
@@ -197,16 +196,12 @@ class CoordinatorServicer:
     ) -> coordinator_pb2.PrepareGradientsResponse:
         run, member = self._member(request)
         with heard(member, self._state.clock):
-            prepared = await self._coordinator.steps.prepare(
+            return await self._coordinator.steps.prepare(
                 run,
                 member,
                 request.context.step,
                 norm_type=_norm_type(request.norm_type),
-                wait_s=_wait_s(call, MAX_WAIT_S),
-            )
-            other = prepared.other_norm
-            return coordinator_pb2.PrepareGradientsResponse(
-                grad_norm=prepared.grad_norm, other_norm=other.value if other is not None else 0.0
+                wait_s=_wait_s(call, request.wait_s),
             )
 
     async def CommitStep(
@@ -220,6 +215,7 @@ class CoordinatorServicer:
             clip_coefficient=request.clip_coefficient,
             unit_order=tuple(request.unit_order),
             state=request.state if request.HasField("state") else None,
+            norm_attempts=request.norm_attempts if request.HasField("norm_attempts") else None,
         )
         with heard(member, self._state.clock):
             return await self._coordinator.steps.commit(

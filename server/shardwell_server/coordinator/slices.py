@@ -20,7 +20,7 @@ def note_staged(run: Run, step: Step, reports: Iterable[coordinator_pb2.SliceWor
     for report in reports:
         item = step.items.get(report.dp_rank)
         key = (report.epoch, report.attempts)
-        if item is None or key != (item.epoch, _attempts(step)) or step.slices.staged.get(report.dp_rank) == key:
+        if item is None or key != (item.epoch, step.attempts) or step.slices.staged.get(report.dp_rank) == key:
             continue
         step.slices.staged[report.dp_rank] = key
         run.changed.notify()
@@ -39,7 +39,7 @@ def work_for(run: Run, member: Member, step: Step) -> list[coordinator_pb2.Slice
             step.slices.stand_ins[item.dp_rank] = member.name
             item.epoch = run.next_epoch()
         if _player(run, step, item) == member.name:
-            work.append(coordinator_pb2.SliceWork(dp_rank=item.dp_rank, epoch=item.epoch, attempts=_attempts(step)))
+            work.append(coordinator_pb2.SliceWork(dp_rank=item.dp_rank, epoch=item.epoch, attempts=step.attempts))
     return work
 
 
@@ -55,13 +55,8 @@ def waiting_for(run: Run, step: Step) -> list[str]:
 
 def _unstaged(step: Step) -> list[Item]:
     """Worlds that train have one rank per data rank, so an item's rank is its slice's."""
-    attempts = _attempts(step)
+    attempts = step.attempts
     return [item for rank, item in step.items.items() if step.slices.staged.get(rank, (0, -1))[1] != attempts]
-
-
-def _attempts(step: Step) -> int:
-    """Rises whenever the gradient changes, also over restarts of the coordinator."""
-    return sum(item.attempt for item in step.items.values())
 
 
 def _player(run: Run, step: Step, item: Item) -> str | None:

@@ -19,7 +19,6 @@ from shardwell_server.coordinator.trainers import Trainers
 from shardwell_server.coordinator.waiting import poll
 from shardwell_server.coordinator.work import Item, OtherNorm, Prepared, Step, WorkState
 from shardwell_wire.errors import (
-    DeadlineError,
     InvalidRequestError,
     StaleEpochError,
     StepStateError,
@@ -103,16 +102,28 @@ class Steps:
         await self._state.store(run, self._state.storage.save_finished, step.number, finished_records(step))
         step.recorded = generation == step.generation
 
-    async def reset(self, run: Run, member: Member, request: coordinator_pb2.ResetWorkRequest) -> Item:
-        """Begins a rank's work anew under a higher attempt; what it pushed is dropped.
+    async def reset(
+        self, run: Run, member: Member, request: coordinator_pb2.ResetWorkRequest, wait_s: float
+    ) -> coordinator_pb2.ResetWorkResponse:
+        """Begins a rank's work anew under a higher attempt; what it pushed is dropped on every server.
 
         Raises:
             VersionGoneError: The step is committed.
             StaleEpochError: The rank went to another trainer.
         """
+
+        async def look() -> Item | None:
+            run.require_live(member.name)
+            return None if run.writing_commit else await self._reset(run, member, request)
+
+        item = await poll(run.changed, look, wait_s)
+        if item is None:
+            lines = [*self._explain(run), f"servers {', '.join(map(repr, run.units.servers))}: they drop the gradient"]
+            return coordinator_pb2.ResetWorkResponse(waiting_for=lines)
+        return coordinator_pb2.ResetWorkResponse(item=item.to_proto())
+
+    async def _reset(self, run: Run, member: Member, request: coordinator_pb2.ResetWorkRequest) -> Item:
         number = request.context.step
-        while run.writing_commit:
-            await run.changed.wait(1.0)
         if number < run.committed_step:
             raise VersionGoneError(
                 f"step {number} is committed: its work cannot begin anew", step=number, version=run.committed_step
@@ -129,11 +140,12 @@ class Steps:
         self._trainers.start_fencing(run)
         return item
 
-    async def prepare(self, run: Run, member: Member, number: int, *, norm_type: float, wait_s: float) -> Prepared:
-        """The norm of a step's gradients, once every item is finished.
+    async def prepare(
+        self, run: Run, member: Member, number: int, *, norm_type: float, wait_s: float
+    ) -> coordinator_pb2.PrepareGradientsResponse:
+        """The norm of a step's gradients, once every item is finished, or what is waited for.
 
         Raises:
-            DeadlineError: They were not within ``wait_s``.
             NonFiniteError: A gradient is not finite.
             VersionGoneError: The step was committed too long ago.
         """
@@ -148,11 +160,14 @@ class Steps:
 
         prepared = await poll(run.changed, look, wait_s)
         if prepared is None:
-            reasons = "; ".join(step.waiting_for()) if step is not None else ""
-            raise DeadlineError(f"the work of step {number} is not finished: {reasons}", waiting_for=reasons)
-        if step is not None:
-            step.norm_told[member.name] = step.generation
-        return prepared
+            return coordinator_pb2.PrepareGradientsResponse(waiting_for=self._explain(run))
+        other = prepared.other_norm
+        return coordinator_pb2.PrepareGradientsResponse(
+            prepared=True,
+            grad_norm=prepared.grad_norm,
+            other_norm=other.value if other is not None and norm_type else 0.0,
+            attempts=step.attempts if step is not None else 0,
+        )
 
     async def commit(
         self,
@@ -268,7 +283,7 @@ def _check_ready(step: Step, member: Member, hand_in: HandIn) -> None:
             "finish it first",
             ranks=ranks,
         )
-    if hand_in.clip_coefficient != 1 and step.norm_told.get(member.name, step.generation) != step.generation:
+    if hand_in.norm_attempts is not None and hand_in.norm_attempts != step.attempts:
         raise StepStateError(
             f"trainer {member.name!r} clips step {step.number} by a gradient norm that is out of date: a rank has "
             "begun its work anew since; call clip_grad_norm_ again"

@@ -104,8 +104,6 @@ class Step:
     """Why the step cannot be prepared as its contributions are."""
     skipped: bool = False
     """Whether a gradient is not finite, and the step goes on without any."""
-    norm_told: dict[str, int] = field(default_factory=dict)
-    """Generation of which each trainer knows the gradient norm."""
     slices: SliceBook = field(default_factory=SliceBook)
     """Who updates which slice, if the optimizer runs on the trainers."""
 
@@ -117,6 +115,11 @@ class Step:
     @property
     def all_finished(self) -> bool:
         return self.finished_s is not None
+
+    @property
+    def attempts(self) -> int:
+        """Sum of all items' attempts. Rises whenever the gradient changes, also over restarts of the coordinator."""
+        return sum(item.attempt for item in self.items.values())
 
     @property
     def unfinished(self) -> list[Item]:
@@ -194,10 +197,14 @@ class Step:
         self._given.setdefault(trainer, {})[item.global_rank] = item
 
     def vacate(self, item: Item, epoch: int, now: float) -> None:
-        """Takes an item from a holder that is gone. A finished one stays finished; both must be fenced."""
+        """Takes an item from a holder that is gone. A finished one stays finished; both must be fenced.
+
+        The next holder of an unfinished one may compute it from another batch. So it begins a new attempt, and the
+        servers drop what the former holder pushed: one attempt is one trainer's.
+        """
         item.epoch, item.fenced = epoch, False
         if item.state is WorkState.LEASED:
-            item.state, item.since_s = WorkState.VACANT, now
+            item.state, item.since_s, item.attempt = WorkState.VACANT, now, item.attempt + 1
         item.orphaned = item.state is WorkState.FINISHED
 
     def reset(self, item: Item, request_id: str, now: float) -> None:

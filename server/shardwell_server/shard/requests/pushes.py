@@ -144,7 +144,7 @@ class Push:
             raise StaleEpochError(f"{self._what}: the attempt is over, attempt {oldest} has begun")
 
     def _is_here(self) -> bool:
-        have = self._shard.contributions.part_count(self._dp_rank, self._attempt)
+        have = self._shard.contributions.part_count(self._dp_rank, self._epoch, self._attempt)
         if self._part < have:
             return True
         prepared = self._run.prepared
@@ -172,8 +172,9 @@ class Push:
         chosen = [shard.segment_of[segment.parameter_index] for segment in self._packed]
         shard.forget_reduced()
         if self._part == 0:
-            shard.drop_older(self._dp_rank, self._attempt)
-            first = Contribution(self._attempt, source.keep(), views, source.give_back, set(chosen))
+            # Of an older attempt, or of another lease: parts that two trainers pushed are never added up.
+            contributions.drop(self._dp_rank)
+            first = Contribution(self._epoch, self._attempt, source.keep(), views, source.give_back, set(chosen))
             contributions.by_rank[self._dp_rank] = first
             self._note_accepted(first, checksum)
         else:

@@ -12,6 +12,8 @@ import torch
 class Contribution:
     """What one logical rank pushed of one shard's gradient in the step in flight."""
 
+    epoch: int
+    """Of the lease under which it was pushed."""
     attempt: int
     buffer: torch.Tensor
     """Laid out like the shard. uint8. [stop_bytes - start_bytes]"""
@@ -64,10 +66,12 @@ class Contributions:
         contribution = self.by_rank.get(dp_rank)
         return 0 if contribution is None else contribution.attempt
 
-    def part_count(self, dp_rank: int, attempt: int) -> int:
-        """Parts of a rank's attempt that are here."""
+    def part_count(self, dp_rank: int, epoch: int, attempt: int) -> int:
+        """Parts of a rank's attempt that were pushed under one lease."""
         contribution = self.by_rank.get(dp_rank)
-        return contribution.part_count if contribution is not None and contribution.attempt == attempt else 0
+        if contribution is None or (contribution.epoch, contribution.attempt) != (epoch, attempt):
+            return 0
+        return contribution.part_count
 
     def seem_complete(self, dp: int) -> bool:
         """Whether as many parts of every rank are here as in the last step; in the first, one of each."""
@@ -79,11 +83,14 @@ class Contributions:
 
     def drop_older(self, dp_rank: int, attempt: int) -> bool:
         """Drops a rank's contribution if it is of an older attempt; returns whether it was."""
-        contribution = self.by_rank.get(dp_rank)
-        if contribution is None or contribution.attempt >= attempt:
-            return False
-        self.by_rank.pop(dp_rank).give_back()
-        return True
+        return self.attempt(dp_rank) < attempt and self.drop(dp_rank)
+
+    def drop(self, dp_rank: int) -> bool:
+        """Drops a rank's contribution; returns whether there was one."""
+        contribution = self.by_rank.pop(dp_rank, None)
+        if contribution is not None:
+            contribution.give_back()
+        return contribution is not None
 
     def clear(self) -> None:
         """Drops all."""
