@@ -7,6 +7,7 @@
     |   +-- ChunkError                 INVALID_ARGUMENT     gap, overlap, excess or short stream
     |   +-- WorldError                 INVALID_ARGUMENT     a world that does not fit (a ValueError)
     +-- NotFoundError                  NOT_FOUND            unknown run, unit, parameter, ...
+    |   +-- RunDeletedError            NOT_FOUND            the run was deleted; its name may be another's
     +-- ConflictError                  FAILED_PRECONDITION  contradicts what the run already is
     |   +-- RunMismatchError           FAILED_PRECONDITION  same run name, another world or seed
     |   +-- UnitMismatchError          FAILED_PRECONDITION  same unit name, another layout
@@ -86,6 +87,10 @@ class NotFoundError(ShardwellError):
     """A run, unit, parameter, trainer or server is not known."""
 
     status = grpc.StatusCode.NOT_FOUND
+
+
+class RunDeletedError(NotFoundError):
+    """The run that a request names was deleted; another run may have its name now."""
 
 
 class ConflictError(ShardwellError):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
 import shardwell
+from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell_wire.v1 import coordinator_pb2
 from tests.support.processes import TrainerProcess
 from tests.support.reference import undisturbed_sha256
 
@@ -48,3 +51,28 @@ def test_a_trainer_that_comes_back_gets_its_rank_back(cluster: shardwell.LocalCl
         with TrainerProcess(cluster.address, run, *options, "--trainer", "b") as again:
             results = [first.finish(), again.finish()]
     assert [result.get("sha256") for result in results] == [undisturbed_hash] * 2, results
+
+
+def test_a_stopped_trainer_of_a_deleted_run_has_no_part_in_the_next_run_of_the_name() -> None:
+    expected = undisturbed_sha256(dp=1, steps=STEPS)
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=60.0) as cluster:
+        for lanes in ("shm,socket,grpc", "socket", "grpc"):
+            run, options = f"run over {lanes}", ("--dp", 1, "--steps", STEPS, "--trainer", "a", "--lanes", lanes)
+            with TrainerProcess(cluster.address, run, *options, "--stop-at-step", 2) as old:
+                old.wait_stopped()
+                delete_run(cluster.address, run)
+                with TrainerProcess(cluster.address, run, *options, "--stop-at-step", 2) as new:
+                    new.wait_stopped()  # the same trainer, rank and step
+                    old.resume()
+                    lost = old.finish()
+                    new.resume()
+                    result = new.finish()
+            assert lost["returncode"] == 1, lost
+            if lanes == "grpc":  # the end of a lane may be seen before the reason
+                assert "RunDeletedError" in lost["stderr"], lost
+            assert result.get("sha256") == expected, result
+
+
+def delete_run(address: str, run: str) -> None:
+    with closing(CoordinatorClient(address)) as client:
+        client.call("DeleteRun", coordinator_pb2.DeleteRunRequest(run=run, force=True), timeout_s=20.0)

@@ -47,7 +47,8 @@ class Trainer:
     def __init__(self, server: ShardServer, *, run: str = "r", layout: UnitLayout = MIXED, kinds: str = "shm") -> None:
         self.server, self.one = server, unit(server, layout, run=run)
         address = server.client.address
-        self.connection = ServerConnection(address, run, kinds=kinds.split(","), chunk_bytes=64 << 10)
+        self.connection = ServerConnection(address, self.one.identity, kinds=kinds.split(","), chunk_bytes=64 << 10)
+        run = self.one.identity
         self.shard = RemoteShard(run, layout, self.connection, self.one.start, self.one.stop, Wire(wait_limit_s=20.0))
         self._generator = torch.Generator().manual_seed(7)
 
@@ -169,7 +170,7 @@ def test_a_lane_that_breaks_while_a_mailbox_is_handed_over(
                 monkeypatch.undo()
             assert trainer.lane is not before
             trainer.end(step)
-        run = server.store.runs["r"]
+        run = server.store.run("r")
         assert server.look(lambda: run.duplicate_count) == (2 if when == "the answer is lost" else 0)
         assert torch.equal(trainer.weights(2), expected)
         assert_nothing_is_left(trainer)

@@ -30,6 +30,7 @@ from shardwell_wire.errors import (
     UnavailableError,
 )
 from shardwell_wire.frames import Kind
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2
 from tests.support.shard_server import (
     BIG,
@@ -84,7 +85,7 @@ def test_who_says_nothing_is_cut_off(laned: LanedUnit, monkeypatch: pytest.Monke
 def test_opening_is_given_up_in_time() -> None:
     silent = socket.create_server(("127.0.0.1", 0))
     with silent, closing(ShardClient(f"127.0.0.1:{silent.getsockname()[1]}")) as client:
-        error = error_of(lambda: SocketLane(client, "r", timeout_s=0.1))
+        error = error_of(lambda: SocketLane(client, RunIdentity("r", "id-of-r"), timeout_s=0.1))
     assert isinstance(error, DeadlineError)
     assert "did not answer OpenLane within 0.1 s" in str(error)
 
@@ -96,13 +97,13 @@ def test_a_port_out_of_reach_is_noticed_when_the_lane_is_opened(
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         monkeypatch.setattr(server.sockets, "_port", nobody.getsockname()[1])
-        error = error_of(lambda: SocketLane(server.client, one.run))
+        error = error_of(lambda: SocketLane(server.client, one.identity))
     assert isinstance(error, UnavailableError)
     server.until(lambda: not server.sockets._lanes, "the lane is closed")
 
 
 def test_a_lane_needs_a_run(server: ShardServer) -> None:
-    assert isinstance(error_of(lambda: SocketLane(server.client, "nowhere")), NotFoundError)
+    assert isinstance(error_of(lambda: SocketLane(server.client, RunIdentity("nowhere", "id"))), NotFoundError)
 
 
 # Bytes that are wrong.
@@ -134,7 +135,7 @@ def test_an_endless_name_is_refused_in_few_words(laned: LanedUnit) -> None:
         peer.push(laned, context=common_pb2.RequestContext(run="r" * 2_000_000))
         error = peer.error()
     assert isinstance(error, AccessError)
-    assert str(error).startswith("the lane was opened for run 'r', not for 'rrr")
+    assert str(error).startswith("the lane was opened for run 'r' with id id-of-r, not for 'rrr")
 
 
 RIGHT = bytes(PLAIN.size_bytes)

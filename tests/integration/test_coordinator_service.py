@@ -126,7 +126,7 @@ class Trainer:
         request = {"run": run, "trainer": name, "config": config(world), "incarnation": uuid.uuid4().hex, "wait_s": 5.0}
         while not (joined := cluster.call("Join", **(request | fields))).started:
             pass
-        self.joined, self.epoch = joined, joined.epoch
+        self.joined, self.epoch, self.run_id = joined, joined.epoch, joined.run_id
         self.items = {item.global_rank: item for item in joined.work.items}
         self.silent = threading.Event()
         self._heartbeat = threading.Thread(target=self._keep_lease)
@@ -140,13 +140,24 @@ class Trainer:
     def _keep_lease(self) -> None:
         while not self.silent.wait(LEASE_S / 4):
             try:
-                self.cluster.call("Heartbeat", retry_for_s=0.0, run=self.run, trainer=self.name, epoch=self.epoch)
+                self.cluster.call(
+                    "Heartbeat",
+                    retry_for_s=0.0,
+                    run=self.run,
+                    run_id=self.run_id,
+                    trainer=self.name,
+                    epoch=self.epoch,
+                )
             except (UnavailableError, StaleEpochError, NotFoundError):
                 continue
 
     def context(self, step: int, epoch: int | None = None) -> common_pb2.RequestContext:
         return common_pb2.RequestContext(
-            run=self.run, epoch=self.epoch if epoch is None else epoch, step=step, request_id=uuid.uuid4().hex
+            run=self.run,
+            run_id=self.run_id,
+            epoch=self.epoch if epoch is None else epoch,
+            step=step,
+            request_id=uuid.uuid4().hex,
         )
 
     def declare(self, spec: common_pb2.UnitSpec) -> coordinator_pb2.DeclareUnitResponse:

@@ -158,8 +158,10 @@ def test_a_mailbox_takes_the_room_of_what_is_only_kept() -> None:
     with closing(SharedMemory()) as shared, ShardServer(budget, shared) as server:
         one = unit(server)
         gather(one, BFLOAT16)
-        with closing(ShmLane(server.client, one.run, timeout_s=20.0)) as lane:
+        with closing(ShmLane(server.client, one.identity, timeout_s=20.0)) as lane:
             for _ in range(2):
-                request = shard_pb2.OpenMailboxRequest(run=one.run, unit=one.layout.unit, lane=lane._name)
+                request = shard_pb2.OpenMailboxRequest(
+                    run=one.run, run_id=one.identity.run_id, unit=one.layout.unit, lane=lane._name
+                )
                 server.call("OpenMailbox", request)
             assert server.staged_bytes() == one.size

@@ -209,7 +209,7 @@ def test_deleting_a_run_ends_everything_that_waits_reads_or_sends(server: ShardS
     server.until(lambda: server.store.memory.used_bytes == 0, "all memory is given back")
     assert server.staged_bytes() == 0
     assert (server.look(lambda: server.store.memory.reserved_bytes), list(server.store.runs)) == (0, [])
-    unit(server, PLAIN)
+    unit(server, PLAIN, run_id="the-next")
 
 
 def test_what_waits_for_its_turn_when_the_run_is_deleted_is_told(
@@ -229,9 +229,9 @@ def test_what_waits_for_its_turn_when_the_run_is_deleted_is_told(
     updating = in_background(lambda: one.update(0))
     assert begun.wait(20)
     dropping = in_background(one.drop)
-    server.until(lambda: len(server.store.runs["r"]._lock._waiters or ()) == 1, "the deletion waits")
+    server.until(lambda: len(server.store.run("r")._lock._waiters or ()) == 1, "the deletion waits")
     preparing = in_background(lambda: one.prepare(1, (0, 0, 0)))
-    server.until(lambda: len(server.store.runs["r"]._lock._waiters or ()) == 2, "so does the next step")
+    server.until(lambda: len(server.store.run("r")._lock._waiters or ()) == 2, "so does the next step")
     go_on.set()
     assert (next(updating).version, next(dropping).freed_bytes > 0) == (1, True)
     assert isinstance(error_of(lambda: next(preparing)), NotFoundError)

@@ -145,7 +145,7 @@ def test_a_push_that_does_not_fit_is_refused(server: ShardServer, changes: dict[
 
 def test_unknown_names_are_not_found(server: ShardServer) -> None:
     one = unit(server)
-    context = common_pb2.RequestContext(run="nobody", epoch=1)
+    context = common_pb2.RequestContext(run="nobody", run_id="id", epoch=1)
     stranger = OneUnit(server, layout_of("other", a=((4,), "float32")))
     elsewhere = OneUnit(server, PLAIN, run="nobody")
     asked: list[Callable[[], object]] = [
@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_stored() -> None:
         assert [shard.unit for shard in server.call("ListShards", shard_pb2.ListShardsRequest(run="r")).shards] == ["u"]
         assert first.drop().freed_bytes == 7 * size
         assert first.drop().freed_bytes == 0
-        second.reserve()
+        OneUnit(server, second.layout, dp=2, index=1, run_id="the-next").reserve()
 
 
 def test_the_largest_world_costs_a_reservation_no_time_and_a_larger_one_is_refused(server: ShardServer) -> None:

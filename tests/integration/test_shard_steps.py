@@ -532,7 +532,7 @@ def test_a_prepare_that_is_cancelled_leaves_nothing(server: ShardServer, monkeyp
     assert begun.wait(20), "the mean is worked out before it is asked for"
 
     def num_waiting() -> int:
-        return len(server.store.runs["r"]._lock._waiters or ())
+        return len(server.store.run("r")._lock._waiters or ())
 
     call: Any = server.client._channel.unary_unary(f"/{SERVICE.full_name}/PrepareStep")
     future = call.future(one.prepare_request(0).SerializeToString())

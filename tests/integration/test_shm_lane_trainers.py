@@ -57,11 +57,11 @@ def laned(server: ShardServer) -> Iterator[LanedUnit]:
 
 
 def connect(one: OneUnit, kinds: str = "shm,grpc") -> ServerConnection:
-    return ServerConnection(one.server.client.address, one.run, kinds=kinds.split(","), chunk_bytes=64 << 10)
+    return ServerConnection(one.server.client.address, one.identity, kinds=kinds.split(","), chunk_bytes=64 << 10)
 
 
 def remote(one: OneUnit, connection: ServerConnection) -> RemoteShard:
-    return RemoteShard(one.run, one.layout, connection, one.start, one.stop, Wire(wait_limit_s=20.0))
+    return RemoteShard(one.identity, one.layout, connection, one.start, one.stop, Wire(wait_limit_s=20.0))
 
 
 def flats(one: OneUnit, value: float) -> dict[int, torch.Tensor]:

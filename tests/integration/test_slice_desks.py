@@ -44,8 +44,8 @@ class Trainer:
 
     def __init__(self, one: OneUnit, lanes: tuple[str, ...] = ("shm", "grpc")) -> None:
         self._one, self._slices = one, {}
-        self.server = ServerConnection(one.server.client.address, one.run, kinds=lanes, chunk_bytes=64 << 10)
-        self._shard = RemoteShard(one.run, one.layout, self.server, one.start, one.stop, Wire())
+        self.server = ServerConnection(one.server.client.address, one.identity, kinds=lanes, chunk_bytes=64 << 10)
+        self._shard = RemoteShard(one.identity, one.layout, self.server, one.start, one.stop, Wire())
         if self.server.shm is not None:
             answer = self.server.shm.locate(one.layout.unit, None, timeout_s=20, retry_for_s=0)
             place = SegmentPlace(answer.segment.path, one.start, one.stop)

@@ -33,6 +33,7 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.frames import Kind
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import (
     BIG,
@@ -353,14 +354,16 @@ def test_a_server_process_offers_the_lane_and_stops_under_it(tmp_path: Path) -> 
         processes.append(shard := ServerProcess("shard", arguments, tmp_path / "shard"))
         shard.wait_ready(deadline)
         with closing(ShardClient(shard.address)) as client:
-            request = shard_pb2.OpenLaneRequest(run="nowhere", kind=common_pb2.LANE_KIND_SOCKET)
+            request = shard_pb2.OpenLaneRequest(run="nowhere", run_id="id", kind=common_pb2.LANE_KIND_SOCKET)
             with pytest.raises(NotFoundError):
                 next(client.stream("OpenLane", request, timeout_s=20.0))
             client.call("ReserveUnit", reservation())
-            lane = SocketLane(client, "r")
+            lane = SocketLane(client, RunIdentity("r", "id-of-r"))
             shard.stop(20.0)
             assert shard.exit_code == 0
-            gather = partial(lane.gather, shard_pb2.GatherRequest(run="r", unit="u"), memoryview(bytearray(64)))
+            gather = partial(
+                lane.gather, shard_pb2.GatherRequest(run="r", run_id="id-of-r", unit="u"), memoryview(bytearray(64))
+            )
             assert isinstance(error_of(lambda: gather(timeout_s=20.0, retry_for_s=1000.0)), UnavailableError)
         assert "Traceback" not in shard.log_path.read_text()
     finally:
@@ -369,5 +372,5 @@ def test_a_server_process_offers_the_lane_and_stops_under_it(tmp_path: Path) -> 
 
 
 def reservation() -> shard_pb2.ReserveUnitRequest:
-    context = common_pb2.RequestContext(run="r", epoch=1)
+    context = common_pb2.RequestContext(run="r", run_id="id-of-r", epoch=1)
     return shard_pb2.ReserveUnitRequest(context=context, unit=PLAIN.to_proto(), stop_bytes=PLAIN.size_bytes, dp=1)

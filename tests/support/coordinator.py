@@ -50,13 +50,17 @@ class Trainer:
 
     def __init__(self, rpcs: Rpcs, joined: coordinator_pb2.JoinResponse, run: str) -> None:
         self.rpcs, self.joined, self.run = rpcs, joined, run
-        self.name, self.epoch = joined.trainer, joined.epoch
+        self.name, self.epoch, self.run_id = joined.trainer, joined.epoch, joined.run_id
         self.items = {item.global_rank: item for item in joined.work.items}
         self.ranks = [seat.coordinates.global_rank for seat in joined.seats]
 
     def context(self, step: int, epoch: int | None = None, request_id: str = "") -> common_pb2.RequestContext:
         return common_pb2.RequestContext(
-            run=self.run, epoch=self.epoch if epoch is None else epoch, step=step, request_id=request_id
+            run=self.run,
+            run_id=self.run_id,
+            epoch=self.epoch if epoch is None else epoch,
+            step=step,
+            request_id=request_id,
         )
 
     def finished(self, parts: dict[int, int] | None = None) -> list[coordinator_pb2.FinishedItem]:
@@ -122,10 +126,10 @@ class Trainer:
         return response.item
 
     async def heartbeat(self) -> coordinator_pb2.HeartbeatResponse:
-        return await self.rpcs.call("Heartbeat", run=self.run, trainer=self.name, epoch=self.epoch)
+        return await self.rpcs.call("Heartbeat", run=self.run, run_id=self.run_id, trainer=self.name, epoch=self.epoch)
 
     async def leave(self) -> None:
-        await self.rpcs.call("Leave", run=self.run, trainer=self.name, epoch=self.epoch)
+        await self.rpcs.call("Leave", run=self.run, run_id=self.run_id, trainer=self.name, epoch=self.epoch)
 
 
 class Rpcs:

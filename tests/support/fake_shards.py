@@ -39,6 +39,7 @@ class FakeUnit:
 
 @dataclass
 class FakeRun:
+    name: str
     units: dict[int, FakeUnit] = field(default_factory=dict)
     names: dict[str, int] = field(default_factory=dict)
     epochs: dict[int, int] = field(default_factory=dict)
@@ -63,7 +64,7 @@ class FakeShard:
     def __init__(self, budget_bytes: int = 1 << 30) -> None:
         self.budget_bytes = budget_bytes
         self.reserved_bytes = 0
-        self.runs: dict[str, FakeRun] = {}
+        self.runs_by_id: dict[str, FakeRun] = {}
         self.term = 0
         self.calls: Counter[str] = Counter()
         self.fail: Callable[[str, Any], None] = lambda rpc_name, request: None
@@ -75,10 +76,15 @@ class FakeShard:
         self.missing: set[int] = set()
         """dp ranks whose contributions got lost."""
 
+    @property
+    def runs(self) -> dict[str, FakeRun]:
+        """By name; of several with one name, the one that came last."""
+        return {run.name: run for run in self.runs_by_id.values()}
+
     def restart(self, incarnation: str) -> None:
         """Another process takes the place of this one, with no memory."""
         self.incarnation = incarnation
-        self.runs.clear()
+        self.runs_by_id.clear()
         self.reserved_bytes = 0
 
     def handle(self, rpc_name: str, request: Any) -> Any:
@@ -93,7 +99,8 @@ class FakeShard:
         return getattr(self, rpc_name)(request)
 
     def ReserveUnit(self, request: shard_pb2.ReserveUnitRequest) -> shard_pb2.ReserveUnitResponse:
-        run = self.runs.setdefault(request.context.run, FakeRun())
+        self.runs_by_id.setdefault(request.context.run_id, FakeRun(request.context.run))
+        run = self._run(request)
         size = COST * (request.stop_bytes - request.start_bytes)
         if request.unit_index not in run.units:
             if self.reserved_bytes + size > self.budget_bytes:
@@ -160,7 +167,7 @@ class FakeShard:
         return shard_pb2.UpdateResponse(version=step + 1)
 
     def DropRun(self, request: shard_pb2.DropRunRequest) -> shard_pb2.DropRunResponse:
-        run = self.runs.pop(request.context.run, None)
+        run = self.runs_by_id.pop(request.context.run_id, None)
         freed = COST * sum(unit.stop_bytes - unit.start_bytes for unit in run.units.values()) if run else 0
         self.reserved_bytes -= freed
         return shard_pb2.DropRunResponse(freed_bytes=freed)
@@ -173,9 +180,10 @@ class FakeShard:
             return [update.context.step for update in updates]
 
     def _run(self, request: Any) -> FakeRun:
-        if request.context.run not in self.runs:
+        run = self.runs_by_id.get(request.context.run_id)
+        if run is None or run.name != request.context.run:
             raise NotFoundError(f"nothing of run {request.context.run!r} is here")
-        return self.runs[request.context.run]
+        return run
 
 
 class DirectCalls:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,6 +39,18 @@ class TrainerProcess:
             if json.loads(line).get("step") == step:
                 return
         raise AssertionError(f"the trainer ended before step {step}: {self.finish()}")
+
+    def wait_stopped(self, timeout_s: float = 60.0) -> None:
+        """Returns when the trainer has stopped itself."""
+        deadline, process = time.monotonic() + timeout_s, psutil.Process(self.process.pid)
+        while process.status() != psutil.STATUS_STOPPED:
+            assert self.process.poll() is None, f"the trainer ended: {self.finish()}"
+            assert time.monotonic() < deadline, "the trainer did not stop"
+            time.sleep(0.01)
+
+    def resume(self) -> None:
+        """Has a stopped trainer go on."""
+        self.process.send_signal(signal.SIGCONT)
 
     def finish(self, timeout_s: float = 120.0) -> dict[str, Any]:
         """Waits for the end; returns what was printed, with ``returncode`` and ``stderr``."""

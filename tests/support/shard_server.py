@@ -31,6 +31,7 @@ from shardwell_wire import codec
 from shardwell_wire.channel import SERVER_OPTIONS
 from shardwell_wire.errors import ShardwellError, from_rpc_error
 from shardwell_wire.layout import DTYPE_NUMBERS, UnitLayout
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 Result = TypeVar("Result")
@@ -194,19 +195,23 @@ class OneUnit:
         dp: int = 1,
         index: int = 0,
         run: str = "r",
+        run_id: str = "",
         part: tuple[int, int] | None = None,
     ) -> None:
         self.server, self.layout, self.dp, self.index, self.run = server, layout, dp, index, run
+        self.identity = RunIdentity(run, run_id or f"id-of-{run}")
         self.start, self.stop = part or (0, layout.size_bytes)
         self.size = self.stop - self.start
         self.segments = layout.segments(self.start, self.stop)
 
     def context(self, step: int = 0, epoch: int = 1, request_id: str = "") -> common_pb2.RequestContext:
-        return common_pb2.RequestContext(run=self.run, epoch=epoch, step=step, request_id=request_id)
+        return common_pb2.RequestContext(
+            run=self.run, run_id=self.identity.run_id, epoch=epoch, step=step, request_id=request_id
+        )
 
     @property
     def shard(self) -> UnitShard:
-        return self.server.store.runs[self.run].shards[self.layout.unit]
+        return self.server.store.runs[self.identity.run_id].shards[self.layout.unit]
 
     # ---- the coordinator's ----
 
@@ -375,7 +380,9 @@ class OneUnit:
         return got, self.split(flat)
 
     def gather_request(self, version: int | None = None, **fields: Any) -> shard_pb2.GatherRequest:
-        return shard_pb2.GatherRequest(run=self.run, unit=self.layout.unit, version=version, **fields)
+        return shard_pb2.GatherRequest(
+            run=self.run, run_id=self.identity.run_id, unit=self.layout.unit, version=version, **fields
+        )
 
     def open_gather(self, version: int | None = None, *, timeout_s: float = 20.0) -> Any:
         """The rpc; iterate to read it, message by message."""

@@ -44,12 +44,12 @@ class LanedUnit:
 
     def __init__(self, one: OneUnit, control: Literal["grpc", "socket"] = "grpc") -> None:
         self.one, self.server = one, one.server
-        self.lane = ShmLane(self.server.client, one.run, timeout_s=20.0)
+        self.lane = ShmLane(self.server.client, one.identity, timeout_s=20.0)
         self._ends = ExitStack()
         self._ends.callback(self.lane.close)
         self.control: Lane = self.server.client
         if control == "socket":
-            self.control = self._ends.enter_context(closing(SocketLane(self.server.client, one.run)))
+            self.control = self._ends.enter_context(closing(SocketLane(self.server.client, one.identity)))
 
     def __enter__(self) -> LanedUnit:
         return self
@@ -84,7 +84,13 @@ class LanedUnit:
         return self.control.reduce_mailbox(request, timeout_s=20.0, retry_for_s=0.0)
 
     def open_mailbox(self, **changes: Any) -> shard_pb2.OpenMailboxResponse:
-        fields = {"run": self.one.run, "unit": self.one.layout.unit, "lane": self.lane._name}
+        identity = self.one.identity
+        fields = {
+            "run": identity.name,
+            "run_id": identity.run_id,
+            "unit": self.one.layout.unit,
+            "lane": self.lane._name,
+        }
         answer: shard_pb2.OpenMailboxResponse = self.server.call(
             "OpenMailbox", shard_pb2.OpenMailboxRequest(**{**fields, **changes})
         )

@@ -30,7 +30,7 @@ class LanedUnit:
 
     def __init__(self, server: ShardServer, layout: UnitLayout = PLAIN, **options: Any) -> None:
         self.server, self.one = server, unit(server, layout, **options)
-        self.lane = SocketLane(server.client, self.one.run)
+        self.lane = SocketLane(server.client, self.one.identity)
 
     def gather(
         self, version: int | None = None, *, timeout_s: float = 20.0, retry_for_s: float = 0.0, **fields: Any

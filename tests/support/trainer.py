@@ -69,6 +69,8 @@ def train(
         for tokens in step.batches(transformer.batch):
             if step.number == signal_at_step:
                 model.on_backward = lambda: os.kill(os.getpid(), number)
+            else:
+                model.on_backward = None
             loss = model(tokens)
             loss.backward()
             losses.append(loss.item())

@@ -120,7 +120,8 @@ def test_larger_worlds_can_be_joined_and_looked_at_but_do_not_train(tmp_path: Pa
                 assert len({seats[rank].host for rank in tensor_group.global_ranks}) == 1
             last = await cluster.call("DescribeRun", run="r")
             assert len(last.work) == 8
-            request = {"context": common_pb2.RequestContext(run="r", epoch=joined.epoch), "trainer": joined.trainer}
+            context = common_pb2.RequestContext(run="r", run_id=joined.run_id, epoch=joined.epoch)
+            request = {"context": context, "trainer": joined.trainer}
             with pytest.raises(ConflictError, match="only worlds with tp=1 and pp=1 take units"):
                 await cluster.call("DeclareUnit", unit=common_pb2.UnitSpec(name="u"), **request)
             with pytest.raises(ConflictError, match="tp=1 and pp=1"):
@@ -299,7 +300,7 @@ def test_leave_gives_ranks_back_at_once_and_may_be_repeated(tmp_path: Path) -> N
             await cluster.settle()
             response = await a.finish(0, parts={})
             assert [item.global_rank for item in response.work.items] == [1]
-            await cluster.call("Leave", run="r", trainer="never there", epoch=1)
+            await cluster.call("Leave", run="r", run_id=a.run_id, trainer="never there", epoch=1)
 
     run_async(scenario())
 
@@ -368,10 +369,10 @@ def test_unknown_runs_and_trainers_are_not_found(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             with pytest.raises(NotFoundError, match="there is no run 'other'; known runs: none"):
-                await cluster.call("Heartbeat", run="other", trainer="a", epoch=1)
-            await cluster.team("a", "b")
+                await cluster.call("DescribeRun", run="other")
+            a, _ = await cluster.team("a", "b")
             with pytest.raises(NotFoundError, match="has no trainer 'c': join first"):
-                await cluster.call("Heartbeat", run="r", trainer="c", epoch=1)
+                await cluster.call("Heartbeat", run="r", run_id=a.run_id, trainer="c", epoch=1)
 
     run_async(scenario())
 

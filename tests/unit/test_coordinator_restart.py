@@ -238,7 +238,7 @@ def test_units_that_were_declared_at_once_keep_their_indices(tmp_path: Path) -> 
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, _ = await cluster.team("a", "b")
-            cluster.shards["s0"].fail = fail_times("DropRun", 1, StepStateError("not now"))
+            cluster.shards["s0"].fail = fail_times("ReserveUnit", 1, StepStateError("not now"))
             small = [unit(f"u{index}", (8, 8)) for index in range(4)]
             declared = await asyncio.gather(*(a.declare(each) for each in small), return_exceptions=True)
             assert isinstance(declared[0], StepStateError)

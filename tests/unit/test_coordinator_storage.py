@@ -25,6 +25,7 @@ from tests.support.coordinator import harness, optimizer, run_async
 
 RUN = RunRecord(
     run="r",
+    run_id="id",
     config=b"config",
     created=12.5,
     started=True,
@@ -37,7 +38,6 @@ RUN = RunRecord(
     ),
     ranks=(RankRecord(0, "a", "a", 3, 7, 2), RankRecord(1, "b", "a", 5, 7, 0)),
     addresses=(("name", "h:1"),),
-    clean_servers=("s1", "s9"),
 )
 UNIT = UnitRecord(0, b"spec", True, (ShardRecord(0, 4096, "s9", "i"), ShardRecord(4096, 8192, "s1", "j")))
 
@@ -61,7 +61,7 @@ def test_everything_comes_back_as_it_was_stored(tmp_path: Path) -> None:
         await storage.save_commit("r", commit_record(1), None)
         await storage.save_finished("r", 2, finished)
         await storage.save_run(replace(RUN, run="gone"))
-        await storage.delete_run("gone")
+        await storage.delete_run("gone", 17)
 
     storage = Storage(tmp_path)
     assert storage.term == 1
@@ -69,9 +69,11 @@ def test_everything_comes_back_as_it_was_stored(tmp_path: Path) -> None:
     storage.close()
     storage = Storage(tmp_path)
     assert storage.term == 2
-    servers, (run,) = asyncio.run(storage.load())
+    stored = asyncio.run(storage.load())
     storage.close()
-    assert servers == [server]
+    (run,) = stored.runs
+    assert stored.servers == (server,)
+    assert stored.deleted_last_epoch == 17
     assert run.record == RUN
     assert run.units == (UNIT, replace(UNIT, unit_index=1))
     assert run.commits == (commit_record(0), commit_record(1))
@@ -85,7 +87,7 @@ def test_only_the_last_commits_are_kept_and_finished_items_of_committed_steps_ar
         await storage.save_finished("r", 0, [FinishedRecord(0, 0, b"")])
         for step in range(2 * KEPT_COMMITS):
             await storage.save_commit("r", commit_record(step), None)
-        _, (run,) = await storage.load()
+        (run,) = (await storage.load()).runs
         assert [record.step for record in run.commits] == list(range(KEPT_COMMITS, 2 * KEPT_COMMITS))
         assert run.finished == ()
 

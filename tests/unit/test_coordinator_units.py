@@ -575,7 +575,7 @@ def test_runs_are_apart(tmp_path: Path) -> None:
             steps = {run.run: run.committed_step for run in (await cluster.call("ListRuns")).runs}
             assert steps == {"one": 1, "two": 0}
             with pytest.raises(StaleEpochError):
-                await cluster.call("FinishWork", context=common_pb2.RequestContext(run="two", epoch=9), trainer="a")
+                await cluster.call("FinishWork", context=teams[1][0].context(0, epoch=9), trainer="a")
             assert finished_item(teams[1][0].items[0])
 
     run_async(scenario())

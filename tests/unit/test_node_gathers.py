@@ -25,6 +25,7 @@ from shardwell.module.mixed_precision import layout_in
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import CapacityError, UnavailableError
 from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
+from shardwell_wire.run_identity import RunIdentity
 from tests.support.cluster import wait_until
 
 LAYOUT = UnitLayout(
@@ -95,7 +96,9 @@ class Member:
         self.server, self.traffic = Server(), Traffic(push_bytes=1)
         server: Any = self.server
         cuts = ((0, 2 * BLOCK_BYTES), (2 * BLOCK_BYTES, 5 * BLOCK_BYTES), (5 * BLOCK_BYTES, LAYOUT.size_bytes))
-        self.unit = RemoteUnit(0, LAYOUT, tuple(RemoteShard("r", LAYOUT, server, *cut, wire) for cut in cuts))
+        self.unit = RemoteUnit(
+            0, LAYOUT, tuple(RemoteShard(RunIdentity("r", "id-of-r"), LAYOUT, server, *cut, wire) for cut in cuts)
+        )
         self.gathers = NodeGathers(group, self.traffic, patience_s=patience_s)
 
     def gather(self, version: int, *, index: int = 0, vector: Vector | None = None) -> Vector:

@@ -16,6 +16,7 @@ from shardwell.data_plane.slice_client import SlicePart
 from shardwell.data_plane.slice_updates import SliceUpdates
 from shardwell.data_plane.traffic import RemoteUnit
 from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2
 
 NUM_SHARDS = 6
@@ -43,7 +44,9 @@ def updates(
     monkeypatch.setattr(slice_updates, "stage_slice", lambda *_, **__: server_answers.wait(LONG_S))
     server: Any = Server()
     cuts = [(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES) for number in range(NUM_SHARDS)]
-    unit = RemoteUnit(0, LAYOUT, tuple(RemoteShard("r", LAYOUT, server, *cut, Wire()) for cut in cuts))
+    unit = RemoteUnit(
+        0, LAYOUT, tuple(RemoteShard(RunIdentity("r", "id-of-r"), LAYOUT, server, *cut, Wire()) for cut in cuts)
+    )
     running = SliceUpdates(1, LONG_S)
     yield running, unit
     server_answers.set()

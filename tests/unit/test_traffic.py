@@ -18,6 +18,7 @@ from shardwell.data_plane.traffic import RemoteUnit, Traffic
 from shardwell.data_plane.transfer_queue import TransferQueue
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.stream_plan import InParameters, StreamPlan
 from shardwell_wire.v1 import shard_pb2
 from shardwell_wire.v1.common_pb2 import WIRE_DTYPE_INT8
@@ -70,7 +71,11 @@ def client() -> FakeServer:
 def unit_on(client: FakeServer) -> RemoteUnit:
     server: Any = client
     wire, cuts = Wire(wait_limit_s=5), ((0, CUT), (CUT, LAYOUT.size_bytes))
-    return RemoteUnit(0, LAYOUT, tuple(RemoteShard("r", LAYOUT, server, start, stop, wire) for start, stop in cuts))
+    return RemoteUnit(
+        0,
+        LAYOUT,
+        tuple(RemoteShard(RunIdentity("r", "id-of-r"), LAYOUT, server, start, stop, wire) for start, stop in cuts),
+    )
 
 
 def gradients() -> list[tuple[int, torch.Tensor]]:

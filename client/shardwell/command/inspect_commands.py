@@ -206,7 +206,15 @@ def _peek(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None
 
 
 def _delete_run(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
-    request = coordinator_pb2.DeleteRunRequest(run=arguments.run, force=arguments.force, request_id=uuid.uuid4().hex)
+    described = coordinator.call(
+        "DescribeRun", coordinator_pb2.DescribeRunRequest(run=arguments.run), timeout_s=arguments.timeout
+    )
+    request = coordinator_pb2.DeleteRunRequest(
+        run=arguments.run,
+        run_id=described.summary.run_id,  # a repetition must not delete the next run of the name
+        force=arguments.force,
+        request_id=uuid.uuid4().hex,
+    )
     response = coordinator.call("DeleteRun", request, timeout_s=arguments.timeout)
     _show(arguments, response, lambda answer: f"deleted run {arguments.run!r}: {format_size(answer.freed_bytes)} freed")
 

@@ -51,7 +51,7 @@ def runs(response: coordinator_pb2.ListRunsResponse) -> RenderableType:
     """``shardwell runs``."""
     if not response.runs:
         return "no runs"
-    table = _table("RUN", "DP x TP x PP", "STEP", "TRAINERS", "UNITS", "PARAMETERS", "LAST COMMIT")
+    table = _table("RUN", "ID", "DP x TP x PP", "STEP", "TRAINERS", "UNITS", "PARAMETERS", "LAST COMMIT")
     for summary in response.runs:
         table.add_row(*_run_cells(summary))
     return table
@@ -60,6 +60,7 @@ def runs(response: coordinator_pb2.ListRunsResponse) -> RenderableType:
 def _run_cells(summary: coordinator_pb2.RunSummary) -> Sequence[str]:
     return (
         summary.run,
+        summary.run_id,
         world_text(summary.config.world),
         str(summary.committed_step),
         f"{summary.live_trainer_count} live",

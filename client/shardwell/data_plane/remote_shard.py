@@ -21,6 +21,7 @@ from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.range_plans import RangePlans
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.stream_plan import InParameters, InVector, StreamPlan
 from shardwell_wire.v1 import shard_pb2
 from shardwell_wire.wire_dtypes import AS_STORED, WireDType
@@ -47,7 +48,7 @@ class RemoteShard:
     must not depend on the lane.
 
     Args:
-        run: Name of the run.
+        run: The run.
         layout: Of the unit.
         server: The owner.
         start_bytes: Half-open range of the flat vector.
@@ -57,7 +58,7 @@ class RemoteShard:
 
     def __init__(
         self,
-        run: str,
+        run: RunIdentity,
         layout: UnitLayout,
         server: ServerConnection,
         start_bytes: int,
@@ -191,7 +192,8 @@ class RemoteShard:
         ema: bool = False,
     ) -> int:
         request = shard_pb2.GatherRequest(
-            run=self._run,
+            run=self._run.name,
+            run_id=self._run.run_id,
             unit=self._layout.unit,
             version=version,
             start_bytes=self.start_bytes,

@@ -13,6 +13,7 @@ from shardwell.data_plane.shard_client import ShardClient
 from shardwell.data_plane.shm_lane import ShmLane
 from shardwell.data_plane.socket_lane import SocketLane
 from shardwell_wire.errors import ConflictError, ShardwellError, UnavailableError
+from shardwell_wire.run_identity import RunIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class ServerConnection:
 
     Args:
         address: host:port.
-        run: Name of the run, of which the server holds a unit already.
+        run: The run, of which the server holds a unit already.
         kinds: Lanes to try, in this order.
         chunk_bytes: Payload per message over gRPC.
         check: Called while the server is unavailable; raises when trying again is pointless.
@@ -44,7 +45,7 @@ class ServerConnection:
     def __init__(
         self,
         address: str,
-        run: str,
+        run: RunIdentity,
         *,
         kinds: Sequence[str],
         chunk_bytes: int,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from shardwell.data_plane.mailboxes import Mailbox, Mailboxes
 from shardwell.data_plane.shard_client import ShardClient
 from shardwell_wire.errors import UnavailableError
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.shared_files import open_in_folder, opened, require_folder, server_folder
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
@@ -40,7 +41,7 @@ class ShmLane:
 
     Args:
         client: Calls the server.
-        run: Name of the run.
+        run: The run.
         timeout_s: How long opening it may take.
 
     Raises:
@@ -50,9 +51,9 @@ class ShmLane:
 
     kind = "shm"
 
-    def __init__(self, client: ShardClient, run: str, *, timeout_s: float) -> None:
+    def __init__(self, client: ShardClient, run: RunIdentity, *, timeout_s: float) -> None:
         self._client, self._run = client, run
-        request = shard_pb2.OpenLaneRequest(run=run, kind=common_pb2.LANE_KIND_SHM)
+        request = shard_pb2.OpenLaneRequest(run=run.name, run_id=run.run_id, kind=common_pb2.LANE_KIND_SHM)
         self._rpc = client.open("OpenLane", request, timeout_s=timeout_s)
         self._name = self._rpc.answer.lane
         try:
@@ -96,7 +97,9 @@ class ShmLane:
             ConflictError: The shard is not in shared memory.
             UntrustedFileError: The server names a file outside its folder.
         """
-        request = shard_pb2.LocateShardRequest(run=self._run, unit=unit, version=version, lane=self._name)
+        request = shard_pb2.LocateShardRequest(
+            run=self._run.name, run_id=self._run.run_id, unit=unit, version=version, lane=self._name
+        )
         answer: shard_pb2.LocateShardResponse = self._client.call(
             "LocateShard", request, timeout_s=timeout_s, retry_for_s=retry_for_s
         )
@@ -203,6 +206,6 @@ class ShmLane:
         self._rpc.end()
 
     def _open_mailbox(self, unit: str) -> Mailbox:
-        request = shard_pb2.OpenMailboxRequest(run=self._run, unit=unit, lane=self._name)
+        request = shard_pb2.OpenMailboxRequest(run=self._run.name, run_id=self._run.run_id, unit=unit, lane=self._name)
         answer: shard_pb2.OpenMailboxResponse = self._client.call("OpenMailbox", request)
         return Mailbox.open(answer.mailbox, require_folder(answer.path, self._folder), self._sizes[unit])

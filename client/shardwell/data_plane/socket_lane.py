@@ -12,6 +12,7 @@ from shardwell.data_plane.lanes import Nearly, unheard
 from shardwell.data_plane.rpc import retry
 from shardwell.data_plane.shard_client import ShardClient
 from shardwell_wire.errors import AccessError, UnavailableError
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 Result = TypeVar("Result")
@@ -39,14 +40,14 @@ class SocketLane:
 
     kind = "socket"
 
-    def __init__(self, client: ShardClient, run: str, *, timeout_s: float = 10.0) -> None:
+    def __init__(self, client: ShardClient, run: RunIdentity, *, timeout_s: float = 10.0) -> None:
         self._peer = f"socket lane to {client.address}"
         self._host = client.address.rpartition(":")[0].strip("[]")
         self._lock = threading.Lock()
         self._connections: set[LaneConnection] = set()
         self._idle: list[LaneConnection] = []
         self._open = True
-        request = shard_pb2.OpenLaneRequest(run=run, kind=common_pb2.LANE_KIND_SOCKET)
+        request = shard_pb2.OpenLaneRequest(run=run.name, run_id=run.run_id, kind=common_pb2.LANE_KIND_SOCKET)
         self._rpc = client.open("OpenLane", request, timeout_s=timeout_s)
         self._offer: shard_pb2.SocketOffer = self._rpc.answer.socket
         self._rpc.when_ended(self._end)

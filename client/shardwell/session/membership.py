@@ -15,11 +15,13 @@ from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.errors import (
     ConflictError,
     DeadlineError,
+    RunDeletedError,
     ShardwellError,
     StaleEpochError,
     UnavailableError,
     UsageError,
 )
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -53,6 +55,7 @@ class Membership:
         self._config, self._coordinator = config, coordinator
         self._ended: ShardwellError | None = None
         joined = self._join()
+        self.identity = RunIdentity(config.run, joined.run_id)
         self.run = config.run
         self.trainer: str = joined.trainer
         self.epoch: int = joined.epoch
@@ -68,7 +71,11 @@ class Membership:
     def context(self, step: int, *, epoch: int | None = None) -> common_pb2.RequestContext:
         """What a mutating request carries; a fresh request id each time."""
         return common_pb2.RequestContext(
-            run=self.run, epoch=self.epoch if epoch is None else epoch, step=step, request_id=uuid.uuid4().hex
+            run=self.run,
+            run_id=self.identity.run_id,
+            epoch=self.epoch if epoch is None else epoch,
+            step=step,
+            request_id=uuid.uuid4().hex,
         )
 
     def call(self, rpc_name: str, request: Any) -> Any:
@@ -120,7 +127,9 @@ class Membership:
         self._stop.set()
         self._heartbeat.join(timeout=_CALL_TIMEOUT_S)
         if self._ended is None:
-            request = coordinator_pb2.LeaveRequest(run=self.run, trainer=self.trainer, epoch=self.epoch)
+            request = coordinator_pb2.LeaveRequest(
+                run=self.run, run_id=self.identity.run_id, trainer=self.trainer, epoch=self.epoch
+            )
             try:
                 self._coordinator.call("Leave", request, timeout_s=2.0)
             except ShardwellError as error:
@@ -162,7 +171,7 @@ class Membership:
     def _call(self, rpc_name: str, request: Any, *, timeout_s: float) -> Any:
         try:
             return self._call_patiently(partial(self._coordinator.call, rpc_name, request, timeout_s=timeout_s))
-        except StaleEpochError as error:
+        except (StaleEpochError, RunDeletedError) as error:
             self._end(error)
             raise
 
@@ -177,13 +186,15 @@ class Membership:
         return call(retry_for_s=limit_s)
 
     def _keep_lease(self) -> None:
-        request = coordinator_pb2.HeartbeatRequest(run=self.run, trainer=self.trainer, epoch=self.epoch)
+        request = coordinator_pb2.HeartbeatRequest(
+            run=self.run, run_id=self.identity.run_id, trainer=self.trainer, epoch=self.epoch
+        )
         reached = True
         while not self._stop.wait(self._lease_s / 3):
             try:
                 self._coordinator.call("Heartbeat", request, timeout_s=self._lease_s / 3)
                 reached = True
-            except (StaleEpochError, ConflictError) as error:
+            except (StaleEpochError, RunDeletedError, ConflictError) as error:
                 self._end(error)
                 return
             except ShardwellError as error:

@@ -75,8 +75,7 @@ def _find(membership: Membership, config: JoinConfig) -> NodeMembers | None:
     if len(ranks) < 2 or own.global_rank not in ranks:
         logger.info("node group: no other trainer on host %r holds the units of this one", config.host)
         return None
-    run = membership.run, described.summary.created.ToNanoseconds()
-    identity = repr((run, config.host, config.node_group, sorted(found)))
+    identity = repr((membership.identity, config.host, config.node_group, sorted(found)))
     return NodeMembers(hashlib.sha256(identity.encode()).hexdigest()[:24], ranks, ranks.index(own.global_rank))
 
 

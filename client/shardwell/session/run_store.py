@@ -114,10 +114,9 @@ class RunStore:
         """See ``ParameterStore.declare``. Returns once the run has initial values for the unit."""
 
         def reach(declared: coordinator_pb2.DeclareUnitResponse) -> tuple[RemoteShard, ...]:
+            run = self._membership.identity
             return tuple(
-                RemoteShard(
-                    self._membership.run, layout, self._server(at.address), at.start_bytes, at.stop_bytes, self._wire
-                )
+                RemoteShard(run, layout, self._server(at.address), at.start_bytes, at.stop_bytes, self._wire)
                 for at in declared.shards
             )
 
@@ -286,7 +285,7 @@ class RunStore:
         if address not in self._servers:
             self._servers[address] = ServerConnection(
                 address,
-                self._membership.run,
+                self._membership.identity,
                 kinds=self._config.lanes,
                 chunk_bytes=self._config.chunk_bytes,
                 check=self._membership.check,

@@ -14,7 +14,6 @@ from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
 from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import ConflictError
-from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -108,14 +107,11 @@ class ShardsInPlace:
         return {number: cached.place for number, cached in admitted.items()}
 
     def _open_cache(self) -> HostCache | None:
-        config, run = self._config, self._membership.run
+        config, run = self._config, self._membership.identity
         if not CAN_MAP:
             return None
-        # A run that is deleted and made again is another one, though its name and its steps are the same.
-        described = self._membership.call("DescribeRun", coordinator_pb2.DescribeRunRequest(run=run))
-        key = config.address, run, described.summary.created.ToNanoseconds()
         try:
-            return HostCache(key, config.host_cache_bytes, wait_limit_s=config.wait_limit_s)
+            return HostCache((run.name, run.run_id), config.host_cache_bytes, wait_limit_s=config.wait_limit_s)
         except OSError as error:
             logger.warning("host cache: every trainer fetches for itself, there is no shared memory: %s", error)
             return None

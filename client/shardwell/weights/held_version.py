@@ -16,6 +16,7 @@ from shardwell.session.run_state import from_tensor_value
 from shardwell.weights.run_names import buffer_name
 from shardwell.weights.unit_reader import PlacedUnit, UnitReader, unreachable
 from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneError
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 _ATTEMPTS = 8
@@ -50,7 +51,7 @@ class HeldVersion:
     """
 
     def __init__(self, weights: coordinator_pb2.DescribeWeightsResponse, reader: UnitReader) -> None:
-        self.run, self.version = reader.run, weights.version
+        self.run, self.version = reader.run.name, weights.version
         self._reader = reader
         units = [PlacedUnit.from_proto(unit) for unit in weights.units]
         self.parameters: Sequence[StoredParameter] = [
@@ -141,7 +142,8 @@ def _hold(
     version = newest.version if target is None else target
     owners = {shard.address: shard for unit in newest.units for shard in unit.shards}
     asking = stack.enter_context(ThreadPoolExecutor(len(owners) + 1))
-    reader = stack.enter_context(UnitReader(run, version, timeout_s=timeout_s))  # closed first: ends what is asked
+    identity = RunIdentity(run, newest.run_id)
+    reader = stack.enter_context(UnitReader(identity, version, timeout_s=timeout_s))  # closed first: ends what is asked
     # All are asked at once: of a version to come, before it exists.
     described = None
     if target is not None:
@@ -158,7 +160,9 @@ def _hold(
 
 
 def _open(reader: UnitReader, shard: common_pb2.ShardRange, timeout_s: float) -> StandingRpc:
-    request = shard_pb2.HoldVersionRequest(run=reader.run, version=reader.version, wait_s=timeout_s)
+    request = shard_pb2.HoldVersionRequest(
+        run=reader.run.name, run_id=reader.run.run_id, version=reader.version, wait_s=timeout_s
+    )
     try:
         return reader.client(shard.address).open("HoldVersion", request, timeout_s=timeout_s + _CALL_MARGIN_S)
     except UnavailableError as error:

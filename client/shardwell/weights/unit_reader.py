@@ -12,6 +12,7 @@ from shardwell.data_plane.shard_client import ShardClient
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 _THREADS = 8
@@ -40,12 +41,12 @@ class UnitReader:
     """Reads one version of units; a context manager.
 
     Args:
-        run: Name of the run.
+        run: The run.
         version: Of every unit.
         timeout_s: Deadline of each read.
     """
 
-    def __init__(self, run: str, version: int, *, timeout_s: float) -> None:
+    def __init__(self, run: RunIdentity, version: int, *, timeout_s: float) -> None:
         self.run, self.version = run, version
         self._timeout_s = timeout_s
         self._clients: dict[str, ShardClient] = {}
@@ -85,7 +86,8 @@ class UnitReader:
 
     def _read(self, client: ShardClient, unit: PlacedUnit, shard: common_pb2.ShardRange, flat: torch.Tensor) -> None:
         request = shard_pb2.GatherRequest(
-            run=self.run,
+            run=self.run.name,
+            run_id=self.run.run_id,
             unit=unit.layout.unit,
             version=self.version,
             start_bytes=shard.start_bytes,

@@ -258,6 +258,7 @@ class RequestContext(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     epoch: builtins.int
@@ -272,6 +273,10 @@ class RequestContext(google.protobuf.message.Message):
     """Unique per request, kept over retries. The same id with another request is refused with
     ALREADY_EXISTS. Empty: no such check.
     """
+    run_id: builtins.str
+    """Id of the run, as Join returned it: tells it from a deleted run of the same name, whose requests are refused with
+    NOT_FOUND. Required.
+    """
     def __init__(
         self,
         *,
@@ -279,8 +284,9 @@ class RequestContext(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         step: builtins.int = ...,
         request_id: builtins.str = ...,
+        run_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "request_id", b"request_id", "run", b"run", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "request_id", b"request_id", "run", b"run", "run_id", b"run_id", "step", b"step"]) -> None: ...
 
 global___RequestContext = RequestContext
 

@@ -157,6 +157,7 @@ class HeartbeatServerRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     RESERVED_BYTES_FIELD_NUMBER: builtins.int
     USED_BYTES_FIELD_NUMBER: builtins.int
+    RUN_IDS_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Name of the shard server."""
     epoch: builtins.int
@@ -165,6 +166,10 @@ class HeartbeatServerRequest(google.protobuf.message.Message):
     """Memory set aside for shards."""
     used_bytes: builtins.int
     """Memory in use now."""
+    @property
+    def run_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Ids of the runs that the server holds shards of."""
+
     def __init__(
         self,
         *,
@@ -172,8 +177,9 @@ class HeartbeatServerRequest(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         reserved_bytes: builtins.int = ...,
         used_bytes: builtins.int = ...,
+        run_ids: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "reserved_bytes", b"reserved_bytes", "server_id", b"server_id", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "reserved_bytes", b"reserved_bytes", "run_ids", b"run_ids", "server_id", b"server_id", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___HeartbeatServerRequest = HeartbeatServerRequest
 
@@ -182,14 +188,20 @@ class HeartbeatServerResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     COORDINATOR_EPOCH_FIELD_NUMBER: builtins.int
+    DELETED_RUN_IDS_FIELD_NUMBER: builtins.int
     coordinator_epoch: builtins.int
     """Term of the coordinator."""
+    @property
+    def deleted_run_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Those of the request's run_ids that belong to no run any more: the server drops what it holds of them."""
+
     def __init__(
         self,
         *,
         coordinator_epoch: builtins.int = ...,
+        deleted_run_ids: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["coordinator_epoch", b"coordinator_epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coordinator_epoch", b"coordinator_epoch", "deleted_run_ids", b"deleted_run_ids"]) -> None: ...
 
 global___HeartbeatServerResponse = HeartbeatServerResponse
 
@@ -501,6 +513,7 @@ class JoinResponse(google.protobuf.message.Message):
     COMMITTED_STEP_FIELD_NUMBER: builtins.int
     WORK_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     started: builtins.bool
     """False: still waiting; ask again."""
     trainer: builtins.str
@@ -511,6 +524,8 @@ class JoinResponse(google.protobuf.message.Message):
     """Silence, in seconds, after which the lease is over."""
     committed_step: builtins.int
     """Committed steps so far: the number of the next step."""
+    run_id: builtins.str
+    """Random, made when the run was created. A run that is deleted and created again under its name has another one."""
     @property
     def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """While waiting: what for, one line each."""
@@ -544,9 +559,10 @@ class JoinResponse(google.protobuf.message.Message):
         committed_step: builtins.int = ...,
         work: global___StepWork | None = ...,
         state: global___RunState | None = ...,
+        run_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_state", b"_state", "config", b"config", "state", b"state", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "seats", b"seats", "started", b"started", "state", b"state", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "run_id", b"run_id", "seats", b"seats", "started", b"started", "state", b"state", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___JoinResponse = JoinResponse
@@ -558,20 +574,24 @@ class HeartbeatRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     TRAINER_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     trainer: builtins.str
     """Name of the trainer."""
     epoch: builtins.int
     """Epoch of the membership."""
+    run_id: builtins.str
+    """Id of the run, as Join returned it."""
     def __init__(
         self,
         *,
         run: builtins.str = ...,
         trainer: builtins.str = ...,
         epoch: builtins.int = ...,
+        run_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "run", b"run", "trainer", b"trainer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "run", b"run", "run_id", b"run_id", "trainer", b"trainer"]) -> None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
 
@@ -598,20 +618,24 @@ class LeaveRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     TRAINER_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     trainer: builtins.str
     """Name of the trainer."""
     epoch: builtins.int
     """Epoch of the membership."""
+    run_id: builtins.str
+    """Id of the run, as Join returned it."""
     def __init__(
         self,
         *,
         run: builtins.str = ...,
         trainer: builtins.str = ...,
         epoch: builtins.int = ...,
+        run_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "run", b"run", "trainer", b"trainer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "run", b"run", "run_id", b"run_id", "trainer", b"trainer"]) -> None: ...
 
 global___LeaveRequest = LeaveRequest
 
@@ -1162,20 +1186,24 @@ class DeleteRunRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     FORCE_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     request_id: builtins.str
     """Unique per request, kept over retries."""
     force: builtins.bool
     """Also while trainers are live; they are fenced."""
+    run_id: builtins.str
+    """Id of the run: another run of the name is left alone. Empty: whichever run has the name now."""
     def __init__(
         self,
         *,
         run: builtins.str = ...,
         request_id: builtins.str = ...,
         force: builtins.bool = ...,
+        run_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["force", b"force", "request_id", b"request_id", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["force", b"force", "request_id", b"request_id", "run", b"run", "run_id", b"run_id"]) -> None: ...
 
 global___DeleteRunRequest = DeleteRunRequest
 
@@ -1217,6 +1245,7 @@ class RunSummary(google.protobuf.message.Message):
     PARAMETER_BYTES_FIELD_NUMBER: builtins.int
     CREATED_FIELD_NUMBER: builtins.int
     LAST_COMMIT_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     committed_step: builtins.int
@@ -1227,6 +1256,8 @@ class RunSummary(google.protobuf.message.Message):
     """Units declared so far."""
     parameter_bytes: builtins.int
     """Bytes of parameters."""
+    run_id: builtins.str
+    """Random, made when the run was created."""
     @property
     def config(self) -> global___RunConfig:
         """What the run is."""
@@ -1250,9 +1281,10 @@ class RunSummary(google.protobuf.message.Message):
         parameter_bytes: builtins.int = ...,
         created: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         last_commit: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        run_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["config", b"config", "created", b"created", "last_commit", b"last_commit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "config", b"config", "created", b"created", "last_commit", b"last_commit", "live_trainer_count", b"live_trainer_count", "parameter_bytes", b"parameter_bytes", "run", b"run", "unit_count", b"unit_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "config", b"config", "created", b"created", "last_commit", b"last_commit", "live_trainer_count", b"live_trainer_count", "parameter_bytes", b"parameter_bytes", "run", b"run", "run_id", b"run_id", "unit_count", b"unit_count"]) -> None: ...
 
 global___RunSummary = RunSummary
 
@@ -1638,8 +1670,11 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
     WORLD_FIELD_NUMBER: builtins.int
     UNITS_FIELD_NUMBER: builtins.int
     BUFFERS_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     version: builtins.int
     """The version that all of this is of: committed steps."""
+    run_id: builtins.str
+    """Id of the run, to be named when its values are read."""
     @property
     def world(self) -> shardwell_wire.v1.common_pb2.World:
         """The grid of logical ranks; ranks along tp and pp have units of their own."""
@@ -1659,9 +1694,10 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
         world: shardwell_wire.v1.common_pb2.World | None = ...,
         units: collections.abc.Iterable[global___UnitWeights] | None = ...,
         buffers: collections.abc.Mapping[builtins.str, shardwell_wire.v1.common_pb2.TensorValue] | None = ...,
+        run_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["world", b"world"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "units", b"units", "version", b"version", "world", b"world"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "run_id", b"run_id", "units", b"units", "version", b"version", "world", b"world"]) -> None: ...
 
 global___DescribeWeightsResponse = DescribeWeightsResponse
 

@@ -251,6 +251,7 @@ class GatherRequest(google.protobuf.message.Message):
     CHUNK_BYTES_FIELD_NUMBER: builtins.int
     WIRE_DTYPE_FIELD_NUMBER: builtins.int
     EMA_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     unit: builtins.str
@@ -271,6 +272,8 @@ class GatherRequest(google.protobuf.message.Message):
     """The exponential moving average of the values (OptimizerStep.ema_decay) instead of the values, as
     it is stored. FAILED_PRECONDITION if no step was averaged.
     """
+    run_id: builtins.str
+    """Id of the run: another run of the name is refused with NOT_FOUND. Empty: whichever run has the name now."""
     def __init__(
         self,
         *,
@@ -282,9 +285,10 @@ class GatherRequest(google.protobuf.message.Message):
         chunk_bytes: builtins.int = ...,
         wire_dtype: shardwell_wire.v1.common_pb2.WireDType.ValueType = ...,
         ema: builtins.bool = ...,
+        run_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "chunk_bytes", b"chunk_bytes", "ema", b"ema", "run", b"run", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "version", b"version", "wire_dtype", b"wire_dtype"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "chunk_bytes", b"chunk_bytes", "ema", b"ema", "run", b"run", "run_id", b"run_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "version", b"version", "wire_dtype", b"wire_dtype"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___GatherRequest = GatherRequest
@@ -473,20 +477,24 @@ class HoldVersionRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     version: builtins.int
     """Which one."""
     wait_s: builtins.float
     """Longest time to wait for it to exist, in seconds."""
+    run_id: builtins.str
+    """Id of the run: another run of the name is refused with NOT_FOUND. Empty: whichever run has the name now."""
     def __init__(
         self,
         *,
         run: builtins.str = ...,
         version: builtins.int = ...,
         wait_s: builtins.float = ...,
+        run_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["run", b"run", "version", b"version", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["run", b"run", "run_id", b"run_id", "version", b"version", "wait_s", b"wait_s"]) -> None: ...
 
 global___HoldVersionRequest = HoldVersionRequest
 
@@ -516,17 +524,21 @@ class OpenLaneRequest(google.protobuf.message.Message):
 
     RUN_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     kind: shardwell_wire.v1.common_pb2.LaneKind.ValueType
     """Which kind."""
+    run_id: builtins.str
+    """Id of the run, as Join returned it. Required."""
     def __init__(
         self,
         *,
         run: builtins.str = ...,
         kind: shardwell_wire.v1.common_pb2.LaneKind.ValueType = ...,
+        run_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kind", b"kind", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "run", b"run", "run_id", b"run_id"]) -> None: ...
 
 global___OpenLaneRequest = OpenLaneRequest
 
@@ -615,6 +627,7 @@ class LocateShardRequest(google.protobuf.message.Message):
     UNIT_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     LANE_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     unit: builtins.str
@@ -623,6 +636,8 @@ class LocateShardRequest(google.protobuf.message.Message):
     """Unset: the newest version."""
     lane: builtins.str
     """An open shm lane."""
+    run_id: builtins.str
+    """Id of the run, as Join returned it. Required."""
     def __init__(
         self,
         *,
@@ -630,9 +645,10 @@ class LocateShardRequest(google.protobuf.message.Message):
         unit: builtins.str = ...,
         version: builtins.int | None = ...,
         lane: builtins.str = ...,
+        run_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "lane", b"lane", "run", b"run", "unit", b"unit", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "lane", b"lane", "run", b"run", "run_id", b"run_id", "unit", b"unit", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___LocateShardRequest = LocateShardRequest
@@ -667,20 +683,24 @@ class OpenMailboxRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     UNIT_FIELD_NUMBER: builtins.int
     LANE_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     unit: builtins.str
     """Name of the unit."""
     lane: builtins.str
     """An open shm lane."""
+    run_id: builtins.str
+    """Id of the run, as Join returned it. Required."""
     def __init__(
         self,
         *,
         run: builtins.str = ...,
         unit: builtins.str = ...,
         lane: builtins.str = ...,
+        run_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lane", b"lane", "run", b"run", "unit", b"unit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lane", b"lane", "run", b"run", "run_id", b"run_id", "unit", b"unit"]) -> None: ...
 
 global___OpenMailboxRequest = OpenMailboxRequest
 
@@ -1504,6 +1524,7 @@ class RunOnServer(google.protobuf.message.Message):
     SHARD_COUNT_FIELD_NUMBER: builtins.int
     PARAMETER_BYTES_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     shard_count: builtins.int
@@ -1512,6 +1533,8 @@ class RunOnServer(google.protobuf.message.Message):
     """Bytes of parameters."""
     version: builtins.int
     """Highest version that every shard of the run on this server has reached."""
+    run_id: builtins.str
+    """Id of the run."""
     def __init__(
         self,
         *,
@@ -1519,8 +1542,9 @@ class RunOnServer(google.protobuf.message.Message):
         shard_count: builtins.int = ...,
         parameter_bytes: builtins.int = ...,
         version: builtins.int = ...,
+        run_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["parameter_bytes", b"parameter_bytes", "run", b"run", "shard_count", b"shard_count", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["parameter_bytes", b"parameter_bytes", "run", b"run", "run_id", b"run_id", "shard_count", b"shard_count", "version", b"version"]) -> None: ...
 
 global___RunOnServer = RunOnServer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 from shardwell_server.coordinator.commit import Committer
@@ -91,33 +91,33 @@ class Coordinator:
         self.trainers.expire()
         self.server_leases.expire()
 
-    async def delete_run(self, name: str, *, force: bool) -> int:
+    async def delete_run(self, run: Run, *, force: bool) -> int:
         """Ends a run and frees its memory; returns the bytes freed.
 
         Raises:
             ConflictError: Trainers are live and ``force`` is not set.
         """
-        run = self.state.require_run(name)
+        name = run.name
         if run.members.live and not force:
             names = ", ".join(map(repr, sorted(run.members.live)))
             raise ConflictError(f"run {name!r} has live trainers ({names}): end them, or force the deletion", run=name)
-        run.deleted = True
-        try:
-            await self.state.storage.delete_run(name)
-        except ShardwellError:
-            run.deleted = False
-            raise
-        self.state.runs.pop(name, None)
-        run.changed.notify()
+        await self.state.delete_run(run)
         outcomes = await asyncio.gather(*(self._drop(run, server_id) for server_id in run.units.servers))
         self.state.events.add(EventKind.RUN_DELETED, f"{sum(outcomes)} bytes were freed", run=name)
         return sum(outcomes)
+
+    def deleted_among(self, run_ids: Iterable[str]) -> list[str]:
+        """The ids, of runs that a shard server holds, that belong to no run any more."""
+        known = {run.identity.run_id for run in self.state.runs.values()}
+        return [run_id for run_id in run_ids if run_id not in known]
 
     async def _drop(self, run: Run, server_id: str) -> int:
         request = shard_pb2.DropRunRequest(context=self.servers.context(run, run.committed_step))
         try:
             response = await self.servers.call(server_id, "DropRun", request, retry_for_s=_DROP_RETRY_S)
         except ShardwellError as error:
-            logger.warning("run %r stays on server %r until it is restarted or reused: %s", run.name, server_id, error)
+            logger.warning(
+                "deleted run %r stays on server %r until that is heard of again: %s", run.name, server_id, error
+            )
             return 0
         return int(response.freed_bytes)

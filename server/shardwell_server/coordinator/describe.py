@@ -79,6 +79,7 @@ def summary(run: Run) -> coordinator_pb2.RunSummary:
         parameter_bytes=sum(parameter.size_bytes for unit in run.units for parameter in unit.layout.parameters),
         created=timestamp(run.created),
         last_commit=timestamp(last.time) if last is not None else None,
+        run_id=run.identity.run_id,
     )
 
 

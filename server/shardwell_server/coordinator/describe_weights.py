@@ -6,7 +6,7 @@ from shardwell_server.coordinator import describe
 from shardwell_server.coordinator.cluster import Cluster
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.waiting import poll
-from shardwell_wire.errors import DeadlineError, NotFoundError, StepStateError, VersionGoneError
+from shardwell_wire.errors import DeadlineError, StepStateError, VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
 
 
@@ -25,12 +25,11 @@ async def at_version(
         DeadlineError: It is not committed yet.
         VersionGoneError: A newer one is.
         StepStateError: A unit has no initial values, or there is no unit.
-        NotFoundError: The run was deleted meanwhile.
+        RunDeletedError: The run was deleted meanwhile.
     """
 
     async def look() -> coordinator_pb2.DescribeWeightsResponse | None:
-        if run.deleted:
-            raise NotFoundError(f"run {run.name!r} was deleted", run=run.name)
+        run.check_not_deleted()
         if version is not None and version > run.committed_step:
             return None
         if version is not None and version < run.committed_step:
@@ -67,4 +66,5 @@ def _weights(run: Run, cluster: Cluster) -> coordinator_pb2.DescribeWeightsRespo
             for unit in run.units
         ],
         buffers=run.state.buffers if run.state is not None else None,
+        run_id=run.identity.run_id,
     )

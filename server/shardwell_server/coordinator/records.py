@@ -50,6 +50,7 @@ class RunRecord:
     """Everything of a run that changes between commits, as stored."""
 
     run: str
+    run_id: str
     config: bytes
     created: float
     started: bool
@@ -59,7 +60,6 @@ class RunRecord:
     members: tuple[MemberRecord, ...]
     ranks: tuple[RankRecord, ...]
     addresses: tuple[tuple[str, str], ...]
-    clean_servers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +119,13 @@ class StoredRun:
     state: bytes | None
     finished: tuple[FinishedRecord, ...]
     """Items of the step in flight; either all or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """Everything, as loaded."""
+
+    servers: tuple[ServerRecord, ...]
+    runs: tuple[StoredRun, ...]
+    deleted_last_epoch: int
+    """The highest epoch of a deleted run; 0 if none was."""

@@ -19,7 +19,8 @@ from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.storage import KEPT_COMMITS
 from shardwell_server.coordinator.waiting import SharedCall, Signal
 from shardwell_server.coordinator.work import Item, Step, WorkState
-from shardwell_wire.errors import DuplicateError, HyperparameterMismatchError, NotFoundError
+from shardwell_wire.errors import DuplicateError, HyperparameterMismatchError, RunDeletedError
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 
@@ -37,14 +38,23 @@ class Run:
     """One run.
 
     Args:
-        name: Unique in the cluster.
+        identity: Its name, unique among the runs that are there, and its id.
         settings: What it is.
         clock: Monotonic seconds.
         created: Seconds since 1970.
+        last_epoch: Its epochs are higher.
     """
 
-    def __init__(self, name: str, settings: RunSettings, clock: Callable[[], float], created: float) -> None:
-        self.name, self.settings, self.created = name, settings, created
+    def __init__(
+        self,
+        identity: RunIdentity,
+        settings: RunSettings,
+        clock: Callable[[], float],
+        created: float,
+        last_epoch: int = 0,
+    ) -> None:
+        self.identity, self.settings, self.created = identity, settings, created
+        self.name = name = identity.name
         self.clock = clock
         self.created_s = clock()
         self.changed = Signal()
@@ -54,15 +64,12 @@ class Run:
         self.step: Step | None = None
         """The step in flight; None until the run starts."""
         self.units = DeclaredUnits(name)
-        self.clean_servers: set[str] = set()
-        """Servers that are known to have nothing of a former run of this name."""
-        self.cleaning: dict[str, SharedCall[None]] = {}
         self.commits: deque[CommitRecord] = deque(maxlen=KEPT_COMMITS)
         self.state: coordinator_pb2.RunState | None = None
         self.addresses: dict[str, str] = {}
         self.initializer: tuple[str, int] | None = None
         """Trainer that sends initial values, and the epoch it does so under."""
-        self.last_epoch = 0
+        self.last_epoch = last_epoch
         self.deleted = False
         self.changes, self.saved_changes = 0, 0
         """Counts of changes made and of those that are durable."""
@@ -168,15 +175,24 @@ class Run:
         self.touch()
         self.changed.notify()
 
+    def check_not_deleted(self) -> None:
+        """Raises RunDeletedError if the run was deleted."""
+        if self.deleted:
+            raise RunDeletedError(
+                f"run {self.name!r} was deleted (its id was {self.identity.run_id})",
+                run=self.name,
+                run_id=self.identity.run_id,
+            )
+
     def require(self, name: str, epoch: int) -> Member:
         """A live member by name and epoch.
 
         Raises:
-            NotFoundError: There is no such trainer, or the run was deleted.
+            NotFoundError: There is no such trainer.
+            RunDeletedError: The run was deleted.
             StaleEpochError: Its lease ran out, it left, or another process has its name now.
         """
-        if self.deleted:
-            raise NotFoundError(f"run {self.name!r} was deleted", run=self.name)
+        self.check_not_deleted()
         return self.members.require(name, epoch)
 
     def require_live(self, name: str) -> Member:

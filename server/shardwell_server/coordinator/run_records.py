@@ -18,6 +18,7 @@ from shardwell_server.coordinator.run import PendingUpdate, Run
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.work import Item, Step, WorkState
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 
@@ -26,6 +27,7 @@ def to_record(run: Run) -> RunRecord:
     initializer, initializer_epoch = run.initializer or (None, 0)
     return RunRecord(
         run=run.name,
+        run_id=run.identity.run_id,
         config=run.settings.to_proto().SerializeToString(),
         created=run.created,
         started=run.step is not None,
@@ -38,7 +40,6 @@ def to_record(run: Run) -> RunRecord:
         ),
         ranks=_rank_records(run),
         addresses=tuple(run.addresses.items()),
-        clean_servers=tuple(sorted(run.clean_servers)),
     )
 
 
@@ -78,8 +79,8 @@ def from_stored(stored: StoredRun, clock: Callable[[], float]) -> Run:
     """A run of an earlier term: its live trainers get a lease's time to be heard of again."""
     record = stored.record
     config = coordinator_pb2.RunConfig.FromString(record.config)
-    run = Run(record.run, RunSettings.from_proto(config, world_size=0), clock, record.created)
-    run.last_epoch = record.last_epoch
+    identity, settings = RunIdentity(record.run, record.run_id), RunSettings.from_proto(config, world_size=0)
+    run = Run(identity, settings, clock, record.created, record.last_epoch)
     run.members.members = {
         at.trainer: Member(
             at.trainer,
@@ -94,7 +95,7 @@ def from_stored(stored: StoredRun, clock: Callable[[], float]) -> Run:
         )
         for at in record.members
     }
-    run.addresses, run.clean_servers = dict(record.addresses), set(record.clean_servers)
+    run.addresses = dict(record.addresses)
     if record.initializer is not None:
         run.initializer = (record.initializer, record.initializer_epoch)
     for at in stored.units:

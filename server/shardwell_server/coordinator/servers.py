@@ -29,7 +29,7 @@ class ShardServers:
 
     def context(self, run: Run, step: int) -> common_pb2.RequestContext:
         """What the coordinator's requests carry."""
-        return common_pb2.RequestContext(run=run.name, epoch=self._state.term, step=step)
+        return common_pb2.RequestContext(run=run.name, run_id=run.identity.run_id, epoch=self._state.term, step=step)
 
     def check(self, run: Run) -> None:
         """Raises ConflictError or UnavailableError if a server has lost shards of the run, or is silent."""

@@ -22,7 +22,7 @@ from shardwell_server.coordinator.stall import explain
 from shardwell_server.coordinator.waiting import poll
 from shardwell_server.request_log import RequestLog
 from shardwell_server.rpc import MAX_WAIT_S, Call
-from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.errors import InvalidRequestError, NotFoundError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
@@ -61,7 +61,9 @@ class CoordinatorServicer:
         self._coordinator.server_leases.heartbeat(
             request.server_id, request.epoch, request.reserved_bytes, request.used_bytes
         )
-        return coordinator_pb2.HeartbeatServerResponse(coordinator_epoch=self._state.term)
+        return coordinator_pb2.HeartbeatServerResponse(
+            coordinator_epoch=self._state.term, deleted_run_ids=self._coordinator.deleted_among(request.run_ids)
+        )
 
     async def DeregisterServer(
         self, request: coordinator_pb2.DeregisterServerRequest, call: Call
@@ -92,6 +94,7 @@ class CoordinatorServicer:
                 lease_s=self._state.settings.lease_s,
                 config=run.settings.to_proto(),
                 committed_step=run.committed_step,
+                run_id=run.identity.run_id,
             )
             if not started:
                 response.waiting_for.extend(explain(run, self._state.cluster, self._state.clock()).lines)
@@ -106,13 +109,13 @@ class CoordinatorServicer:
     async def Heartbeat(
         self, request: coordinator_pb2.HeartbeatRequest, call: Call
     ) -> coordinator_pb2.HeartbeatResponse:
-        run = self._state.require_run(request.run)
+        run = self._exact_run(request)
         with heard(run.require(request.trainer, request.epoch), self._state.clock):
             check_kept(run, self._state.cluster)
             return coordinator_pb2.HeartbeatResponse(committed_step=run.committed_step)
 
     async def Leave(self, request: coordinator_pb2.LeaveRequest, call: Call) -> coordinator_pb2.LeaveResponse:
-        run = self._state.require_run(request.run)
+        run = self._exact_run(request)
         member = run.members.members.get(request.trainer)
         if member is not None and (member.live or member.epoch != request.epoch):
             self._coordinator.trainers.leave(run, run.require(request.trainer, request.epoch))
@@ -228,9 +231,13 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.DeleteRunRequest, call: Call
     ) -> coordinator_pb2.DeleteRunResponse:
         repeated = self._requests.check(request.request_id, _fingerprint(request))
-        if repeated and request.run not in self._state.runs:
-            return coordinator_pb2.DeleteRunResponse()
-        freed_bytes = await self._coordinator.delete_run(request.run, force=request.force)
+        try:
+            run = self._state.require_run(request.run, request.run_id)
+        except NotFoundError:
+            if repeated:
+                return coordinator_pb2.DeleteRunResponse()
+            raise
+        freed_bytes = await self._coordinator.delete_run(run, force=request.force)
         return coordinator_pb2.DeleteRunResponse(freed_bytes=freed_bytes)
 
     async def ListRuns(self, request: coordinator_pb2.ListRunsRequest, call: Call) -> coordinator_pb2.ListRunsResponse:
@@ -294,6 +301,12 @@ class CoordinatorServicer:
         async for event in self._state.events.watch(request.run, request.duration_s or None):
             yield event
 
+    def _exact_run(self, request: Any) -> Run:
+        """The very run that a trainer's request is about: one of the same name that it did not join is another."""
+        if not request.run_id:
+            raise InvalidRequestError(f"run_id is empty: name the id of run {request.run!r}, which Join returned")
+        return self._state.require_run(request.run, request.run_id)
+
     def _member(self, request: Any, *, of_membership: bool = True) -> tuple[Run, Member]:
         """The run and the live trainer that a request comes from.
 
@@ -302,7 +315,7 @@ class CoordinatorServicer:
             of_membership: Whether the context's epoch is the membership's; else it is checked elsewhere.
         """
         context = request.context
-        run = self._state.require_run(context.run)
+        run = self._exact_run(context)
         member = run.require(request.trainer, context.epoch) if of_membership else run.require_live(request.trainer)
         self._requests.check(context.request_id, _fingerprint(request))
         return run, member

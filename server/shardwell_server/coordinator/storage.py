@@ -24,11 +24,12 @@ from shardwell_server.coordinator.records import (
     ServerRecord,
     ShardRecord,
     StoredRun,
+    StoredState,
     UnitRecord,
 )
 from shardwell_wire.errors import ConflictError, UnavailableError
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 FILE_NAME = "coordinator.sqlite"
 
@@ -42,7 +43,7 @@ CREATE TABLE servers (
     budget_bytes INTEGER NOT NULL, process TEXT NOT NULL, departed INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE runs (
-    run TEXT PRIMARY KEY, config BLOB NOT NULL, created REAL NOT NULL, started INTEGER NOT NULL,
+    run TEXT PRIMARY KEY, run_id TEXT NOT NULL, config BLOB NOT NULL, created REAL NOT NULL, started INTEGER NOT NULL,
     last_epoch INTEGER NOT NULL, initializer TEXT, initializer_epoch INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE members (
@@ -55,9 +56,6 @@ CREATE TABLE ranks (
 ) WITHOUT ROWID;
 CREATE TABLE addresses (
     run TEXT NOT NULL, name TEXT NOT NULL, address TEXT NOT NULL, PRIMARY KEY (run, name)
-) WITHOUT ROWID;
-CREATE TABLE clean_servers (
-    run TEXT NOT NULL, server_id TEXT NOT NULL, PRIMARY KEY (run, server_id)
 ) WITHOUT ROWID;
 CREATE TABLE units (
     run TEXT NOT NULL, unit_index INTEGER NOT NULL, spec BLOB NOT NULL, published INTEGER NOT NULL,
@@ -80,7 +78,7 @@ CREATE TABLE commits (
 CREATE TABLE states (run TEXT PRIMARY KEY, step INTEGER NOT NULL, state BLOB NOT NULL) WITHOUT ROWID;
 """
 
-_CHANGING = ("members", "ranks", "addresses", "clean_servers")
+_CHANGING = ("members", "ranks", "addresses")
 _RUN_TABLES = (*_CHANGING, "runs", "units", "shards", "finished", "commits", "states")
 
 Result = TypeVar("Result")
@@ -112,7 +110,7 @@ class Storage:
         self._thread.shutdown(wait=True)
         self._database.close()
 
-    async def load(self) -> tuple[list[ServerRecord], list[StoredRun]]:
+    async def load(self) -> StoredState:
         """Everything."""
         return await self._call(self._load)
 
@@ -134,6 +132,7 @@ class Storage:
         run = record.run
         row = (
             run,
+            record.run_id,
             record.config,
             record.created,
             record.started,
@@ -144,12 +143,11 @@ class Storage:
         await self._call(
             self._write,
             [
-                (_upsert("runs", 7), [row]),
+                (_upsert("runs", 8), [row]),
                 *(_clear(table, run) for table in _CHANGING),
                 (_upsert("members", 8), [(run, *_values(member)) for member in record.members]),
                 (_upsert("ranks", 7), [(run, *_values(rank)) for rank in record.ranks]),
                 (_upsert("addresses", 3), [(run, *address) for address in record.addresses]),
-                (_upsert("clean_servers", 2), [(run, server_id) for server_id in record.clean_servers]),
             ],
         )
 
@@ -192,8 +190,13 @@ class Storage:
             writes.append((_upsert("states", 3), [(run, record.step, state)]))
         await self._call(self._write, writes)
 
-    async def delete_run(self, run: str) -> None:
-        await self._call(self._write, [_clear(table, run) for table in _RUN_TABLES])
+    async def delete_run(self, run: str, last_epoch: int) -> None:
+        """Deletes all of a run; keeps its highest epoch, which later runs start from."""
+        keep = (
+            "INSERT INTO facts VALUES ('deleted_last_epoch', ?) "
+            "ON CONFLICT DO UPDATE SET value = max(value, excluded.value)"
+        )
+        await self._call(self._write, [*(_clear(table, run) for table in _RUN_TABLES), (keep, [(last_epoch,)])])
 
     async def _call(self, method: Callable[..., Result], *arguments: object, **options: object) -> Result:
         return await asyncio.get_running_loop().run_in_executor(
@@ -262,18 +265,22 @@ class Storage:
                 database.execute("ROLLBACK")
             raise
 
-    def _load(self) -> tuple[list[ServerRecord], list[StoredRun]]:
-        servers = [
+    def _load(self) -> StoredState:
+        servers = (
             ServerRecord(server_id, address, incarnation, epoch, budget_bytes, process, bool(departed))
             for server_id, address, incarnation, epoch, budget_bytes, process, departed in self._database.execute(
                 "SELECT * FROM servers"
             )
-        ]
+        )
         names = [name for (name,) in self._database.execute("SELECT run FROM runs")]
-        return servers, [self._load_run(name) for name in names]
+        return StoredState(
+            servers=tuple(servers),
+            runs=tuple(self._load_run(name) for name in names),
+            deleted_last_epoch=self._fact("deleted_last_epoch"),
+        )
 
     def _load_run(self, run: str) -> StoredRun:
-        (_, config, created, started, last_epoch, initializer, initializer_epoch), *_ = self._rows("runs", run)
+        (_, run_id, config, created, started, last_epoch, initializer, initializer_epoch), *_ = self._rows("runs", run)
         members = [
             MemberRecord(
                 trainer, host, incarnation, epoch, rank, bool(live), None if accepts is None else bool(accepts)
@@ -302,6 +309,7 @@ class Storage:
         return StoredRun(
             record=RunRecord(
                 run=run,
+                run_id=run_id,
                 config=config,
                 created=created,
                 started=bool(started),
@@ -311,7 +319,6 @@ class Storage:
                 members=tuple(members),
                 ranks=tuple(RankRecord(*row[1:]) for row in self._rows("ranks", run)),
                 addresses=tuple((name, address) for _, name, address in self._rows("addresses", run)),
-                clean_servers=tuple(server_id for _, server_id in self._rows("clean_servers", run)),
             ),
             units=tuple(self._load_units(run)),
             commits=tuple(commits),

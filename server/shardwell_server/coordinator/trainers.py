@@ -42,9 +42,7 @@ class Trainers:
         """
         run = self._state.runs.get(name)
         if run is None:
-            run = Run(name, settings, self._state.clock, self._state.wall_clock())
-            run.touch()
-            self._state.runs[name] = run
+            run = self._state.create_run(name, settings)
             message = f"{settings.world}, seed {settings.seed}, starts with {settings.min_trainers} trainers"
             self._state.events.add(EventKind.RUN_CREATED, message, run=name)
         elif run.step is None and not run.members.live and run.settings != settings:

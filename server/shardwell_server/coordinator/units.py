@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 from shardwell_server.coordinator.declared_units import Unit
@@ -13,7 +12,7 @@ from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.run_records import unit_record
 from shardwell_server.coordinator.servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
-from shardwell_server.coordinator.waiting import SharedCall, poll
+from shardwell_server.coordinator.waiting import poll
 from shardwell_wire.errors import (
     ConflictError,
     StaleEpochError,
@@ -98,7 +97,6 @@ class Units:
         if self._has_room(unit):
             return
         cluster = self._state.cluster
-        await asyncio.gather(*(self._clean(run, shard.server_id) for shard in unit.shards))
         processes = {shard.server_id: cluster.require(shard.server_id).incarnation for shard in unit.shards}
         run.units.move(unit, tuple(replace(shard, incarnation=processes[shard.server_id]) for shard in unit.shards))
         await self._store(run, unit)
@@ -123,21 +121,8 @@ class Units:
         message = f"unit {unit.layout.unit!r}: {unit.layout.size_bytes} bytes on {owners}"
         self._state.events.add(EventKind.UNIT_PLACED, message, run=run.name)
 
-    async def _clean(self, run: Run, server_id: str) -> None:
-        """Once per run and server: a former run of this name that could not be dropped must not be taken for it."""
-        if server_id in run.clean_servers:
-            return
-
-        async def drop() -> None:
-            request = shard_pb2.DropRunRequest(context=self._servers.context(run, 0))
-            await self._servers.call(server_id, "DropRun", request)
-            run.clean_servers.add(server_id)
-            run.touch()
-
-        await run.cleaning.setdefault(server_id, SharedCall())(drop)
-
     async def _store(self, run: Run, unit: Unit) -> None:
-        """Makes durable that the owners are clean and where the unit lives; indices on disk have no gaps."""
+        """Makes durable where the unit lives; indices on disk have no gaps."""
         await self._state.save(run)
         units = [other for other in run.units.before(unit) if not other.stored] + [unit]
         await self._state.store(run, self._state.storage.save_units, [unit_record(each) for each in units])
@@ -169,7 +154,7 @@ class Units:
         if unit.published:
             return
         request = shard_pb2.PublishUnitRequest(
-            context=common_pb2.RequestContext(run=run.name, epoch=epoch),
+            context=common_pb2.RequestContext(run=run.name, run_id=run.identity.run_id, epoch=epoch),
             unit=unit.layout.unit,
             coordinator_epoch=self._state.term,
         )

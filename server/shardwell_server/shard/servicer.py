@@ -25,7 +25,7 @@ from shardwell_server.shard.state.coordinator_term import CoordinatorTerm
 from shardwell_server.shard.state.runs import Run
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire import codec
-from shardwell_wire.errors import ConflictError
+from shardwell_wire.errors import ConflictError, InvalidRequestError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
@@ -65,14 +65,14 @@ class ShardServicer:
         layout = UnitLayout.from_proto(request.unit)
         self._note(call, request.context, request)
         shard = self._store.reserve(
-            request.context.run, layout, request.unit_index, request.start_bytes, request.stop_bytes, request.dp
+            request.context, layout, request.unit_index, request.start_bytes, request.stop_bytes, request.dp
         )
         return shard_pb2.ReserveUnitResponse(free_bytes=self._store.memory.free_bytes, version=shard.version)
 
     async def PublishUnit(self, request: shard_pb2.PublishUnitRequest, call: Call) -> shard_pb2.PublishUnitResponse:
         await self._term.check(request.coordinator_epoch)
         self._note(call, request.context, request)
-        shard = self._store.run(request.context.run).shard(request.unit)
+        shard = self._store.exact_run(request.context).shard(request.unit)
         return shard_pb2.PublishUnitResponse(version=shard.values.publish(request.context.epoch))
 
     async def Fence(self, request: shard_pb2.FenceRequest, call: Call) -> shard_pb2.FenceResponse:
@@ -110,7 +110,11 @@ class ShardServicer:
     async def DropRun(self, request: shard_pb2.DropRunRequest, call: Call) -> shard_pb2.DropRunResponse:
         await self._term.check(request.context.epoch)
         self._note(call, request.context, request)
-        return shard_pb2.DropRunResponse(freed_bytes=await self._store.drop(request.context.run))
+        if not request.context.run_id:
+            raise InvalidRequestError(
+                f"run_id is empty: name the id of run {request.context.run!r}, which ListRuns has"
+            )
+        return shard_pb2.DropRunResponse(freed_bytes=await self._store.drop(request.context.run_id))
 
     # ---- the trainers' ----
 
@@ -119,7 +123,7 @@ class ShardServicer:
         header = await incoming.header()
         assert isinstance(header, shard_pb2.InitializeUnitHeader)
         self._note(call, header.context, header)
-        shard = self._store.run(header.context.run).shard(header.unit)
+        shard = self._store.exact_run(header.context).shard(header.unit)
         await initial_values.receive(self._store, shard, header, incoming, call.remaining_s())
         return shard_pb2.InitializeUnitResponse(version=shard.version)
 
@@ -149,15 +153,15 @@ class ShardServicer:
         return await slice_transfers.stage(self._store, header, incoming)
 
     async def OpenDesk(self, request: shard_pb2.OpenDeskRequest, call: Call) -> shard_pb2.OpenDeskResponse:
-        run = self._store.run(request.slice.context.run)
-        lane = self._shm_lanes().lane(request.lane, run.name)
+        run = self._store.exact_run(request.slice.context)
+        lane = self._shm_lanes().lane(request.lane, run.identity)
         return await desk_transfers.open_desk(self._store, run, lane, request.slice)
 
     async def StageDesk(self, request: shard_pb2.StageDeskRequest, call: Call) -> shard_pb2.StageDeskResponse:
         header = request.header
         self._note(call, header.context, request)
-        run = self._store.run(header.context.run)
-        lane = self._shm_lanes().lane(request.lane, run.name)
+        run = self._store.exact_run(header.context)
+        lane = self._shm_lanes().lane(request.lane, run.identity)
         desk = lane.opened_desk(request.desk, run.shard(header.unit), header.dp_rank)
         await desk_transfers.stage_desk(self._store, run, desk, header)
         return shard_pb2.StageDeskResponse(version=header.context.step)
@@ -165,7 +169,7 @@ class ShardServicer:
     async def HoldVersion(
         self, request: shard_pb2.HoldVersionRequest, call: Call
     ) -> AsyncIterator[shard_pb2.HoldVersionResponse]:
-        run = self._store.run(request.run)
+        run = self._store.run(request.run, request.run_id)
         async with holding(run, request.version, call.remaining_s(request.wait_s)) as shard_count:
             yield shard_pb2.HoldVersionResponse(version=request.version, shard_count=shard_count)
             await first_of(self._lanes_end, run.dropped)  # or until the caller is gone
@@ -173,13 +177,13 @@ class ShardServicer:
     async def OpenLane(
         self, request: shard_pb2.OpenLaneRequest, call: Call
     ) -> AsyncIterator[shard_pb2.OpenLaneResponse]:
-        self._store.run(request.run)
+        run = self._store.exact_run(request)
         offer = self._lanes.get(request.kind)
         if offer is None:
             raise ConflictError(f"{self._server_id} offers no lane of kind {request.kind}")
-        async with offer.open(request.run) as answer:
+        async with offer.open(run.identity) as answer:
             yield answer
-            await self._lanes_end.wait()  # or until the trainer is gone
+            await first_of(self._lanes_end, run.dropped)  # or until the trainer is gone
 
     async def MeasureLane(self, request: shard_pb2.MeasureLaneRequest, call: Call) -> AsyncIterator[bytes]:
         encoder = codec.StreamEncoder(shard_pb2.MeasureLaneResponse(), request.size_bytes)
@@ -187,8 +191,9 @@ class ShardServicer:
             yield encoder.encode([piece])
 
     async def LocateShard(self, request: shard_pb2.LocateShardRequest, call: Call) -> shard_pb2.LocateShardResponse:
-        self._shm_lanes().lane(request.lane, request.run)
-        shard = self._store.run(request.run).shard(request.unit)
+        run = self._store.exact_run(request)
+        self._shm_lanes().lane(request.lane, run.identity)
+        shard = run.shard(request.unit)
         wanted = request.version if request.HasField("version") else None
         version, parameters = await shard.values.read(wanted, call.remaining_s())
         shard.values.release(parameters)
@@ -200,8 +205,9 @@ class ShardServicer:
         return shard_pb2.LocateShardResponse(version=version, segment=segment)
 
     async def OpenMailbox(self, request: shard_pb2.OpenMailboxRequest, call: Call) -> shard_pb2.OpenMailboxResponse:
-        lane = self._shm_lanes().lane(request.lane, request.run)
-        number, mailbox = lane.open_mailbox(self._store.run(request.run).shard(request.unit))
+        run = self._store.exact_run(request)
+        lane = self._shm_lanes().lane(request.lane, run.identity)
+        number, mailbox = lane.open_mailbox(run.shard(request.unit))
         return shard_pb2.OpenMailboxResponse(mailbox=number, path=mailbox.path)
 
     async def ReduceMailbox(
@@ -251,7 +257,7 @@ class ShardServicer:
     ) -> Run:
         await self._term.check(request.context.epoch)
         self._note(call, request.context, request)
-        return self._store.run(request.context.run)
+        return self._store.exact_run(request.context)
 
     def _note(self, call: Call, context: common_pb2.RequestContext, content: Message) -> None:
         """Refuses a request id that was used for other content."""

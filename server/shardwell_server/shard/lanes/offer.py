@@ -5,17 +5,18 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import shard_pb2
 
 
 class LaneOffer(Protocol):
     """One kind of lane."""
 
-    def open(self, run: str) -> AbstractAsyncContextManager[shard_pb2.OpenLaneResponse]:
+    def open(self, run: RunIdentity) -> AbstractAsyncContextManager[shard_pb2.OpenLaneResponse]:
         """A lane for one trainer and one run, there until the context is left.
 
         Args:
-            run: Name of the run; requests over the lane are about this run only.
+            run: Requests over the lane are about this very run only, not about another one of its name.
 
         Returns:
             What the trainer is told.

@@ -14,6 +14,7 @@ from shardwell_server.shard.memory.slice_desks import Desk
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import ConflictError
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import shard_pb2
 
 _PROOF_BYTES = 32
@@ -25,21 +26,24 @@ class ShmLane:
     """One trainer's mailboxes and desks.
 
     Args:
-        run: Name of the run that the lane is for.
+        run: The run that the lane is for.
         shared: Where mailboxes are made.
         memory: Whose budget they count against.
     """
 
-    def __init__(self, run: str, shared: SharedMemory, memory: Memory) -> None:
+    def __init__(self, run: RunIdentity, shared: SharedMemory, memory: Memory) -> None:
         self._run, self._shared, self._memory = run, shared, memory
         self._mailboxes: dict[int, Mailbox] = {}
         self._desks: dict[int, tuple[UnitShard, int, Desk]] = {}
         self._numbers = itertools.count(1)
 
-    def check_run(self, run: str) -> None:
-        """Raises ConflictError for another run."""
+    def check_run(self, run: RunIdentity) -> None:
+        """Raises ConflictError for another run, also for one of the same name."""
         if run != self._run:
-            raise ConflictError(f"the lane is open for run {self._run!r}, not for {run!r}")
+            raise ConflictError(
+                f"the lane is open for run {self._run.name!r} with id {self._run.run_id}, not for {run.name!r} with id "
+                f"{run.run_id}: open another lane"
+            )
 
     def open_mailbox(self, shard: UnitShard) -> tuple[int, Mailbox]:
         """A new mailbox and its number.
@@ -114,7 +118,7 @@ class ShmLanes:
         self._open: dict[str, ShmLane] = {}
 
     @asynccontextmanager
-    async def open(self, run: str) -> AsyncIterator[shard_pb2.OpenLaneResponse]:
+    async def open(self, run: RunIdentity) -> AsyncIterator[shard_pb2.OpenLaneResponse]:
         """See ``LaneOffer.open``."""
         proof, name = secrets.token_bytes(_PROOF_BYTES), secrets.token_hex(8)
         file = self._shared.create(_FILE_BYTES, "a lane")
@@ -130,7 +134,7 @@ class ShmLanes:
         finally:
             file.unlink()
 
-    def lane(self, name: str, run: str) -> ShmLane:
+    def lane(self, name: str, run: RunIdentity) -> ShmLane:
         """An open lane of a run.
 
         Raises:

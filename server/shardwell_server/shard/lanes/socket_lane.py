@@ -17,6 +17,7 @@ from shardwell_server.shard.requests.socket_requests import Requests
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire import frames
 from shardwell_wire.errors import AccessError, DeadlineError
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ _ACCEPT_PAUSE_S = 0.5
 
 @dataclass(eq=False)
 class _Lane:
-    run: str
+    run: RunIdentity
     token: bytes = field(default_factory=lambda: secrets.token_bytes(frames.TOKEN_BYTES))
     connections: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -65,7 +66,7 @@ class SocketLanes:
             self._listener.close()
 
     @asynccontextmanager
-    async def open(self, run: str) -> AsyncIterator[shard_pb2.OpenLaneResponse]:
+    async def open(self, run: RunIdentity) -> AsyncIterator[shard_pb2.OpenLaneResponse]:
         """A lane; its connections end with it."""
         lane = _Lane(run)
         self._lanes.add(lane)

@@ -59,6 +59,9 @@ class Registration:
         self._reachable = True
         self._address, self._epoch, self._lease_s = "", 0, 0.0
         self.term = CoordinatorTerm(self._ask_term)
+        self._dropping: set[str] = set()
+        """Ids of deleted runs that are being dropped."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[asyncio.Future[None]]:
@@ -155,9 +158,28 @@ class Registration:
             epoch=self._epoch,
             reserved_bytes=self._store.memory.reserved_bytes,
             used_bytes=self._store.memory.used_bytes,
+            run_ids=self._store.runs,
         )
         response = await self._call("HeartbeatServer", request)
         self.term.learn(response.coordinator_epoch)
+        if self.term.is_newest(response.coordinator_epoch):
+            for run_id in set(response.deleted_run_ids) - self._dropping:
+                self._drop_deleted(run_id)
+
+    def _drop_deleted(self, run_id: str) -> None:
+        """Drops a run whose deletion this server missed. In the background: work on the run may have to end first."""
+
+        async def drop() -> None:
+            try:
+                freed_bytes = await self._store.drop(run_id)
+            finally:
+                self._dropping.discard(run_id)
+            logger.info("dropped the deleted run with id %s: %d bytes are free again", run_id, freed_bytes)
+
+        self._dropping.add(run_id)
+        task = asyncio.ensure_future(drop())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _call(self, rpc_name: str, request: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]

@@ -34,6 +34,7 @@ def describe_server(
                 shard_count=len(run.shards),
                 parameter_bytes=sum(shard.size_bytes for shard in run.shards.values()),
                 version=run.step,
+                run_id=run.identity.run_id,
             )
             for run in store.runs.values()
         ],

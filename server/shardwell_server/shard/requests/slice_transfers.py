@@ -38,7 +38,7 @@ async def read(store: ShardStore, request: shard_pb2.ReadSliceRequest, wait_s: f
         StaleEpochError: The lease is over.
         StepStateError: The step is not prepared, or not any more.
     """
-    run = store.run(request.context.run)
+    run = store.exact_run(request.context)
     shard = run.shard(request.unit)
     check_lease(run, shard, request)
     version, parameters = await shard.values.read(request.context.step, wait_s)
@@ -70,7 +70,7 @@ async def stage(
         NonFiniteError: A value is NaN or infinity.
         CapacityError: There is no room for it.
     """
-    run = store.run(header.context.run)
+    run = store.exact_run(header.context)
     shard = run.shard(header.unit)
     what = f"slice of {shard.what}, rank {header.dp_rank}"
     check_wanted(run, shard, header, what)

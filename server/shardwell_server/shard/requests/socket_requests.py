@@ -9,10 +9,11 @@ from shardwell_server.rpc import DEADLINE_MARGIN_S
 from shardwell_server.shard.lanes.shm_lane import ShmLanes
 from shardwell_server.shard.lanes.socket_connection import Connection
 from shardwell_server.shard.requests import transfers
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.store import NamesRun, ShardStore
 from shardwell_wire import frames
 from shardwell_wire.errors import AccessError, ConflictError, DeadlineError
 from shardwell_wire.frames import Kind
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import shard_pb2
 
 
@@ -21,12 +22,14 @@ class Requests:
 
     Args:
         store: Of the server.
-        run: What they may be about.
+        run: What they may be about: this very run, not another one of its name.
         connection: Where they come from.
         shm: The lanes whose mailboxes they may name, if there are any.
     """
 
-    def __init__(self, store: ShardStore, run: str, connection: Connection, shm: ShmLanes | None = None) -> None:
+    def __init__(
+        self, store: ShardStore, run: RunIdentity, connection: Connection, shm: ShmLanes | None = None
+    ) -> None:
         self._store, self._run, self._connection, self._shm = store, run, connection, shm
 
     async def serve(self) -> None:
@@ -59,7 +62,7 @@ class Requests:
             await self._push(request, wait_s)
 
     async def _gather(self, request: shard_pb2.GatherRequest, wait_s: float) -> None:
-        self._check(request.run, request)
+        self._check(request)
         async with AsyncExitStack() as stack:
             async with nullcontext() if transfers.is_there(self._store, request) else self._connection.while_silent():
                 reading = await stack.enter_async_context(transfers.reading(self._store, request, wait_s))
@@ -67,21 +70,21 @@ class Requests:
             await self._connection.send_stream(reading.pieces(frames.DATA_BYTES), before=head)
 
     async def _push(self, header: shard_pb2.ReduceScatterHeader, wait_s: float) -> None:
-        self._check(header.context.run, header)
+        self._check(header.context)
         response = await transfers.push(self._store, header, self._connection, wait_s)
         await self._connection.send(frames.encode(Kind.REDUCE_SCATTERED, response.SerializeToString()))
 
     async def _reduce_mailbox(self, request: shard_pb2.ReduceMailboxRequest) -> None:
-        self._check(request.header.context.run, request)
+        self._check(request.header.context)
         if self._shm is None:
             raise ConflictError("this server offers no lane through shared memory")
         response = await transfers.reduce_mailbox(self._store, self._shm, request)
         await self._connection.send(frames.encode(Kind.MAILBOX_REDUCED, response.SerializeToString()))
 
-    def _check(
-        self,
-        run: str,
-        request: shard_pb2.GatherRequest | shard_pb2.ReduceScatterHeader | shard_pb2.ReduceMailboxRequest,
-    ) -> None:
-        if run != self._run:
-            raise AccessError(f"the lane was opened for run {self._run!r}, not for {run!r}", run=run)
+    def _check(self, request: NamesRun) -> None:
+        if (request.run, request.run_id) != (self._run.name, self._run.run_id):
+            raise AccessError(
+                f"the lane was opened for run {self._run.name!r} with id {self._run.run_id}, not for {request.run!r} "
+                f"with id {request.run_id or 'none'}",
+                run=request.run,
+            )

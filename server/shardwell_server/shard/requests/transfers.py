@@ -61,7 +61,7 @@ def is_there(store: ShardStore, request: shard_pb2.GatherRequest) -> bool:
     Raises:
         NotFoundError: The run or unit is not here.
     """
-    return store.run(request.run).shard(request.unit).values.readable(_version(request))
+    return store.run(request.run, request.run_id).shard(request.unit).values.readable(_version(request))
 
 
 @asynccontextmanager
@@ -75,7 +75,7 @@ async def reading(store: ShardStore, request: shard_pb2.GatherRequest, wait_s: f
         VersionGoneError: It has been overwritten.
         StepStateError: Averages are wanted, and there are none.
     """
-    run = store.run(request.run)
+    run = store.run(request.run, request.run_id)
     shard = run.shard(request.unit)
     start, stop = _range(shard, request)
     if request.chunk_bytes > codec.MAX_CHUNK_BYTES:
@@ -133,7 +133,7 @@ async def push(
         NotFoundError: The run or unit is not here.
     """
     store.requests.check_content("ReduceScatter", header.context, header)
-    run = store.run(header.context.run)
+    run = store.exact_run(header.context)
     duplicate = await Push(store, run, run.shard(header.unit), header).receive(incoming, wait_s)
     return shard_pb2.ReduceScatterResponse(duplicate=duplicate, version=header.context.step)
 
@@ -151,8 +151,8 @@ async def reduce_mailbox(
     header = request.header
     # The same push as over any other way, or from another mailbox.
     store.requests.check_content("ReduceScatter", header.context, header)
-    run = store.run(header.context.run)
-    mailbox = lanes.lane(request.lane, run.name).mailbox(request.mailbox)
+    run = store.exact_run(header.context)
+    mailbox = lanes.lane(request.lane, run.identity).mailbox(request.mailbox)
     duplicate = await Push(store, run, run.shard(header.unit), header).adopt(mailbox)
     return shard_pb2.ReduceMailboxResponse(duplicate=duplicate, version=header.context.step, adopted=mailbox.held)
 

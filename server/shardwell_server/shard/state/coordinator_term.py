@@ -25,6 +25,10 @@ class CoordinatorTerm:
         """Takes the coordinator's own word; one that another has replaced changes nothing."""
         self._newest = max(self._newest, term)
 
+    def is_newest(self, term: int) -> bool:
+        """Whether no later term is known: only the present coordinator's answers may drop anything."""
+        return term == self._newest
+
     async def check(self, term: int) -> None:
         """Admits a request of the present coordinator.
 

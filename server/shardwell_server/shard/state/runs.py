@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from shardwell_server.shard.state.fences import Fences
 from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_wire.errors import NotFoundError
+from shardwell_wire.errors import NotFoundError, RunDeletedError
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -35,11 +36,12 @@ class Run:
     """One run.
 
     Args:
-        name: Of the run.
+        identity: Its name and id.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, identity: RunIdentity) -> None:
+        self.identity = identity
+        self.name = identity.name
         self.shards: dict[str, UnitShard] = {}
         """By unit name."""
         self.fences = Fences()
@@ -71,11 +73,11 @@ class Run:
         That is all that adds, reduces, applies or drops gradients.
 
         Raises:
-            NotFoundError: The run was deleted before its turn came.
+            RunDeletedError: The run was deleted before its turn came.
         """
         async with self._lock:
             if self.dropped.is_set():
-                raise NotFoundError(f"run {self.name!r} was deleted", run=self.name)
+                raise RunDeletedError(f"run {self.name!r} was deleted", run=self.name)
             return await work()
 
     def soon(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -84,8 +86,8 @@ class Run:
         async def later() -> None:
             try:
                 await self.alone(work)
-            except NotFoundError:
-                return  # the run was deleted
+            except RunDeletedError:
+                return
 
         task = asyncio.ensure_future(later())
         self._tasks.add(task)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from shardwell_server.request_log import RequestLog
 from shardwell_server.shard.memory.budget import Memory
@@ -13,11 +15,30 @@ from shardwell_server.shard.threads import in_threads_of
 from shardwell_wire.errors import (
     InvalidRequestError,
     NotFoundError,
+    RunDeletedError,
     StepStateError,
     UnitMismatchError,
 )
 from shardwell_wire.layout import BLOCK_BYTES, UnitLayout
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.topology import check_data_ranks
+
+_REMEMBERED_IDS = 1024
+"""Ids of dropped runs that are kept: requests that name one are answered precisely, and reserve nothing."""
+
+
+class NamesRun(Protocol):
+    """A message that says which run it is about."""
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        ...
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run; empty: not given."""
+        ...
 
 
 class ShardStore:
@@ -34,17 +55,55 @@ class ShardStore:
         self._shared = shared
         self.memory.staging.make_room = self._make_room
         self.runs: dict[str, Run] = {}
+        """By id: what was left of a deleted run is never taken for another run of its name."""
+        self._dropped: deque[str] = deque(maxlen=_REMEMBERED_IDS)
         self.in_thread = in_threads_of(threads)
         self.requests = RequestLog()
 
-    def run(self, name: str) -> Run:
-        """Raises NotFoundError if the server holds nothing of the run."""
-        if name in self.runs:
-            return self.runs[name]
-        known = ", ".join(sorted(self.runs)[:10])
+    def run(self, name: str, run_id: str = "") -> Run:
+        """A run by its name; if an id is given, that very run.
+
+        Raises:
+            NotFoundError: The server holds nothing of the run.
+            RunDeletedError: The run with this id was deleted.
+        """
+        exact = self.runs.get(run_id)
+        if exact is not None and exact.name == name:
+            return exact
+        named = [run for run in self.runs.values() if run.name == name]
+        if named and not run_id:
+            return named[-1]  # what is left of an older one of the name is only to be dropped
+        self._check_not_dropped(RunIdentity(name, run_id))
+        if named:
+            raise NotFoundError(
+                f"this server holds nothing of run {name!r} with id {run_id}, but another run of this name, with id "
+                f"{named[-1].identity.run_id}: the run was deleted and created anew, or the server was restarted",
+                run=name,
+                run_id=run_id,
+            )
+        known = ", ".join(sorted({run.name for run in self.runs.values()})[:10])
         raise NotFoundError(f"no run {name!r} on this server; it has {known or 'none'}", run=name)
 
-    def reserve(self, run_name: str, layout: UnitLayout, index: int, start: int, stop: int, dp: int) -> UnitShard:
+    def exact_run(self, request: NamesRun) -> Run:
+        """The very run that a request is about, which it must name by its id too.
+
+        Raises:
+            InvalidRequestError: The id is missing.
+            NotFoundError: As ``run``.
+        """
+        return self.run(*_identity_in(request))
+
+    def _check_not_dropped(self, identity: RunIdentity) -> None:
+        if identity.run_id in self._dropped:
+            now = next((run for run in self.runs.values() if run.name == identity.name), None)
+            another = f", and another run of this name, with id {now.identity.run_id}, is here" if now else ""
+            raise RunDeletedError(
+                f"run {identity.name!r} was deleted (its id was {identity.run_id}){another}",
+                run=identity.name,
+                run_id=identity.run_id,
+            )
+
+    def reserve(self, request: NamesRun, layout: UnitLayout, index: int, start: int, stop: int, dp: int) -> UnitShard:
         """Makes room for a shard; the same again is harmless.
 
         Raises:
@@ -52,9 +111,12 @@ class ShardStore:
             UnitMismatchError: The unit is there with another layout or range, or its index is another's.
             StepStateError: A step is prepared; a new unit would miss it.
             CapacityError: It does not fit the budget.
+            RunDeletedError: The run was deleted; the request was on its way meanwhile.
         """
-        _check_reservation(run_name, layout, start, stop, dp)
-        run = self.runs.get(run_name) or Run(run_name)
+        identity = RunIdentity(*_identity_in(request))
+        _check_reservation(layout, start, stop, dp)
+        self._check_not_dropped(identity)
+        run = self.runs.get(identity.run_id) or Run(identity)
         wanted = (layout, index, start, stop, dp)
         known = next(
             (shard for shard in run.shards.values() if layout.unit == shard.unit or index == shard.index), None
@@ -70,31 +132,33 @@ class ShardStore:
             return known
         if run.prepared is not None:
             raise StepStateError(
-                f"run {run_name!r} is about to commit step {run.prepared.step}: "
+                f"run {run.name!r} is about to commit step {run.prepared.step}: "
                 f"unit {layout.unit!r} comes too late for it",
                 unit=layout.unit,
             )
-        self.memory.reserve(run_name, layout.unit, stop - start, dp)
-        shard = UnitShard(run_name, layout, index, start, stop, dp, self.memory, self._shared)
-        self.runs.setdefault(run_name, run).shards[layout.unit] = shard
+        self.memory.reserve(str(identity), layout.unit, stop - start, dp)
+        shard = UnitShard(identity, layout, index, start, stop, dp, self.memory, self._shared)
+        self.runs.setdefault(identity.run_id, run).shards[layout.unit] = shard
         return shard
 
-    async def drop(self, name: str) -> int:
-        """Forgets a run; returns the bytes of the budget that are free again."""
-        run = self.runs.get(name)
+    async def drop(self, run_id: str) -> int:
+        """Forgets the run with this id for good; returns the bytes of the budget that are free again."""
+        if run_id not in self._dropped:
+            self._dropped.append(run_id)
+        run = self.runs.get(run_id)
         if run is None:
             return 0
 
         async def drop() -> int:
             run.drop()
-            del self.runs[name]
-            freed = self.memory.release(name)
+            del self.runs[run_id]
+            freed = self.memory.release(str(run.identity))
             self.memory.pool.trim()
             return freed
 
         try:
             return await run.alone(drop)
-        except NotFoundError:
+        except RunDeletedError:
             return 0  # another request was faster
 
     def _make_room(self) -> None:
@@ -103,9 +167,14 @@ class ShardStore:
                 shard.make_room()
 
 
-def _check_reservation(run_name: str, layout: UnitLayout, start: int, stop: int, dp: int) -> None:
-    if not run_name:
-        raise InvalidRequestError("a run needs a name")
+def _identity_in(request: NamesRun) -> tuple[str, str]:
+    for what, value in (("run", request.run), ("run_id", request.run_id)):
+        if not value:
+            raise InvalidRequestError(f"{what} is empty: name the run and its id, which Join and ListRuns return")
+    return request.run, request.run_id
+
+
+def _check_reservation(layout: UnitLayout, start: int, stop: int, dp: int) -> None:
     check_data_ranks(dp)
     if (
         not 0 <= start <= stop <= layout.size_bytes

@@ -25,11 +25,12 @@ from shardwell_wire.errors import (
     CapacityError,
     InvalidRequestError,
     NonFiniteError,
-    NotFoundError,
+    RunDeletedError,
     StepStateError,
 )
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.range_plans import RangePlans
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.slices import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
 
@@ -42,7 +43,7 @@ class UnitShard:
     """One shard. Used on the event loop; methods named ``compute_*`` run in a thread.
 
     Args:
-        run: Name of the run.
+        run: The run.
         layout: Of the unit.
         index: Of the unit in the run.
         start_bytes: Half-open range of the flat vector.
@@ -54,7 +55,7 @@ class UnitShard:
 
     def __init__(
         self,
-        run: str,
+        run: RunIdentity,
         layout: UnitLayout,
         index: int,
         start_bytes: int,
@@ -97,7 +98,7 @@ class UnitShard:
     @property
     def what(self) -> str:
         """Names the shard in errors."""
-        return f"unit {self.unit!r} of run {self.run!r}"
+        return f"unit {self.unit!r} of run {self.run.name!r}"
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The parts of parameters in a buffer of this shard's bytes, by segment number."""
@@ -120,7 +121,7 @@ class UnitShard:
 
     def drop(self) -> None:
         """Forgets everything; those who wait, read or send are told that the run was deleted."""
-        deleted = NotFoundError(f"run {self.run!r} was deleted", run=self.run)
+        deleted = RunDeletedError(f"run {self.run.name!r} was deleted", run=self.run.name)
         self.streams.end_all(deleted)
         self.drop_contributions()
         self.slices.close()
@@ -279,7 +280,9 @@ class UnitShard:
         state_bytes = 0
         try:
             state_bytes, workspace_bytes = applied.needs(present, optimizer, chosen)
-            self._memory.reserve_optimizer(self.run, self.unit, self.slices.state_bytes + state_bytes, workspace_bytes)
+            self._memory.reserve_optimizer(
+                str(self.run), self.unit, self.slices.state_bytes + state_bytes, workspace_bytes
+            )
             await self._work(in_thread, lambda: applied.prepare(present, optimizer, chosen, key))
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, RuntimeError) and "allocate" not in str(error):
@@ -351,7 +354,7 @@ class UnitShard:
 
     def _note_optimizer(self) -> None:
         self.optimizer_bytes = self.slices.state_bytes + (0 if self.optimizer is None else self.optimizer.size_bytes)
-        self._memory.note_optimizer(self.run, self.unit, self.optimizer_bytes)
+        self._memory.note_optimizer(str(self.run), self.unit, self.optimizer_bytes)
 
 
 def first_non_finite(views: Sequence[torch.Tensor]) -> int | None:

@@ -1,0 +1,172 @@
+"""Runs of one name on a shard server are told apart by their ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from functools import partial
+from typing import Any
+
+import pytest
+
+from shardwell.data_plane.shm_lane import ShmLane
+from shardwell.data_plane.socket_lane import SocketLane
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.process.registration import Registration
+from shardwell_server.shard.state.store import ShardStore
+from shardwell_wire.errors import InvalidRequestError, NotFoundError, RunDeletedError, ShardwellError
+from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
+from tests.support.shard_server import PLAIN, OneUnit, ShardServer, assert_all, error_of, train, unit
+from tests.support.shm_lane import LanedUnit as ShmUnit
+from tests.support.socket_lane import LanedUnit as SocketUnit
+
+
+@pytest.fixture
+def server() -> Iterator[ShardServer]:
+    with closing(SharedMemory()) as shared, ShardServer(shared=shared) as running:
+        yield running
+        running.until(lambda: not running.shm._open, "the lanes are closed")
+
+
+def requests_of(one: OneUnit) -> dict[str, Callable[[], object]]:
+    """Every request that changes something of a run."""
+    return {
+        "InitializeUnit": lambda: one.initialize(one.filled(9.0), epoch=9),
+        "PublishUnit": lambda: one.publish(epoch=9),
+        "ReduceScatter": lambda: one.push(one.filled(9.0), epoch=9),
+        "Gather": one.gather,
+        "Fence": lambda: one.fence(0, (0, 9, 9)),
+        "PrepareStep": lambda: one.prepare(0),
+        "Update": lambda: one.update(0, lr=9.0),
+    }
+
+
+def test_two_runs_of_one_name_are_apart(server: ShardServer) -> None:
+    old = unit(server, run_id="old")
+    new = unit(server, run_id="new")
+    train(old, 0, gradient=5.0)
+    train(new, 0, gradient=1.0)
+    assert_all(old.gather()[1], -5.0)
+    assert_all(new.gather()[1], -1.0)
+    by_name = server.call("ListShards", shard_pb2.ListShardsRequest(run="r")).shards
+    assert len(by_name) == 1
+    old.drop()
+    train(new, 1, gradient=1.0)
+    assert_all(new.gather()[1], -2.0)
+
+
+@pytest.mark.parametrize("missed", [False, True], ids=["dropped", "drop missed"])
+def test_what_names_a_deleted_run_changes_nothing_in_the_next_one(server: ShardServer, missed: bool) -> None:
+    old = unit(server, run_id="old")
+    if not missed:
+        old.drop()
+    new = unit(server, run_id="new")
+    for name, ask in requests_of(old).items():
+        if missed:
+            with suppress(ShardwellError):
+                ask()
+        else:
+            error = error_of(ask)
+            assert isinstance(error, RunDeletedError), name
+            assert "its id was old), and another run of this name, with id new, is here" in str(error)
+    train(new, 0)
+    assert_all(new.gather()[1], -1.0)
+
+
+def test_a_run_that_was_never_here_is_not_found_under_another_ones_name(server: ShardServer) -> None:
+    unit(server, run_id="here")
+    error = error_of(OneUnit(server, PLAIN, run_id="elsewhere").gather)
+    assert type(error) is NotFoundError
+    assert "nothing of run 'r' with id elsewhere, but another run of this name, with id here" in str(error)
+
+
+def test_the_id_may_be_left_out_by_readers_only(server: ShardServer) -> None:
+    one = unit(server)
+    context = common_pb2.RequestContext(run="r", epoch=1)
+    assert one.server.client.call("ListShards", shard_pb2.ListShardsRequest(run="r"), timeout_s=20.0).shards
+    for ask in (
+        lambda: one.push(one.filled(1.0), context=context),
+        lambda: one.initialize(one.filled(1.0), context=context),
+        lambda: one.reserve(context=context),
+        lambda: server.call("DropRun", shard_pb2.DropRunRequest(context=context)),
+        lambda: server.call("Update", shard_pb2.UpdateRequest(context=context)),
+        lambda: next(
+            server.client.stream(
+                "OpenLane", shard_pb2.OpenLaneRequest(run="r", kind=common_pb2.LANE_KIND_SOCKET), timeout_s=20.0
+            )
+        ),
+    ):
+        error = error_of(ask)
+        assert isinstance(error, InvalidRequestError)
+        assert "run_id is empty" in str(error)
+
+
+def test_a_reservation_that_was_on_its_way_when_its_run_was_deleted_is_refused(server: ShardServer) -> None:
+    old = unit(server, run_id="old")
+    old.drop()
+    new = unit(server, run_id="new")
+    assert isinstance(error_of(old.reserve), RunDeletedError)
+    assert list(server.look(lambda: server.store.runs)) == ["new"]
+    assert new.gather()[0] == 0
+
+
+def test_a_lane_of_a_deleted_run_ends_and_serves_nothing_of_the_next_one(server: ShardServer) -> None:
+    old = unit(server, run_id="old")
+    with ShmUnit(old) as shm, closing(SocketLane(server.client, old.identity)) as sockets:
+        mailbox = shm.open_mailbox().mailbox
+        old.drop()
+        new = unit(server, run_id="new")
+        header = shm.header(context=new.context())
+        request = shard_pb2.ReduceMailboxRequest(header=header, lane=shm.lane._name, mailbox=mailbox)
+        assert isinstance(error_of(lambda: server.call("ReduceMailbox", request)), ShardwellError)
+        push = partial(sockets.reduce_scatter, header, [memoryview(bytes(new.size))], timeout_s=20.0, retry_for_s=0.0)
+        assert isinstance(error_of(push), ShardwellError)
+        server.until(lambda: not server.shm._open, "the lane has ended")
+        for open_lane in (partial(ShmLane, timeout_s=20.0), SocketLane):
+            assert isinstance(error_of(lambda: open_lane(server.client, old.identity)), RunDeletedError)  # noqa: B023
+        assert server.look(lambda: new.shard.contributions.by_rank) == {}
+        assert server.look(lambda: server.store.memory._shared_bytes) == new.size
+
+
+def test_a_socket_lane_serves_its_own_run_only(server: ShardServer) -> None:
+    laned = SocketUnit(server, run_id="old")
+    new = unit(server, run_id="new")
+    with closing(laned.lane):
+        request = new.gather_request()
+        error = error_of(
+            lambda: laned.lane.gather(request, memoryview(bytearray(new.size)), timeout_s=20.0, retry_for_s=0.0)
+        )
+        assert "the lane was opened for run 'r' with id old, not for 'r' with id new" in str(error)
+
+
+def test_a_server_drops_what_a_heartbeat_calls_deleted() -> None:
+    async def scenario(threads: ThreadPoolExecutor) -> None:
+        store = ShardStore(1 << 30, threads)
+        for run_id in ("old", "new"):
+            context = common_pb2.RequestContext(run="r", run_id=run_id)
+            store.reserve(context, PLAIN, 0, 0, PLAIN.size_bytes, 1)
+        reserved_bytes = store.memory.reserved_bytes
+        registration = Registration("127.0.0.1:1", "s", store)
+        told: list[list[str]] = []
+
+        async def call(rpc_name: str, request: Any) -> Any:
+            told.append(list(request.run_ids))
+            return coordinator_pb2.HeartbeatServerResponse(coordinator_epoch=term, deleted_run_ids=["old", "unknown"])
+
+        registration._call = call
+        registration.term.learn(4)
+        term = 3
+        await registration._beat()
+        assert not registration._dropping, "an older coordinator's word drops nothing"
+        term = 4
+        await registration._beat()
+        await asyncio.gather(*registration._tasks)
+        assert told == [["old", "new"]] * 2
+        assert list(store.runs) == ["new"]
+        assert store.memory.reserved_bytes < reserved_bytes
+        await registration._channel.close()
+
+    with ThreadPoolExecutor(1) as threads:
+        asyncio.run(scenario(threads))

@@ -1,0 +1,159 @@
+"""A run that is deleted and created again under its name is another run, though names and epochs may be equal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwell_server.coordinator.run import Run
+from shardwell_wire.errors import InvalidRequestError, RunDeletedError, StepStateError
+from tests.support.coordinator import Harness, Trainer, harness, optimizer, run_async, unit
+from tests.support.fake_shards import fail_times
+
+
+async def replaced(cluster: Harness) -> tuple[Trainer, Trainer]:
+    """The only trainer of a run that was deleted, and that of the run which has its name now, with the same epoch."""
+    (old,) = await cluster.team("a")
+    await cluster.publish_unit([old])
+    await cluster.call("DeleteRun", run="r", force=True)
+    (new,) = await cluster.team("a")
+    await cluster.publish_unit([new])
+    old.epoch, old.items = new.epoch, dict(new.items)
+    return old, new
+
+
+REQUESTS: dict[str, Callable[[Trainer], Awaitable[Any]]] = {
+    "Heartbeat": lambda old: old.heartbeat(),
+    "Leave": lambda old: old.leave(),
+    "DeclareUnit": lambda old: old.declare(unit("u", (64, 64))),
+    "PublishInitialUnit": lambda old: old.publish("u", 1),
+    "FinishWork": lambda old: old.finish(0),
+    "ResetWork": lambda old: old.reset(0, 0),
+    "PrepareGradients": lambda old: old.prepare(0),
+    "CommitStep": lambda old: old.commit(0, optimizer=optimizer(lr=9.0)),
+    "ExchangeAddress": lambda old: old.rpcs.call(
+        "ExchangeAddress", context=old.context(0), trainer=old.name, name="x", address="h:1"
+    ),
+}
+
+
+@pytest.mark.parametrize("rpc_name", REQUESTS)
+def test_a_deleted_runs_trainer_changes_nothing_in_the_next_run_of_the_name(tmp_path: Path, rpc_name: str) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            old, new = await replaced(cluster)
+            expected = f"run 'r' was deleted .its id was {old.run_id}.*with id {new.run_id}, exists"
+            with pytest.raises(RunDeletedError, match=expected):
+                await REQUESTS[rpc_name](old)
+            await new.heartbeat()
+            assert (await new.finish(0, wait_s=1)).all_finished
+            assert (await new.commit(0, wait_s=5)).committed
+            await cluster.settle()
+            (update,) = cluster.shards["s0"].runs["r"].updates
+            assert update.optimizer == optimizer()
+            assert update.context.run_id == new.run_id
+
+    run_async(scenario())
+
+
+def test_a_request_without_the_runs_id_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            (trainer,) = await cluster.team("a")
+            trainer.run_id = ""
+            for rpc_name, ask in REQUESTS.items():
+                with pytest.raises(InvalidRequestError, match="run_id is empty: name the id of run 'r'"):
+                    await ask(trainer)
+                assert rpc_name
+
+    run_async(scenario())
+
+
+def test_epochs_rise_over_deletions_and_restarts(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            highest, ids = 0, set()
+            for _ in range(3):
+                (trainer,) = await cluster.team("a")
+                assert trainer.epoch > highest
+                highest = cluster.state.runs["r"].last_epoch
+                ids.add(trainer.run_id)
+                await cluster.call("DeleteRun", run="r", force=True)
+                await cluster.restart()
+            assert len(ids) == 3
+            assert all(len(each) == 16 for each in ids)
+
+    run_async(scenario())
+
+
+def test_the_id_survives_a_restart_and_is_shown(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            (trainer,) = await cluster.team("a")
+            await cluster.publish_unit([trainer])
+            await cluster.restart()
+            await trainer.heartbeat()
+            (listed,) = (await cluster.call("ListRuns")).runs
+            described = (await cluster.call("DescribeRun", run="r")).summary
+            weights = await cluster.call("DescribeWeights", run="r")
+            assert {listed.run_id, described.run_id, weights.run_id} == {trainer.run_id}
+
+    run_async(scenario())
+
+
+def test_a_repeated_deletion_leaves_the_next_run_of_the_name_alone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            (old,) = await cluster.team("a")
+            deletion = {"run": "r", "run_id": old.run_id, "force": True, "request_id": "x"}
+            await cluster.call("DeleteRun", **deletion)
+            (new,) = await cluster.team("a")
+            await cluster.call("DeleteRun", **deletion)
+            await new.heartbeat()
+            with pytest.raises(RunDeletedError):
+                await cluster.call("DeleteRun", **(deletion | {"request_id": "y"}))
+
+    run_async(scenario())
+
+
+def test_a_server_that_missed_a_deletion_hears_of_it_with_a_heartbeat(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            (old,) = await cluster.team("a")
+            await cluster.publish_unit([old])
+            cluster.shards["s0"].fail = fail_times("DropRun", 1, StepStateError("not now"))
+            await cluster.call("DeleteRun", run="r", force=True)
+            (new,) = await cluster.team("a")
+            await cluster.publish_unit([new])
+            assert {run.name for run in cluster.shards["s0"].runs_by_id.values()} == {"r"}
+            assert list(cluster.shards["s0"].runs_by_id) == [old.run_id, new.run_id], "they are apart"
+            await cluster.restart()
+            epoch = await cluster.register("s0")
+            answer = await cluster.call(
+                "HeartbeatServer", server_id="s0", epoch=epoch, run_ids=list(cluster.shards["s0"].runs_by_id)
+            )
+            assert answer.deleted_run_ids == [old.run_id]
+
+    run_async(scenario())
+
+
+def test_a_deleted_run_stays_deleted_when_it_was_about_to_be_saved(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, num_shards=1) as cluster:
+            await cluster.team("a")
+            run: Run = cluster.state.runs["r"]
+            run.touch()
+            outcomes = await asyncio.gather(
+                cluster.state.save(run),
+                cluster.call("DeleteRun", run="r", force=True),
+                return_exceptions=True,
+            )
+            assert isinstance(outcomes[0], RunDeletedError)
+            await cluster.restart()
+            assert not (await cluster.call("ListRuns")).runs
+
+    run_async(scenario())
