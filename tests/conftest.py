@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from tempfile import TemporaryDirectory
 
 import pytest
 
 import shardwell
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _runtime_folder() -> Iterator[None]:
+    """Local clusters of tests publish their tokens where nothing is left behind, also if their owner is killed."""
+    with TemporaryDirectory(prefix="shardwell_test-") as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_RUNTIME_DIR", folder)
+        yield
 
 
 @pytest.fixture(scope="session")

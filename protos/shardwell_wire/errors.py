@@ -23,6 +23,7 @@
     +-- DeadlineError                  DEADLINE_EXCEEDED    waited too long; names for what
     +-- UnavailableError               UNAVAILABLE          peer is gone or not there yet
     +-- AccessError                    PERMISSION_DENIED    not allowed
+    |   +-- UnauthenticatedError       UNAUTHENTICATED      the cluster's token is missing or wrong
     +-- InternalError                  INTERNAL             a defect; details in the server's log
     +-- UsageError                     (client only)        a mistake in training code
         +-- FreedParameterError        (client only)        a parameter used while it is freed
@@ -173,6 +174,12 @@ class AccessError(ShardwellError):
     status = grpc.StatusCode.PERMISSION_DENIED
 
 
+class UnauthenticatedError(AccessError):
+    """The caller did not show the cluster's token."""
+
+    status = grpc.StatusCode.UNAUTHENTICATED
+
+
 class InternalError(ShardwellError):
     """A defect in Shardwell; the peer's log has the details."""
 
@@ -213,7 +220,7 @@ BY_STATUS: dict[grpc.StatusCode, type[ShardwellError]] = {
     grpc.StatusCode.CANCELLED: UnavailableError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.PERMISSION_DENIED: AccessError,
-    grpc.StatusCode.UNAUTHENTICATED: AccessError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
     grpc.StatusCode.UNIMPLEMENTED: InvalidRequestError,
     grpc.StatusCode.INTERNAL: InternalError,
     grpc.StatusCode.UNKNOWN: InternalError,

@@ -23,8 +23,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from shardwell_server.authentication import interceptors
 from shardwell_server.rpc import add_service
 from shardwell_wire.channel import SERVER_OPTIONS
+from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ async def serve(
     endpoint: Endpoint,
     background: Background,
     *,
+    credentials: Credentials = NO_CREDENTIALS,
     end_standing: Callable[[], None] = lambda: None,
 ) -> None:
     """Serves one service with health checks and reflection until SIGTERM, SIGINT or the starter's end.
@@ -88,10 +91,11 @@ async def serve(
         servicer: Serves it.
         endpoint: Where.
         background: Runs meanwhile; what it raises ends the server at once.
+        credentials: What callers must show.
         end_standing: Called when told to stop: ends rpcs that do not end by themselves, so that nothing
             waits out ``STOP_GRACE_S`` for them.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=interceptors(credentials), options=SERVER_OPTIONS)
     add_service(server, service, servicer)
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

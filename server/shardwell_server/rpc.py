@@ -98,7 +98,7 @@ def _unary_unary(
         try:
             return (await implementation(_decode(method, data), Call(path, context))).SerializeToString()
         except Exception as error:
-            await _abort(context, path, error)
+            await abort(context, path, error)
 
     return handle
 
@@ -110,7 +110,7 @@ def _stream_unary(
         try:
             return (await implementation(stream, Call(path, context))).SerializeToString()
         except Exception as error:
-            await _abort(context, path, error)
+            await abort(context, path, error)
 
     return handle
 
@@ -123,7 +123,7 @@ def _unary_stream(
             async for message in implementation(_decode(method, data), Call(path, context)):
                 yield message if isinstance(message, bytes) else message.SerializeToString()
         except Exception as error:
-            await _abort(context, path, error)
+            await abort(context, path, error)
 
     return handle
 
@@ -137,7 +137,7 @@ def told(path: str, error: Exception) -> ShardwellError:
     return error
 
 
-async def _abort(context: grpc.aio.ServicerContext, path: str, error: Exception) -> NoReturn:
+async def abort(context: grpc.aio.ServicerContext, path: str, error: Exception) -> NoReturn:
     """Ends the rpc with the status of ``error``."""
     if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
         raise error

@@ -18,6 +18,8 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from shardwell.credentials import find_credentials
+
 TIMEOUT_S = 20.0
 
 
@@ -72,7 +74,10 @@ class RealGrpcurl:
         return responses
 
     def _run(self, *arguments: str) -> str:
-        command = ["grpcurl", "-plaintext", "-max-time", str(TIMEOUT_S), *arguments]
+        command = ["grpcurl", "-plaintext", "-max-time", str(TIMEOUT_S)]
+        if header := find_credentials(self._address).header:
+            command += ["-H", header]
+        command += arguments
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=2 * TIMEOUT_S)
         if done.returncode != 0:
             raise GrpcurlError(done.stderr)
@@ -109,7 +114,7 @@ class ReflectionClient:
                 response_deserializer=GetMessageClass(descriptor.output_type).FromString,
             )
             try:
-                answer = stub(message, timeout=TIMEOUT_S)
+                answer = stub(message, timeout=TIMEOUT_S, metadata=find_credentials(self._address).metadata)
                 responses = list(answer) if descriptor.server_streaming else [answer]
             except grpc.RpcError as error:
                 raise GrpcurlError(f"Code: {error.code().name} Message: {error.details()}") from error

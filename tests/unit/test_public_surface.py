@@ -20,7 +20,8 @@ NAMES = """
     DuplicateError FreedParameterError HyperparameterMismatchError IncompleteStepError InternalError InvalidRequestError
     LocalCluster MixedPrecisionPolicy amp
     ModuleTypePolicy NoWrapPolicy NonFiniteError NotFoundError RunMismatchError Session ShardedModule ShardwellError
-    SizePolicy StaleEpochError Step StepStateError TiedParameterError UnavailableError UnitMismatchError UsageError
+    SizePolicy StaleEpochError Step StepStateError TiedParameterError UnauthenticatedError UnavailableError
+    UnitMismatchError UsageError
     ActivationOffload BackwardPrefetch MemoryOptions MemoryStrategy offload_activations ReplicaOptions ShardingStrategy
     VersionGoneError World WorldError auto_wrap full_state_dict fully_shard iter_full_state_dict join optim
     register_forward_method MemoryReport UnitMemory num_parameters local_ratio TiledLinear

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from shardwell.command import inspect_commands
+from shardwell.command import inspect_commands, token_command
 from shardwell.processes import launch
 from shardwell_wire.errors import ShardwellError
 
@@ -52,6 +52,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     launch.add_parser(subparsers)
     inspect_commands.add_parsers(subparsers)
+    token_command.add_parser(subparsers)
     for name, (module, help_line) in _WITH_TORCH.items():
         if command in (None, name):
             import_module(module).add_parser(subparsers, help_line)

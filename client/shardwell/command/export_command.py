@@ -16,7 +16,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from shardwell.command.inspect_commands import DEFAULT_ADDRESS, open_coordinator, positive_seconds
+from shardwell.command.inspect_commands import (
+    DEFAULT_ADDRESS,
+    add_token_file_argument,
+    open_coordinator,
+    positive_seconds,
+)
 from shardwell.sizes import format_size
 from shardwell.weights.checkpoint_files import Values, total_bytes, write_dcp, write_safetensors
 from shardwell.weights.held_version import HeldVersion, held_version
@@ -79,6 +84,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         metavar="HOST:PORT",
         help="the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
     )
+    add_token_file_argument(parser)
     parser.add_argument(
         "--timeout",
         type=positive_seconds,
@@ -102,7 +108,7 @@ def _export(arguments: argparse.Namespace) -> int:
     _check_empty(arguments.folder)
     try:
         with (
-            open_coordinator(arguments.address) as coordinator,
+            open_coordinator(arguments.address, arguments.token_file) as coordinator,
             held_version(coordinator, arguments.run, timeout_s=arguments.timeout) as held,
         ):
             tensors = _tensors(held, arguments.dtype)

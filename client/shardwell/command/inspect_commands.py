@@ -18,8 +18,10 @@ from rich.console import Console, RenderableType
 
 from shardwell.command import inspect_tables as tables
 from shardwell.command.peek import peek_everywhere
+from shardwell.credentials import find_credentials
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.sizes import format_size
+from shardwell_wire.credentials import TOKEN_FILE_VARIABLE
 from shardwell_wire.errors import UnavailableError, UsageError
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
@@ -57,6 +59,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="HOST:PORT",
         help="the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
     )
+    add_token_file_argument(common)
     common.add_argument("--json", action="store_true", help="print the response as JSON instead of tables")
     common.add_argument(
         "--timeout", type=positive_seconds, default=10.0, metavar="S", help="give up after S seconds (default: 10)"
@@ -76,7 +79,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _handler(command: _Command) -> Callable[[argparse.Namespace], int]:
     def handle(arguments: argparse.Namespace) -> int:
-        with open_coordinator(arguments.address) as coordinator:
+        with open_coordinator(arguments.address, arguments.token_file) as coordinator:
             command.handler(arguments, coordinator)
         return 0
 
@@ -94,10 +97,20 @@ def positive_seconds(text: str) -> float:
     return seconds
 
 
+def add_token_file_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--token-file``."""
+    parser.add_argument(
+        "--token-file",
+        metavar="PATH",
+        help="file with the cluster's token (default: that of your local cluster at the address, else of "
+        f"{TOKEN_FILE_VARIABLE})",
+    )
+
+
 @contextmanager
-def open_coordinator(address: str) -> Iterator[CoordinatorClient]:
+def open_coordinator(address: str, token_file: str | None = None) -> Iterator[CoordinatorClient]:
     """A client whose complaint about an absent coordinator says what to check."""
-    with closing(CoordinatorClient(address)) as client:
+    with closing(CoordinatorClient(address, find_credentials(address, token_file))) as client:
         try:
             yield client
         except UnavailableError as error:

@@ -42,7 +42,13 @@ def peek_everywhere(
     pieces, absence = [], None
     for server_id, address in holders.items():
         try:
-            pieces.append(Piece(server_id, _peek(server_id, address, request, timeout_s)))
+            server = ServiceClient(
+                address,
+                shard_pb2.DESCRIPTOR.services_by_name["ShardService"],
+                credentials=coordinator.credentials,
+            )
+            with closing(server):
+                pieces.append(Piece(server_id, _peek(server_id, server, request, timeout_s)))
         except NotFoundError as error:
             absence = error
     if not pieces:
@@ -50,13 +56,14 @@ def peek_everywhere(
     return sorted(pieces, key=lambda piece: piece.response.start_element)
 
 
-def _peek(server_id: str, address: str, request: shard_pb2.PeekRequest, timeout_s: float) -> shard_pb2.PeekResponse:
-    with closing(ServiceClient(address, shard_pb2.DESCRIPTOR.services_by_name["ShardService"])) as server:
-        try:
-            response: shard_pb2.PeekResponse = server.call("Peek", request, timeout_s=timeout_s)
-        except UnavailableError as error:
-            raise UnavailableError(
-                f"{server_id} at {address} cannot be reached from here, though the coordinator can: {error}",
-                server=server_id,
-            ) from error
+def _peek(
+    server_id: str, server: ServiceClient, request: shard_pb2.PeekRequest, timeout_s: float
+) -> shard_pb2.PeekResponse:
+    try:
+        response: shard_pb2.PeekResponse = server.call("Peek", request, timeout_s=timeout_s)
+    except UnavailableError as error:
+        raise UnavailableError(
+            f"{server_id} at {server.address} cannot be reached from here, though the coordinator can: {error}",
+            server=server_id,
+        ) from error
     return response

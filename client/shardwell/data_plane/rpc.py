@@ -7,13 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
+from shardwell.credentials import find_credentials
 from shardwell_wire.channel import open_channel
+from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import DeadlineError, UnavailableError, from_rpc_error
 
 Result = TypeVar("Result")
@@ -87,10 +90,21 @@ class ServiceClient:
         address: host:port.
         service: The service, from the generated module's ``DESCRIPTOR``.
         check: Called while the peer is unavailable; raises when trying again is pointless.
+        credentials: What every rpc carries. None: what ``find_credentials`` finds for the address.
+
+    Raises:
+        UsageError: The address is none, or the token file cannot be used.
     """
 
-    def __init__(self, address: str, service: ServiceDescriptor, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        address: str,
+        service: ServiceDescriptor,
+        check: Callable[[], None] = lambda: None,
+        credentials: Credentials | None = None,
+    ) -> None:
         self.address, self._check = address, check
+        self.credentials = find_credentials(address) if credentials is None else credentials
         self.peer = f"{service.name} at {address}"
         self._service = service
         self._channel = open_channel(address)
@@ -118,10 +132,12 @@ class ServiceClient:
     def stream(self, rpc_name: str, request: Any, *, timeout_s: float | None) -> Iterator[Any]:
         """Calls an rpc that answers with a stream of messages; raises as ``call`` does."""
         method = self._service.methods_by_name[rpc_name]
-        stub = self._channel.unary_stream(
-            self._path(rpc_name),
-            request_serializer=GetMessageClass(method.input_type).SerializeToString,
-            response_deserializer=GetMessageClass(method.output_type).FromString,
+        stub = self._with_credentials(
+            self._channel.unary_stream(
+                self._path(rpc_name),
+                request_serializer=GetMessageClass(method.input_type).SerializeToString,
+                response_deserializer=GetMessageClass(method.output_type).FromString,
+            )
         )
         try:
             yield from stub(request, timeout=timeout_s)
@@ -153,17 +169,19 @@ class ServiceClient:
             timer.cancel()
         return StandingRpc(answer, call)
 
-    def byte_response_stub(self, rpc_name: str) -> grpc.UnaryStreamMultiCallable[Any, bytes]:
+    def byte_response_stub(self, rpc_name: str) -> Callable[..., Any]:
         """A stub whose response messages stay bytes, for ``codec``."""
         method = self._service.methods_by_name[rpc_name]
         serializer = GetMessageClass(method.input_type).SerializeToString
-        return self._channel.unary_stream(self._path(rpc_name), request_serializer=serializer)
+        return self._with_credentials(self._channel.unary_stream(self._path(rpc_name), request_serializer=serializer))
 
-    def byte_request_stub(self, rpc_name: str) -> grpc.StreamUnaryMultiCallable[bytes, Any]:
+    def byte_request_stub(self, rpc_name: str) -> Callable[..., Any]:
         """A stub whose request messages are bytes already, from ``codec``."""
         method = self._service.methods_by_name[rpc_name]
         deserializer = GetMessageClass(method.output_type).FromString
-        return self._channel.stream_unary(self._path(rpc_name), response_deserializer=deserializer)
+        return self._with_credentials(
+            self._channel.stream_unary(self._path(rpc_name), response_deserializer=deserializer)
+        )
 
     def attempt(self, action: Callable[[], Result], *, retry_for_s: float) -> Result:
         """Runs ``action``, again while the peer is unavailable, and maps what grpc raises."""
@@ -185,10 +203,16 @@ class ServiceClient:
 
     def _unary_stub(self, rpc_name: str) -> Any:
         method = self._service.methods_by_name[rpc_name]
-        stub = self._channel.unary_unary(
-            self._path(rpc_name),
-            request_serializer=GetMessageClass(method.input_type).SerializeToString,
-            response_deserializer=GetMessageClass(method.output_type).FromString,
+        stub = self._with_credentials(
+            self._channel.unary_unary(
+                self._path(rpc_name),
+                request_serializer=GetMessageClass(method.input_type).SerializeToString,
+                response_deserializer=GetMessageClass(method.output_type).FromString,
+            )
         )
         self._unary[rpc_name] = stub
         return stub
+
+    def _with_credentials(self, stub: Callable[..., Any]) -> Callable[..., Any]:
+        """A stub whose every call carries the credentials."""
+        return partial(stub, metadata=self.credentials.metadata) if self.credentials else stub

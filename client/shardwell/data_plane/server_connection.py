@@ -12,6 +12,7 @@ from shardwell.data_plane.lanes import Lane
 from shardwell.data_plane.shard_client import ShardClient
 from shardwell.data_plane.shm_lane import ShmLane
 from shardwell.data_plane.socket_lane import SocketLane
+from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import ConflictError, ShardwellError, UnavailableError
 from shardwell_wire.run_identity import RunIdentity
 
@@ -37,6 +38,7 @@ class ServerConnection:
         kinds: Lanes to try, in this order.
         chunk_bytes: Payload per message over gRPC.
         check: Called while the server is unavailable; raises when trying again is pointless.
+        credentials: Of the cluster. None: what ``find_credentials`` finds for the address.
 
     Raises:
         UnavailableError: None of the lanes can be opened.
@@ -50,9 +52,10 @@ class ServerConnection:
         kinds: Sequence[str],
         chunk_bytes: int,
         check: Callable[[], None] = lambda: None,
+        credentials: Credentials | None = None,
     ) -> None:
         self.address, self._run, self._kinds, self._check = address, run, tuple(kinds), check
-        self.client = ShardClient(address, chunk_bytes=chunk_bytes, check=check)
+        self.client = ShardClient(address, chunk_bytes=chunk_bytes, check=check, credentials=credentials)
         self._count_lock, self._open_lock = threading.Lock(), threading.RLock()
         self.shm: ShmLane | None = None
         self._stream: Lane | None = None

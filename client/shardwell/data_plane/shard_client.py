@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from shardwell.data_plane.lanes import NEARLY_BYTES, Nearly, unheard
 from shardwell.data_plane.rpc import ServiceClient
 from shardwell_wire import codec
+from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.v1 import shard_pb2
 
@@ -19,6 +20,7 @@ class ShardClient(ServiceClient):
         address: host:port.
         chunk_bytes: Payload per message, both ways.
         check: As of ``ServiceClient``.
+        credentials: As of ``ServiceClient``.
     """
 
     kind = "grpc"
@@ -31,8 +33,9 @@ class ShardClient(ServiceClient):
         *,
         chunk_bytes: int = codec.DEFAULT_CHUNK_BYTES,
         check: Callable[[], None] = lambda: None,
+        credentials: Credentials | None = None,
     ) -> None:
-        super().__init__(address, shard_pb2.DESCRIPTOR.services_by_name["ShardService"], check)
+        super().__init__(address, shard_pb2.DESCRIPTOR.services_by_name["ShardService"], check, credentials)
         self._chunk_bytes = chunk_bytes
         self._gather = self.byte_response_stub("Gather")
         self._measure = self.byte_response_stub("MeasureLane")

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -17,6 +17,7 @@ from shardwell.processes.local_cluster import LocalCluster
 from shardwell.processes.server_process import ServerProcess
 from shardwell.processes.trainer_process import TrainerProcess, describe_exit
 from shardwell_wire.channel import check_address
+from shardwell_wire.credentials import TOKEN_FILE_VARIABLE
 from shardwell_wire.errors import UsageError
 from shardwell_wire.topology import World
 
@@ -163,6 +164,8 @@ class _Cluster:
     address: str
     servers: tuple[ServerProcess, ...] = ()
     """Of a private cluster: the coordinator first."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables by which trainers find its token, if it is not what they inherit."""
 
 
 @contextmanager
@@ -174,7 +177,9 @@ def _cluster(arguments: argparse.Namespace) -> Iterator[_Cluster]:
     count = arguments.num_shards
     _say(f"starting a private cluster: a coordinator and {count} shard server{'s' * (count > 1)}")
     with LocalCluster(count, log_dir=arguments.log_dir) as cluster:
-        yield _Cluster(cluster.address, (cluster.coordinator, *cluster.shards))
+        yield _Cluster(
+            cluster.address, (cluster.coordinator, *cluster.shards), {TOKEN_FILE_VARIABLE: cluster.token_file}
+        )
 
 
 class _Stop(BaseException):
@@ -226,6 +231,7 @@ class _Launch:
 
     def __init__(self, plan: LaunchPlan, cluster: _Cluster, signals: _Signals) -> None:
         self._plan, self._address, self._signals = plan, cluster.address, signals
+        self._environment = {**os.environ, **cluster.environment}
         self._trainers: list[TrainerProcess] = []
         self._coordinator, self._servers = next(iter(cluster.servers), None), list(cluster.servers)
 
@@ -236,7 +242,7 @@ class _Launch:
         _say(f"run {plan.run!r} on {self._address}: starting {plan.num_trainers} trainers for {plan.world}")
         try:
             for name in (f"trainer-{index}" for index in range(self._plan.num_trainers)):
-                environment = self._plan.environment(name, self._address, os.environ)
+                environment = self._plan.environment(name, self._address, self._environment)
                 self._trainers.append(TrainerProcess(name, self._plan.command, environment))
             return self._watch()
         except _Stop as stop:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
 from pathlib import Path
 from typing import Self
 
+from shardwell.credentials import PublishedCredentials
 from shardwell.processes.server_process import ServerProcess
+from shardwell_wire.credentials import Credentials, new_credentials
 from shardwell_wire.errors import UsageError
+from shardwell_wire.shared_files import open_file, opened
 
 _STOP_GRACE_S = 30.0
 """Ending an interpreter with torch in it takes a second, and several on a machine that is busy."""
@@ -26,6 +30,9 @@ class LocalCluster:
 
     The servers are real processes that end when this one does, however it ends. Ctrl-C does not
     reach them, so trainers can still leave in good order.
+
+    Only this user's processes can use the cluster: its servers require a token that is made at the start. Processes
+    of this user on this host find the token by the cluster's address; others read ``token_file``.
 
     Args:
         num_shards: Shard servers to start.
@@ -50,6 +57,10 @@ class LocalCluster:
 
     coordinator: ServerProcess
     shards: tuple[ServerProcess, ...]
+    credentials: Credentials
+    """What every rpc to the servers must carry; new at every start."""
+    token_file: str
+    """A file with the token that only this user can read; there until the cluster is stopped."""
 
     def __init__(
         self,
@@ -72,6 +83,12 @@ class LocalCluster:
         self._start_limit_s = start_limit_s
         self._temporary: Path | None = None
         self._started: list[ServerProcess] = []
+        self._published: list[PublishedCredentials] = []
+
+    @property
+    def token(self) -> str:
+        """The secret that every rpc to the servers must carry, as ``authorization: Bearer TOKEN``."""
+        return self.credentials.token
 
     @property
     def address(self) -> str:
@@ -99,6 +116,9 @@ class LocalCluster:
             for process in processes:
                 process.stop(_STOP_GRACE_S)
         self._started.clear()
+        for published in self._published:
+            published.withdraw()
+        self._published.clear()
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
@@ -113,7 +133,9 @@ class LocalCluster:
         log_dir = Path(self._log_dir or self._temporary / "logs")
         for directory in (state_dir, log_dir):
             directory.mkdir(parents=True, exist_ok=True)
-        common = ["--listen", _LISTEN, "--exit-with-parent"]
+        self.credentials = new_credentials()
+        self.token_file = _write_token(self._temporary / "token", self.credentials)
+        common = ["--listen", _LISTEN, "--exit-with-parent", "--token-file", self.token_file]
         coordinator_options = ["--state-dir", str(state_dir), "--min-servers", str(self._num_shards)]
         self.coordinator = ServerProcess(
             "coordinator",
@@ -128,6 +150,7 @@ class LocalCluster:
         self.shards = tuple(self._started[1:])
         for shard in self.shards:
             shard.wait_ready(deadline)
+        self._published = [PublishedCredentials(server.address, self.credentials) for server in self._started]
 
     def __enter__(self) -> Self:
         self.start()
@@ -135,6 +158,13 @@ class LocalCluster:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _write_token(path: Path, credentials: Credentials) -> str:
+    """Writes the token to a new file for this user alone; returns the file's path."""
+    with opened(open_file(path, write=True, create=True)) as descriptor:
+        os.write(descriptor, f"{credentials.token}\n".encode())
+    return str(path)
 
 
 def _options(**values: object) -> list[str]:

@@ -29,6 +29,8 @@ class JoinConfig:
 
     address: str | None = None
     """The coordinator's host:port. None: a private local cluster, for this process and the other ranks of torchrun."""
+    token_file: str | None = None
+    """File with the cluster's token. None: looked up, see ``find_credentials``."""
     run: str = "default"
     """Name of the run; trainers that name the same run train together."""
     world: World = field(default_factory=World)

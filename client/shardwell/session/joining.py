@@ -11,6 +11,7 @@ from shardwell_wire.topology import World
 def join(
     address: str | None = None,
     *,
+    token_file: str | None = None,
     run: str | None = None,
     world: World | None = None,
     seed: int | None = None,
@@ -41,6 +42,8 @@ def join(
     Args:
         address: The coordinator's host:port. Neither given nor in the environment: a private local
             cluster is started for this process and ended with it.
+        token_file: File with the cluster's token, readable by its user only. By default the token of a local cluster
+            of this user at the address, or of the file that ``SHARDWELL_TOKEN_FILE`` names.
         run: Name of the run.
         world: The grid of logical ranks.
         seed: Data order and dropout derive from it.
@@ -80,6 +83,7 @@ def join(
         DuplicateError: A live trainer has this name, or the rank asked for.
         DeadlineError: Not enough trainers came.
         UnavailableError: The coordinator cannot be reached.
+        UnauthenticatedError: The cluster requires a token, and none or another one was found.
     """
     config = JoinConfig.from_env(dict(locals()))
     return Session(config)

@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import (
     ConflictError,
     DeadlineError,
@@ -67,6 +68,11 @@ class Membership:
         self._stop = threading.Event()
         self._heartbeat = threading.Thread(target=self._keep_lease, name="shardwell-heartbeat", daemon=True)
         self._heartbeat.start()
+
+    @property
+    def credentials(self) -> Credentials:
+        """What calls to the cluster carry."""
+        return self._coordinator.credentials
 
     def context(self, step: int, *, epoch: int | None = None) -> common_pb2.RequestContext:
         """What a mutating request carries; a fresh request id each time."""

@@ -15,10 +15,12 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
+from shardwell.credentials import find_credentials
 from shardwell.processes.local_cluster import LocalCluster
 from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.torchrun import TorchrunPlace
+from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, UsageError
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -39,6 +41,11 @@ class PrivateCluster(Protocol):
     @property
     def address(self) -> str:
         """The coordinator's host:port."""
+        ...
+
+    @property
+    def credentials(self) -> Credentials:
+        """What every rpc to it must carry."""
         ...
 
     def close(self) -> None:
@@ -75,6 +82,10 @@ class _OwnCluster:
     def address(self) -> str:
         return self._cluster.address
 
+    @property
+    def credentials(self) -> Credentials:
+        return self._cluster.credentials
+
     def close(self) -> None:
         self._cluster.stop()
 
@@ -103,7 +114,7 @@ class _SharedCluster(_OwnCluster):
 
     def _wait_for_others(self) -> None:
         """Returns when no trainer is left: others may still read the weights of the last step."""
-        coordinator = CoordinatorClient(self.address)
+        coordinator = CoordinatorClient(self.address, self.credentials)
         started = last_report = time.monotonic()
         try:
             while (count := _live_trainers(coordinator)) and (now := time.monotonic()) - started < self._wait_limit_s:
@@ -136,6 +147,8 @@ class _FoundCluster:
         if "error" in found:
             raise UnavailableError(found["error"])
         self.address: str = found["address"]
+        # Not from the store, which anybody on the host can read and write: the ranks are processes of one user.
+        self.credentials = find_credentials(self.address)
 
     def close(self) -> None:
         """Rank 0 stops the cluster."""

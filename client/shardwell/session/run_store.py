@@ -289,5 +289,6 @@ class RunStore:
                 kinds=self._config.lanes,
                 chunk_bytes=self._config.chunk_bytes,
                 check=self._membership.check,
+                credentials=self._membership.credentials,
             )
         return self._servers[address]

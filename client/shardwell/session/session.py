@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwell.credentials import find_credentials
 from shardwell.memory.allocator import share_heaps
 from shardwell.module import clip_guards
 from shardwell.module.memory_report import MemoryReport, measure
@@ -50,7 +51,8 @@ class Session:
         self.config = config
         self._cluster = None if config.address else open_private_cluster(config)
         address = config.address or (self._cluster.address if self._cluster else "")
-        self._coordinator = CoordinatorClient(address)
+        credentials = self._cluster.credentials if self._cluster else find_credentials(address, config.token_file)
+        self._coordinator = CoordinatorClient(address, credentials)
         self._closed = False
         try:
             self._membership = Membership(config, self._coordinator)

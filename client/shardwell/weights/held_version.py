@@ -142,8 +142,9 @@ def _hold(
     version = newest.version if target is None else target
     owners = {shard.address: shard for unit in newest.units for shard in unit.shards}
     asking = stack.enter_context(ThreadPoolExecutor(len(owners) + 1))
-    identity = RunIdentity(run, newest.run_id)
-    reader = stack.enter_context(UnitReader(identity, version, timeout_s=timeout_s))  # closed first: ends what is asked
+    identity, credentials = RunIdentity(run, newest.run_id), coordinator.credentials
+    # Closed first: ends what is asked.
+    reader = stack.enter_context(UnitReader(identity, version, timeout_s=timeout_s, credentials=credentials))
     # All are asked at once: of a version to come, before it exists.
     described = None
     if target is not None:

@@ -10,6 +10,7 @@ import torch
 
 from shardwell.data_plane.shard_client import ShardClient
 from shardwell_wire.codec import memory_at
+from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
@@ -44,10 +45,11 @@ class UnitReader:
         run: The run.
         version: Of every unit.
         timeout_s: Deadline of each read.
+        credentials: Of the cluster.
     """
 
-    def __init__(self, run: RunIdentity, version: int, *, timeout_s: float) -> None:
-        self.run, self.version = run, version
+    def __init__(self, run: RunIdentity, version: int, *, timeout_s: float, credentials: Credentials) -> None:
+        self.run, self.version, self._credentials = run, version, credentials
         self._timeout_s = timeout_s
         self._clients: dict[str, ShardClient] = {}
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardwell-read")
@@ -63,7 +65,7 @@ class UnitReader:
     def client(self, address: str) -> ShardClient:
         """Calls the shard server at an address; closed with the reader."""
         if address not in self._clients:
-            self._clients[address] = ShardClient(address)
+            self._clients[address] = ShardClient(address, credentials=self._credentials)
         return self._clients[address]
 
     def read(self, unit: PlacedUnit) -> torch.Tensor:

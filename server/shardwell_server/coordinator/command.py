@@ -11,13 +11,14 @@ from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shardwell_server import process
+from shardwell_server import authentication, process
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.shard_client import GrpcShardCalls
 from shardwell_server.coordinator.storage import Storage
 from shardwell_server.sizes import parse_size
+from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=env("SHARDWELL_MIN_SHARD_BYTES", f"{defaults.min_shard_bytes >> 10}KiB"),
         help="units are not cut smaller than this (SHARDWELL_MIN_SHARD_BYTES, default %(default)s)",
     )
+    authentication.add_argument(parser)
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
     parser.add_argument(
         "--log-level",
@@ -96,19 +98,27 @@ def _run(arguments: argparse.Namespace) -> int:
     settings = Settings(
         lease_s=arguments.lease_s, min_servers=arguments.min_servers, min_shard_bytes=arguments.min_shard_bytes
     )
+    credentials = authentication.from_arguments(arguments)
     with nullcontext(arguments.state_dir) if arguments.state_dir else TemporaryDirectory(prefix="shardwell-") as path:
         process.run(
-            coordinate(settings, Path(path), endpoint, keeps_state=bool(arguments.state_dir)),
+            coordinate(settings, Path(path), endpoint, keeps_state=bool(arguments.state_dir), credentials=credentials),
             log_level=arguments.log_level,
         )
     return 0
 
 
-async def coordinate(settings: Settings, directory: Path, endpoint: process.Endpoint, *, keeps_state: bool) -> None:
+async def coordinate(
+    settings: Settings,
+    directory: Path,
+    endpoint: process.Endpoint,
+    *,
+    keeps_state: bool,
+    credentials: Credentials = NO_CREDENTIALS,
+) -> None:
     """Serves ``CoordinatorService`` until the process is told to stop."""
     if not keeps_state:
         logger.warning("no --state-dir: runs are kept in %s and lost when the coordinator stops", directory)
-    storage, calls = Storage(directory), GrpcShardCalls()
+    storage, calls = Storage(directory), GrpcShardCalls(credentials)
     try:
         coordinator = await Coordinator.load(settings, storage, calls)
 
@@ -118,7 +128,7 @@ async def coordinate(settings: Settings, directory: Path, endpoint: process.Endp
                 yield asyncio.get_running_loop().create_future()
 
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
-        await process.serve(service, CoordinatorServicer(coordinator), endpoint, background)
+        await process.serve(service, CoordinatorServicer(coordinator), endpoint, background, credentials=credentials)
     finally:
         await calls.close()
         storage.close()

@@ -16,6 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 from shardwell_server.coordinator.cluster import Server
 from shardwell_server.process_identity import has_ended
 from shardwell_wire.channel import open_aio_channel
+from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.errors import ShardwellError, UnavailableError, from_rpc_error
 from shardwell_wire.v1 import shard_pb2
 
@@ -62,9 +63,14 @@ class ShardCalls(Protocol):
 
 
 class GrpcShardCalls:
-    """``ShardCalls`` over gRPC, with one channel per address."""
+    """``ShardCalls`` over gRPC, with one channel per address.
 
-    def __init__(self) -> None:
+    Args:
+        credentials: Of the cluster; every rpc carries them.
+    """
+
+    def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
+        self._metadata = credentials.metadata
         self._service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: dict[tuple[str, str], Any] = {}
@@ -75,7 +81,7 @@ class GrpcShardCalls:
         give_up, delay = time.monotonic() + retry_for_s, _FIRST_DELAY_S
         while True:
             try:
-                return await stub(request, timeout=CALL_TIMEOUT_S)
+                return await stub(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
             except grpc.aio.AioRpcError as rpc_error:
                 error = from_rpc_error(rpc_error, f"shard server at {address}")
                 if not isinstance(error, UnavailableError) or time.monotonic() + delay > give_up:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from shardwell_server import process
+from shardwell_server import authentication, process
 from shardwell_server.shard.lanes.offer import LaneOffer
 from shardwell_server.shard.lanes.shm_lane import ShmLanes
 from shardwell_server.shard.lanes.socket_lane import SocketLanes, listen
@@ -105,6 +105,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=env("SHARDWELL_PROCESSES", "1"),
         help="shard servers to run on this host, see below (SHARDWELL_PROCESSES, default %(default)s)",
     )
+    authentication.add_argument(parser)
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
     parser.add_argument(
         "--log-level",
@@ -149,11 +150,12 @@ def _run_group(arguments: argparse.Namespace, endpoint: process.Endpoint) -> int
 
 async def _serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> None:
     server_id = arguments.id or f"{socket.gethostname()}-{os.getpid()}"
+    credentials = authentication.from_arguments(arguments)
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(2, thread_name_prefix="tensor-work"))
         shared = stack.enter_context(_shared_memory(arguments.shm_dir))
         store = ShardStore(arguments.memory_budget or default_budget_bytes(), threads, shared)
-        registration = Registration(arguments.coordinator, server_id, store)
+        registration = Registration(arguments.coordinator, server_id, store, credentials)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
         shm = ShmLanes(shared, store.memory) if shared is not None else None
         sockets = SocketLanes(store, listen(endpoint.host), shm)
@@ -162,7 +164,14 @@ async def _serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> N
             lanes[common_pb2.LANE_KIND_SHM] = shm
         async with sockets.accepting():
             servicer = ShardServicer(server_id, registration.incarnation, store, registration.term, lanes)
-            await process.serve(service, servicer, endpoint, registration.running, end_standing=servicer.end_lanes)
+            await process.serve(
+                service,
+                servicer,
+                endpoint,
+                registration.running,
+                credentials=credentials,
+                end_standing=servicer.end_lanes,
+            )
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from shardwell_server.process_identity import own_identity
 from shardwell_server.shard.state.coordinator_term import CoordinatorTerm
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.channel import open_aio_channel
+from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.errors import (
     ConflictError,
     DeadlineError,
@@ -46,14 +47,18 @@ class Registration:
         coordinator: host:port.
         server_id: Stable name of the server.
         store: What is reported.
+        credentials: Of the cluster; every rpc carries them.
 
     Attributes:
         incarnation: Random: tells this process from others of its id.
         term: Of the coordinator, as far as this server has been told.
     """
 
-    def __init__(self, coordinator: str, server_id: str, store: ShardStore) -> None:
+    def __init__(
+        self, coordinator: str, server_id: str, store: ShardStore, credentials: Credentials = NO_CREDENTIALS
+    ) -> None:
         self._coordinator, self._server_id, self._store = coordinator, server_id, store
+        self._metadata = credentials.metadata
         self.incarnation = uuid.uuid4().hex
         self._channel = open_aio_channel(coordinator)
         self._reachable = True
@@ -189,7 +194,7 @@ class Registration:
             response_deserializer=GetMessageClass(service.methods_by_name[rpc_name].output_type).FromString,
         )
         try:
-            response = await stub(request, timeout=timeout_s)
+            response = await stub(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, f"coordinator at {self._coordinator}") from error
         self._reachable = True

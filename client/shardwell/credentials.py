@@ -1,0 +1,171 @@
+"""Finds the credentials of a cluster: of a file that the user names, or of a local cluster that this user started.
+
+A local cluster leaves its token where only its user can look: a file per server address, in a folder of the user.
+Whoever started the cluster holds a lock on each file, so that what a killed process left behind is not used.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from shardwell_wire.credentials import NO_CREDENTIALS, TOKEN_FILE_VARIABLE, Credentials, read_token_file
+from shardwell_wire.errors import UsageError
+from shardwell_wire.shared_files import open_file, open_folder, opened
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = "shardwell_tokens"
+_SHARED_DIRECTORY = Path("/tmp")
+"""Not the temporary directory of the environment, which may differ between two terminals of one user."""
+
+_ATTEMPTS = 10
+_UNFINISHED_S = 60.0
+"""An empty file that is younger may still be written."""
+
+
+def find_credentials(address: str, token_file: str | None = None) -> Credentials:
+    """The credentials for a server.
+
+    Args:
+        address: host:port of the server.
+        token_file: File with the cluster's token. None: look the address up among the local clusters of this user,
+            then read the file that ``SHARDWELL_TOKEN_FILE`` names. Without either there are none.
+
+    Raises:
+        UsageError: The file is missing, can be read by others, or contains no token.
+    """
+    if token_file:
+        return read_token_file(token_file)
+    if (found := _of_local_cluster(address)) is not None:
+        return found
+    named = os.environ.get(TOKEN_FILE_VARIABLE)
+    return read_token_file(named) if named else NO_CREDENTIALS
+
+
+class PublishedCredentials:
+    """Credentials that other processes of this user find by an address, until ``withdraw``.
+
+    Args:
+        address: host:port of a server on this host.
+        credentials: Of its cluster.
+    """
+
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self._file: tuple[Path, int] | None = None
+        for candidate in _candidates():
+            try:
+                self._file = _publish(candidate, _key(address), credentials)
+                return
+            except OSError as error:
+                logger.info("the token of %s is not published in %s: %s", address, candidate, error)
+        logger.warning(
+            "other processes cannot look up the token of the cluster at %s: no folder for it could be made. "
+            "Set %s for them",
+            address,
+            TOKEN_FILE_VARIABLE,
+        )
+
+    def withdraw(self) -> None:
+        """Removes the file. Harmless to repeat."""
+        if self._file is not None:
+            (path, descriptor), self._file = self._file, None
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            with suppress(OSError):  # other clusters are published there
+                path.parent.rmdir()
+
+
+def _of_local_cluster(address: str) -> Credentials | None:
+    """The credentials that a process which is alive published for an address."""
+    pattern = f"{_key(address)}.*"
+    for folder in _folders():
+        for path in folder.glob(pattern):
+            try:
+                with opened(open_file(path)) as descriptor:
+                    is_in_use = not _lock(descriptor, fcntl.LOCK_SH)
+                if is_in_use and path.stat().st_size:
+                    return read_token_file(path)
+            except (OSError, UsageError):
+                continue  # it is removed or written at this moment
+    return None
+
+
+def _key(address: str) -> str:
+    """The name of an address, the same for all names of this host."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    is_here = host.startswith("127.") or host in ("localhost", "::1", socket.gethostname())
+    return f"{'localhost' if is_here else host}:{port}".replace("/", "_")
+
+
+def _runtime_folder() -> list[Path]:
+    """The folder below ``XDG_RUNTIME_DIR``, if that is this user's own."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        with suppress(OSError), opened(open_folder(runtime)):
+            return [Path(runtime) / _FOLDER]
+    return []
+
+
+def _candidates() -> Iterator[Path]:
+    """Folders to publish in, in order of preference."""
+    yield from _runtime_folder()
+    name = f"{_FOLDER}-{os.geteuid()}"
+    yield _SHARED_DIRECTORY / name
+    # Another user may have made a folder of the well-known name.
+    with suppress(OSError):
+        yield Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_SHARED_DIRECTORY))
+
+
+def _folders() -> Iterator[Path]:
+    """Folders of this user in which credentials may be published."""
+    found = _SHARED_DIRECTORY.glob(f"{_FOLDER}-{os.geteuid()}*")
+    for folder in (*_runtime_folder(), *found):
+        with suppress(OSError), opened(open_folder(folder)):
+            yield folder
+
+
+def _publish(folder: Path, key: str, credentials: Credentials) -> tuple[Path, int]:
+    """Writes a file that this process holds a lock on; returns its path and the descriptor with the lock."""
+    for _ in range(_ATTEMPTS):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError), opened(open_folder(folder)) as opened_folder:
+            _remove_remains(folder)
+            name = f"{key}.{secrets.token_hex(8)}"
+            descriptor = open_file(name, write=True, create=True, folder=opened_folder)
+            try:
+                _lock(descriptor, fcntl.LOCK_EX)
+                os.write(descriptor, f"{credentials.token}\n".encode())
+            except BaseException:
+                os.close(descriptor)
+                raise
+            return folder / name, descriptor
+    raise FileNotFoundError(f"{folder} is removed again and again")
+
+
+def _remove_remains(folder: Path) -> None:
+    """Removes the files of processes that were killed."""
+    for path in folder.iterdir():
+        with suppress(OSError), opened(open_file(path, write=True)) as descriptor:
+            found = os.fstat(descriptor)
+            is_complete = found.st_size or time.time() - found.st_mtime > _UNFINISHED_S
+            if is_complete and _lock(descriptor, fcntl.LOCK_EX):
+                path.unlink()
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Takes a lock if that is possible at once."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,81 @@
+"""Admits only rpcs that carry the cluster's token. The one place where a server decides who may call it.
+
+Health checks and reflection stay open: container probes have no token, and neither tells more than that a server runs
+and which rpcs it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection
+
+from shardwell_server.rpc import abort
+from shardwell_wire.credentials import NO_CREDENTIALS, TOKEN_FILE_VARIABLE, Credentials, read_token_file
+from shardwell_wire.errors import UnauthenticatedError
+
+OPEN_SERVICES = frozenset({health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME})
+"""Services that answer without a token."""
+
+_ADVICE = (
+    f"name the file with the cluster's token in {TOKEN_FILE_VARIABLE} or --token-file. As the user who started a local "
+    "cluster on this host, `shardwell token --address HOST:PORT` prints the header, for grpcurl -H"
+)
+
+
+class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses an rpc without the cluster's token, before any byte of a message is read.
+
+    Args:
+        credentials: Of the cluster.
+    """
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Called by gRPC when the metadata of an rpc has arrived; returns what handles the rpc."""
+        path = handler_call_details.method
+        if path.strip("/").partition("/")[0] not in OPEN_SERVICES:
+            problem = self._credentials.problem(handler_call_details.invocation_metadata or ())
+            if problem is not None:
+                return _refusal(path, problem)
+        return await continuation(handler_call_details)
+
+
+def interceptors(credentials: Credentials) -> list[grpc.aio.ServerInterceptor]:
+    """What a server that has these credentials checks. A cluster without a token admits everybody."""
+    return [Authentication(credentials)] if credentials else []
+
+
+def _refusal(path: str, problem: str) -> grpc.RpcMethodHandler:
+    async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await abort(context, path, UnauthenticatedError(f"{problem}: {_ADVICE}"))
+
+    # A handler of streams reads no message by itself, whatever kind of rpc the caller makes.
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--token-file``."""
+    parser.add_argument(
+        "--token-file",
+        metavar="PATH",
+        default=os.environ.get(TOKEN_FILE_VARIABLE, ""),
+        help="file with the cluster's token, readable by this user only; every rpc must carry it "
+        f"({TOKEN_FILE_VARIABLE}, default: none, everybody is admitted)",
+    )
+
+
+def from_arguments(arguments: argparse.Namespace) -> Credentials:
+    """The credentials that ``--token-file`` names. Raises UsageError if the file cannot be used."""
+    return read_token_file(arguments.token_file) if arguments.token_file else NO_CREDENTIALS

@@ -1,0 +1,270 @@
+"""A cluster with a token serves only those who show it, and shows it to nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+import shardwell
+from shardwell.command.cli import main as command
+from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell_wire.channel import open_channel
+from shardwell_wire.credentials import NO_CREDENTIALS, Credentials, new_credentials
+from shardwell_wire.errors import UnauthenticatedError, UsageError, from_rpc_error
+from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
+from tests.integration.test_shard_process import ready_address, server_process
+from tests.support.cluster import small_run
+from tests.support.processes import ROOT
+
+SERVICES = [
+    coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"],
+    shard_pb2.DESCRIPTOR.services_by_name["ShardService"],
+]
+METHODS = [method for service in SERVICES for method in service.methods]
+LIST_RUNS = coordinator_pb2.ListRunsRequest()
+
+TRAIN = """
+import os, stat, sys
+import shardwell
+path = os.environ["SHARDWELL_TOKEN_FILE"]
+with shardwell.join() as session:
+    file, folder = os.stat(path), os.stat(os.path.dirname(path))
+    with open(path) as token:
+        given = token.read().strip()
+    assert not any(given in argument for argument in open("/proc/self/cmdline"))
+    assert not any(given in value for value in os.environ.values())
+    print(oct(stat.S_IMODE(file.st_mode)), oct(stat.S_IMODE(folder.st_mode)), path)
+"""
+
+
+def call(address: str, method: Any, *, metadata: Any = (), messages: int = 1) -> None:
+    """Calls an rpc with bytes that do not decode; a streamed request has so many messages and does not end."""
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    with open_channel(address) as channel:
+        if method.client_streaming:
+            ended = threading.Event()
+            try:
+                channel.stream_unary(path)(_unending(messages, ended), metadata=metadata, timeout=20)
+            finally:
+                ended.set()
+        elif method.server_streaming:
+            list(channel.unary_stream(path)(b"\xff", metadata=metadata, timeout=20))
+        else:
+            channel.unary_unary(path)(b"\xff", metadata=metadata, timeout=20)
+
+
+def _unending(messages: int, ended: threading.Event) -> Iterator[bytes]:
+    yield from [b"\xff"] * messages
+    ended.wait(20)
+
+
+def address_of(cluster: shardwell.LocalCluster, method: Any) -> str:
+    is_shard = method.containing_service.name == "ShardService"
+    return cluster.shards[0].address if is_shard else cluster.address
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_every_rpc_needs_the_token(cluster: shardwell.LocalCluster, method: Any) -> None:
+    address = address_of(cluster, method)
+    for credentials, problem in ((NO_CREDENTIALS, "carries no token"), (new_credentials(), "another token")):
+        with pytest.raises(grpc.RpcError) as refused:
+            call(address, method, metadata=credentials.metadata)
+        error = from_rpc_error(refused.value, "peer")
+        assert isinstance(error, UnauthenticatedError), "before the bytes are decoded, which would be another error"
+        assert problem in str(error)
+        assert "SHARDWELL_TOKEN_FILE" in str(error)
+        assert "shardwell token --address" in str(error)
+        assert cluster.token not in str(error)
+    with pytest.raises(grpc.RpcError) as refused:
+        call(address, method, metadata=cluster.credentials.metadata)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, "with the token the bytes are looked at"
+
+
+def test_a_stream_is_refused_before_its_first_message(cluster: shardwell.LocalCluster) -> None:
+    method = SERVICES[1].methods_by_name["ReduceScatter"]
+    with pytest.raises(grpc.RpcError) as refused:
+        call(cluster.shards[0].address, method, messages=0)
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_an_unknown_rpc_and_service_need_the_token(cluster: shardwell.LocalCluster) -> None:
+    with open_channel(cluster.address) as channel:
+        for path in (
+            "/shardwell.v1.CoordinatorService/Nonsense",
+            "/nonsense/Nonsense",
+            "/grpc.health.v1.Healthy/Check",
+        ):
+            with pytest.raises(grpc.RpcError) as refused:
+                channel.unary_unary(path)(b"", timeout=20)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_stranger_changes_nothing(cluster: shardwell.LocalCluster, run_name: str) -> None:
+    with small_run(cluster.address, run_name) as session:
+        for server in cluster.shards:
+            drop = shard_pb2.DropRunRequest(context=common_pb2.RequestContext(run=run_name, epoch=1 << 40))
+            with open_channel(server.address) as channel, pytest.raises(grpc.RpcError) as refused:
+                channel.unary_unary("/shardwell.v1.ShardService/DropRun")(drop.SerializeToString(), timeout=20)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert session.explain_stall()
+
+
+def test_health_and_reflection_are_open(cluster: shardwell.LocalCluster) -> None:
+    from shardwell_server.cli import main
+    from tests.support.grpcurl import ReflectionClient
+
+    assert main(["health", cluster.address, "--service", "shardwell.v1.CoordinatorService"]) == 0
+    assert "shardwell.v1.ShardService" in ReflectionClient(cluster.shards[0].address).list()
+
+
+def test_the_token_is_nowhere_to_be_read(run_name: str, tmp_path: Path) -> None:
+    with shardwell.LocalCluster(
+        1, log_level="debug", log_dir=tmp_path / "logs", state_dir=tmp_path / "state"
+    ) as cluster:
+        token = cluster.token.encode()
+        with small_run(cluster.address, run_name):
+            stranger = CoordinatorClient(cluster.address, new_credentials())
+            with closing(stranger), pytest.raises(UnauthenticatedError):
+                stranger.call("ListRuns", LIST_RUNS)
+            for process in (cluster.coordinator, *cluster.shards):
+                for file in ("cmdline", "environ"):
+                    assert token not in Path(f"/proc/{process.pid}/{file}").read_bytes()
+        path = Path(cluster.token_file)
+        assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+        assert path.read_bytes() == token + b"\n"
+    assert not path.exists()
+    written = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(written) >= 3
+    assert not [file for file in written if token in file.read_bytes()]
+
+
+# A second terminal of the same user.
+
+
+def terminal(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the ``shardwell`` command in a process that inherits nothing of the cluster's owner."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SHARDWELL_")}
+    return subprocess.run(
+        [sys.executable, "-m", "shardwell", *arguments],
+        env={**inherited, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_commands_find_the_token_by_the_address(cluster: shardwell.LocalCluster) -> None:
+    done = terminal("servers", "--json", "--address", cluster.address)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(json.loads(done.stdout)["servers"]) == 2
+    for address in (cluster.address, cluster.shards[0].address, cluster.address.replace("127.0.0.1", "localhost")):
+        done = terminal("token", "--address", address)
+        assert (done.returncode, done.stdout) == (0, f"authorization: Bearer {cluster.token}\n")
+
+
+def test_a_user_who_cannot_find_the_token_is_told_what_to_do(cluster: shardwell.LocalCluster, tmp_path: Path) -> None:
+    done = terminal("servers", "--address", cluster.address, XDG_RUNTIME_DIR=str(tmp_path))
+    assert done.returncode == 1
+    assert "the rpc carries no token, which this cluster requires" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = terminal("token", "--address", cluster.address, XDG_RUNTIME_DIR=str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"no token is known for {cluster.address}" in done.stderr
+    named = ("--token-file", cluster.token_file)
+    assert terminal("servers", "--address", cluster.address, *named, XDG_RUNTIME_DIR=str(tmp_path)).returncode == 0
+
+
+def test_the_file_can_be_named_by_an_argument_and_by_the_environment(
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises(UnauthenticatedError):
+        shardwell.join(cluster.address, run=run_name)
+    with shardwell.join(cluster.address, run=run_name, token_file=cluster.token_file):
+        pass
+    monkeypatch.setenv("SHARDWELL_TOKEN_FILE", cluster.token_file)
+    with small_run(cluster.address, run_name):
+        assert command(["peek", run_name, "first.weight", "--address", cluster.address]) == 0
+        assert command(["export", run_name, str(tmp_path / "out"), "--address", cluster.address]) == 0
+    monkeypatch.setenv("SHARDWELL_TOKEN_FILE", str(tmp_path / "missing"))
+    with pytest.raises(UsageError, match="missing cannot be read"):
+        shardwell.join(cluster.address, run=run_name)
+
+
+# Servers that are started by hand.
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> tuple[str, Credentials]:
+    credentials = new_credentials()
+    path = tmp_path / "token"
+    path.touch(mode=0o600)
+    path.write_text(credentials.token)
+    return str(path), credentials
+
+
+def test_servers_by_hand_show_each_other_the_token(token_file: tuple[str, Credentials], run_name: str) -> None:
+    path, credentials = token_file
+    with server_process("coordinator", "--listen", "127.0.0.1:0", "--token-file", path) as coordinator:
+        address = ready_address(coordinator)
+        with server_process("shard", "--coordinator", address, "--id", "stranger") as stranger:
+            output, errors = stranger.communicate(timeout=60)
+        assert (stranger.returncode, output) == (1, "")
+        assert "the rpc carries no token" in errors
+        assert "Traceback" not in errors
+        arguments = ("shard", "--coordinator", address, "--processes", "2", "--id", "member")
+        with server_process(*arguments, SHARDWELL_TOKEN_FILE=path) as shards:
+            ready_address(shards)
+            with closing(CoordinatorClient(address)) as client, pytest.raises(UnauthenticatedError):
+                client.call("ListRuns", LIST_RUNS)
+            with shardwell.join(address, run=run_name, token_file=path, lanes="socket"):
+                pass
+            with closing(CoordinatorClient(address, credentials)) as client:
+                assert [run.run for run in client.call("ListRuns", LIST_RUNS).runs] == [run_name]
+
+
+@pytest.mark.parametrize("kind", ["coordinator", "shard"])
+def test_a_server_does_not_start_with_a_file_that_others_can_read(
+    token_file: tuple[str, Credentials], kind: str
+) -> None:
+    path, credentials = token_file
+    Path(path).chmod(0o644)
+    options = ["--coordinator", "127.0.0.1:1"] if kind == "shard" else ["--listen", "127.0.0.1:0"]
+    with server_process(kind, *options, "--token-file", path) as server:
+        output, errors = server.communicate(timeout=60)
+    assert (server.returncode, output) == (1, "")
+    assert "other users may use it (mode 0644): run chmod 600" in errors
+    assert credentials.token not in errors
+
+
+# Launched trainers, and a bare join.
+
+
+def test_launch_hands_the_token_to_its_trainers(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    assert command(["launch", "--num-trainers", "2", "--num-shards", "1", str(script)]) == 0
+    lines = [line.split() for line in capfdbinary.readouterr().out.decode().splitlines() if "0o" in line]
+    assert [line[-3:-1] for line in lines] == [["0o600", "0o700"]] * 2
+    assert not Path(lines[0][-1]).exists()
+
+
+def test_a_bare_join_is_for_this_user_alone(run_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHARDWELL_ADDRESS", raising=False)
+    with shardwell.join(run=run_name) as session:
+        address = session._coordinator.address
+        with closing(CoordinatorClient(address, NO_CREDENTIALS)) as stranger, pytest.raises(UnauthenticatedError):
+            stranger.call("ListRuns", LIST_RUNS)
+        assert command(["runs", "--address", address]) == 0

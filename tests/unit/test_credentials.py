@@ -1,0 +1,270 @@
+"""A cluster's token: what a server accepts, which files it is read from, and how a user's processes find it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from shardwell import credentials as local
+from shardwell.credentials import PublishedCredentials, find_credentials
+from shardwell_wire.credentials import NO_CREDENTIALS, Credentials, new_credentials, read_token_file
+from shardwell_wire.errors import UsageError
+
+TOKEN = "0123456789abcdef"
+OTHER = "fedcba9876543210"
+
+HOLD = """
+import sys
+from shardwell.credentials import PublishedCredentials
+from shardwell_wire.credentials import Credentials
+published = PublishedCredentials(sys.argv[1], Credentials(sys.argv[2]))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+# What a server accepts.
+
+
+@pytest.mark.parametrize(
+    ("metadata", "problem"),
+    [
+        ([], "carries no token"),
+        ([("x-authorization", f"Bearer {TOKEN}")], "carries no token"),
+        ([("authorization", TOKEN)], "another token"),
+        ([("authorization", f"bearer {TOKEN}")], "another token"),
+        ([("authorization", f"Bearer {TOKEN}x")], "another token"),
+        ([("authorization", "Bearer ")], "another token"),
+        ([("authorization", f"Bearer {OTHER}")], "another token"),
+        ([("authorization", "Bearer \xe9")], "another token"),
+        ([("authorization", b"Bearer \xff")], "another token"),
+        ([("authorization", f"Bearer {OTHER}"), ("authorization", f"Bearer {TOKEN}")], "2 authorization headers"),
+    ],
+)
+def test_a_server_says_what_is_wrong(metadata: list[tuple[str, str | bytes]], problem: str) -> None:
+    found = Credentials(TOKEN).problem(metadata)
+    assert found is not None
+    assert problem in found
+    assert TOKEN not in found
+    assert OTHER not in found
+    assert NO_CREDENTIALS.problem(metadata) is None, "without a token everybody is admitted"
+
+
+def test_what_a_client_sends_is_accepted() -> None:
+    made = new_credentials()
+    assert made.problem([("user-agent", "x"), *made.metadata]) is None
+    assert made.header == f"authorization: Bearer {made.token}"
+    assert new_credentials() != made
+    assert (NO_CREDENTIALS.metadata, NO_CREDENTIALS.header) == ((), "")
+
+
+def test_a_token_is_not_shown_by_accident() -> None:
+    made = new_credentials()
+    assert made.token not in f"{made!r} {made} {[made]}"
+
+
+# Files.
+
+
+def write(path: Path, text: str = f"{TOKEN}\n", mode: int = 0o600) -> Path:
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.parametrize("text", [TOKEN, f"{TOKEN}\n", f"  {TOKEN}\r\n"])
+def test_a_token_is_read(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path / "token", text, 0o400)
+    (tmp_path / "link").symlink_to(path)
+    assert read_token_file(path) == read_token_file(tmp_path / "link") == Credentials(TOKEN)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o777])
+def test_a_file_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(UsageError, match=f"other users may use it \\(mode {mode:04o}\\): run chmod 600"):
+        read_token_file(write(tmp_path / "token", mode=mode))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\n", "short", "x" * 513, "two words of text here", f"{TOKEN}\n{OTHER}", "é" * 20]
+)
+def test_what_is_no_token_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UsageError, match="expected one line with a token of 16 to 512") as caught:
+        read_token_file(write(tmp_path / "token", text))
+    assert TOKEN not in str(caught.value)
+    assert not text.strip() or text.strip() not in str(caught.value)
+
+
+def _missing(_: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize("make", [_missing, Path.mkdir, os.mkfifo])
+def test_what_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(tmp_path / "token")
+    with pytest.raises(
+        UsageError, match=r"token file .*/token(: expected a regular file| cannot be read: No such file)"
+    ):
+        read_token_file(tmp_path / "token")
+
+
+def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, owner = write(tmp_path / "token"), os.geteuid()
+    if owner == 0:
+        os.chown(path, 1, 1)
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 2)
+    with pytest.raises(UsageError, match=f"it belongs to user {owner or 1}, expected user {owner + 2} or root"):
+        read_token_file(path)
+
+
+# Looking up the token of a local cluster.
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The runtime folder of the user."""
+    folder = tmp_path / "runtime"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.setattr(local, "_SHARED_DIRECTORY", tmp_path)
+    monkeypatch.delenv("SHARDWELL_TOKEN_FILE", raising=False)
+    return folder
+
+
+@pytest.fixture
+def publish() -> Iterator[Callable[..., PublishedCredentials]]:
+    """Publishes a token, and withdraws it at the end of the test."""
+    with ExitStack() as stack:
+
+        def make(address: str = "127.0.0.1:7", token: str = TOKEN) -> PublishedCredentials:
+            published = PublishedCredentials(address, Credentials(token))
+            stack.callback(published.withdraw)
+            return published
+
+        yield make
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:7", "localhost:7", "[::1]:7", "127.3.0.1:7"])
+def test_a_local_cluster_is_found_by_any_name_of_this_host(
+    runtime: Path, publish: Callable[..., PublishedCredentials], address: str
+) -> None:
+    published = publish()
+    assert find_credentials(address) == Credentials(TOKEN)
+    assert find_credentials("127.0.0.1:8") == find_credentials("elsewhere:7") == NO_CREDENTIALS
+    (path,) = files(runtime)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    for _ in range(2):
+        published.withdraw()
+    assert find_credentials(address) == NO_CREDENTIALS
+    assert list(runtime.iterdir()) == []
+
+
+def test_the_order_of_sources(
+    runtime: Path, tmp_path: Path, publish: Callable[..., PublishedCredentials], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(token="p" * 16)
+    monkeypatch.setenv("SHARDWELL_TOKEN_FILE", str(write(tmp_path / "environment", "e" * 16)))
+    explicit = str(write(tmp_path / "explicit", "x" * 16))
+    assert find_credentials("localhost:7", explicit).token == "x" * 16
+    assert find_credentials("localhost:7").token == "p" * 16, "that of another cluster would be refused"
+    assert find_credentials("localhost:8").token == "e" * 16
+
+
+def test_what_a_killed_process_left_is_not_used_and_is_removed_by_the_next(
+    runtime: Path, publish: Callable[..., PublishedCredentials]
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, "127.0.0.1:7", TOKEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert find_credentials("localhost:7") == Credentials(TOKEN)
+        publish("127.0.0.1:8", OTHER)
+        assert len(files(runtime)) == 2, "of those who live nothing is removed"
+        process.send_signal(signal.SIGKILL)
+        process.wait(20)
+        assert find_credentials("localhost:7") == NO_CREDENTIALS
+        publish("127.0.0.1:9", OTHER)
+        assert sorted(path.name.partition(".")[0] for path in files(runtime)) == ["localhost:8", "localhost:9"]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _foreign(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o777)
+    write(path / "localhost:7.1", OTHER)
+
+
+def _link(path: Path) -> None:
+    target = path.with_name("elsewhere")
+    target.mkdir(mode=0o700)
+    write(target / "localhost:7.1", OTHER)
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("squat", [_foreign, _link, Path.touch, os.mkfifo])
+def test_a_folder_that_somebody_else_made_is_not_used(
+    runtime: Path,
+    tmp_path: Path,
+    publish: Callable[..., PublishedCredentials],
+    monkeypatch: pytest.MonkeyPatch,
+    squat: Callable[[Path], object],
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    squat(tmp_path / f"shardwell_tokens-{os.geteuid()}")
+    before = set(files(tmp_path))
+    assert find_credentials("localhost:7") == NO_CREDENTIALS
+    publish()
+    assert find_credentials("localhost:7") == Credentials(TOKEN)
+    (made,) = set(files(tmp_path)) - before
+    assert made.parent.name.startswith(f"shardwell_tokens-{os.geteuid()}-")
+
+
+def test_a_runtime_folder_of_somebody_else_is_not_used(
+    runtime: Path, tmp_path: Path, publish: Callable[..., PublishedCredentials]
+) -> None:
+    runtime.chmod(0o755)
+    publish()
+    assert list(runtime.iterdir()) == []
+    assert find_credentials("localhost:7") == Credentials(TOKEN)
+    assert (tmp_path / f"shardwell_tokens-{os.geteuid()}").is_dir()
+
+
+def test_no_folder_is_told_and_the_cluster_goes_on(
+    runtime: Path,
+    publish: Callable[..., PublishedCredentials],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(local, "_candidates", lambda: [runtime / "missing" / "folder"])
+    with caplog.at_level(logging.WARNING):
+        publish()
+    assert "cannot look up the token of the cluster at 127.0.0.1:7" in caplog.text
+    assert TOKEN not in caplog.text
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_token_file_blocks_nobody(
+    runtime: Path, publish: Callable[..., PublishedCredentials], make: Callable[[Path], object]
+) -> None:
+    publish("127.0.0.1:8")
+    make(runtime / "shardwell_tokens" / "localhost:7.0")
+    assert find_credentials("localhost:7") == NO_CREDENTIALS
+    publish()
+    assert find_credentials("localhost:7") == Credentials(TOKEN)
