@@ -91,6 +91,8 @@ class FakeShard:
         self.calls[rpc_name] += 1
         if not self.available or self.incarnation is None:
             raise UnavailableError("fake: not available")
+        if rpc_name == "DescribeServer":
+            return shard_pb2.DescribeServerResponse(incarnation=self.incarnation)
         term = request.coordinator_epoch if rpc_name == "PublishUnit" else request.context.epoch
         if term < self.term:
             raise StaleEpochError(f"term {term} is over, {self.term} has begun")

@@ -136,7 +136,7 @@ def test_larger_worlds_can_be_joined_and_looked_at_but_do_not_train(tmp_path: Pa
         ({"config": coordinator_pb2.RunConfig()}, WorldError, r"World\(dp=0\)"),
         ({"config": config(World(dp=2), min_trainers=3)}, WorldError, "min_trainers=3: expected 1 to 2"),
         ({"config": config(World(dp=2, tp=2), min_trainers=2)}, WorldError, "needs a trainer for each of its 4 ranks"),
-        ({"config": config(World(dp=1 << 20), min_trainers=1)}, WorldError, "raise min_trainers"),
+        ({"config": config(World(dp=1 << 16), min_trainers=1)}, WorldError, "raise min_trainers"),
         ({"config": config(World(dp=2), num_layers=(1 << 32) - 1)}, WorldError, "expected at most 65536"),
         ({"world_size": 3}, WorldError, "the launcher started 3 processes"),
         ({"config": config(World(pp=3), num_layers=4)}, WorldError, "4 layers cannot be split"),

@@ -156,8 +156,10 @@ def test_stale_players_are_refused_for_good(tmp_path: Path) -> None:
         async with harness(tmp_path) as cluster:
             story = Story(cluster, 0)
             await story.begin()
-            ghost = story.players.pop("a")
+            ghost, run = story.players.pop("a"), cluster.state.runs["r"]
             await cluster.pass_time(11, *(player.trainer for player in story.players.values()))
+            while run.step is not None and run.step.items[0].holder == "a":
+                await story.go_on("b")
             for _ in range(60):
                 await story.happen()
                 with pytest.raises(StaleEpochError):

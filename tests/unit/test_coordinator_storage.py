@@ -33,8 +33,8 @@ RUN = RunRecord(
     initializer="a",
     initializer_epoch=4,
     members=(
-        MemberRecord("a", "h", "i", 1, None, True, None),
-        MemberRecord("b", "h", "j", 2, 0, False, True),
+        MemberRecord("a", "h", "i", 1, None, True, False, None),
+        MemberRecord("b", "h", "j", 2, 0, False, True, True),
     ),
     ranks=(RankRecord(0, "a", "a", 3, 7, 2), RankRecord(1, "b", "a", 5, 7, 0)),
     addresses=(("name", "h:1"),),
@@ -53,7 +53,9 @@ def test_everything_comes_back_as_it_was_stored(tmp_path: Path) -> None:
     async def write(storage: Storage) -> None:
         await storage.save_server(replace(server, epoch=1))
         await storage.save_server(server)
-        await storage.save_run(replace(RUN, members=(*RUN.members, MemberRecord("c", "", "", 1, None, True, None))))
+        await storage.save_run(
+            replace(RUN, members=(*RUN.members, MemberRecord("c", "", "", 1, None, True, False, None)))
+        )
         await storage.save_run(RUN)
         await storage.save_units("r", [replace(UNIT, published=False), replace(UNIT, unit_index=1)])
         await storage.save_units("r", [UNIT])

@@ -185,7 +185,7 @@ class CoordinatorServiceServicer(object):
 
     def DeregisterServer(self, request, context):
         """Shard server: it is about to end and its memory with it. Units that have no values yet are placed on other servers;
-        runs that have values on it are told. Repeating it is harmless.
+        runs that have values on it are told. Repeating it is harmless. ABORTED: another process has its id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,6 +26,8 @@ class Member:
     """Clock time at which it was last heard of."""
     requested_rank: int | None = None
     live: bool = True
+    lapsed: bool = False
+    """Whether its lease ran out and nobody has taken its work: it is live again when it is heard of."""
     accepts_work: bool | None = None
     """Whether it computes other trainers' items; None: it has not said."""
     joined_step: int = 0
@@ -56,6 +58,11 @@ class Membership:
         return iter(self.members.values())
 
     @property
+    def lapsed(self) -> list[Member]:
+        """Members whose lease ran out and whose work nobody has taken."""
+        return [member for member in self.members.values() if member.lapsed]
+
+    @property
     def live(self) -> dict[str, Member]:
         return {name: member for name, member in self.members.items() if member.live}
 
@@ -72,7 +79,9 @@ class Membership:
         if epoch == member.epoch and member.live:
             return member
         reason = (
-            "its lease ran out or it left" if epoch == member.epoch else f"the trainer of that name has {member.epoch}"
+            "its lease ran out and its work was taken, or it left"
+            if epoch == member.epoch
+            else f"the trainer of that name has {member.epoch}"
         )
         raise StaleEpochError(
             f"trainer {name!r} of run {self.run!r} came with epoch {epoch}, but {reason}: join again",
@@ -82,9 +91,10 @@ class Membership:
         )
 
     def find(self, name: str, incarnation: str) -> Member | None:
-        """The live member that this process is already; by incarnation alone if it has no name."""
+        """The live or lapsed member that this process is already; by incarnation alone if it has no name."""
         for member in self.members.values():
-            if member.live and member.incarnation == incarnation and name in ("", member.name):
+            there = member.live or member.lapsed
+            if there and member.incarnation == incarnation and name in ("", member.name):
                 return member
         return None
 
@@ -108,7 +118,7 @@ class Membership:
 
     def forget(self, keep: Collection[str]) -> None:
         """Forgets the longest gone of the trainers that nothing is kept for, beyond ``REMEMBERED``."""
-        gone = [name for name, member in self.members.items() if not member.live and name not in keep]
+        gone = [name for name, at in self.members.items() if not at.live and not at.lapsed and name not in keep]
         for name in gone[: max(0, len(gone) - REMEMBERED)]:
             del self.members[name]
 

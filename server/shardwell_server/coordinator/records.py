@@ -29,6 +29,7 @@ class MemberRecord:
     epoch: int
     requested_rank: int | None
     live: bool
+    lapsed: bool
     accepts_work: bool | None
 
 

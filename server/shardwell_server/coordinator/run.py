@@ -159,12 +159,25 @@ class Run:
         self.seats = assign(self.settings.world, applicants)
         self.begin_step(0, {})
 
+    def lapse(self, member: Member) -> None:
+        """A trainer's lease ran out. It keeps its work until another trainer wants it; then it is to be dropped."""
+        member.live, member.lapsed = False, True
+        self.ready_to_work.pop(member.name, None)
+        self.touch()
+        self.changed.notify()
+
+    def revive(self, member: Member) -> None:
+        """A trainer whose lease lapsed is heard of again. Nobody has taken its work, so its epochs are still good."""
+        member.live, member.lapsed = True, False
+        self.touch()
+        self.changed.notify()
+
     def drop(self, member: Member) -> None:
         """A trainer is gone: its seats become vacant, though its name keeps its claim to them.
 
         Its items get a new epoch and are vacant; they must be fenced before they are offered.
         """
-        member.live = False
+        member.live = member.lapsed = False
         self.ready_to_work.pop(member.name, None)
         if self.step is None:
             del self.members.members[member.name]
@@ -236,6 +249,10 @@ class Run:
         now = self.clock()
         live = self.members.live
         holders = distribute(self.seats, live, lambda name: live[name].accepts_work is not False)
+        lapsed = {member.name for member in self.members.lapsed}
+        for rank, owner in self.seats.items():
+            if holders[rank] is None and owner in lapsed:  # nobody else takes it
+                holders[rank] = owner
         items = {}
         for rank, holder in holders.items():
             before, dp_rank = former.get(rank), self.settings.world.coordinates(rank).dp_rank

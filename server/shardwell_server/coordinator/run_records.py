@@ -35,7 +35,16 @@ def to_record(run: Run) -> RunRecord:
         initializer=initializer,
         initializer_epoch=initializer_epoch,
         members=tuple(
-            MemberRecord(at.name, at.host, at.incarnation, at.epoch, at.requested_rank, at.live, at.accepts_work)
+            MemberRecord(
+                at.name,
+                at.host,
+                at.incarnation,
+                at.epoch,
+                at.requested_rank,
+                at.live,
+                at.lapsed,
+                at.accepts_work,
+            )
             for at in run.members
         ),
         ranks=_rank_records(run),
@@ -90,6 +99,7 @@ def from_stored(stored: StoredRun, clock: Callable[[], float]) -> Run:
             clock(),
             at.requested_rank,
             live=at.live,
+            lapsed=at.lapsed,
             accepts_work=at.accepts_work,
             joined_step=stored.commits[-1].step + 1 if stored.commits else 0,
         )
@@ -114,12 +124,12 @@ def from_stored(stored: StoredRun, clock: Callable[[], float]) -> Run:
 def _restore_step(run: Run, stored: StoredRun) -> None:
     record, now, number = stored.record, run.clock(), run.committed_step
     run.seats = {rank.global_rank: rank.owner for rank in record.ranks}
-    live = run.members.live
+    there = {member.name for member in run.members if member.live or member.lapsed}
     items = {}
     for rank in record.ranks:
         dp_rank = run.settings.world.coordinates(rank.global_rank).dp_rank
         item = Item(rank.global_rank, dp_rank, rank.holder, rank.epoch, rank.attempt, since_s=now)
-        if rank.holder not in live:
+        if rank.holder not in there:
             item.state, item.fenced = WorkState.VACANT, False
         items[rank.global_rank] = item
     if all(rank.step == number for rank in record.ranks):
@@ -135,5 +145,5 @@ def _restore_step(run: Run, stored: StoredRun) -> None:
         }
         step.finish([(step.items[rank], parts[rank]) for rank in parts], now)
         for item in step.items.values():
-            item.orphaned = item.holder not in live
+            item.orphaned = item.holder not in there
         step.recorded = True

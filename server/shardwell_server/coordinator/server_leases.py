@@ -18,7 +18,7 @@ from shardwell_server.coordinator.cluster import Server, ServerState
 from shardwell_server.coordinator.events import EventKind
 from shardwell_server.coordinator.shard_client import ShardCalls
 from shardwell_server.coordinator.state import CoordinatorState
-from shardwell_wire.errors import ConflictError, DuplicateError, ShardwellError, UnavailableError
+from shardwell_wire.errors import ConflictError, DuplicateError, ShardwellError, StaleEpochError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +79,20 @@ class ServerLeases:
         self._note_alive(server_id, self._state.cluster.heartbeat(server_id, epoch, reserved_bytes, used_bytes))
 
     async def leave(self, server_id: str, epoch: int) -> None:
-        """A shard server is about to end, with its memory. Repeating it is harmless."""
-        server = self._state.cluster.servers.get(server_id)
-        if server is None or server.epoch != epoch or server.state is ServerState.LEFT:
+        """A shard server is about to end, with its memory. Repeating it is harmless.
+
+        Raises:
+            NotFoundError: There is no such server.
+            StaleEpochError: Another process has its id.
+        """
+        server = self._state.cluster.require(server_id)
+        if server.epoch != epoch:
+            raise StaleEpochError(
+                f"server {server_id!r} leaves with epoch {epoch}, but the process of that id has {server.epoch}",
+                server=server_id,
+                epoch=server.epoch,
+            )
+        if server.state is ServerState.LEFT:
             return
         self._state.cluster.leave(server)
         await self._state.storage.save_server(server.to_record())

@@ -110,15 +110,16 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.HeartbeatRequest, call: Call
     ) -> coordinator_pb2.HeartbeatResponse:
         run = self._exact_run(request)
-        with heard(run.require(request.trainer, request.epoch), self._state.clock):
+        with heard(self._coordinator.trainers.hear(run, request.trainer, request.epoch), self._state.clock):
             check_kept(run, self._state.cluster)
             return coordinator_pb2.HeartbeatResponse(committed_step=run.committed_step)
 
     async def Leave(self, request: coordinator_pb2.LeaveRequest, call: Call) -> coordinator_pb2.LeaveResponse:
         run = self._exact_run(request)
         member = run.members.members.get(request.trainer)
-        if member is not None and (member.live or member.epoch != request.epoch):
-            self._coordinator.trainers.leave(run, run.require(request.trainer, request.epoch))
+        if member is not None and (member.live or member.lapsed or member.epoch != request.epoch):
+            trainers = self._coordinator.trainers
+            trainers.leave(run, trainers.hear(run, request.trainer, request.epoch))
             await self._state.save(run)
         return coordinator_pb2.LeaveResponse()
 
@@ -129,6 +130,10 @@ class CoordinatorServicer:
         run, member = self._member(request)
         with heard(member, self._state.clock):
             unit = await self._coordinator.units.declare(run, layout, _wait_s(call, MAX_WAIT_S))
+            if not unit.published and run.initializer is not None and run.initializer[0] != member.name:
+                self._coordinator.trainers.reclaim(
+                    run, [at for at in run.members.lapsed if at.name == run.initializer[0]]
+                )
             response = coordinator_pb2.DeclareUnitResponse(
                 unit_index=unit.index, shards=describe.shards(unit, self._state.cluster)
             )
@@ -316,7 +321,9 @@ class CoordinatorServicer:
         """
         context = request.context
         run = self._exact_run(context)
-        member = run.require(request.trainer, context.epoch) if of_membership else run.require_live(request.trainer)
+        known = run.members.members.get(request.trainer)
+        epoch = context.epoch if of_membership or known is None else known.epoch
+        member = self._coordinator.trainers.hear(run, request.trainer, epoch)
         self._requests.check(context.request_id, _fingerprint(request))
         return run, member
 

@@ -85,10 +85,13 @@ def _item(run: Run, item: Item, now: float) -> str:
     where, since = f"rank {item.global_rank}", f"{now - item.since_s:.1f} s"
     member = run.members.members.get(item.holder)
     if item.state is WorkState.LEASED and member is not None:
-        return (
-            f"{where}: {member} has computed step {run.committed_step} for {since} "
-            f"(last heard of {member.silent_s(now):.1f} s ago)"
-        )
+        silent = f"last heard of {member.silent_s(now):.1f} s ago"
+        if member.lapsed:
+            silent += (
+                "; its lease ran out: it goes on when it is heard of again, or its work goes to the first trainer that "
+                "waits in step.batches or joins"
+            )
+        return f"{where}: {member} has computed step {run.committed_step} for {since} ({silent})"
     if not item.fenced:
         error = f": {run.fence_error}" if run.fence_error else ""
         return f"{where}: vacant for {since}: trainer {item.holder!r} is gone and is being fenced on the servers{error}"

@@ -91,6 +91,7 @@ class Steps:
             # What was leased to it and is not reported as finished is its to compute, told before or not.
             if not step.held_by(member.name):
                 run.ready_to_work[member.name] = None
+                self._trainers.reclaim_unfinished(run)
                 self._trainers.offer(run)
             if step.held_by(member.name):
                 return coordinator_pb2.FinishWorkResponse(work=run.work_of(member.name))
@@ -132,6 +133,7 @@ class Steps:
         assert step is not None
         item = _held_item(step, member, request)
         if not item.reset_id or item.reset_id != request.context.request_id:
+            self._trainers.reclaim(run, run.members.lapsed)  # nobody else could begin their finished work anew
             run.reset(item, request.context.request_id)
             message = f"rank {item.global_rank} of step {number}: trainer {member.name!r} begins attempt {item.attempt}"
             self._state.events.add(EventKind.WORK_RESET, message, run=run.name)
@@ -202,6 +204,8 @@ class Steps:
                 return self._committed(run, member, number, hand_in)
             self._servers.check(run)
             _check_ready(step, member, hand_in)
+            if step.all_finished:
+                self._trainers.reclaim_for_commit(run, step, on_trainers=runs_on_trainers(hand_in.optimizer.algorithm))
             # Again: the one that decides may have come, and work that was begun anew clears all.
             run.hand_in(step.hand_ins.get(member.name, hand_in))
             if run.decision() is not None and step.all_finished:

@@ -29,7 +29,7 @@ from shardwell_server.coordinator.records import (
 )
 from shardwell_wire.errors import ConflictError, UnavailableError
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 FILE_NAME = "coordinator.sqlite"
 
@@ -48,7 +48,8 @@ CREATE TABLE runs (
 ) WITHOUT ROWID;
 CREATE TABLE members (
     run TEXT NOT NULL, trainer TEXT NOT NULL, host TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
-    requested_rank INTEGER, live INTEGER NOT NULL, accepts_work INTEGER, PRIMARY KEY (run, trainer)
+    requested_rank INTEGER, live INTEGER NOT NULL, lapsed INTEGER NOT NULL, accepts_work INTEGER,
+    PRIMARY KEY (run, trainer)
 ) WITHOUT ROWID;
 CREATE TABLE ranks (
     run TEXT NOT NULL, global_rank INTEGER NOT NULL, owner TEXT NOT NULL, holder TEXT NOT NULL, epoch INTEGER NOT NULL,
@@ -145,7 +146,7 @@ class Storage:
             [
                 (_upsert("runs", 8), [row]),
                 *(_clear(table, run) for table in _CHANGING),
-                (_upsert("members", 8), [(run, *_values(member)) for member in record.members]),
+                (_upsert("members", 9), [(run, *_values(member)) for member in record.members]),
                 (_upsert("ranks", 7), [(run, *_values(rank)) for rank in record.ranks]),
                 (_upsert("addresses", 3), [(run, *address) for address in record.addresses]),
             ],
@@ -283,9 +284,16 @@ class Storage:
         (_, run_id, config, created, started, last_epoch, initializer, initializer_epoch), *_ = self._rows("runs", run)
         members = [
             MemberRecord(
-                trainer, host, incarnation, epoch, rank, bool(live), None if accepts is None else bool(accepts)
+                trainer,
+                host,
+                incarnation,
+                epoch,
+                rank,
+                bool(live),
+                bool(lapsed),
+                None if accepts is None else bool(accepts),
             )
-            for _, trainer, host, incarnation, epoch, rank, live, accepts in self._rows("members", run)
+            for _, trainer, host, incarnation, epoch, rank, live, lapsed, accepts in self._rows("members", run)
         ]
         commits = [
             CommitRecord(

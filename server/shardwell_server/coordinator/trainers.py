@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 
 from shardwell_server.coordinator.assignment import Applicant
@@ -14,7 +15,7 @@ from shardwell_server.coordinator.servers import ShardServers
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.waiting import poll
-from shardwell_server.coordinator.work import Item
+from shardwell_server.coordinator.work import Item, Step
 from shardwell_wire.errors import NotFoundError, ShardwellError
 from shardwell_wire.v1 import shard_pb2
 
@@ -63,7 +64,7 @@ class Trainers:
         """
         member = run.members.find(applicant.name, incarnation)
         if member is not None:
-            return member
+            return self.hear(run, member.name, member.epoch)
         if not applicant.name:
             applicant = replace(applicant, name=run.members.free_name())
         former = run.members.members.get(applicant.name)
@@ -93,6 +94,7 @@ class Trainers:
 
     def _admit(self, run: Run, applicant: Applicant, incarnation: str) -> Member:
         started = run.step is not None
+        self.reclaim(run, run.members.lapsed)
         member = run.admit(applicant, incarnation)
         self._state.events.add(EventKind.TRAINER_JOINED, f"{member}, epoch {member.epoch}", run=run.name)
         if run.step is not None and not started:
@@ -100,18 +102,60 @@ class Trainers:
             self._state.events.add(EventKind.RUN_STARTED, f"ranks {seats}", run=run.name)
         return member
 
+    def hear(self, run: Run, name: str, epoch: int) -> Member:
+        """The live member that a request comes from.
+
+        A member whose lease lapsed is live again: it was stopped or cut off, but nobody has taken its work. Raises as
+        ``Run.require`` does.
+        """
+        member = run.members.members.get(name)
+        if member is not None and member.lapsed and member.epoch == epoch and not run.deleted:
+            run.revive(member)
+            self._state.events.add(EventKind.TRAINER_RETURNED, f"{member} is heard of again", run=run.name)
+        return run.require(name, epoch)
+
+    def reclaim(self, run: Run, members: Iterable[Member]) -> None:
+        """Takes the work of lapsed trainers from them for good, because another trainer wants it."""
+        for member in members:
+            run.drop(member)
+        self.start_fencing(run)
+
+    def reclaim_unfinished(self, run: Run) -> None:
+        """Takes back what lapsed trainers have not finished, if a trainer waits for work."""
+        if run.step is not None and run.ready_to_work:
+            self.reclaim(run, [member for member in run.members.lapsed if run.step.held_by(member.name)])
+
+    def reclaim_for_commit(self, run: Run, step: Step, *, on_trainers: bool) -> None:
+        """Takes back what the commit of a finished step needs from lapsed trainers.
+
+        Args:
+            run: The run.
+            step: The step in flight.
+            on_trainers: Whether the optimizer runs on the trainers, each of which then updates its slices.
+        """
+        decider = step.items[0].holder
+        self.reclaim(
+            run,
+            [at for at in run.members.lapsed if on_trainers or (at.name == decider and decider not in step.hand_ins)],
+        )
+
     def leave(self, run: Run, member: Member) -> None:
         """A trainer gives its ranks back."""
-        if member.live:
-            self._drop(run, member, EventKind.TRAINER_LEFT, f"{member} left")
+        self._tell(run, member, EventKind.TRAINER_LEFT, f"{member} left")
+        self.reclaim(run, [member])
 
     def expire(self) -> None:
-        """Drops every trainer whose lease has run out."""
+        """Lets the leases of silent trainers lapse; their work goes to a trainer that waits for some."""
         now, lease_s = self._state.clock(), self._state.settings.lease_s
         for run in self._state.runs.values():
             for member in run.members.expired(now, lease_s):
                 message = f"{member} was not heard of for {member.silent_s(now):.1f} s"
-                self._drop(run, member, EventKind.LEASE_EXPIRED, message)
+                self._tell(run, member, EventKind.LEASE_EXPIRED, message)
+                if run.step is None:
+                    run.drop(member)
+                else:
+                    run.lapse(member)
+            self.reclaim_unfinished(run)
 
     def renew_all(self) -> None:
         """Begins every lease anew: the coordinator itself was not listening."""
@@ -119,11 +163,9 @@ class Trainers:
             for member in run.members.live.values():
                 member.heard_s = self._state.clock()
 
-    def _drop(self, run: Run, member: Member, kind: EventKind, message: str) -> None:
-        run.drop(member)
+    def _tell(self, run: Run, member: Member, kind: EventKind, message: str) -> None:
         ranks = ", ".join(map(str, run.ranks_of(member.name)))
         self._state.events.add(kind, message + (f"; vacant ranks: {ranks}" if ranks else ""), run=run.name)
-        self.start_fencing(run)
 
     def start_fencing(self, run: Run) -> None:
         """Has the servers refuse former holders of vacant items, then offers the items; in the background."""

@@ -1,0 +1,142 @@
+"""A trainer that was silent for its lease goes on where it was, unless somebody has taken its work."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from shardwell_wire.errors import StaleEpochError
+from tests.support.coordinator import Harness, harness, run_async
+from tests.unit.test_coordinator_slices import on_trainers
+
+
+def kinds(cluster: Harness) -> list[str]:
+    return [kind for kind, _ in cluster.events()]
+
+
+def test_the_only_trainer_goes_on_under_its_epochs(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            (a,) = await cluster.team("a")
+            await cluster.publish_unit([a])
+            await cluster.pass_time(11)
+            assert kinds(cluster)[-1] == "lease_expired"
+            assert not (await cluster.call("DescribeRun", run="r")).trainers[0].live
+            (line,) = (await cluster.call("ExplainStall", run="r")).waiting_for
+            assert "its lease ran out: it goes on when it is heard of again" in line
+            before = a.items[0].epoch
+            assert (await a.finish(0, wait_s=5)).all_finished
+            assert (await a.commit(0, wait_s=5)).committed
+            assert a.items[0].epoch == before
+            assert kinds(cluster).count("trainer_returned") == 1
+            assert all(shard.calls["Fence"] == 0 for shard in cluster.shards.values()), "nobody was shut out"
+
+    run_async(scenario())
+
+
+def test_a_trainer_whose_work_was_taken_is_fenced_for_good(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            await cluster.pass_time(11, b)
+            taking = await b.finish(0, wait_s=5)
+            assert [item.global_rank for item in taking.work.items] == [0]
+            for call in (a.heartbeat, lambda: a.finish(0), lambda: a.commit(0)):
+                with pytest.raises(StaleEpochError, match="its lease ran out and its work was taken, or it left: join"):
+                    await call()
+            fences = [shard.runs["r"].epochs[0] for shard in cluster.shards.values()]
+            assert all(a.items[0].epoch < fence <= b.items[0].epoch for fence in fences)
+
+    run_async(scenario())
+
+
+def test_work_goes_at_once_to_a_trainer_that_waits(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            waiting = asyncio.create_task(b.finish(0, wait_s=5))
+            await asyncio.sleep(0)
+            await cluster.pass_time(11)
+            assert [item.global_rank for item in (await waiting).work.items] == [0]
+            with pytest.raises(StaleEpochError):
+                await a.heartbeat()
+
+    run_async(scenario())
+
+
+def test_a_trainer_that_cannot_compute_for_others_waits_for_the_silent_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            await cluster.pass_time(11, b)
+            assert not (await b.finish(0, accept_work=False)).all_finished
+            await a.finish(0, accept_work=False)
+            assert (await b.finish(0, accept_work=False)).all_finished
+            await cluster.pass_time(11, b)
+            committed = await asyncio.gather(b.commit(0, wait_s=5), return_exceptions=True)
+            assert committed[0].committed, "the decision is its own now: a is silent"  # type: ignore[union-attr]
+            with pytest.raises(StaleEpochError):
+                await a.commit(0)
+
+    run_async(scenario())
+
+
+def test_a_lapsed_trainer_that_was_done_gets_its_next_work(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            for trainer in (a, b):
+                await trainer.finish(0, accept_work=False)
+            assert not (await b.commit(0)).committed
+            await cluster.pass_time(11, a)
+            assert (await a.finish(0, accept_work=False, wait_s=5)).all_finished
+            await cluster.restart()
+            assert (await a.commit(0, wait_s=5)).committed
+            assert kinds(cluster).count("trainer_returned") == 0
+            assert (await b.commit(0)).committed
+            assert list(b.items) == [1]
+            assert kinds(cluster).count("trainer_returned") == 1
+            for trainer in (a, b):
+                await trainer.finish(1, accept_work=False)
+            assert (await a.commit(1, wait_s=5)).committed
+
+    run_async(scenario())
+
+
+def test_slices_of_a_lapsed_trainer_are_fenced_before_another_updates_them(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            await a.finish(0)
+            await b.finish(0)
+            await cluster.pass_time(11, a)
+            await a.commit(0, optimizer=on_trainers())
+            await cluster.settle()
+            work = {at.dp_rank: at.epoch for at in (await a.commit(0, wait_s=5, optimizer=on_trainers())).slices}
+            assert sorted(work) == [0, 1]
+            assert work[1] > b.items[1].epoch
+            with pytest.raises(StaleEpochError):
+                await b.commit(0, optimizer=on_trainers())
+
+    run_async(scenario())
+
+
+def test_a_trainer_that_joins_takes_the_place_of_a_lapsed_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            await cluster.pass_time(11, b)
+            c = await cluster.join("c", wait_s=5)
+            assert c.ranks == [0]
+            with pytest.raises(StaleEpochError):
+                await a.heartbeat()
+
+    run_async(scenario())
