@@ -47,7 +47,7 @@ from shardwell_wire.errors import (
 from shardwell_wire.topology import World
 
 if TYPE_CHECKING:
-    from shardwell import amp, init, optim
+    from shardwell import amp, init, optim, testing
     from shardwell.module.activation_offload import ActivationOffload, offload_activations
     from shardwell.module.fully_shard import fully_shard, register_forward_method
     from shardwell.module.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
@@ -133,6 +133,7 @@ __all__ = [
     "save_dcp",
     "save_safetensors",
     "sharded_state_dict",
+    "testing",
 ]
 
 _MODULES = {
@@ -173,6 +174,7 @@ _MODULES = {
     "save_dcp": "shardwell.weights.saving",
     "save_safetensors": "shardwell.weights.saving",
     "sharded_state_dict": "shardwell.weights.sharded_state",
+    "testing": "shardwell.testing",
 }
 """The module to import when a name is first used: most need torch, which takes seconds to import."""
 

@@ -38,9 +38,13 @@ STOP_GRACE_S = 2.0
 """Rpcs in flight get this long to finish when the process is told to stop."""
 
 
+def _print_ready(service: ServiceDescriptor, address: str) -> None:
+    print(json.dumps({"ready": service.full_name, "address": address}), flush=True)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """Where a server listens and how others reach it."""
+    """Where a server listens, how others reach it, and how it and whoever started it hear of each other."""
 
     bind: str = "127.0.0.1:0"
     """host:port to listen on; port 0 takes a free one."""
@@ -48,6 +52,10 @@ class Endpoint:
     """Host that others shall use; empty: the one in ``bind``, or this host's name if that is every interface."""
     exit_with_parent: bool = False
     """Stop when standard input closes: the starter is gone."""
+    stop: asyncio.Event | None = None
+    """Set by whoever started the server in a thread of its own process. None: signals stop it."""
+    on_ready: Callable[[ServiceDescriptor, str], None] = _print_ready
+    """Called with the service and its address once rpcs are answered."""
 
     def __post_init__(self) -> None:
         host, separator, port = self.bind.rpartition(":")
@@ -83,8 +91,9 @@ async def serve(
 ) -> None:
     """Serves one service with health checks and reflection until SIGTERM, SIGINT or the starter's end.
 
-    Prints one JSON line ``{"ready": service, "address": "host:port"}`` to standard output once rpcs
-    are answered and ``background`` is entered.
+    Unless ``endpoint.on_ready`` does something else, prints one JSON line
+    ``{"ready": service, "address": "host:port"}`` to standard output once rpcs are answered and ``background`` is
+    entered.
 
     Args:
         service: What is served.
@@ -105,7 +114,7 @@ async def serve(
         port = server.add_insecure_port(endpoint.bind)
     except RuntimeError as error:
         raise SystemExit(f"cannot listen on {endpoint.bind}: {_why_not(endpoint)}") from error
-    stop = stop_event(endpoint)
+    stop = endpoint.stop or stop_event(endpoint)
     await server.start()
     address = endpoint.address(port)
     try:
@@ -115,7 +124,7 @@ async def serve(
                 return
             for name in ("", service.full_name):
                 await health.set(name, health_pb2.HealthCheckResponse.SERVING)
-            print(json.dumps({"ready": service.full_name, "address": address}), flush=True)
+            endpoint.on_ready(service, address)
             logger.info("%s serves at %s", service.full_name, address)
             await _done_before(stop, entering.result())
             logger.info("stopping")

@@ -32,6 +32,11 @@ def session_of(parameter: Any) -> Session | None:
     return next((session for session in _sessions if session.units.locate(parameter) is not None), None)
 
 
+def at(address: str) -> list[Session]:
+    """The open sessions whose coordinator was given to ``join`` by this address."""
+    return [session for session in _sessions if session.config.address == address]
+
+
 @functools.cache
 def _watch_forks() -> None:
     os.register_at_fork(after_in_child=_disown_all)

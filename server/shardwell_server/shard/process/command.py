@@ -133,7 +133,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.processes > 1:
         return _run_group(arguments, endpoint)
     torch.set_num_threads(arguments.threads)
-    process.run(_serve(arguments, endpoint), log_level=arguments.log_level)
+    process.run(serve(arguments, endpoint), log_level=arguments.log_level)
     return 0
 
 
@@ -148,7 +148,8 @@ def _run_group(arguments: argparse.Namespace, endpoint: process.Endpoint) -> int
     return process.run(ProcessGroup(members).run(endpoint), log_level=arguments.log_level)
 
 
-async def _serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> None:
+async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> None:
+    """Serves ``ShardService``, as the command's arguments say, until the server is told to stop."""
     server_id = arguments.id or f"{socket.gethostname()}-{os.getpid()}"
     credentials = authentication.from_arguments(arguments)
     with ExitStack() as stack:

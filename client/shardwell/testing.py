@@ -1,0 +1,77 @@
+"""A cluster inside the process of a test, so that a training script can be tested in seconds and unchanged.
+
+>>> def test_my_script_trains():
+...     with shardwell.testing.in_process_cluster(dp=2):
+...         runpy.run_path("train.py", run_name="__main__")
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardwell.session import open_sessions
+from shardwell_server.in_process import InProcessServers
+from shardwell_wire.errors import UsageError
+
+__all__ = ["in_process_cluster"]
+
+_PREFIX = "SHARDWELL_"
+
+
+@contextmanager
+def in_process_cluster(num_shards: int = 1, *, dp: int = 1, memory_budget: int = 1 << 30) -> Iterator[str]:
+    """Runs a coordinator and shard servers in threads of this process, and has ``shardwell.join()`` use them.
+
+    The servers are those of a real cluster, with the same arithmetic: a script trains to the same weights as on a
+    cluster of separate processes that compute with as many threads. Nothing is kept: each cluster starts empty.
+    While it is there, the environment has its address in ``SHARDWELL_ADDRESS`` and no other ``SHARDWELL_*`` variables
+    but those below; torchrun's RANK and WORLD_SIZE are hidden. On exit the sessions that are still open are closed.
+
+    Not for measurements: trainer and servers share one interpreter.
+
+    Args:
+        num_shards: Shard servers.
+        dp: Size of the data axis unless ``join(world=...)`` says otherwise (``SHARDWELL_DP``). One process plays all
+            ranks (``SHARDWELL_MIN_TRAINERS=1``), one after another in ``step.batches``.
+        memory_budget: Bytes that each shard server may use.
+
+    Yields:
+        The coordinator's host:port, for ``shardwell.join(address)``.
+
+    Raises:
+        UsageError: ``num_shards`` or ``dp`` is not positive.
+    """
+    if num_shards < 1 or dp < 1:
+        raise UsageError(f"in_process_cluster(num_shards={num_shards}, dp={dp}): expected at least 1 of each")
+    with tempfile.TemporaryDirectory(prefix="shardwell-") as folder:
+        servers = InProcessServers(Path(folder), num_shards=num_shards, memory_budget=memory_budget)
+        try:
+            variables = {"ADDRESS": servers.address, "DP": str(dp), "MIN_TRAINERS": "1"}
+            with _environment({f"{_PREFIX}{name}": value for name, value in variables.items()}):
+                try:
+                    yield servers.address
+                finally:
+                    for session in open_sessions.at(servers.address):
+                        session.close()
+        finally:
+            servers.stop()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Replaces what ``join`` reads of the environment."""
+    former = dict(os.environ)
+    hidden = [name for name in former if name.startswith(_PREFIX) or name in ("RANK", "WORLD_SIZE")]
+    try:
+        for name in hidden:
+            del os.environ[name]
+        os.environ.update(variables)
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update({name: former[name] for name in hidden})

@@ -1,0 +1,94 @@
+"""A coordinator and shard servers in threads of this process, for tests of training scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.descriptor import ServiceDescriptor
+
+from shardwell_server.cli import build_parser
+from shardwell_server.coordinator.command import coordinate
+from shardwell_server.coordinator.settings import Settings
+from shardwell_server.process import Endpoint
+from shardwell_server.shard.process.command import serve
+
+_START_S = _STOP_S = 30.0
+_LISTEN = "127.0.0.1:0"
+
+_Serve = Callable[[Endpoint], Coroutine[Any, Any, None]]
+
+
+class InProcessServers:
+    """A coordinator and shard servers on an event loop of this process, without shared memory.
+
+    Args:
+        state_dir: Where the coordinator keeps its state; empty.
+        num_shards: Shard servers, called ``shard-0``, ``shard-1`` and so on.
+        memory_budget: Bytes that each shard server may use.
+    """
+
+    def __init__(self, state_dir: Path, *, num_shards: int, memory_budget: int) -> None:
+        self._servers: list[_Server] = []
+        settings = Settings(min_servers=num_shards)
+        try:
+            self.address = self._start(partial(coordinate, settings, state_dir, keeps_state=True))
+            for name in (f"shard-{index}" for index in range(num_shards)):
+                options = ["--coordinator", self.address, "--id", name, "--memory-budget", str(memory_budget)]
+                arguments = build_parser("shard").parse_args(["shard", *options, "--shm-dir", "none"])
+                self._start(partial(serve, arguments))
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self, run: _Serve) -> str:
+        server = _Server(run)
+        self._servers.append(server)
+        return server.wait_ready()
+
+    def stop(self) -> None:
+        """Stops the servers, the coordinator first, so that it does not take the shard servers for lost."""
+        for server in self._servers:
+            server.stop()
+        self._servers.clear()
+
+
+class _Server:
+    """One server on the shared event loop."""
+
+    def __init__(self, run: _Serve) -> None:
+        self._loop = _shared_loop()
+        self._stop = asyncio.Event()
+        self._address: Future[str] = Future()
+        endpoint = Endpoint(bind=_LISTEN, stop=self._stop, on_ready=self._note_ready)
+        self._done = asyncio.run_coroutine_threadsafe(run(endpoint), self._loop)
+        self._done.add_done_callback(self._note_end)
+
+    def _note_ready(self, _: ServiceDescriptor, address: str) -> None:
+        self._address.set_result(address)
+
+    def _note_end(self, done: Future[None]) -> None:
+        if not self._address.done():
+            self._address.set_exception(done.exception() or RuntimeError("the server ended before it was ready"))
+
+    def wait_ready(self) -> str:
+        """Returns the server's address. Raises what ended it before."""
+        return self._address.result(_START_S)
+
+    def stop(self) -> None:
+        """Returns when the server has ended."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._done.result(_STOP_S)
+
+
+@cache
+def _shared_loop() -> asyncio.AbstractEventLoop:
+    """One event loop for all servers of this process: grpc.aio supports no more."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="shardwell-servers", daemon=True).start()
+    return loop
