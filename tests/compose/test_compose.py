@@ -25,12 +25,15 @@ STEPS = 40
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
 
-def compose(*arguments: str, check: bool = True) -> str:
+PROJECT = "shardwell-test"
+
+
+def compose(*arguments: str, check: bool = True, **environment: str) -> str:
     """Runs docker compose in a project of its own; returns its output."""
     done = subprocess.run(
-        ["docker", "compose", "--project-name", "shardwell-test", *arguments],
+        ["docker", "compose", "--project-name", PROJECT, *arguments],
         cwd=ROOT,
-        env={**os.environ, "SHARDWELL_PORT": PORT, "TRAIN_OPTIONS": f"--num-steps {STEPS}"},
+        env={**os.environ, "SHARDWELL_PORT": PORT, "TRAIN_OPTIONS": f"--num-steps {STEPS}", **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -46,6 +49,23 @@ def call(rpc: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
 
 def live_servers() -> int:
     return sum(server["live"] for server in call("ListServers")["servers"])
+
+
+def server_ids() -> set[str]:
+    return {server["server_id"] for server in call("ListServers")["servers"]}
+
+
+def names(count: int) -> set[str]:
+    """Of the first containers of the shard servers."""
+    return {f"{PROJECT}-shard-{number}" for number in range(1, count + 1)}
+
+
+def left_in_docker(kind: str) -> list[str]:
+    """Containers, volumes or networks of the project."""
+    label = f"label=com.docker.compose.project={PROJECT}"
+    every = ["--all"] if kind == "container" else []
+    command = ["docker", kind, "ls", *every, "--filter", label, "--quiet"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,14 +101,29 @@ def test_containers_run_without_privileges() -> None:
     assert denied == "" and "x" not in compose("exec", "-T", "shard", "ls", "/usr/local").split()
 
 
-def test_the_train_profile_trains_on_all_servers() -> None:
+def test_servers_are_called_as_their_containers_and_stay_so() -> None:
+    assert server_ids() == names(3)
+    for change in (["restart", "shard"], ["up", "--detach", "--wait", "--force-recreate", "shard"]):
+        compose(*change)
+        wait_until(lambda: live_servers() == 3, "three live servers", timeout_s=60)
+        assert server_ids() == names(3)
+
+
+def test_servers_are_added() -> None:
+    compose("up", "--detach", "--wait", "--scale", "shard=5")
+    wait_until(lambda: live_servers() == 5, "five live servers", timeout_s=60)
+    assert server_ids() == names(5)
+
+
+def test_the_train_profile_trains_on_all_servers_and_stops_none() -> None:
     output = compose("--profile", "train", "up", "--no-log-prefix", "trainer")
     assert "read weights in place" in " ".join(output.split()), "trainers see the shard servers' memory"
     assert f"step {STEPS:4d}/{STEPS}" in output and "The loss fell from" in output
     summary = next(run for run in call("ListRuns")["runs"] if run["run"] == "gpt")
     assert (summary["committed_step"], summary["live_trainer_count"]) == (str(STEPS), 0)
     units = call("ListUnits", {"run": "gpt"})["units"]
-    assert len({shard["server_id"] for unit in units for shard in unit["shards"]}) == 3
+    assert {shard["server_id"] for unit in units for shard in unit["shards"]} == names(5)
+    assert live_servers() == len(containers("shard")) == 5
     assert [trainer["ExitCode"] for trainer in containers("trainer")] == [0, 0]
 
 
@@ -99,17 +134,39 @@ def test_people_look_from_inside() -> None:
 
 def test_the_coordinators_state_survives_its_container() -> None:
     compose("rm", "--force", "--stop", "coordinator")
-    compose("up", "--detach", "--wait")
+    compose("up", "--detach", "--wait", "--no-deps", "coordinator")
     assert "gpt" in [run["run"] for run in call("ListRuns")["runs"]]
-    wait_until(lambda: live_servers() == 3, "servers register again", timeout_s=60)
+    wait_until(lambda: live_servers() == 5, "servers register again", timeout_s=60)
 
 
-def test_shard_servers_are_added() -> None:
-    compose("up", "--detach", "--wait", "--scale", "shard=5", "--no-recreate")
-    wait_until(lambda: live_servers() == 5, "five live servers", timeout_s=60)
+def test_servers_that_are_removed_leave_the_cluster() -> None:
+    call("DeleteRun", {"run": "gpt", "request_id": "compose-test"})
+    compose("up", "--detach", "--wait", SHARDWELL_SHARDS="4")
+    wait_until(lambda: server_ids() == names(4), "a server has left", timeout_s=30)
+    assert live_servers() == 4
+
+
+def test_shared_memory_of_another_size_is_taken() -> None:
+    compose("up", "--detach", "--wait", SHARDWELL_SHARDS="3", SHARDWELL_SHM_SIZE="512m")
+    wait_until(lambda: live_servers() == 3, "three live servers", timeout_s=60)
+    room = compose("exec", "-T", "shard", "df", "--block-size=1M", "--output=size", "/shared").split()
+    assert room[-1] == "512"
 
 
 def test_stopping_is_fast_and_clean() -> None:
     compose("stop", "--timeout", "10")
     codes = {container["Name"]: container["ExitCode"] for container in containers("coordinator") + containers("shard")}
     assert set(codes.values()) == {0}, f"{codes}\n{compose('logs', '--timestamps', '--tail', '30')}"
+
+
+def test_nothing_stays_behind() -> None:
+    compose("--profile", "train", "down", "--volumes", "--timeout", "10")
+    assert [left_in_docker(kind) for kind in ("container", "network")] == [[], []]
+    (of_the_former_size,) = subprocess.run(
+        ["docker", "volume", "ls", "--filter", f"name={PROJECT}_", "--quiet"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert of_the_former_size == f"{PROJECT}_shared-memory-512m"
+    subprocess.run(["docker", "volume", "rm", of_the_former_size], capture_output=True, check=True)

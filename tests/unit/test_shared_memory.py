@@ -231,3 +231,18 @@ def test_what_is_not_a_servers_is_left_alone(tmp_path: Path, make: Callable[[Pat
     done = subprocess.run(command, input=b"", capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"ready\n", b"")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("is_default", "advice"), [(True, "docker: shm_size"), (False, "compose: SHARDWELL_SHM_SIZE")])
+def test_the_advice_for_more_room_fits_the_file_system(
+    is_default: bool, advice: str, shared: SharedMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    module = "shardwell_server.shard.memory.shared_memory"
+    monkeypatch.setattr(f"{module}._map_new", no_room)
+    if is_default:
+        monkeypatch.setattr(f"{module}.DEFAULT_DIRECTORY", tmp_path)
+    with pytest.raises(CapacityError, match=advice):
+        shared.create(100, "a shard")

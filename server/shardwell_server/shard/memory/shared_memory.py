@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_DIRECTORY = Path("/dev/shm")
 _LOCK = "lock"
 
-_ENLARGE, _MORE_FILES = "enlarge it (docker: shm_size)", "raise the limit of open files (ulimit -n)"
+_ENLARGE, _MORE_FILES = "enlarge it", "raise the limit of open files (ulimit -n)"
+_HOW_IN_DOCKER = {True: " (docker: shm_size)", False: " (docker compose: SHARDWELL_SHM_SIZE)"}
+"""How a container gets more room in ``/dev/shm``, and in a volume that is mounted elsewhere."""
 _ADVICE = {
     errno.ENOSPC: _ENLARGE,
     errno.ENOMEM: _ENLARGE,
@@ -106,9 +108,13 @@ class SharedMemory:
                 raise
             raise CapacityError(
                 f"{what}: no room for {size_bytes} bytes in the shared memory at {self._directory.parent} "
-                f"({error.strerror}): {_ADVICE[error.errno]} or start the server with --shm-dir none"
+                f"({error.strerror}): {self._advice(error.errno)} or start the server with --shm-dir none"
             ) from error
         return SharedBuffer(str(path), torch.frombuffer(mapped, dtype=torch.uint8)[:size_bytes])
+
+    def _advice(self, number: int) -> str:
+        advice = _ADVICE[number]
+        return advice + _HOW_IN_DOCKER[self._directory.parent == DEFAULT_DIRECTORY] if advice is _ENLARGE else advice
 
     def create_segment(self, size_bytes: int, what: str) -> Segment:
         """Room for the parameters of one shard; raises as ``create`` does."""
