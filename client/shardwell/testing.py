@@ -13,8 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from shardwell.processes.local_cluster import write_token
 from shardwell.session import open_sessions
 from shardwell_server.in_process import InProcessServers
+from shardwell_wire.credentials import new_credentials
 from shardwell_wire.errors import UsageError
 
 __all__ = ["in_process_cluster"]
@@ -48,9 +50,17 @@ def in_process_cluster(num_shards: int = 1, *, dp: int = 1, memory_budget: int =
     if num_shards < 1 or dp < 1:
         raise UsageError(f"in_process_cluster(num_shards={num_shards}, dp={dp}): expected at least 1 of each")
     with tempfile.TemporaryDirectory(prefix="shardwell-") as folder:
-        servers = InProcessServers(Path(folder), num_shards=num_shards, memory_budget=memory_budget)
+        state_dir = Path(folder, "state")
+        state_dir.mkdir()
+        token_file = write_token(Path(folder, "token"), new_credentials())
+        servers = InProcessServers(state_dir, token_file, num_shards=num_shards, memory_budget=memory_budget)
         try:
-            variables = {"ADDRESS": servers.address, "DP": str(dp), "MIN_TRAINERS": "1"}
+            variables = {
+                "ADDRESS": servers.address,
+                "TOKEN_FILE": token_file,
+                "DP": str(dp),
+                "MIN_TRAINERS": "1",
+            }
             with _environment({f"{_PREFIX}{name}": value for name, value in variables.items()}):
                 try:
                     yield servers.address

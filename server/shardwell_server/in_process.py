@@ -17,6 +17,7 @@ from shardwell_server.coordinator.command import coordinate
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.process import Endpoint
 from shardwell_server.shard.process.command import serve
+from shardwell_wire.credentials import read_token_file
 
 _START_S = _STOP_S = 30.0
 _LISTEN = "127.0.0.1:0"
@@ -28,19 +29,23 @@ class InProcessServers:
     """A coordinator and shard servers on an event loop of this process, without shared memory.
 
     Args:
-        state_dir: Where the coordinator keeps its state; empty.
+        state_dir: Where the coordinator keeps its state; an empty folder.
+        token_file: The cluster's token, which every rpc must carry.
         num_shards: Shard servers, called ``shard-0``, ``shard-1`` and so on.
         memory_budget: Bytes that each shard server may use.
     """
 
-    def __init__(self, state_dir: Path, *, num_shards: int, memory_budget: int) -> None:
+    def __init__(self, state_dir: Path, token_file: str, *, num_shards: int, memory_budget: int) -> None:
         self._servers: list[_Server] = []
-        settings = Settings(min_servers=num_shards)
+        settings, credentials = Settings(min_servers=num_shards), read_token_file(token_file)
         try:
-            self.address = self._start(partial(coordinate, settings, state_dir, keeps_state=True))
+            self.address = self._start(
+                partial(coordinate, settings, state_dir, keeps_state=True, credentials=credentials)
+            )
             for name in (f"shard-{index}" for index in range(num_shards)):
-                options = ["--coordinator", self.address, "--id", name, "--memory-budget", str(memory_budget)]
-                arguments = build_parser("shard").parse_args(["shard", *options, "--shm-dir", "none"])
+                options = ["--coordinator", self.address, "--id", name, "--token-file", token_file]
+                memory = ["--memory-budget", str(memory_budget), "--shm-dir", "none"]
+                arguments = build_parser("shard").parse_args(["shard", *options, *memory])
                 self._start(partial(serve, arguments))
         except BaseException:
             self.stop()

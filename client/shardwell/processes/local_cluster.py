@@ -134,7 +134,7 @@ class LocalCluster:
         for directory in (state_dir, log_dir):
             directory.mkdir(parents=True, exist_ok=True)
         self.credentials = new_credentials()
-        self.token_file = _write_token(self._temporary / "token", self.credentials)
+        self.token_file = write_token(self._temporary / "token", self.credentials)
         common = ["--listen", _LISTEN, "--exit-with-parent", "--token-file", self.token_file]
         coordinator_options = ["--state-dir", str(state_dir), "--min-servers", str(self._num_shards)]
         self.coordinator = ServerProcess(
@@ -160,7 +160,7 @@ class LocalCluster:
         self.stop()
 
 
-def _write_token(path: Path, credentials: Credentials) -> str:
+def write_token(path: Path, credentials: Credentials) -> str:
     """Writes the token to a new file for this user alone; returns the file's path."""
     with opened(open_file(path, write=True, create=True)) as descriptor:
         os.write(descriptor, f"{credentials.token}\n".encode())
