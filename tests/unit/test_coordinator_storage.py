@@ -6,9 +6,11 @@ import asyncio
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shardwell_server.coordinator.command import until_lost
 from shardwell_server.coordinator.records import (
     CommitRecord,
     FinishedRecord,
@@ -21,7 +23,8 @@ from shardwell_server.coordinator.records import (
 )
 from shardwell_server.coordinator.storage import FILE_NAME, KEPT_COMMITS, SCHEMA_VERSION, Storage
 from shardwell_wire.errors import ConflictError, UnavailableError
-from tests.support.coordinator import harness, optimizer, run_async
+from shardwell_wire.topology import World
+from tests.support.coordinator import Harness, Trainer, config, harness, optimizer, run_async
 
 RUN = RunRecord(
     run="r",
@@ -124,12 +127,13 @@ def test_a_file_that_is_no_state_is_refused(tmp_path: Path) -> None:
 
 
 def fill_disk(storage: Storage) -> None:
-    (pages,) = storage._database.execute("PRAGMA page_count").fetchone()
-    storage._database.execute(f"PRAGMA max_page_count = {pages}")
+    connection = storage._database._connection
+    (pages,) = connection.execute("PRAGMA page_count").fetchone()
+    connection.execute(f"PRAGMA max_page_count = {pages}")
 
 
 def mend_disk(storage: Storage) -> None:
-    storage._database.execute("PRAGMA max_page_count = 1000000")
+    storage._database._connection.execute("PRAGMA max_page_count = 1000000")
 
 
 def test_a_commit_that_the_disk_does_not_take_changes_nothing_and_can_be_repeated(tmp_path: Path) -> None:
@@ -152,6 +156,114 @@ def test_a_commit_that_the_disk_does_not_take_changes_nothing_and_can_be_repeate
             mend_disk(cluster.state.storage)
             assert (await a.commit(0, wait_s=5, state=state)).committed
             assert (await b.commit(0, wait_s=5)).committed
+
+    run_async(scenario())
+
+
+class FailingCommit:
+    """A connection whose next COMMIT fails, as if the log could not be synced.
+
+    Args:
+        connection: The real one.
+        logged: Whether the log has all of the transaction nevertheless, as SQLite leaves it when only the sync failed.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, *, logged: bool) -> None:
+        self._connection, self._logged = connection, logged
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def execute(self, statement: str, *arguments: Any) -> Any:
+        if statement != "COMMIT":
+            return self._connection.execute(statement, *arguments)
+        self._connection.execute("COMMIT" if self._logged else "ROLLBACK")
+        raise sqlite3.OperationalError("disk I/O error")
+
+
+async def ready_to_commit(cluster: Harness) -> tuple[Trainer, Trainer]:
+    a, b = await cluster.team("a", "b")
+    await cluster.publish_unit([a, b])
+    await asyncio.gather(a.finish(0), b.finish(0, wait_s=1))
+    return a, b
+
+
+def test_a_record_that_the_log_holds_is_committed_though_its_sync_failed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await ready_to_commit(cluster)
+            database = cluster.state.storage._database
+            database._connection = FailingCommit(database._connection, logged=True)
+            assert (await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.5))).committed
+            await cluster.restart()
+            assert (await b.commit(0, wait_s=5, optimizer=optimizer(lr=0.5))).committed
+            assert cluster.state.runs["r"].committed_step == 1
+
+    run_async(scenario())
+
+
+def test_a_record_that_is_said_to_have_failed_does_not_come_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await ready_to_commit(cluster)
+            database = cluster.state.storage._database
+            database._connection = FailingCommit(database._connection, logged=False)
+            with pytest.raises(UnavailableError, match="disk I/O error: nothing was changed by this request"):
+                await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.5))
+            await cluster.restart()
+            assert cluster.state.runs["r"].committed_step == 0
+            assert (await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.25))).committed
+            assert (await b.commit(0, wait_s=5, optimizer=optimizer(lr=0.25))).committed
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("logged", [True, False])
+def test_a_coordinator_that_cannot_tell_whether_a_record_is_durable_ends(tmp_path: Path, logged: bool) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await ready_to_commit(cluster)
+            storage = cluster.state.storage
+            storage._database._connection = FailingCommit(storage._database._connection, logged=logged)
+            storage._database._open = unreadable
+            ending = asyncio.create_task(until_lost(storage))
+            for ask in (lambda: a.commit(0, wait_s=5), lambda: b.commit(0, wait_s=5), lambda: b.reset(0, 1)):
+                with pytest.raises(UnavailableError, match=r"cannot be found out .* this coordinator ends"):
+                    await ask()
+            with pytest.raises(UnavailableError, match="this coordinator ends; mend the disk and start it again"):
+                await asyncio.wait_for(ending, 5)
+            assert all(not shard.calls["Update"] for shard in cluster.shards.values())
+            await cluster.restart()
+            assert cluster.state.runs["r"].committed_step == int(logged)
+            await asyncio.gather(a.heartbeat(), b.heartbeat())
+            assert (await a.commit(0, wait_s=5)).committed
+            assert (await b.commit(0, wait_s=5)).committed
+
+    run_async(scenario())
+
+
+def unreadable() -> sqlite3.Connection:
+    raise UnavailableError("the disk is gone")
+
+
+def test_a_join_writes_only_what_it_changed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            settings = config(World(dp=1000), min_trainers=1)
+            first = await cluster.join("first", config=settings)
+            connection, run = cluster.state.storage._database._connection, cluster.state.runs["r"]
+            for number in range(3):
+                changes, seats = connection.total_changes, dict(run.seats)
+                await cluster.join(f"later-{number}", config=settings)
+                moved = sum(owner != run.seats[rank] for rank, owner in seats.items())
+                assert 0 < connection.total_changes - changes - moved <= 5, "the run, a member, a count"
+            changes = connection.total_changes
+            await first.rpcs.call("ExchangeAddress", context=first.context(0), trainer="first", name="n", address="h:1")
+            assert connection.total_changes - changes == 3, "the run, the address, a count"
+            await cluster.restart()
+            assert run.seats == cluster.state.runs["r"].seats
+            assert len(cluster.state.runs["r"].seats) == 1000
+            assert len(cluster.state.runs["r"].members.live) == 4
 
     run_async(scenario())
 

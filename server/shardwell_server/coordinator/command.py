@@ -107,6 +107,13 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+async def until_lost(storage: Storage) -> None:
+    """Raises UnavailableError once nobody can tell any more what the state's file holds."""
+    await storage.lost.wait()
+    assert storage.why_lost is not None
+    raise storage.why_lost
+
+
 async def coordinate(
     settings: Settings,
     directory: Path,
@@ -125,7 +132,7 @@ async def coordinate(
         @asynccontextmanager
         async def background(_: str) -> AsyncIterator[asyncio.Future[None]]:
             async with coordinator.running():
-                yield asyncio.get_running_loop().create_future()
+                yield asyncio.ensure_future(until_lost(storage))
 
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
         await process.serve(service, CoordinatorServicer(coordinator), endpoint, background, credentials=credentials)

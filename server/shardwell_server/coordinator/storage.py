@@ -7,7 +7,6 @@ progress, hyper-parameters handed in) comes again with the next polls.
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardwell_server.coordinator.database import Database, Write
 from shardwell_server.coordinator.records import (
     CommitRecord,
     FinishedRecord,
@@ -27,9 +27,9 @@ from shardwell_server.coordinator.records import (
     StoredState,
     UnitRecord,
 )
-from shardwell_wire.errors import ConflictError, UnavailableError
+from shardwell_wire.errors import UnavailableError
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 FILE_NAME = "coordinator.sqlite"
 
@@ -79,7 +79,8 @@ CREATE TABLE commits (
 CREATE TABLE states (run TEXT PRIMARY KEY, step INTEGER NOT NULL, state BLOB NOT NULL) WITHOUT ROWID;
 """
 
-_CHANGING = ("members", "ranks", "addresses")
+_CHANGING = {"members": "trainer", "ranks": "global_rank", "addresses": "name"}
+"""Tables of which a save writes only the rows that changed, and the columns that name a row of a run."""
 _RUN_TABLES = (*_CHANGING, "runs", "units", "shards", "finished", "commits", "states")
 
 Result = TypeVar("Result")
@@ -99,17 +100,25 @@ class Storage:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.path = directory / FILE_NAME
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwell-storage")
-        self._database = self._open(directory)
+        self._database = Database(directory / FILE_NAME, _SCHEMA, SCHEMA_VERSION)
         self.term = self._begin_term()
         """Rises with every process that opens the file."""
         self.server_epoch = self._fact("server_epoch")
         """The highest epoch of the servers that were forgotten."""
+        self._stored: dict[str, RunRecord] = {}
+        """What the file holds of each run, by name: only what differs is written."""
+        self.lost = asyncio.Event()
+        """Set when nobody can tell any more what the file holds: this coordinator must end."""
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
         self._database.close()
+
+    @property
+    def why_lost(self) -> UnavailableError | None:
+        """Why nobody can tell what the file holds."""
+        return self._database.lost
 
     async def load(self) -> StoredState:
         """Everything."""
@@ -117,7 +126,7 @@ class Storage:
 
     async def save_server(self, record: ServerRecord) -> None:
         """Returns once it is durable, as all ``save`` methods."""
-        await self._call(self._write, [(_upsert("servers", 7), [_values(record)])])
+        await self._call(self._database.write, [(_upsert("servers", 7), [_values(record)])])
 
     async def delete_server(self, server_id: str, last_epoch: int) -> None:
         """Forgets a server. Its epoch stays used up.
@@ -127,10 +136,14 @@ class Storage:
             last_epoch: The highest epoch of any server.
         """
         delete = ("DELETE FROM servers WHERE server_id = ?", [(server_id,)])
-        await self._call(self._write, [delete, (_upsert("facts", 2), [("server_epoch", last_epoch)])])
+        await self._call(self._database.write, [delete, (_upsert("facts", 2), [("server_epoch", last_epoch)])])
 
     async def save_run(self, record: RunRecord) -> None:
-        run = record.run
+        """Writes what differs from the record that was saved before."""
+        await self._call(self._write_run, record)
+
+    def _write_run(self, record: RunRecord) -> None:
+        run, former = record.run, self._stored.get(record.run)
         row = (
             run,
             record.run_id,
@@ -141,16 +154,18 @@ class Storage:
             record.initializer,
             record.initializer_epoch,
         )
-        await self._call(
-            self._write,
-            [
-                (_upsert("runs", 8), [row]),
-                *(_clear(table, run) for table in _CHANGING),
-                (_upsert("members", 9), [(run, *_values(member)) for member in record.members]),
-                (_upsert("ranks", 7), [(run, *_values(rank)) for rank in record.ranks]),
-                (_upsert("addresses", 3), [(run, *address) for address in record.addresses]),
-            ],
-        )
+        writes: list[Write] = [(_upsert("runs", 8), [row])]
+        for table, key in _CHANGING.items():
+            before = _rows_by_key(former, table)
+            now = _rows_by_key(record, table)
+            gone = [(run, each) for each in before.keys() - now.keys()]
+            changed = [(run, *values) for each, values in now.items() if before.get(each) != values]
+            if gone:
+                writes.append((f"DELETE FROM {table} WHERE run = ? AND {key} = ?", gone))
+            if changed:
+                writes.append((_upsert(table, 1 + len(changed[0][1:])), changed))
+        self._database.write(writes)
+        self._stored[run] = record
 
     async def save_units(self, run: str, records: Sequence[UnitRecord]) -> None:
         units = [(run, record.unit_index, record.spec, record.published) for record in records]
@@ -159,12 +174,12 @@ class Storage:
             for record in records
             for at in record.shards
         ]
-        await self._call(self._write, [(_upsert("units", 4), units), (_upsert("shards", 6), shards)])
+        await self._call(self._database.write, [(_upsert("units", 4), units), (_upsert("shards", 6), shards)])
 
     async def save_finished(self, run: str, step: int, records: Sequence[FinishedRecord]) -> None:
         """Survives the death of this process at once, of the machine only from the next commit on."""
         rows = [(run, step, *_values(record)) for record in records]
-        await self._call(self._write, [_clear("finished", run), (_upsert("finished", 5), rows)], full=False)
+        await self._call(self._database.write, [_clear("finished", run), (_upsert("finished", 5), rows)], full=False)
 
     async def save_commit(self, run: str, record: CommitRecord, state: bytes | None) -> None:
         """The commit record: once it is durable, the step is committed."""
@@ -182,14 +197,14 @@ class Storage:
             record.other_norm,
             int(record.skipped),
         )
-        writes: list[_Write] = [
+        writes: list[Write] = [
             (_upsert("commits", 11), [row]),
             ("DELETE FROM commits WHERE run = ? AND step <= ?", [(run, record.step - KEPT_COMMITS)]),
             _clear("finished", run),
         ]
         if state is not None:
             writes.append((_upsert("states", 3), [(run, record.step, state)]))
-        await self._call(self._write, writes)
+        await self._call(self._database.write, writes)
 
     async def delete_run(self, run: str, last_epoch: int) -> None:
         """Deletes all of a run; keeps its highest epoch, which later runs start from."""
@@ -197,86 +212,43 @@ class Storage:
             "INSERT INTO facts VALUES ('deleted_last_epoch', ?) "
             "ON CONFLICT DO UPDATE SET value = max(value, excluded.value)"
         )
-        await self._call(self._write, [*(_clear(table, run) for table in _RUN_TABLES), (keep, [(last_epoch,)])])
+        await self._call(self._delete_run, run, (keep, [(last_epoch,)]))
+
+    def _delete_run(self, run: str, keep: Write) -> None:
+        self._database.write([*(_clear(table, run) for table in _RUN_TABLES), keep])
+        self._stored.pop(run, None)
 
     async def _call(self, method: Callable[..., Result], *arguments: object, **options: object) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, partial(self._guarded, method, *arguments, **options)
-        )
-
-    def _guarded(self, method: Callable[..., Result], *arguments: object, **options: object) -> Result:
         try:
-            return method(*arguments, **options)
-        except sqlite3.Error as error:
-            raise self._unavailable(error) from error
-
-    def _unavailable(self, error: sqlite3.Error) -> UnavailableError:
-        return UnavailableError(
-            f"the coordinator cannot keep its state in {self.path}: {error}: nothing was changed by this request; "
-            "make room or mend the disk, and ask again",
-            path=self.path,
-        )
-
-    def _open(self, directory: Path) -> sqlite3.Connection:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            database = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=2.0)
-        except (OSError, sqlite3.Error) as error:
-            raise UnavailableError(f"cannot open {self.path}: {error}", path=self.path) from error
-        try:
-            database.execute("PRAGMA locking_mode = EXCLUSIVE")
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = FULL")
-            version = database.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0:
-                database.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-        except sqlite3.Error as error:
-            database.close()
-            if "locked" in str(error):
-                raise ConflictError(f"{self.path} is in use by another coordinator", path=self.path) from error
-            raise self._unavailable(error) from error
-        if version not in (0, SCHEMA_VERSION):
-            database.close()
-            raise ConflictError(
-                f"{self.path} has schema version {version}, expected {SCHEMA_VERSION}: "
-                "use the version of Shardwell that wrote it, or another --state-dir",
-                path=self.path,
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, partial(method, *arguments, **options)
             )
-        return database
+        finally:
+            if self._database.lost is not None:
+                self.lost.set()
 
     def _begin_term(self) -> int:
         advance = "INSERT INTO facts VALUES ('term', 1) ON CONFLICT DO UPDATE SET value = value + 1"
-        self._guarded(self._write, [(advance, [()])])
+        self._database.write([(advance, [()])])
         return self._fact("term")
 
     def _fact(self, name: str) -> int:
-        row = self._database.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
-        return int(row[0]) if row is not None else 0
-
-    def _write(self, writes: Sequence[_Write], *, full: bool = True) -> None:
-        database = self._database
-        database.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
-        database.execute("BEGIN IMMEDIATE")
-        try:
-            for statement, rows in writes:
-                database.executemany(statement, rows)
-            database.execute("COMMIT")
-        except BaseException:
-            if database.in_transaction:
-                database.execute("ROLLBACK")
-            raise
+        rows = self._database.read("SELECT value FROM facts WHERE name = ?", (name,))
+        return int(rows[0][0]) if rows else 0
 
     def _load(self) -> StoredState:
         servers = (
             ServerRecord(server_id, address, incarnation, epoch, budget_bytes, process, bool(departed))
-            for server_id, address, incarnation, epoch, budget_bytes, process, departed in self._database.execute(
+            for server_id, address, incarnation, epoch, budget_bytes, process, departed in self._database.read(
                 "SELECT * FROM servers"
             )
         )
-        names = [name for (name,) in self._database.execute("SELECT run FROM runs")]
+        names = [name for (name,) in self._database.read("SELECT run FROM runs")]
+        runs = [self._load_run(name) for name in names]
+        self._stored = {each.record.run: each.record for each in runs}
         return StoredState(
             servers=tuple(servers),
-            runs=tuple(self._load_run(name) for name in names),
+            runs=tuple(runs),
             deleted_last_epoch=self._fact("deleted_last_epoch"),
         )
 
@@ -345,18 +317,25 @@ class Storage:
 
     def _rows(self, table: str, run: str) -> list[Any]:
         """Rows of one run by their second column: the rank, name, index or step."""
-        return self._database.execute(f"SELECT * FROM {table} WHERE run = ? ORDER BY 2", (run,)).fetchall()
-
-
-_Write = tuple[str, Sequence[tuple[object, ...]]]
+        return self._database.read(f"SELECT * FROM {table} WHERE run = ? ORDER BY 2", (run,))
 
 
 def _upsert(table: str, column_count: int) -> str:
     return f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * column_count)})"
 
 
-def _clear(table: str, run: str) -> _Write:
+def _clear(table: str, run: str) -> Write:
     return f"DELETE FROM {table} WHERE run = ?", [(run,)]
+
+
+def _rows_by_key(record: RunRecord | None, table: str) -> dict[object, tuple[object, ...]]:
+    """A record's rows of one table, without the run, by their first column."""
+    if record is None:
+        return {}
+    if table == "addresses":
+        return {address[0]: address for address in record.addresses}
+    rows = record.members if table == "members" else record.ranks
+    return {(values := _values(row))[0]: values for row in rows}
 
 
 def _values(record: Any) -> tuple[object, ...]:
