@@ -34,6 +34,19 @@ MAX_DIMS = 64
 PARAMETER_ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 """Bytes per element of the dtypes a parameter may have, by torch's names."""
 
+ITEM_SIZES = {
+    **PARAMETER_ITEM_SIZES,
+    "complex64": 8,
+    "complex128": 16,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes per element of the dtypes a buffer may have."""
+
 DTYPE_NAMES: dict[int, str] = {
     number: name.removeprefix("DTYPE_").lower() for name, number in common_pb2.DType.items() if number
 }
@@ -52,10 +65,18 @@ PLACEMENT_NUMBERS: dict[str, common_pb2.Placement.ValueType] = {
 
 _PLACEMENT_NAMES: dict[int, str] = {number: name for name, number in PLACEMENT_NUMBERS.items()}
 
+KIND_NUMBERS: dict[str, common_pb2.UnitKind.ValueType] = {
+    "parameters": common_pb2.UNIT_KIND_UNSPECIFIED,
+    "buffers": common_pb2.UNIT_KIND_BUFFERS,
+}
+"""What a unit may hold."""
+
+_KIND_NAMES: dict[int, str] = {number: name for name, number in KIND_NUMBERS.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter as declared."""
+    """One parameter or buffer as declared."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,7 +92,7 @@ class Parameter:
     @property
     def item_size(self) -> int:
         """Bytes per element."""
-        return PARAMETER_ITEM_SIZES[self.dtype]
+        return ITEM_SIZES[self.dtype]
 
     @property
     def size_bytes(self) -> int:
@@ -101,13 +122,15 @@ class UnitLayout:
 
     Raises:
         InvalidRequestError: A name is repeated or empty, a dtype or a number of dimensions cannot be a parameter's,
-            the placement is unknown, or the unit is too large.
+            the placement or the kind is unknown, or the unit is too large.
     """
 
     unit: str
     parameters: tuple[Parameter, ...]
     placement: str = "flat"
     """``flat``: may be cut anywhere. ``tensor``: between parameters only."""
+    kind: str = "parameters"
+    """``parameters`` or ``buffers``."""
     starts: tuple[int, ...] = field(init=False)
     """First byte of each parameter."""
     size_bytes: int = field(init=False)
@@ -137,6 +160,10 @@ class UnitLayout:
                 f"unit {self.unit!r} has placement {self.placement!r}: expected one of {', '.join(PLACEMENT_NUMBERS)}",
                 unit=self.unit,
             )
+        if self.kind not in KIND_NUMBERS:
+            raise InvalidRequestError(
+                f"unit {self.unit!r} has kind {self.kind!r}: expected one of {', '.join(KIND_NUMBERS)}", unit=self.unit
+            )
         if len(self.parameters) > MAX_UNIT_PARAMETERS:
             raise InvalidRequestError(
                 f"unit {self.unit!r} has {len(self.parameters)} parameters, more than {MAX_UNIT_PARAMETERS}",
@@ -145,11 +172,12 @@ class UnitLayout:
         names = [name for parameter in self.parameters for name in (parameter.name, *parameter.aliases)]
         if len(set(names)) != len(names) or not all(names):
             raise InvalidRequestError(f"unit {self.unit!r} names a parameter twice or not at all", unit=self.unit)
+        dtypes = ITEM_SIZES if self.holds_buffers else PARAMETER_ITEM_SIZES
         for parameter in self.parameters:
-            if parameter.dtype not in PARAMETER_ITEM_SIZES:
+            if parameter.dtype not in dtypes:
                 raise InvalidRequestError(
-                    f"parameter {parameter.name!r} has dtype {parameter.dtype}; expected one of "
-                    f"{', '.join(PARAMETER_ITEM_SIZES)}",
+                    f"{'buffer' if self.holds_buffers else 'parameter'} {parameter.name!r} has dtype "
+                    f"{parameter.dtype}; expected one of {', '.join(dtypes)}",
                     parameter=parameter.name,
                 )
             if len(parameter.shape) > MAX_DIMS:
@@ -157,6 +185,11 @@ class UnitLayout:
                     f"parameter {parameter.name!r} has {len(parameter.shape)} dimensions, more than {MAX_DIMS}",
                     parameter=parameter.name,
                 )
+
+    @property
+    def holds_buffers(self) -> bool:
+        """Whether it is a unit of buffers, not of parameters."""
+        return self.kind == "buffers"
 
     @cached_property
     def index_by_name(self) -> dict[str, int]:
@@ -214,6 +247,7 @@ class UnitLayout:
                 for p in self.parameters
             ],
             placement=PLACEMENT_NUMBERS[self.placement],
+            kind=KIND_NUMBERS[self.kind],
         )
 
     @classmethod
@@ -224,7 +258,8 @@ class UnitLayout:
             for p in spec.parameters
         )
         placement = _PLACEMENT_NAMES.get(spec.placement, str(spec.placement))
-        return cls(spec.name, tuple(parameters), placement)
+        kind = _KIND_NAMES.get(spec.kind, str(spec.kind))
+        return cls(spec.name, tuple(parameters), placement, kind)
 
 
 def align(position: int, alignment: int = ALIGNMENT_BYTES) -> int:

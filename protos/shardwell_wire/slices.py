@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from shardwell_wire.layout import BLOCK_BYTES, DTYPE_NAMES, PARAMETER_ITEM_SIZES, align
+from shardwell_wire.layout import BLOCK_BYTES, DTYPE_NAMES, ITEM_SIZES, align
 from shardwell_wire.v1 import shard_pb2
 
 TRAINER_PREFIX = "trainer/"
 """Begins ``OptimizerStep.algorithm`` of optimizers that run on the trainers."""
-
-
-_ITEM_SIZES = {**PARAMETER_ITEM_SIZES, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 
 
 def runs_on_trainers(algorithm: str) -> bool:
@@ -53,7 +50,7 @@ def state_size(tensor: shard_pb2.StateTensor) -> int:
     Raises:
         KeyError: It is of no known dtype.
     """
-    return math.prod(tensor.shape) * _ITEM_SIZES[DTYPE_NAMES[tensor.dtype]]
+    return math.prod(tensor.shape) * ITEM_SIZES[DTYPE_NAMES[tensor.dtype]]
 
 
 def state_places(tensors: Iterable[shard_pb2.StateTensor]) -> tuple[list[tuple[int, int]], int]:

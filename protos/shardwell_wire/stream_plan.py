@@ -17,7 +17,7 @@ import torch
 from shardwell_wire import cells
 from shardwell_wire.cells import bytes_tensor
 from shardwell_wire.codec import Buffer
-from shardwell_wire.layout import PARAMETER_ITEM_SIZES, Segment, UnitLayout
+from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.wire_dtypes import AS_STORED, WireDType, applied, encoded_cell_bytes, like_cells
 
 _FLOAT_BYTES = 4
@@ -237,9 +237,9 @@ class _Stretch:
 def _stretches(layout: UnitLayout, segments: Iterable[Segment], wire_dtype: WireDType) -> Sequence[_Stretch]:
     found: list[_Stretch] = []
     for segment in segments:
-        index, dtype = segment.parameter_index, layout.parameters[segment.parameter_index].dtype
-        kind = applied(wire_dtype, dtype)
-        begin = segment.start_bytes - segment.start_element * PARAMETER_ITEM_SIZES[dtype]
+        index, parameter = segment.parameter_index, layout.parameters[segment.parameter_index]
+        kind = applied(wire_dtype, parameter.dtype)
+        begin = segment.start_bytes - segment.start_element * parameter.item_size
         for start, stop, cell_bytes in like_cells(segment, kind):
             last = found[-1] if found else None
             goes_on = last is not None and (last.kind, last.cell_bytes, last.stop_bytes) == (kind, cell_bytes, start)

@@ -305,6 +305,12 @@ def optimizer(algorithm: str = "sgd", groups: Sequence[int] = (0,), **changes: f
     )
 
 
+def buffers(name: str, *names: str) -> common_pb2.UnitSpec:
+    """A unit of buffers of one element each."""
+    parameters = [common_pb2.ParameterSpec(name=each, shape=[1], dtype=common_pb2.DTYPE_INT64) for each in names]
+    return common_pb2.UnitSpec(name=name, parameters=parameters, kind=common_pb2.UNIT_KIND_BUFFERS)
+
+
 def finished_item(item: coordinator_pb2.WorkItem, parts: dict[int, int] | None = None) -> coordinator_pb2.FinishedItem:
     return coordinator_pb2.FinishedItem(
         global_rank=item.global_rank,

@@ -73,6 +73,8 @@ class FakeShard:
         self.square_partials = [4.0]
         self.manifests: list[shard_pb2.PrepareStepRequest] = []
         self._updated = threading.Condition()
+        self.changed_buffers: dict[int, list[int]] = {}
+        """By unit index: the buffers that have new values here."""
         self.missing: set[int] = set()
         """dp ranks whose contributions got lost."""
 
@@ -140,7 +142,13 @@ class FakeShard:
             shard_pb2.UnitNorm(unit_index=index, square_partials=self.square_partials, max_abs=2.0)
             for index in run.units
         ]
-        return shard_pb2.PrepareStepResponse(units=norms, version=step, update_ready=request.HasField("optimizer"))
+        changed = [
+            shard_pb2.ChangedBuffers(unit_index=index, buffer_indices=found)
+            for index, found in self.changed_buffers.items()
+        ]
+        return shard_pb2.PrepareStepResponse(
+            units=norms, version=step, update_ready=request.HasField("optimizer"), buffers=changed
+        )
 
     def ConfirmSlices(self, request: shard_pb2.ConfirmSlicesRequest) -> shard_pb2.ConfirmSlicesResponse:
         run = self._run(request)

@@ -10,16 +10,10 @@ import pytest
 from shardwell_wire.errors import DeadlineError, NotFoundError, StepStateError, VersionGoneError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.topology import World
-from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.coordinator import harness, run_async, unit
 
 
-def state(value: bytes) -> coordinator_pb2.RunState:
-    buffer = common_pb2.TensorValue(dtype=common_pb2.DTYPE_UINT8, shape=[1], data=value)
-    return coordinator_pb2.RunState(buffers={"norm.mean": buffer})
-
-
-def test_units_and_buffers_are_of_one_version(tmp_path: Path) -> None:
+def test_units_are_of_one_version(tmp_path: Path) -> None:
     async def test() -> None:
         async with harness(tmp_path) as running:
             (trainer,) = await running.team("a")
@@ -30,7 +24,7 @@ def test_units_and_buffers_are_of_one_version(tmp_path: Path) -> None:
                 await running.call("DescribeWeights", run="r")
             await running.publish_unit([trainer], "u")
             first = await running.call("DescribeWeights", run="r")
-            assert (first.version, World.from_proto(first.world), dict(first.buffers)) == (0, World(), {})
+            assert (first.version, World.from_proto(first.world)) == (0, World())
             (described,) = first.units
             assert UnitLayout.from_proto(described.spec).parameters[0].shape == (64, 64)
             assert [shard.server_id for shard in described.shards] == ["s0", "s1"]
@@ -40,10 +34,10 @@ def test_units_and_buffers_are_of_one_version(tmp_path: Path) -> None:
             await asyncio.sleep(0)
             for step in range(2):
                 await trainer.finish(step, parts={0: 1})
-                await trainer.commit(step, wait_s=5.0, state=state(bytes([step])))
+                await trainer.commit(step, wait_s=5.0)
                 await running.settle()
             answer = await coming
-            assert (answer.version, answer.buffers["norm.mean"].data) == (1, b"\0")
+            assert answer.version == 1
             with pytest.raises(VersionGoneError, match="'r' is at version 2, 1 is over") as error:
                 await running.call("DescribeWeights", run="r", version=1)
             assert error.value.data["newest"] == "2"

@@ -1,4 +1,4 @@
-"""Buffers and tracked objects: what is stored with a commit, and what a joining trainer gets back."""
+"""Tracked objects: what is stored with a commit, and what a joining trainer gets back."""
 
 from typing import Any
 
@@ -6,77 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell.session.run_state import RunBuffers, TrackedObjects, from_tensor_value, to_tensor_value
+from shardwell.session.run_state import TrackedObjects
 from shardwell_wire.errors import UsageError
-from shardwell_wire.v1 import common_pb2
-
-
-def normalised() -> tuple[nn.Module, RunBuffers]:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    module.register_buffer("constant", torch.arange(3.0))
-    return module, RunBuffers(lambda: [("unit", module)])
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.tensor(3),
-        torch.randn(2, 3).t(),
-        torch.zeros(0, 4),
-        torch.tensor([True, False]),
-        torch.randn(5).bfloat16(),
-        torch.tensor([float("nan"), -0.0]),
-    ],
-)
-def test_tensor_values_round_trip(tensor: torch.Tensor) -> None:
-    restored = from_tensor_value(to_tensor_value(tensor))
-    assert restored.dtype == tensor.dtype
-    assert restored.shape == tensor.shape
-    assert torch.equal(restored.view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8))
-
-
-def test_tensor_value_of_a_wrong_size_is_refused() -> None:
-    with pytest.raises(UsageError, match="8 bytes came as 3"):
-        from_tensor_value(common_pb2.TensorValue(dtype=common_pb2.DTYPE_FLOAT32, shape=[2], data=b"123"))
-
-
-def test_every_item_starts_from_the_committed_buffers_and_rank_0_decides() -> None:
-    module, buffers = normalised()
-    norm = module[1]
-    buffers.begin_item()
-    module(torch.randn(8, 3))
-    buffers.end_item()
-    after_rank_0 = norm.running_mean.clone()
-    buffers.begin_item()
-    assert torch.equal(norm.running_mean, torch.zeros(4))
-    module(torch.randn(8, 3))
-    stored = buffers.to_proto()
-    assert set(stored) == {"unit.1.running_mean", "unit.1.running_var", "unit.1.num_batches_tracked"}
-    buffers.committed(stored)
-    assert torch.equal(norm.running_mean, after_rank_0)
-    assert norm.num_batches_tracked == 1
-    assert buffers.to_proto() == {}
-
-
-def test_a_joining_trainer_starts_from_the_runs_buffers() -> None:
-    module, buffers = normalised()
-    module(torch.randn(8, 3))
-    buffers.begin_item()
-    module(torch.randn(8, 3))
-    buffers.end_item()
-    stored = buffers.to_proto()
-    other, joined = normalised()
-    joined.committed(stored)
-    joined.begin_item()
-    assert torch.equal(other[1].running_var, module[1].running_var)
-
-
-def test_buffers_of_another_shape_are_an_error() -> None:
-    _module, buffers = normalised()
-    buffers.begin_item()
-    with pytest.raises(UsageError, match="the models differ"):
-        buffers.committed({"unit.1.running_mean": to_tensor_value(torch.zeros(5))})
 
 
 def scheduler_and_optimizer() -> tuple[Any, torch.optim.Optimizer]:

@@ -39,8 +39,8 @@ Writes the committed weights of a run to a new folder, without the model's code 
 them are of one version: the shard servers keep it, in copies, until it is read. The folder appears complete or
 not at all, also after Ctrl-C or on a full disk.
 
-Names are those of the run, which `auto_wrap` makes the model's. Tied parameters are stored once. Buffers are
-written if they have changed in training, such as BatchNorm's statistics; the run does not know the others.
+Names are those of the run, which `auto_wrap` makes the model's. Tied parameters are stored once. Persistent buffers,
+such as BatchNorm's statistics, are written too.
 """
 _EPILOG = """\
 examples:
@@ -145,9 +145,7 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
 
 def _tensors(held: HeldVersion, dtype: str | None) -> dict[str, torch.Tensor]:
     """What is to be written, without values, in the order of the values."""
-    hollow = {parameter.name: parameter.hollow for parameter in held.parameters}
-    hollow |= {name: buffer.to("meta") for name, buffer in held.buffers.items()}
-    return {name: _as(tensor, dtype) for name, tensor in hollow.items()}
+    return {stored.name: _as(stored.hollow, dtype) for stored in (*held.parameters, *held.buffers)}
 
 
 def _cast(held: HeldVersion, dtype: str | None) -> Values:

@@ -90,6 +90,7 @@ def fully_shard(
         ShardwellError: The run refused the unit.
     """
     guards.check_session(session)
+    guards.check_batch_norm([module] if isinstance(module, nn.Module) else list(module), session)
     modules = [module] if isinstance(module, nn.Module) else list(module)
     unit_name = name or session.units.next_name("+".join(type(part).__name__ for part in modules))
     shard_modules(
@@ -148,7 +149,7 @@ def shard_modules(
     if unit is not None and strategy is not None:
         units.set_strategy(unit, strategy, replica)
     fill_ignored(source, modules)
-    units.contain(modules, unit)
+    units.contain(modules, unit, name, prefixes)
     attach_casts(modules, mp_policy)
     if mp_policy.buffer_dtype is not None:
         cast_buffers(modules, mp_policy.buffer_dtype, lambda part: isinstance(part, ShardedModule))

@@ -72,6 +72,22 @@ def check_session(session: object) -> None:
         raise UsageError(f"session={session!r}: expected the session that shardwell.join(...) returned")
 
 
+def check_batch_norm(modules: Sequence[nn.Module], session: object) -> None:
+    """Raises UsageError for SyncBatchNorm where the run has several data ranks."""
+    world = getattr(session, "world", None)
+    if world is None or world.dp == 1:
+        return
+    for module in modules:
+        for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
+            if isinstance(part, nn.SyncBatchNorm):
+                raise UsageError(
+                    f"{name or 'the module'} is a SyncBatchNorm, which would normalise with the batch of one data rank "
+                    f"only, though the run has {world.dp}: work items are computed one by one, each by whichever "
+                    "trainer is there, so no process group spans them. Use BatchNorm with a larger batch per rank, a "
+                    "norm that does not depend on the batch (GroupNorm, LayerNorm), or World(dp=1)"
+                )
+
+
 def check_modules(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> None:
     """Raises UsageError for modules that can not be sharded."""
     for module in modules:

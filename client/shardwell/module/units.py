@@ -66,6 +66,9 @@ class Units:
         self._store = store
         self._pushes = GradientPushes(store)
         self._by_name: dict[str, Unit] = {}
+        self._used_names: set[str] = set()
+        self.named_modules: list[tuple[str, nn.Module]] = []
+        """What is sharded, inner modules first, by what the names of its parameters and buffers begin with."""
         self.memory = Memory(BufferPool(prefetch_bytes, one_larger=True))
         self.gathering = Gathering(
             self.memory,
@@ -109,8 +112,17 @@ class Units:
         self._outermost.append(unit)
         return unit
 
-    def contain(self, modules: Sequence[nn.Module], new: Unit | None) -> None:
-        """Notes that units inside these modules, which are sharded too, are not outermost any more."""
+    def contain(self, modules: Sequence[nn.Module], new: Unit | None, name: str, prefixes: Sequence[str]) -> None:
+        """Notes modules that are sharded; units inside them, which are sharded too, are not outermost any more.
+
+        Args:
+            modules: Those of one ``fully_shard``.
+            new: Their unit, if they have parameters of their own.
+            name: Of the unit, also if there is none.
+            prefixes: What the names of each module's parameters and buffers begin with.
+        """
+        self._used_names.add(f"{self.name_prefix}{name}")
+        self.named_modules += zip((f"{self.name_prefix}{prefix}" for prefix in prefixes), modules, strict=True)
         inside = {id(part) for module in modules for part in module.modules()}
         self._outermost = [
             unit for unit in self._outermost if unit is new or not any(id(part) in inside for part in unit.modules)
@@ -154,11 +166,15 @@ class Units:
     def next_name(self, class_name: str) -> str:
         """A name for a unit that was given none: the class and how many came before, the same on every trainer."""
         names = (f"{class_name}-{number}" for number in itertools.count())
-        return next(name for name in names if f"{self.name_prefix}{name}" not in self._by_name)
+        return next(name for name in names if not self._is_taken(name))
 
     def unused_name(self, name: str) -> str:
         """The name, or with a count if a unit has it."""
-        return self.next_name(name) if f"{self.name_prefix}{name}" in self._by_name else name
+        return self.next_name(name) if self._is_taken(name) else name
+
+    def _is_taken(self, name: str) -> bool:
+        whole = f"{self.name_prefix}{name}"
+        return whole in self._by_name or whole in self._used_names
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self._by_name.values())

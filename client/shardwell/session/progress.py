@@ -18,6 +18,8 @@ class ItemProgress:
     parts: Counter[int] = field(default_factory=Counter)
     """Pushes by unit index."""
     finished: bool = False
+    written: list[coordinator_pb2.WrittenBuffer] = field(default_factory=list)
+    """Buffers that the training script had changed when it began."""
 
     def to_proto(self) -> coordinator_pb2.FinishedItem:
         return coordinator_pb2.FinishedItem(
@@ -27,6 +29,7 @@ class ItemProgress:
             units=[
                 common_pb2.UnitParts(unit_index=unit, part_count=count) for unit, count in sorted(self.parts.items())
             ],
+            written_buffers=self.written,
         )
 
 

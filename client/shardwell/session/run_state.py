@@ -1,106 +1,14 @@
-"""State that belongs to the run though a trainer makes it: changed buffers and tracked objects."""
+"""Tracked objects: state that belongs to the run though a trainer makes it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
-from shardwell_wire import codec
 from shardwell_wire.errors import UsageError
-from shardwell_wire.layout import DTYPE_NAMES, DTYPE_NUMBERS
-from shardwell_wire.v1 import common_pb2
-
-
-class RunBuffers:
-    """Buffers that change in training, such as BatchNorm statistics.
-
-    Every work item starts from the committed values; the lowest logical rank's become the next ones.
-
-    Args:
-        modules: Gives ``(name, module)`` of every sharded module, whenever asked.
-    """
-
-    def __init__(self, modules: Callable[[], Iterable[tuple[str, nn.Module]]]) -> None:
-        self._modules = modules
-        self._committed: dict[str, torch.Tensor] = {}
-        self._restored: dict[str, torch.Tensor] = {}
-        self._changing: set[str] = set()
-        self._next: dict[str, torch.Tensor] = {}
-
-    def begin_item(self) -> None:
-        """Sets every buffer to its committed value, noting new buffers' values as committed."""
-        with torch.no_grad():
-            for name, buffer in self._live():
-                committed = self._committed.get(name)
-                if committed is None:
-                    committed = self._restored.pop(name, None)
-                    self._committed[name] = buffer.detach().clone() if committed is None else committed
-                if committed is not None and not torch.equal(buffer.cpu(), committed.cpu()):
-                    buffer.copy_(committed)
-
-    def end_item(self) -> None:
-        """Keeps the values that the current item, the lowest logical rank's, left behind."""
-        for name, buffer in self._live():
-            committed = self._committed.get(name)
-            if name in self._changing or committed is None or not torch.equal(buffer.cpu(), committed.cpu()):
-                self._changing.add(name)
-                self._next[name] = buffer.detach().clone()
-
-    def to_proto(self) -> dict[str, common_pb2.TensorValue]:
-        """The values to store with the commit."""
-        return {name: to_tensor_value(value) for name, value in self._next.items()}
-
-    def committed(self, values: Mapping[str, common_pb2.TensorValue]) -> None:
-        """Takes over the values that a commit made the run's."""
-        self._next.clear()
-        tensors = {name: from_tensor_value(value) for name, value in values.items()}
-        self._changing.update(tensors)
-        with torch.no_grad():
-            for name, buffer in self._live():
-                if (tensor := tensors.pop(name, None)) is not None:
-                    if tensor.shape != buffer.shape or tensor.dtype != buffer.dtype:
-                        raise UsageError(
-                            f"buffer {name!r} is {tuple(buffer.shape)} {buffer.dtype} here, "
-                            f"but {tuple(tensor.shape)} {tensor.dtype} in the run: the models differ"
-                        )
-                    self._committed[name] = tensor
-                    buffer.copy_(tensor)
-        self._restored.update(tensors)
-
-    def _live(self) -> Iterable[tuple[str, torch.Tensor]]:
-        seen: set[int] = set()
-        for prefix, module in self._modules():
-            for path, owner in module.named_modules():
-                for name, buffer in owner._buffers.items():
-                    if buffer is None or name in owner._non_persistent_buffers_set or id(buffer) in seen:
-                        continue
-                    if str(buffer.dtype).removeprefix("torch.") not in DTYPE_NUMBERS:
-                        continue
-                    seen.add(id(buffer))
-                    yield ".".join(part for part in (prefix, path, name) if part), buffer
-
-
-def to_tensor_value(tensor: torch.Tensor) -> common_pb2.TensorValue:
-    """A small tensor as a message."""
-    dense = tensor.detach().cpu().contiguous()
-    return common_pb2.TensorValue(
-        dtype=DTYPE_NUMBERS[str(dense.dtype).removeprefix("torch.")],
-        shape=dense.shape,
-        data=bytes(codec.memory_at(dense.data_ptr(), dense.nbytes)),
-    )
-
-
-def from_tensor_value(value: common_pb2.TensorValue) -> torch.Tensor:
-    """A tensor from a message; raises UsageError if its size does not match its shape."""
-    tensor = torch.empty(tuple(value.shape), dtype=getattr(torch, DTYPE_NAMES[value.dtype]))
-    if tensor.nbytes != len(value.data):
-        raise UsageError(f"a buffer of {tensor.nbytes} bytes came as {len(value.data)} bytes")
-    codec.copy_bytes(codec.memory_at(tensor.data_ptr(), tensor.nbytes), 0, value.data)
-    return tensor
 
 
 class TrackedObjects:

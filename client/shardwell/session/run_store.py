@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from shardwell.data_plane.traffic import RemoteUnit, Traffic
 from shardwell.memory.completion import Completable
 from shardwell.memory.device_copies import to_host
 from shardwell.module.store import InitialValues
+from shardwell.session.buffer_store import RemoteBuffers
 from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
 from shardwell.session.node_members import form_node_group
@@ -54,6 +56,14 @@ class RunStore:
         self._wire, self._feedback = self._make_wire()
         self._declarations = UnitDeclarations(membership, config.wait_limit_s)
         self._shards_in_place = ShardsInPlace(membership, config)
+        self.buffers = RemoteBuffers(
+            membership,
+            self._declarations,
+            partial(self._reach, Wire(wait_limit_s=config.wait_limit_s)),
+            self._traffic,
+            self._shards_in_place,
+        )
+        """Buffers, not parameters."""
         group = form_node_group(membership, config) if config.node_group != "none" else None
         self._node = NodeGathers(group, self._traffic) if group is not None else None
 
@@ -112,14 +122,7 @@ class RunStore:
 
     def declare(self, layout: UnitLayout, initial_values: InitialValues) -> int:
         """See ``ParameterStore.declare``. Returns once the run has initial values for the unit."""
-
-        def reach(declared: coordinator_pb2.DeclareUnitResponse) -> tuple[RemoteShard, ...]:
-            run = self._membership.identity
-            return tuple(
-                RemoteShard(run, layout, self._server(at.address), at.start_bytes, at.stop_bytes, self._wire)
-                for at in declared.shards
-            )
-
+        reach = partial(self._reach, self._wire, layout)
         unit = self._declarations.declare(layout, initial_values, self.progress.number, reach)
         self._units[unit.index] = self._shards_in_place.map(unit, self._config.gather_dtype)
         return unit.index
@@ -280,6 +283,15 @@ class RunStore:
         for server in self._servers.values():
             if server.shm is not None:
                 server.shm.release(dp_rank)
+
+    def _reach(
+        self, wire: Wire, layout: UnitLayout, declared: coordinator_pb2.DeclareUnitResponse
+    ) -> tuple[RemoteShard, ...]:
+        run = self._membership.identity
+        return tuple(
+            RemoteShard(run, layout, self._server(at.address), at.start_bytes, at.stop_bytes, wire)
+            for at in declared.shards
+        )
 
     def _server(self, address: str) -> ServerConnection:
         if address not in self._servers:

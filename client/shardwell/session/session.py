@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwell.credentials import find_credentials
 from shardwell.memory.allocator import share_heaps
-from shardwell.module import clip_guards
+from shardwell.module import clip_guards, guards
 from shardwell.module.memory_report import MemoryReport, measure
 from shardwell.module.strategy import BackwardPrefetch
 from shardwell.module.units import Units
@@ -22,7 +22,8 @@ from shardwell.session.membership import Membership
 from shardwell.session.mesh import device_mesh
 from shardwell.session.private_cluster import open_private_cluster
 from shardwell.session.progress import StepProgress
-from shardwell.session.run_state import RunBuffers, TrackedObjects
+from shardwell.session.run_buffers import RunBuffers
+from shardwell.session.run_state import TrackedObjects
 from shardwell.session.run_store import RunStore
 from shardwell.session.step import LoopPosition, Step
 from shardwell.session.step_end import StepEnd, StepUpdate
@@ -73,8 +74,7 @@ class Session:
             init_seed=derive_seed(self.seed, "stage", self.pp_rank or 0),
         )
         self._tracked = TrackedObjects(joined.state.tracked_json)
-        self._buffers = RunBuffers(lambda: ((unit.name, module) for unit in self.units for module in unit.modules))
-        self._buffers.committed(joined.state.buffers)
+        self._buffers = RunBuffers(lambda: self.units.named_modules, self.store.buffers, joined.state)
         self.in_flight = StepInFlight(
             StepEnd(self._membership), self.store, self.units, self._buffers, self._tracked, progress
         )
@@ -217,8 +217,10 @@ class Session:
         return updated
 
     def note_buffers(self) -> None:
-        """The model is complete: what its buffers hold now is what the run starts from."""
-        self._buffers.begin_item()
+        """The model is complete: rank 0's buffers are what the run starts from; others take over their values."""
+        guards.check_batch_norm([module for _, module in self.units.named_modules], self)
+        progress = self.in_flight.progress
+        self._buffers.declare(progress.number, has_work=bool(progress.items))
 
     # ---- looking and leaving ----
 

@@ -47,6 +47,18 @@ class ShardsInPlace:
         """
         return self._map(unit, gather_dtype, beyond_budget=False)
 
+    def map_served(self, unit: RemoteUnit) -> RemoteUnit:
+        """Maps a unit whose values travel as they are stored, if all its shards lie in shared memory of servers."""
+        if not CAN_MAP or not unit.layout.size_bytes:
+            return unit
+        try:
+            places = [self._place(unit, shard) for shard in unit.shards]
+            served = [place for place in places if place is not None]
+            return replace(unit, vector=SharedVector(unit.layout.unit, served)) if len(served) == len(places) else unit
+        except OSError as error:
+            logger.warning("unit %r is fetched, not read in place: %s", unit.layout.unit, error)
+            return unit
+
     def share_on_host(self, unit: RemoteUnit, gather_dtype: str) -> RemoteUnit:
         """``map`` with what can not be read where it is taken into the host's cache, whatever its budget."""
         self._cache = self._cache or self._open_cache()

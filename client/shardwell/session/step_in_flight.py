@@ -6,7 +6,8 @@ import logging
 
 from shardwell.module.units import Units
 from shardwell.session.progress import ItemProgress, StepProgress
-from shardwell.session.run_state import RunBuffers, TrackedObjects
+from shardwell.session.run_buffers import RunBuffers
+from shardwell.session.run_state import TrackedObjects
 from shardwell.session.run_store import RunStore
 from shardwell.session.step_end import GradNorm, StepEnd, StepUpdate
 from shardwell_wire.errors import DeadlineError, UnavailableError, UsageError, VersionGoneError
@@ -75,7 +76,8 @@ class StepInFlight:
         """The work item that gradients belong to from now on; nothing of an earlier try remains."""
         self.progress.begin(item)
         self._units.zero_grad()
-        self._buffers.begin_item()
+        self._buffers.begin_item(self.progress.number, item)
+        item.written = self._buffers.written()
 
     def zero_grad(self) -> None:
         """Drops the gradients of the current item. Between items it drops those of all items that are finished.
@@ -95,13 +97,16 @@ class StepInFlight:
         else:
             self._interrupted = None
             self.progress.reopen()
+            for item in self.progress.items.values():
+                if item.finished:  # only its gradients are dropped
+                    self._buffers.push_again(self.progress.number, item)
 
     def end_item(self) -> None:
         """The current item is computed: sends what is left of its gradients."""
         current = self.progress.current
         self._units.finish_item()
-        if current is not None and current.item.global_rank == 0:
-            self._buffers.end_item()
+        if current is not None:
+            self._buffers.end_item(self.progress.number, current)
         self.progress.end()
 
     def finish_work(self, *, accept_work: bool) -> list[ItemProgress]:
@@ -138,11 +143,15 @@ class StepInFlight:
             DeadlineError: Others did not finish in time.
         """
         if step < self.progress.number:
-            return not self._ask_commit(step, update).skipped
+            response = self._ask_commit(step, update)
+            self._buffers.restore()
+            return not response.skipped
         if self._interrupted is None:
             self._require_work()
         self._interrupted = update
         try:
+            if self.progress.current is None:
+                self._buffers.check_untouched(step)
             self._finish_loose_work()
             response = self._ask_commit(step, update)
         except (DeadlineError, UnavailableError):
@@ -165,21 +174,21 @@ class StepInFlight:
             step,
             update,
             unit_order=self._units.forward_order(),
-            state=coordinator_pb2.RunState(
-                step=step, tracked_json=self._tracked.to_json(), buffers=self._buffers.to_proto()
-            ),
+            state=coordinator_pb2.RunState(step=step, tracked_json=self._tracked.to_json()),
         )
 
     def _advance(self, response: coordinator_pb2.CommitStepResponse) -> None:
         """The step is committed: the next one begins here."""
+        step = self.progress.number
         try:
             self._units.invalidate()
         finally:  # it may complain of a write, but the step is committed all the same
-            self._buffers.committed(response.state.buffers)
             self.progress = StepProgress(response.next_work.step, response.next_work.items)
             self._store.advance(self.progress)
             self._dropped = False
         self._units.begin_step()
+        has_work = bool(self.progress.items)
+        self._buffers.committed(response.state, step, self.progress.number, has_work=has_work)
 
     def _require_work(self) -> None:
         """Raises UsageError if nothing was computed for the step, and not by intent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,8 +12,6 @@ import torch
 
 from shardwell.data_plane.rpc import StandingRpc
 from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell.session.run_state import from_tensor_value
-from shardwell.weights.run_names import buffer_name
 from shardwell.weights.unit_reader import PlacedUnit, UnitReader, unreachable
 from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneError
 from shardwell_wire.run_identity import RunIdentity
@@ -25,7 +23,7 @@ _CALL_MARGIN_S = 5.0
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter as the run stores it."""
+    """A parameter or buffer as the run stores it."""
 
     name: str
     """In the run; that in the model, if ``auto_wrap`` was told the model."""
@@ -47,22 +45,15 @@ class HeldVersion:
         run: Name of the run.
         version: Committed steps.
         parameters: Of all units, in the order of the units.
-        buffers: Those that have changed in training, by name.
+        buffers: The persistent buffers of all sharded modules.
     """
 
     def __init__(self, weights: coordinator_pb2.DescribeWeightsResponse, reader: UnitReader) -> None:
         self.run, self.version = reader.run.name, weights.version
         self._reader = reader
         units = [PlacedUnit.from_proto(unit) for unit in weights.units]
-        self.parameters: Sequence[StoredParameter] = [
-            StoredParameter(parameter.name, unit, index)
-            for unit in units
-            for index, parameter in enumerate(unit.layout.parameters)
-        ]
-        layouts = [unit.layout for unit in units]
-        self.buffers: Mapping[str, torch.Tensor] = {
-            buffer_name(name, layouts): from_tensor_value(value) for name, value in sorted(weights.buffers.items())
-        }
+        self.parameters = _stored(unit for unit in units if not unit.layout.holds_buffers)
+        self.buffers = _stored(unit for unit in units if unit.layout.holds_buffers)
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters, then buffers, by name; holds one unit.
@@ -71,12 +62,11 @@ class HeldVersion:
             VersionGoneError: A server had no memory left to keep the version.
         """
         unit, flat = None, torch.empty(0)
-        for parameter in self.parameters:
+        for parameter in (*self.parameters, *self.buffers):
             if parameter.unit is not unit:
                 flat = torch.empty(0)  # two units are never held at once
                 unit, flat = parameter.unit, self._read(parameter.unit)
             yield parameter.name, parameter.unit.view(flat, parameter.index).clone()  # a view would keep the unit
-        yield from self.buffers.items()
 
     def _read(self, unit: PlacedUnit) -> torch.Tensor:
         try:
@@ -89,6 +79,14 @@ class HeldVersion:
                 "servers, or try again when less goes on",
                 **error.data,
             ) from error
+
+
+def _stored(units: Iterable[PlacedUnit]) -> Sequence[StoredParameter]:
+    return [
+        StoredParameter(parameter.name, unit, index)
+        for unit in units
+        for index, parameter in enumerate(unit.layout.parameters)
+    ]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from shardwell.module.fully_shard import HasUnits, fully_shard, shard_modules
-from shardwell.module.guards import check_ignored, check_modules, check_session
+from shardwell.module.guards import check_batch_norm, check_ignored, check_modules, check_session
 from shardwell.module.sharded_module import ShardedModule
 from shardwell.wrapping.choice import choose_units
 from shardwell.wrapping.memory_strategy import MemoryOptions, MemoryStrategy, prepare_session, resolve, save_less
@@ -58,6 +58,7 @@ def auto_wrap(
     check_ignored(ignored_params)
     check_modules([model], ignored_params)
     check_session(session)
+    check_batch_norm([model], session)
     _check_policy(policy)
     _check_options(options)
     saving = None if memory is None else resolve(memory)

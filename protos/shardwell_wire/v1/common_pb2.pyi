@@ -52,6 +52,10 @@ class _DTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     """Unsigned, 1 byte."""
     DTYPE_BOOL: _DType.ValueType  # 10
     """0 or 1, 1 byte."""
+    DTYPE_COMPLEX64: _DType.ValueType  # 11
+    """Two FLOAT32, real part first, 8 bytes."""
+    DTYPE_COMPLEX128: _DType.ValueType  # 12
+    """Two FLOAT64, real part first, 16 bytes."""
 
 class DType(_DType, metaclass=_DTypeEnumTypeWrapper):
     """Element type of a parameter, gradient or buffer. Little-endian, C order on the wire."""
@@ -78,6 +82,10 @@ DTYPE_UINT8: DType.ValueType  # 9
 """Unsigned, 1 byte."""
 DTYPE_BOOL: DType.ValueType  # 10
 """0 or 1, 1 byte."""
+DTYPE_COMPLEX64: DType.ValueType  # 11
+"""Two FLOAT32, real part first, 8 bytes."""
+DTYPE_COMPLEX128: DType.ValueType  # 12
+"""Two FLOAT64, real part first, 16 bytes."""
 global___DType = DType
 
 class _WireDType:
@@ -186,6 +194,32 @@ AXIS_PIPELINE: Axis.ValueType  # 3
 """Ranks that hold consecutive stages of layers."""
 global___Axis = Axis
 
+class _UnitKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _UnitKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_UnitKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    UNIT_KIND_UNSPECIFIED: _UnitKind.ValueType  # 0
+    """Parameters: trained, with optimizer state."""
+    UNIT_KIND_BUFFERS: _UnitKind.ValueType  # 1
+    """Buffers of modules, such as BatchNorm statistics. Data rank 0 pushes the new values of those that its work item
+    changed, with ReduceScatter or ReduceMailbox, and Update stores them. No optimizer and no norm counts them, and
+    they may hold NaN and infinity.
+    """
+
+class UnitKind(_UnitKind, metaclass=_UnitKindEnumTypeWrapper):
+    """What a unit holds."""
+
+UNIT_KIND_UNSPECIFIED: UnitKind.ValueType  # 0
+"""Parameters: trained, with optimizer state."""
+UNIT_KIND_BUFFERS: UnitKind.ValueType  # 1
+"""Buffers of modules, such as BatchNorm statistics. Data rank 0 pushes the new values of those that its work item
+changed, with ReduceScatter or ReduceMailbox, and Update stores them. No optimizer and no norm counts them, and
+they may hold NaN and infinity.
+"""
+global___UnitKind = UnitKind
+
 @typing.final
 class World(google.protobuf.message.Message):
     """The grid of logical ranks of a run."""
@@ -292,7 +326,7 @@ global___RequestContext = RequestContext
 
 @typing.final
 class ParameterSpec(google.protobuf.message.Message):
-    """One parameter of a unit, in layout order."""
+    """One parameter or buffer of a unit, in layout order."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -303,14 +337,14 @@ class ParameterSpec(google.protobuf.message.Message):
     name: builtins.str
     """Fully qualified name, unique in the run."""
     dtype: global___DType.ValueType
-    """A floating-point type."""
+    """Of a parameter: a floating-point type. Of a buffer: any."""
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Empty: a scalar. A 0 anywhere: no elements."""
 
     @property
     def aliases(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Further names of the same (tied) parameter."""
+        """Further names of the same (tied) parameter or buffer."""
 
     def __init__(
         self,
@@ -326,17 +360,20 @@ global___ParameterSpec = ParameterSpec
 
 @typing.final
 class UnitSpec(google.protobuf.message.Message):
-    """The parameters of one fully_shard call. The flat layout follows from it alone."""
+    """The parameters of one fully_shard call, or a set of buffers. The flat layout follows from it alone."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
     PARAMETERS_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Unique in the run: the module's qualified name."""
     placement: global___Placement.ValueType
     """Part of the layout: every trainer must declare the same."""
+    kind: global___UnitKind.ValueType
+    """Part of the layout, too."""
     @property
     def parameters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterSpec]:
         """In layout order."""
@@ -347,8 +384,9 @@ class UnitSpec(google.protobuf.message.Message):
         name: builtins.str = ...,
         parameters: collections.abc.Iterable[global___ParameterSpec] | None = ...,
         placement: global___Placement.ValueType = ...,
+        kind: global___UnitKind.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "parameters", b"parameters", "placement", b"placement"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "name", b"name", "parameters", b"parameters", "placement", b"placement"]) -> None: ...
 
 global___UnitSpec = UnitSpec
 
@@ -411,34 +449,6 @@ class Chunk(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
 
 global___Chunk = Chunk
-
-@typing.final
-class TensorValue(google.protobuf.message.Message):
-    """A small tensor by value (buffers such as BatchNorm statistics)."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    DTYPE_FIELD_NUMBER: builtins.int
-    SHAPE_FIELD_NUMBER: builtins.int
-    DATA_FIELD_NUMBER: builtins.int
-    dtype: global___DType.ValueType
-    """Element type."""
-    data: builtins.bytes
-    """Little-endian, C order; its size must match dtype and shape."""
-    @property
-    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Sizes by dim; empty: a scalar."""
-
-    def __init__(
-        self,
-        *,
-        dtype: global___DType.ValueType = ...,
-        shape: collections.abc.Iterable[builtins.int] | None = ...,
-        data: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "dtype", b"dtype", "shape", b"shape"]) -> None: ...
-
-global___TensorValue = TensorValue
 
 @typing.final
 class ParameterGroup(google.protobuf.message.Message):

@@ -457,27 +457,10 @@ class RunState(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
-    @typing.final
-    class BuffersEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        @property
-        def value(self) -> shardwell_wire.v1.common_pb2.TensorValue: ...
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: shardwell_wire.v1.common_pb2.TensorValue | None = ...,
-        ) -> None: ...
-        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
     STEP_FIELD_NUMBER: builtins.int
     TRACKED_JSON_FIELD_NUMBER: builtins.int
-    BUFFERS_FIELD_NUMBER: builtins.int
+    BUFFER_VERSIONS_FIELD_NUMBER: builtins.int
+    BUFFER_SOURCE_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The committed step it was stored with."""
     @property
@@ -485,19 +468,49 @@ class RunState(google.protobuf.message.Message):
         """Tracked objects when optimizer.step() of that step was called: name to JSON text."""
 
     @property
-    def buffers(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, shardwell_wire.v1.common_pb2.TensorValue]:
-        """Buffers after that step: fully qualified name to value."""
+    def buffer_versions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BufferVersions]:
+        """One entry per unit of buffers of which one has changed."""
+
+    @property
+    def buffer_source(self) -> global___WorkItem:
+        """The attempt at logical rank 0's work in that step: the newest buffer values are those that it pushed."""
 
     def __init__(
         self,
         *,
         step: builtins.int = ...,
         tracked_json: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
-        buffers: collections.abc.Mapping[builtins.str, shardwell_wire.v1.common_pb2.TensorValue] | None = ...,
+        buffer_versions: collections.abc.Iterable[global___BufferVersions] | None = ...,
+        buffer_source: global___WorkItem | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "step", b"step", "tracked_json", b"tracked_json"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["buffer_source", b"buffer_source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["buffer_source", b"buffer_source", "buffer_versions", b"buffer_versions", "step", b"step", "tracked_json", b"tracked_json"]) -> None: ...
 
 global___RunState = RunState
+
+@typing.final
+class BufferVersions(google.protobuf.message.Message):
+    """When the buffers of one unit changed last."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UNIT_INDEX_FIELD_NUMBER: builtins.int
+    VERSIONS_FIELD_NUMBER: builtins.int
+    unit_index: builtins.int
+    """Position of the unit in the run."""
+    @property
+    def versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """By layout index: the first version that has the present value. 0: the initial value."""
+
+    def __init__(
+        self,
+        *,
+        unit_index: builtins.int = ...,
+        versions: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["unit_index", b"unit_index", "versions", b"versions"]) -> None: ...
+
+global___BufferVersions = BufferVersions
 
 @typing.final
 class JoinResponse(google.protobuf.message.Message):
@@ -824,6 +837,7 @@ class FinishedItem(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     UNITS_FIELD_NUMBER: builtins.int
+    WRITTEN_BUFFERS_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
     """The logical rank."""
     epoch: builtins.int
@@ -832,7 +846,13 @@ class FinishedItem(google.protobuf.message.Message):
     """Attempt at the rank's work in this step."""
     @property
     def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.UnitParts]:
-        """How often each unit's gradient was pushed."""
+        """How often each unit's gradient was pushed; of units of buffers: their new values."""
+
+    @property
+    def written_buffers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WrittenBuffer]:
+        """Buffers that the training script had changed when the item began. FAILED_PRECONDITION: another rank's item began
+        with other values.
+        """
 
     def __init__(
         self,
@@ -841,10 +861,37 @@ class FinishedItem(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         attempt: builtins.int = ...,
         units: collections.abc.Iterable[shardwell_wire.v1.common_pb2.UnitParts] | None = ...,
+        written_buffers: collections.abc.Iterable[global___WrittenBuffer] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "epoch", b"epoch", "global_rank", b"global_rank", "units", b"units"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "epoch", b"epoch", "global_rank", b"global_rank", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
 
 global___FinishedItem = FinishedItem
+
+@typing.final
+class WrittenBuffer(google.protobuf.message.Message):
+    """A buffer that a training script changed between a commit and the work of the next step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UNIT_INDEX_FIELD_NUMBER: builtins.int
+    BUFFER_INDEX_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    unit_index: builtins.int
+    """Position of the unit in the run."""
+    buffer_index: builtins.int
+    """Layout index."""
+    checksum: builtins.int
+    """XXH3-64 of the bytes of its value."""
+    def __init__(
+        self,
+        *,
+        unit_index: builtins.int = ...,
+        buffer_index: builtins.int = ...,
+        checksum: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffer_index", b"buffer_index", "checksum", b"checksum", "unit_index", b"unit_index"]) -> None: ...
+
+global___WrittenBuffer = WrittenBuffer
 
 @typing.final
 class FinishWorkRequest(google.protobuf.message.Message):
@@ -1099,7 +1146,7 @@ class CommitStepResponse(google.protobuf.message.Message):
 
     @property
     def state(self) -> global___RunState:
-        """Buffers after the step, when the run has any."""
+        """When buffers changed last, if any has; without tracked objects."""
 
     @property
     def slices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SliceWork]:
@@ -1648,28 +1695,9 @@ global___UnitWeights = UnitWeights
 class DescribeWeightsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @typing.final
-    class BuffersEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        @property
-        def value(self) -> shardwell_wire.v1.common_pb2.TensorValue: ...
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: shardwell_wire.v1.common_pb2.TensorValue | None = ...,
-        ) -> None: ...
-        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
     VERSION_FIELD_NUMBER: builtins.int
     WORLD_FIELD_NUMBER: builtins.int
     UNITS_FIELD_NUMBER: builtins.int
-    BUFFERS_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     version: builtins.int
     """The version that all of this is of: committed steps."""
@@ -1681,11 +1709,9 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
 
     @property
     def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnitWeights]:
-        """In the order of their indices."""
-
-    @property
-    def buffers(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, shardwell_wire.v1.common_pb2.TensorValue]:
-        """Buffers that have changed in training, by name: the unit's, and what it is called in its module."""
+        """In the order of their indices. A buffer is named by the unit of parameters in whose module it is, and by its name
+        in that module.
+        """
 
     def __init__(
         self,
@@ -1693,11 +1719,10 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
         version: builtins.int = ...,
         world: shardwell_wire.v1.common_pb2.World | None = ...,
         units: collections.abc.Iterable[global___UnitWeights] | None = ...,
-        buffers: collections.abc.Mapping[builtins.str, shardwell_wire.v1.common_pb2.TensorValue] | None = ...,
         run_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["world", b"world"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "run_id", b"run_id", "units", b"units", "version", b"version", "world", b"world"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["run_id", b"run_id", "units", b"units", "version", b"version", "world", b"world"]) -> None: ...
 
 global___DescribeWeightsResponse = DescribeWeightsResponse
 

@@ -920,7 +920,9 @@ class PrepareStepRequest(google.protobuf.message.Message):
     norm_type: builtins.float
     """Another norm that is wanted beside the Euclidean one: its p, above 0, or infinity. 0: none."""
     skip: builtins.bool
-    """Go on as if nobody had pushed: a gradient was not finite. No norm is reported then."""
+    """Go on as if nobody had pushed a gradient: one was not finite. No norm is reported then. Buffers are stored all
+    the same.
+    """
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, epoch, step and request id."""
@@ -987,12 +989,37 @@ class UnitNorm(google.protobuf.message.Message):
 global___UnitNorm = UnitNorm
 
 @typing.final
+class ChangedBuffers(google.protobuf.message.Message):
+    """The buffers of one unit whose new values are on this server, in whole or in part."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UNIT_INDEX_FIELD_NUMBER: builtins.int
+    BUFFER_INDICES_FIELD_NUMBER: builtins.int
+    unit_index: builtins.int
+    """Position of the unit in the run."""
+    @property
+    def buffer_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Layout indices, rising."""
+
+    def __init__(
+        self,
+        *,
+        unit_index: builtins.int = ...,
+        buffer_indices: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffer_indices", b"buffer_indices", "unit_index", b"unit_index"]) -> None: ...
+
+global___ChangedBuffers = ChangedBuffers
+
+@typing.final
 class PrepareStepResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     UNITS_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     UPDATE_READY_FIELD_NUMBER: builtins.int
+    BUFFERS_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version the gradients were taken of."""
     update_ready: builtins.bool
@@ -1001,14 +1028,19 @@ class PrepareStepResponse(google.protobuf.message.Message):
     def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnitNorm]:
         """The norm's share of every unit here."""
 
+    @property
+    def buffers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChangedBuffers]:
+        """What the update will change of each unit of buffers here; units without a change are not listed."""
+
     def __init__(
         self,
         *,
         units: collections.abc.Iterable[global___UnitNorm] | None = ...,
         version: builtins.int = ...,
         update_ready: builtins.bool = ...,
+        buffers: collections.abc.Iterable[global___ChangedBuffers] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["units", b"units", "update_ready", b"update_ready", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "units", b"units", "update_ready", b"update_ready", "version", b"version"]) -> None: ...
 
 global___PrepareStepResponse = PrepareStepResponse
 

@@ -55,6 +55,11 @@ def validate(hand_in: HandIn, layouts: Sequence[UnitLayout], cuts: Sequence[Sequ
     _check_indices("unit_order", hand_in.unit_order, len(layouts))
     for unit in hand_in.optimizer.units:
         layout = layouts[unit.unit_index]
+        if layout.holds_buffers:
+            raise InvalidRequestError(
+                f"optimizer.units names unit {layout.unit!r}, which holds buffers: no optimizer updates them",
+                unit=layout.unit,
+            )
         if len(unit.group_indices) != len(layout.parameters):
             raise InvalidRequestError(
                 f"unit {layout.unit!r} has {len(layout.parameters)} parameters, but optimizer.units names groups for "

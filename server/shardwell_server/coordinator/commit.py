@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from shardwell_server.coordinator import run_buffers
 from shardwell_server.coordinator.agreement import HandIn
 from shardwell_server.coordinator.events import EventKind
 from shardwell_server.coordinator.records import CommitRecord
@@ -25,7 +26,7 @@ from shardwell_server.coordinator.work import OtherNorm, Prepared, Step
 from shardwell_server.hyperparameters import allocation_key
 from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError, StepStateError
 from shardwell_wire.slices import runs_on_trainers
-from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
+from shardwell_wire.v1 import common_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,11 @@ class Committer:
             else combine_norms((norm for response in responses.values() for norm in response.units), norm_type)
         )
         ready = optimizer is not None and all(response.update_ready for response in responses.values())
-        step.prepared = replace(prepared, ready_for=allocation_key(optimizer) if optimizer and ready else None)
+        step.prepared = replace(
+            prepared,
+            ready_for=allocation_key(optimizer) if optimizer and ready else None,
+            buffers=run_buffers.changed(responses.values(), run.units.layouts),
+        )
 
     async def commit(self, run: Run) -> None:
         """Commits the step in flight if every item is finished and the hyper-parameters are there.
@@ -149,10 +154,10 @@ class Committer:
             other_norm=other.value if other is not None else None,
             skipped=step.skipped,
         )
-        state = merge_state(run.state, decision, step.number)
+        state = run_buffers.next_state(run, decision.state, prepared.buffers)
         run.writing_commit = True
         try:
-            serialized = None if state is run.state or state is None else state.SerializeToString()
+            serialized = None if state is None or state is run.state else state.SerializeToString()
             await self._state.store(run, self._state.storage.save_commit, record, serialized)
         except ShardwellError as error:
             self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
@@ -282,18 +287,3 @@ def _exact_sum(partials: Iterable[float]) -> float:
         return math.inf if math.inf in found else math.fsum(found)
     except OverflowError:
         return math.inf
-
-
-def merge_state(
-    before: coordinator_pb2.RunState | None, decision: HandIn, step: int
-) -> coordinator_pb2.RunState | None:
-    """The run's state after a commit; buffers that were not sent again keep their values."""
-    if decision.state is None:
-        return before
-    state = coordinator_pb2.RunState(step=step)
-    if before is not None:
-        state.buffers.MergeFrom(before.buffers)
-    for name, value in decision.state.buffers.items():
-        state.buffers[name].CopyFrom(value)
-    state.tracked_json.update(decision.state.tracked_json)
-    return state

@@ -76,7 +76,12 @@ def summary(run: Run) -> coordinator_pb2.RunSummary:
         committed_step=run.committed_step,
         live_trainer_count=len(run.members.live),
         unit_count=len(run.units),
-        parameter_bytes=sum(parameter.size_bytes for unit in run.units for parameter in unit.layout.parameters),
+        parameter_bytes=sum(
+            parameter.size_bytes
+            for unit in run.units
+            if not unit.layout.holds_buffers
+            for parameter in unit.layout.parameters
+        ),
         created=timestamp(run.created),
         last_commit=timestamp(last.time) if last is not None else None,
         run_id=run.identity.run_id,

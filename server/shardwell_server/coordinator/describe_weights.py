@@ -65,6 +65,5 @@ def _weights(run: Run, cluster: Cluster) -> coordinator_pb2.DescribeWeightsRespo
             coordinator_pb2.UnitWeights(spec=unit.layout.to_proto(), shards=describe.shards(unit, cluster))
             for unit in run.units
         ],
-        buffers=run.state.buffers if run.state is not None else None,
         run_id=run.identity.run_id,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwell_server.coordinator import slices
+from shardwell_server.coordinator import run_buffers, slices
 from shardwell_server.coordinator.agreement import HandIn, committed_optimizer, require_same, validate
 from shardwell_server.coordinator.commit import Committer
 from shardwell_server.coordinator.events import EventKind
@@ -58,7 +58,9 @@ class Steps:
         step = _step_in_flight(run, number)
         if step is None:
             return coordinator_pb2.FinishWorkResponse(all_finished=True)
-        if step.finish(step.check_finished(member.name, reports, len(run.units)), self._state.clock()):
+        news = step.check_finished(member.name, reports, len(run.units))
+        run_buffers.note_written(step, [item for item, _ in news], reports, run.units.layouts)
+        if step.finish(news, self._state.clock()):
             run.changed.notify()
             self._committer.start_preparing(run)
         if member.accepts_work is None or accept_work > member.accepts_work:
@@ -241,9 +243,9 @@ class Steps:
             skipped=record is not None and record.skipped,
             next_work=run.work_of(member.name),
         )
-        if run.state is not None and run.state.buffers:
-            response.state.step = run.state.step
-            response.state.buffers.MergeFrom(run.state.buffers)
+        if run.state is not None and run.state.buffer_versions:
+            response.state.CopyFrom(run.state)
+            response.state.ClearField("tracked_json")
         return response
 
     def _explain(self, run: Run) -> list[str]:

@@ -171,6 +171,12 @@ def _owners(unit: Unit) -> set[str]:
 def _check_new(run: Run, layout: UnitLayout) -> None:
     """Refuses a unit that the run cannot take in any more."""
     run.settings.require_trains(run.name)
+    if run.committed_step and layout.holds_buffers:
+        raise StepStateError(
+            f"buffer {layout.parameters[0].name!r} is new, but run {run.name!r} has committed {run.committed_step} "
+            "steps: every trainer must build the same model, with all its buffers, before the first step",
+            buffer=layout.parameters[0].name,
+        )
     if run.committed_step:
         raise StepStateError(
             f"unit {layout.unit!r} is new, but run {run.name!r} has committed {run.committed_step} steps: declare "
@@ -180,10 +186,14 @@ def _check_new(run: Run, layout: UnitLayout) -> None:
     for name in layout.index_by_name:
         if (owner := run.units.holder_of(name)) is not None:
             raise ConflictError(
-                f"parameter {name!r} of unit {layout.unit!r} is in unit {owner!r} already: wrap the model as the "
-                "trainers before did, or use another run",
+                f"{_thing(layout)} {name!r} of unit {layout.unit!r} is in unit {owner!r} already: wrap the model as "
+                "the trainers before did, or use another run",
                 parameter=name,
             )
+
+
+def _thing(layout: UnitLayout) -> str:
+    return "buffer" if layout.holds_buffers else "parameter"
 
 
 def require_same_layout(declared: UnitLayout, layout: UnitLayout) -> None:
@@ -197,12 +207,19 @@ def require_same_layout(declared: UnitLayout, layout: UnitLayout) -> None:
             expected=declared.placement,
             actual=layout.placement,
         )
+    if declared.kind != layout.kind:
+        raise UnitMismatchError(
+            f"unit {unit!r} was declared with {declared.kind}, now with {layout.kind}: give the unit another name",
+            unit=unit,
+            expected=declared.kind,
+            actual=layout.kind,
+        )
     for expected, got in zip(declared.parameters, layout.parameters, strict=False):
         for what in ("name", "shape", "dtype", "aliases"):
             left, right = getattr(expected, what), getattr(got, what)
             if left != right:
                 raise UnitMismatchError(
-                    f"unit {unit!r}: parameter {expected.name!r} was declared with {what} {left!r}, now with "
+                    f"unit {unit!r}: {_thing(layout)} {expected.name!r} was declared with {what} {left!r}, now with "
                     f"{right!r}: every trainer must build the same model",
                     unit=unit,
                     parameter=expected.name,
@@ -213,7 +230,7 @@ def require_same_layout(declared: UnitLayout, layout: UnitLayout) -> None:
         longer = max(declared.parameters, layout.parameters, key=len)
         first = longer[min(len(declared.parameters), len(layout.parameters))].name
         raise UnitMismatchError(
-            f"unit {unit!r} was declared with {len(declared.parameters)} parameters, now with "
+            f"unit {unit!r} was declared with {len(declared.parameters)} {declared.kind}, now with "
             f"{len(layout.parameters)}; {first!r} is in one of them only: every trainer must build the same model",
             unit=unit,
             parameter=first,

@@ -6,7 +6,7 @@ fenced on every server.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -46,6 +46,8 @@ class Item:
     """Whether every server refuses former holders."""
     parts: dict[int, int] = field(default_factory=dict)
     """Pushes by unit index, once finished."""
+    written: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Checksum by unit and index of each buffer that the training script had changed when the item began."""
     reset_id: str = ""
     """Request that began the present attempt."""
 
@@ -72,6 +74,8 @@ class Prepared:
     """The last that was asked for; None: none was."""
     ready_for: bytes | None = None
     """``allocation_key`` of the optimizer for which every server has memory; None: of none yet."""
+    buffers: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """By unit index: layout indices of the buffers that the update will change."""
 
     def has(self, norm_type: float) -> bool:
         """Whether the norm of a type is known, beside the Euclidean one; 0: none is wanted."""
@@ -211,7 +215,7 @@ class Step:
         """Begins an item anew under a higher attempt. What was prepared or handed in is void."""
         item.attempt += 1
         item.state, item.since_s, item.reset_id = WorkState.LEASED, now, request_id
-        item.parts = {}
+        item.parts, item.written = {}, {}
         self.generation += 1
         self.finished_s, self.recorded = None, False
         self.prepared = self.failure = None

@@ -34,8 +34,13 @@ def default_budget_bytes() -> int:
     return int(min(limits) * DEFAULT_SHARE)
 
 
-def shard_need_bytes(shard_bytes: int, dp: int) -> int:
-    """What a shard may come to use: parameters, optimizer state, contributions and their sum."""
+def shard_need_bytes(shard_bytes: int, dp: int, *, holds_buffers: bool = False) -> int:
+    """What a shard may come to use: parameters, optimizer state, contributions and their sum.
+
+    A shard of buffers has its values and those that data rank 0 pushed for the next version.
+    """
+    if holds_buffers:
+        return 2 * shard_bytes
     return shard_bytes * (1 + _OPTIMIZER_STATES + dp + (1 if dp > 1 else 0))
 
 
@@ -163,19 +168,27 @@ class Memory:
         """Parameters, contributions, streams being received, and optimizer state now."""
         return self.pool.taken_bytes + self.pool.elsewhere_bytes
 
-    def reserve(self, run: str, unit: str, shard_bytes: int, dp: int) -> None:
+    def reserve(self, run: str, unit: str, shard_bytes: int, dp: int, *, holds_buffers: bool = False) -> None:
         """Sets memory aside for a shard.
 
         Raises:
             CapacityError: It does not fit; nothing is set aside.
         """
-        need, lent = shard_need_bytes(shard_bytes, dp), max(self._largest_bytes(), self.staging.used_bytes)
+        need = shard_need_bytes(shard_bytes, dp, holds_buffers=holds_buffers)
+        lent = max(self._largest_bytes(), self.staging.used_bytes)
         total = need + max(0, shard_bytes - lent)
         if total > self.free_bytes:
+            what, less = (
+                (f"{shard_bytes} of buffers, and as many for their next values", "use smaller buffers")
+                if holds_buffers
+                else (
+                    f"{shard_bytes} of parameters, with optimizer state and the gradients of {dp} ranks",
+                    "use fewer data ranks",
+                )
+            )
             raise CapacityError(
-                f"unit {unit!r} of run {run!r} needs {total} bytes here ({shard_bytes} of parameters, with "
-                f"optimizer state and the gradients of {dp} ranks), but {self.free_bytes} of the budget of "
-                f"{self.budget_bytes} are free: add shard servers, raise --memory-budget, or use fewer data ranks",
+                f"unit {unit!r} of run {run!r} needs {total} bytes here ({what}), but {self.free_bytes} of the budget "
+                f"of {self.budget_bytes} are free: add shard servers, raise --memory-budget, or {less}",
                 unit=unit,
                 needed_bytes=total,
                 free_bytes=self.free_bytes,

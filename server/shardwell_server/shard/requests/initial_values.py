@@ -52,7 +52,7 @@ async def receive(
             views = shard.views(received.buffer)
             await incoming.into(_streamed(shard.segments, views, draws), what)
             await store.in_thread(partial(_draw, shard.segments, views, draws))
-            number = await store.in_thread(partial(first_non_finite, views))
+            number = None if shard.layout.holds_buffers else await store.in_thread(partial(first_non_finite, views))
             if number is not None:
                 name = shard.layout.parameters[shard.segments[number].parameter_index].name
                 raise NonFiniteError(f"the initial value of parameter {name!r} has NaN or infinity", parameter=name)
@@ -65,6 +65,8 @@ async def receive(
 def _checked_draws(shard: UnitShard, header: shard_pb2.InitializeUnitHeader) -> Draws:
     draws: dict[int, initialization_pb2.ParameterDraw] = {}
     parameters = shard.layout.parameters
+    if header.draws and shard.layout.holds_buffers:
+        raise InvalidRequestError(f"{shard.what} holds buffers, whose values are sent and not drawn")
     for draw in header.draws:
         if draw.parameter_index >= len(parameters) or draw.parameter_index in draws:
             raise InvalidRequestError(

@@ -111,6 +111,8 @@ async def peek(store: ShardStore, request: shard_pb2.PeekRequest) -> shard_pb2.P
 
     async def look() -> shard_pb2.PeekResponse:
         values, segment = _peeked(shard, number, request), shard.segments[number]
+        if values.is_complex():
+            raise InvalidRequestError(f"{request.parameter!r} is complex: only real numbers are shown")
         if request.start >= values.numel():
             raise InvalidRequestError(f"start is {request.start}: this server has {values.numel()} elements of it")
         response = await store.in_thread(lambda: _statistics(values))

@@ -119,8 +119,7 @@ class Push:
     def _check_form(self) -> None:
         shard, indices = self._shard, list(self._header.parameter_indices)
         check_wire_dtype(self._header.wire_dtype)
-        if not 0 <= self._dp_rank < shard.dp:
-            raise InvalidRequestError(f"dp_rank {self._dp_rank}: {shard.what} has {shard.dp} data ranks")
+        shard.check_rank(self._dp_rank)
         shard.check_range(self._header.start_bytes, self._header.stop_bytes)
         if sorted(set(indices)) != indices or (indices and indices[-1] >= len(shard.layout.parameters)):
             raise InvalidRequestError(

@@ -116,7 +116,7 @@ async def confirm(run: Run, request: shard_pb2.ConfirmSlicesRequest) -> shard_pb
     """
     for shard in run.shards.values():
         check_prepared(run, shard, request.context.step)
-        shard.slices.check_staged()
+        shard.check_slices()
     return shard_pb2.ConfirmSlicesResponse()
 
 

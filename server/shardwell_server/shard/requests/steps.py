@@ -7,6 +7,7 @@ import math
 from functools import partial
 
 from shardwell_server import hyperparameters
+from shardwell_server.shard.state.buffer_shard import BufferShard
 from shardwell_server.shard.state.runs import PreparedStep, Run
 from shardwell_server.shard.threads import InThread
 from shardwell_wire.errors import (
@@ -97,6 +98,8 @@ async def _reduced(
     """Reduces every shard, unless that is done, and says what its norms are."""
     answer = shard_pb2.PrepareStepResponse(version=request.context.step)
     for shard in list(run.shards.values()):
+        if isinstance(shard, BufferShard) and (changed := shard.changed):
+            answer.buffers.add(unit_index=shard.index, buffer_indices=changed)
         if request.skip:
             shard.reduce_to_nothing()
             continue
@@ -150,7 +153,11 @@ async def update(run: Run, in_thread: InThread, request: shard_pb2.UpdateRequest
     if not math.isfinite(clip) or clip < 0.0:
         raise InvalidRequestError(f"clip_coefficient is {clip}: expected a finite number of at least 0")
     place = {index: number for number, index in enumerate(request.unit_order)}
-    shards = sorted(run.shards.values(), key=lambda shard: (place.get(shard.index, len(place)), shard.index))
+    # Trainers wait for the buffers of the new version before they go on.
+    shards = sorted(
+        run.shards.values(),
+        key=lambda shard: (not shard.layout.holds_buffers, place.get(shard.index, len(place)), shard.index),
+    )
     waiting = [shard for shard in shards if shard.version != step + 1]
     if waiting:
         _require_prepared(run, step)

@@ -9,6 +9,7 @@ from typing import Protocol
 from shardwell_server.request_log import RequestLog
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.state.buffer_shard import BufferShard
 from shardwell_server.shard.state.runs import Run
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_server.shard.threads import in_threads_of
@@ -136,8 +137,9 @@ class ShardStore:
                 f"unit {layout.unit!r} comes too late for it",
                 unit=layout.unit,
             )
-        self.memory.reserve(str(identity), layout.unit, stop - start, dp)
-        shard = UnitShard(identity, layout, index, start, stop, dp, self.memory, self._shared)
+        self.memory.reserve(str(identity), layout.unit, stop - start, dp, holds_buffers=layout.holds_buffers)
+        kind = BufferShard if layout.holds_buffers else UnitShard
+        shard = kind(identity, layout, index, start, stop, dp, self.memory, self._shared)
         self.runs.setdefault(identity.run_id, run).shards[layout.unit] = shard
         return shard
 

@@ -129,6 +129,11 @@ class UnitShard:
         self.copies.drop(deleted)
         self.values.drop(deleted)
 
+    def check_rank(self, dp_rank: int) -> None:
+        """Raises InvalidRequestError unless a data rank may push to this shard."""
+        if not 0 <= dp_rank < self.dp:
+            raise InvalidRequestError(f"dp_rank {dp_rank}: {self.what} has {self.dp} data ranks")
+
     # ---- reducing ----
 
     async def reduce(self, in_thread: InThread) -> Reduced:
@@ -244,7 +249,7 @@ class UnitShard:
                 unit=self.unit,
             )
         if runs_on_trainers(optimizer.algorithm):
-            self.slices.check_staged()
+            self.check_slices()
         if groups is not None and len(groups) != len(self.layout.parameters):
             raise InvalidRequestError(
                 f"{self.what} has {len(self.layout.parameters)} parameters, but the optimizer names groups "
@@ -252,6 +257,10 @@ class UnitShard:
             )
         if groups is not None:
             hyperparameters.check_fit(optimizer, groups, self.layout, (self.start_bytes, self.stop_bytes))
+
+    def check_slices(self) -> None:
+        """Raises IncompleteStepError unless the slices of all data ranks are staged."""
+        self.slices.check_staged()
 
     async def prepare_update(
         self, in_thread: InThread, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, key: bytes

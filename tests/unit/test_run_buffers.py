@@ -1,0 +1,369 @@
+"""Buffers on a trainer: what an item begins with, what is pushed, and what a commit brings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from shardwell.module.store import InitialValues
+from shardwell.session.progress import ItemProgress
+from shardwell.session.run_buffers import RunBuffers
+from shardwell_wire.errors import UsageError, VersionGoneError
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.v1 import coordinator_pb2
+
+
+class Store:
+    """A run's buffers in this process; several trainers may use it."""
+
+    def __init__(self) -> None:
+        self.layouts: list[UnitLayout] = []
+        self.values: dict[tuple[int, int], bytes] = {}
+        self.pushed: dict[tuple[int, int], bytes] = {}
+        self.reads: list[list[int]] = []
+        self.state = coordinator_pb2.RunState()
+        self.version = 0
+
+    def declare(self, layout: UnitLayout, values: InitialValues, step: int) -> int:
+        if layout in self.layouts:
+            return self.layouts.index(layout)
+        self.layouts.append(layout)
+        unit = len(self.layouts) - 1
+        for index, parameter in enumerate(layout.parameters):
+            segments = layout.packed_segments([index], 0, layout.size_bytes)
+            data = b"".join(bytes(piece) for segment in segments for piece in values.read(segment))
+            assert len(data) == parameter.size_bytes
+            self.values[unit, index] = data
+        return unit
+
+    def push(self, unit_index: int, step: int, item: ItemProgress, buffers: Sequence[tuple[int, torch.Tensor]]) -> None:
+        assert step == self.version
+        assert item.item.global_rank == 0
+        self.pushed |= {(unit_index, index): raw(tensor) for index, tensor in buffers}
+
+    def read(self, unit_index: int, version: int, wanted: Sequence[tuple[int, torch.Tensor]]) -> None:
+        if version < self.version:
+            raise VersionGoneError(f"{version} is over")
+        assert version == self.version
+        self.reads.append([index for index, _ in wanted])
+        for index, target in wanted:
+            if target.nbytes:
+                data = bytearray(self.values[unit_index, index])
+                target.view(-1).view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+    def commit(self, item: ItemProgress) -> coordinator_pb2.RunState:
+        """What rank 0's item pushed is the run's; returns its state."""
+        self.version += 1
+        for (unit, index), data in self.pushed.items():
+            self.values[unit, index] = data
+            known = {versions.unit_index: versions for versions in self.state.buffer_versions}
+            if unit not in known:
+                known[unit] = self.state.buffer_versions.add(unit_index=unit)
+                known[unit].versions.extend([0] * len(self.layouts[unit].parameters))
+            known[unit].versions[index] = self.version
+        self.state.step = self.version - 1
+        self.state.buffer_source.CopyFrom(item.item)
+        self.pushed.clear()
+        return self.state
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def item(rank: int = 0, *, epoch: int = 5, attempt: int = 0) -> ItemProgress:
+    return ItemProgress(coordinator_pb2.WorkItem(global_rank=rank, dp_rank=rank, epoch=epoch, attempt=attempt))
+
+
+class Trainer:
+    """A model, its buffers, and a loop over the items of a step."""
+
+    def __init__(self, store: Store, module: nn.Module, *, declare: bool = True) -> None:
+        self.store, self.module = store, module
+        self.buffers = RunBuffers(lambda: [("unit.", module)], store, store.state)
+        if declare:
+            self.buffers.declare(store.version, has_work=True)
+
+    def compute(self, at: ItemProgress, forward: Callable[[], object]) -> ItemProgress:
+        self.buffers.begin_item(self.store.version, at)
+        at.written = self.buffers.written()
+        forward()
+        self.buffers.end_item(self.store.version, at)
+        return at
+
+    def commit(self, state: coordinator_pb2.RunState) -> None:
+        version = self.store.version
+        self.buffers.committed(state, version - 1, version, has_work=True)
+
+
+def normalised(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    module.register_buffer("constant", torch.randn(3))
+    return module
+
+
+def state_of(module: nn.Module) -> dict[str, bytes]:
+    return {name: raw(buffer) for name, buffer in module.named_buffers()}
+
+
+def test_rank_0s_values_become_the_runs_and_every_item_begins_with_the_same() -> None:
+    store = Store()
+    both = Trainer(store, normalised())
+    norm = both.module[1]
+    first = both.compute(item(0), lambda: both.module(torch.randn(8, 3)))
+    after_rank_0 = norm.running_mean.clone()
+    seen = []
+
+    def second() -> None:
+        seen.append(norm.running_mean.clone())
+        both.module(torch.randn(8, 3))
+
+    both.compute(item(1), second)
+    assert torch.equal(seen[0], torch.zeros(4)), "rank 1 begins with the committed values"
+    assert [store.layouts[0].parameters[index].name for _, index in store.pushed] == [
+        "unit.1.running_mean",
+        "unit.1.running_var",
+        "unit.1.num_batches_tracked",
+    ]
+    both.buffers.check_untouched(0)
+    store.reads.clear()
+    both.commit(store.commit(first))
+    assert torch.equal(norm.running_mean, after_rank_0)
+    assert norm.num_batches_tracked == 1
+    assert not store.reads, "who has pushed them need not read them"
+
+
+def test_buffers_are_made_equal_at_the_start_and_others_read_what_changed() -> None:
+    store = Store()
+    one, other = Trainer(store, normalised(0)), Trainer(store, normalised(1))
+    assert state_of(one.module) == state_of(other.module)
+    store.reads.clear()
+    finished = one.compute(item(0), lambda: one.module(torch.randn(8, 3)))
+    other.compute(item(1), lambda: other.module(torch.randn(8, 3)))
+    state = store.commit(finished)
+    for trainer in (one, other):
+        trainer.commit(state)
+    names = [parameter.name for parameter in store.layouts[0].parameters]
+    assert [[names[index] for index in read] for read in store.reads] == [names[1:]], "the constant did not change"
+    assert state_of(one.module) == state_of(other.module)
+    late = Trainer(store, normalised(2))
+    assert state_of(late.module) == state_of(one.module)
+
+
+def test_a_step_without_a_change_moves_nothing() -> None:
+    store = Store()
+    one, other = Trainer(store, normalised().eval()), Trainer(store, normalised().eval())
+    store.reads.clear()
+    finished = one.compute(item(0), lambda: one.module(torch.randn(8, 3)))
+    other.compute(item(1), lambda: other.module(torch.randn(8, 3)))
+    assert not store.pushed
+    state = store.commit(finished)
+    one.commit(state)
+    other.commit(state)
+    assert not store.reads
+
+
+@pytest.mark.parametrize("lost", ["epoch", "attempt"])
+def test_values_that_were_pushed_under_a_lost_lease_or_attempt_are_not_taken(lost: str) -> None:
+    store = Store()
+    former, other = Trainer(store, normalised()), Trainer(store, normalised())
+    former.compute(item(0), lambda: former.module(torch.full((8, 3), 9.0)))
+    store.pushed.clear()
+    later = item(0, epoch=6) if lost == "epoch" else item(0, attempt=1)
+    state = store.commit(other.compute(later, lambda: other.module(torch.randn(8, 3))))
+    former.commit(state)
+    other.commit(state)
+    assert state_of(former.module) == state_of(other.module)
+
+
+def test_what_is_withdrawn_with_the_gradients_can_be_pushed_again() -> None:
+    store = Store()
+    trainer = Trainer(store, normalised())
+    finished = trainer.compute(item(0), lambda: trainer.module(torch.randn(8, 3)))
+    expected = dict(store.pushed)
+    store.pushed.clear()
+    finished.item.attempt = 1
+    trainer.buffers.push_again(0, finished)
+    assert store.pushed == expected
+    store.reads.clear()
+    trainer.commit(store.commit(finished))
+    assert not store.reads
+
+
+def test_an_item_that_is_begun_anew_begins_with_the_same_values() -> None:
+    store = Store()
+    trainer = Trainer(store, normalised())
+    trainer.module[1].running_mean.fill_(4.0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.compute(item(0), lambda: (trainer.module(torch.randn(8, 3)), 1 / 0))
+    seen: list[torch.Tensor] = []
+    trainer.compute(item(0, attempt=1), lambda: seen.append(trainer.module[1].running_mean.clone()))
+    assert torch.equal(seen[0], torch.full((4,), 4.0))
+
+
+def test_what_the_script_writes_between_steps_counts() -> None:
+    store = Store()
+    one, other = Trainer(store, normalised()), Trainer(store, normalised())
+    for step in range(3):
+        for trainer in (one, other):
+            trainer.module.constant.data.fill_(step)  # the version counter does not tell
+        reports = [trainer.compute(item(rank), lambda: None).written for rank, trainer in enumerate([one, other])]
+        assert reports[0] == reports[1]
+        assert [buffer.buffer_index for buffer in reports[0]] == [0]
+        state = store.commit(item(0))
+        one.commit(state)
+        other.commit(state)
+        assert torch.equal(one.module.constant, torch.full((3,), float(step)))
+        assert state_of(one.module) == state_of(other.module)
+
+
+def test_a_written_value_that_the_item_sets_back_is_set_back() -> None:
+    store = Store()
+    trainer = Trainer(store, normalised())
+    before = trainer.module.constant.clone()
+    trainer.module.constant.fill_(1.0)
+    finished = trainer.compute(item(0), lambda: trainer.module.constant.copy_(before))
+    trainer.commit(store.commit(finished))
+    assert torch.equal(trainer.module.constant, before)
+
+
+def test_a_write_between_the_work_and_the_commit_is_an_error() -> None:
+    store = Store()
+    trainer = Trainer(store, normalised())
+    trainer.compute(item(1), lambda: trainer.module(torch.randn(8, 3)))
+    trainer.buffers.check_untouched(0)
+    trainer.module.constant.fill_(1.0)
+    with pytest.raises(UsageError, match=r"buffer 'unit.constant' was changed after the work of step 0 was finished"):
+        trainer.buffers.check_untouched(0)
+
+
+def test_writes_in_a_step_that_is_only_gone_through_are_undone() -> None:
+    store = Store()
+    trainer = Trainer(store, normalised())
+    before = state_of(trainer.module)
+    trainer.module.constant.fill_(1.0)
+    trainer.buffers.restore()
+    assert state_of(trainer.module) == before
+
+
+def test_a_trainer_without_work_that_falls_behind_reads_when_it_gets_some() -> None:
+    store = Store()
+    one, spare = Trainer(store, normalised()), Trainer(store, normalised(1))
+    state = store.commit(one.compute(item(0), lambda: one.module(torch.randn(8, 3))))
+    one.commit(state)
+    store.version = 2  # it has gone on meanwhile
+    spare.buffers.committed(state, 0, 1, has_work=False)
+    with pytest.raises(VersionGoneError):
+        spare.buffers.begin_item(1, item(1))
+    spare.module.constant.fill_(1.0)  # as the script does in every step
+    spare.buffers.begin_item(2, item(1))
+    assert [buffer.buffer_index for buffer in spare.buffers.written()] == [0]
+    one.module.constant.fill_(1.0)
+    assert state_of(spare.module) == state_of(one.module)
+
+
+class Odd(nn.Module):
+    """All kinds of buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_buffer("scalar", torch.tensor(3))
+        self.register_buffer("empty", torch.zeros(0, 4))
+        self.register_buffer("strided", torch.arange(6.0).view(2, 3).t())
+        self.register_buffer("unknown", torch.tensor([float("nan"), -0.0]))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("brief", torch.randn(5).bfloat16())
+        self.register_buffer("wave", torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.register_buffer("nothing", None)
+        self.register_buffer("also_scalar", self.scalar)
+
+
+def test_all_kinds_of_buffers() -> None:
+    store = Store()
+    one, other = Trainer(store, Odd()), Trainer(store, Odd())
+    names = {parameter.name: parameter.aliases for parameter in store.layouts[0].parameters}
+    assert names.pop("unit.scalar") == ("unit.also_scalar",)
+    assert set(names) == {"unit.empty", "unit.strided", "unit.unknown", "unit.flags", "unit.brief", "unit.wave"}
+
+    def change() -> None:
+        model = one.module
+        model.scalar += 1
+        model.strided[1, 1] = float("nan")
+        model.unknown[1] = 0.0  # equal to what was there, but for the sign
+        model.flags.logical_not_()
+        model.brief *= 2
+        model.wave *= 1j
+        model.cache += 1
+
+    state = store.commit(one.compute(item(0), change))
+    store.reads.clear()
+    one.commit(state)
+    other.commit(state)
+    assert other.module.cache.tolist() == [0.0, 0.0], "what is not persistent is each trainer's own"
+    one.module.cache.zero_()
+    assert state_of(other.module) == state_of(one.module)
+    assert other.module.also_scalar is other.module.scalar
+    assert [len(read) for read in store.reads] == [6], "all but the empty one"
+    quiet = one.compute(item(0), lambda: None)
+    assert not store.pushed, "NaN is equal to itself"
+    one.commit(store.commit(quiet))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: setattr(model, "brief", torch.zeros(6).bfloat16()), r"bfloat16 \[5\] when .* bfloat16 \[6\]"),
+        (lambda model: setattr(model, "brief", torch.zeros(5)), r"bfloat16 \[5\] when .* float32 \[5\] there now"),
+        (lambda model: setattr(model, "brief", None), "buffer 'unit.brief' .* the model has it no more"),
+        (lambda model: setattr(model, "also_scalar", torch.tensor(3)), "also named 'unit.also_scalar' when"),
+        (lambda model: model.register_buffer("late", torch.zeros(1)), "buffer 'unit.late' was registered after"),
+    ],
+)
+def test_buffers_that_become_others_are_named(change: Callable[[nn.Module], object], message: str) -> None:
+    trainer = Trainer(Store(), Odd())
+    with pytest.raises(UsageError, match=message):
+        trainer.compute(item(1), lambda: change(trainer.module))
+
+
+def test_a_model_whose_first_buffer_comes_late_is_refused() -> None:
+    trainer = Trainer(Store(), nn.Linear(2, 2))
+    with pytest.raises(UsageError, match=r"buffer 'unit.late' was registered after the optimizer was made"):
+        trainer.compute(item(0), lambda: trainer.module.register_buffer("late", torch.zeros(1)))
+
+
+def test_a_dtype_that_cannot_be_stored_is_refused() -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("eighth", torch.zeros(2, dtype=torch.float8_e5m2))
+    with pytest.raises(UsageError, match=r"buffer 'unit.eighth' has dtype float8_e5m2 .* persistent=False"):
+        Trainer(Store(), module)
+
+
+def test_buffers_of_modules_that_are_sharded_later_are_declared_with_the_next_optimizer() -> None:
+    store, first, second = Store(), normalised(0), normalised(1)
+    modules = [("a.", first)]
+    buffers = RunBuffers(lambda: modules, store, store.state)
+    buffers.declare(0, has_work=True)
+    modules.append(("b.", nn.Sequential(first, second)))
+    buffers.declare(0, has_work=True)
+    assert [[parameter.name for parameter in layout.parameters] for layout in store.layouts] == [
+        [f"a.{name}" for name in ("constant", "1.running_mean", "1.running_var", "1.num_batches_tracked")],
+        [f"b.1.{name}" for name in ("constant", "1.running_mean", "1.running_var", "1.num_batches_tracked")],
+    ]
+
+
+def test_initial_values_are_read_by_parts() -> None:
+    store = Store()
+    trainer = Trainer(store, SimpleBuffers(torch.arange(1000.0)))
+    assert store.values[0, 0] == raw(trainer.module.values)
+
+
+class SimpleBuffers(nn.Module):
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("values", values)
