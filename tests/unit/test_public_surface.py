@@ -19,7 +19,7 @@ NAMES = """
     AccessError CapacityError ChunkError ClientSide ConflictError CorruptDataError CustomPolicy DeadlineError
     DuplicateError FreedParameterError HyperparameterMismatchError IncompleteStepError InternalError InvalidRequestError
     LocalCluster MixedPrecisionPolicy amp
-    ModuleTypePolicy NoWrapPolicy NonFiniteError NotFoundError RunMismatchError Session ShardedModule ShardwellError
+    ModuleTypePolicy NoWrapPolicy NonFiniteError NotFoundError RunDeletedError RunMismatchError Session ShardedModule ShardwellError
     SizePolicy StaleEpochError Step StepStateError TiedParameterError UnauthenticatedError UnavailableError
     UnitMismatchError UsageError
     ActivationOffload BackwardPrefetch MemoryOptions MemoryStrategy offload_activations ReplicaOptions ShardingStrategy
