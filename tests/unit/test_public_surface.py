@@ -18,8 +18,8 @@ PROTOS = sorted((Path(__file__).parents[2] / "protos/shardwell_wire/v1").glob("*
 NAMES = """
     AccessError CapacityError ChunkError ClientSide ConflictError CorruptDataError CustomPolicy DeadlineError
     DuplicateError FreedParameterError HyperparameterMismatchError IncompleteStepError InternalError InvalidRequestError
-    LocalCluster MixedPrecisionPolicy amp
-    ModuleTypePolicy NoWrapPolicy NonFiniteError NotFoundError RunDeletedError RunMismatchError Session ShardedModule ShardwellError
+    LocalCluster MixedPrecisionPolicy RunDeletedError amp
+    ModuleTypePolicy NoWrapPolicy NonFiniteError NotFoundError RunMismatchError Session ShardedModule ShardwellError
     SizePolicy StaleEpochError Step StepStateError TiedParameterError UnauthenticatedError UnavailableError
     UnitMismatchError UsageError
     ActivationOffload BackwardPrefetch MemoryOptions MemoryStrategy offload_activations ReplicaOptions ShardingStrategy
