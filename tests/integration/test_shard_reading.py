@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from functools import partial
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
+from shardwell.data_plane.shard_client import ShardClient
 from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
 from shardwell_server.shard.memory import buffer_pool
+from shardwell_server.shard.memory import sending as sending_module
+from shardwell_server.shard.requests import inspection
 from shardwell_wire import codec
 from shardwell_wire.errors import (
     CapacityError,
@@ -348,3 +353,69 @@ def test_peek_shows_values_gradients_and_state(server: ShardServer) -> None:
     assert "there is exp_avg, exp_avg_sq" in str(error_of(lambda: peek(source=state, state_name="momentum")))
     assert isinstance(error_of(lambda: peek(source=gradient)), StepStateError)
     assert (peek().version, server.taken_bytes()) == (1, one.size)
+
+
+# Readers that do not read.
+
+
+def test_readers_that_never_read_hold_a_part_of_the_budget_and_others_are_served(server: ShardServer) -> None:
+    one, sending = unit(server, BIG), server.store.memory.sending
+    stalled = [one.open_gather() for _ in range(200)]
+    server.until(lambda: len(sending._waiting) > 100, "the streams wait for room")
+    assert server.look(lambda: sending.used_bytes) == sending.peer_limit_bytes, "one connection gets a quarter"
+    with closing(ShardClient(server.client.address)) as other:
+        flat = torch.empty(one.size, dtype=torch.uint8)
+        target = codec.memory_at(flat.data_ptr(), one.size)
+        assert other.gather(one.gather_request(), target, timeout_s=20, retry_for_s=0.0) == 0
+    for call in stalled:
+        call.cancel()
+    server.until(lambda: sending.used_bytes == 0 and not sending._waiting, "everything is given back")
+
+
+def test_the_connection_of_a_reader_that_stalls_is_closed(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending_module, "STALL_LIMIT_S", 0.2)
+    monkeypatch.setattr(sending_module, "_SWEEP_S", 0.05)
+    one = unit(server, BIG)
+    with closing(ShardClient(server.client.address)) as client:
+        stub = client.byte_response_stub("Gather")
+        stalled = [stub(one.gather_request(), timeout=60.0) for _ in range(3)]
+        assert {call.code() for call in stalled} == {grpc.StatusCode.UNAVAILABLE}
+    server.until(lambda: server.store.memory.sending.used_bytes == 0, "everything is given back")
+    assert_all(one.gather(0)[1], 0.0)
+
+
+def test_a_large_tensor_is_peeked_slice_by_slice_while_the_run_goes_on(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "_PEEKED_ELEMENTS", 1000)
+    one = unit(server, layout_of(a=((2500,), "float32")))
+    values = torch.randn(2500)
+    values[17], values[2400] = 7.0, -9.0
+    one.push([-values])
+    one.prepare(0)
+    one.update(0)
+    sizes: list[int] = []
+    add, went_on = inspection._Statistics.add, threading.Event()
+
+    def noted(self: Any, part: torch.Tensor) -> None:
+        sizes.append(part.numel())
+        add(self, part)
+        if len(sizes) == 2:
+            assert went_on.wait(20)
+
+    monkeypatch.setattr(inspection._Statistics, "add", noted)
+    asked = shard_pb2.PeekRequest(run="r", parameter="u.a", start=16, count=2)
+    peeking = in_background(lambda: server.call("Peek", asked))
+    server.until(lambda: len(sizes) == 2, "the second slice")
+    before = one.gather(1)[1][0]
+    # Its turn comes before the next slice's. If the values are others then, Peek begins anew.
+    train_thread = in_background(lambda: train(one, 1))
+    server.until(lambda: bool(server.store.runs["r"]._lock._waiters), "the push waits")
+    went_on.set()
+    next(train_thread)
+    peek = next(peeking)
+    assert max(sizes) == 1000
+    now = before if peek.version == 1 else one.gather(2)[1][0]
+    assert list(peek.values) == now[16:18].double().tolist()
+    assert (peek.min, peek.max, peek.non_finite_count) == (now.min().item(), now.max().item(), 0)
+    assert peek.norm == pytest.approx(now.double().norm().item(), rel=1e-12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing
 
 from google.protobuf.message import Message
 
@@ -132,8 +133,9 @@ class ShardServicer:
             encoder = codec.StreamEncoder(shard_pb2.GatherResponse(header=reading.header), reading.size_bytes)
             size = request.chunk_bytes or codec.DEFAULT_CHUNK_BYTES
             for start in range(0, max(reading.size_bytes, 1), size):
-                reading.parameters.check()
-                yield encoder.encode([reading.memory()[start : start + size]])
+                async with self._message(call, min(size, reading.size_bytes)):
+                    reading.parameters.check()
+                    yield encoder.encode([reading.memory()[start : start + size]])
 
     async def ReduceScatter(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.ReduceScatterResponse:
         incoming = IncomingMessages(stream, shard_pb2.ReduceScatterRequest)
@@ -142,8 +144,13 @@ class ShardServicer:
         return await transfers.push(self._store, header, incoming, call.remaining_s())
 
     async def ReadSlice(self, request: shard_pb2.ReadSliceRequest, call: Call) -> AsyncIterator[bytes]:
-        async for message in slice_transfers.read(self._store, request, call.remaining_s()):
-            yield message
+        messages = slice_transfers.read(self._store, request, call.remaining_s())
+        async with aclosing(messages):
+            while True:
+                async with self._message(call, codec.DEFAULT_CHUNK_BYTES):
+                    if (message := await anext(messages, None)) is None:
+                        return
+                    yield message
 
     async def StageSlice(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.StageSliceResponse:
         incoming = IncomingMessages(stream, shard_pb2.StageSliceRequest)
@@ -188,7 +195,8 @@ class ShardServicer:
     async def MeasureLane(self, request: shard_pb2.MeasureLaneRequest, call: Call) -> AsyncIterator[bytes]:
         encoder = codec.StreamEncoder(shard_pb2.MeasureLaneResponse(), request.size_bytes)
         for piece in transfers.meaningless(request, codec.DEFAULT_CHUNK_BYTES):
-            yield encoder.encode([piece])
+            async with self._message(call, len(piece)):
+                yield encoder.encode([piece])
 
     async def LocateShard(self, request: shard_pb2.LocateShardRequest, call: Call) -> shard_pb2.LocateShardResponse:
         run = self._store.exact_run(request)
@@ -239,6 +247,10 @@ class ShardServicer:
         return await inspection.peek(self._store, request)
 
     # ---- shared ----
+
+    def _message(self, call: Call, size_bytes: int) -> AbstractAsyncContextManager[None]:
+        """Room for one message of a stream until the client takes it. Twice: gRPC keeps a copy of its own."""
+        return self._store.memory.sending.message(2 * size_bytes, call.peer, call.remaining_s())
 
     def _shm_lanes(self) -> ShmLanes:
         offer = self._lanes.get(common_pb2.LANE_KIND_SHM)

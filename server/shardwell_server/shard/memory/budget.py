@@ -11,11 +11,15 @@ import psutil
 import torch
 
 from shardwell_server.shard.memory.buffer_pool import BufferPool
+from shardwell_server.shard.memory.sending import Sending
 from shardwell_server.shard.memory.staging import Staging
 from shardwell_wire.errors import CapacityError
 
 DEFAULT_SHARE = 0.8
 """Part of the machine's or container's memory that a server takes as its budget by default."""
+
+_SENDING_SHARE, _MOST_SENDING_BYTES = 1 / 16, 256 << 20
+"""Part of the budget that messages may take which clients have not read yet, and its upper limit."""
 
 _OPTIMIZER_STATES = 2
 """Adam's two moments. What takes more (amsgrad's third) is added once it is there."""
@@ -144,6 +148,7 @@ class Memory:
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
+        self.sending = Sending(min(_MOST_SENDING_BYTES, int(budget_bytes * _SENDING_SHARE)))
         self.pool = BufferPool(budget_bytes)
         self.staging = Staging()
         self._reservations: dict[tuple[str, str], _Reservation] = {}
@@ -165,8 +170,8 @@ class Memory:
 
     @property
     def used_bytes(self) -> int:
-        """Parameters, contributions, streams being received, and optimizer state now."""
-        return self.pool.taken_bytes + self.pool.elsewhere_bytes
+        """Parameters, contributions, streams being received or sent, and optimizer state now."""
+        return self.pool.taken_bytes + self.pool.elsewhere_bytes + self.sending.used_bytes
 
     def reserve(self, run: str, unit: str, shard_bytes: int, dp: int, *, holds_buffers: bool = False) -> None:
         """Sets memory aside for a shard.

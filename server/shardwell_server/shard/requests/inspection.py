@@ -15,6 +15,12 @@ from shardwell_wire.v1 import shard_pb2
 
 DEFAULT_PEEK_COUNT, MAX_PEEK_COUNT = 8, 1024
 
+_PEEKED_ELEMENTS = 1 << 18
+"""Peek looks at this many elements at a time."""
+
+_PEEK_ATTEMPTS = 3
+"""How often Peek begins anew when the values change while it reads them."""
+
 
 def describe_server(
     store: ShardStore, server_id: str, incarnation: str, uptime_s: float
@@ -109,25 +115,64 @@ async def peek(store: ShardStore, request: shard_pb2.PeekRequest) -> shard_pb2.P
     run = store.run(request.run)
     shard, number = _find_parameter(run, request.parameter)
 
-    async def look() -> shard_pb2.PeekResponse:
-        values, segment = _peeked(shard, number, request), shard.segments[number]
-        if values.is_complex():
-            raise InvalidRequestError(f"{request.parameter!r} is complex: only real numbers are shown")
-        if request.start >= values.numel():
-            raise InvalidRequestError(f"start is {request.start}: this server has {values.numel()} elements of it")
-        response = await store.in_thread(lambda: _statistics(values))
-        response.values.extend(values[request.start : request.start + count].double().tolist())
-        response.version = shard.version or 0
-        response.start_element, response.stop_element = segment.start_element, segment.stop_element
-        return response
+    response: shard_pb2.PeekResponse | None = None
+    for _ in range(_PEEK_ATTEMPTS):
+        if (response := await _look(store, run, shard, number, request)) is not None:
+            break
+    if response is None:
+        raise StepStateError(
+            f"{shard.what} changed {_PEEK_ATTEMPTS} times while parameter {request.parameter!r} was read: ask again, "
+            "or keep a version with HoldVersion"
+        )
+    return response
 
-    return await run.alone(look)  # no update changes the values meanwhile
+
+async def _look(
+    store: ShardStore, run: Run, shard: UnitShard, number: int, request: shard_pb2.PeekRequest
+) -> shard_pb2.PeekResponse | None:
+    """What ``peek`` answers; None: the values changed meanwhile.
+
+    A tensor may be large. It is read a slice at a time, and between two slices others have their turn on the run.
+    """
+    statistics, source, values, element, count = _Statistics(), None, [], 0, request.count or DEFAULT_PEEK_COUNT
+
+    async def next_slice() -> bool:
+        nonlocal source, element
+        here, version = _peeked(shard, number, request), shard.version
+        if here.is_complex():
+            raise InvalidRequestError(f"{request.parameter!r} is complex: only real numbers are shown")
+        if request.start >= here.numel():
+            raise InvalidRequestError(f"start is {request.start}: this server has {here.numel()} elements of it")
+        now = (here.data_ptr(), version, shard.slices.generation)
+        if source is None:
+            source = now
+            values.extend(here[request.start : request.start + count].double().tolist())
+        if source != now:
+            return False
+        part = here[element : element + _PEEKED_ELEMENTS]
+        await store.in_thread(lambda: statistics.add(part))
+        element += part.numel()
+        return element < here.numel()
+
+    while await run.alone(next_slice):  # no update changes the values meanwhile
+        pass
+    segment = shard.segments[number]
+    if element < segment.stop_element - segment.start_element:
+        return None
+    assert source is not None
+    response = statistics.response()
+    response.values.extend(values)
+    response.version = source[1] or 0
+    response.start_element, response.stop_element = segment.start_element, segment.stop_element
+    return response
 
 
 def _peeked(shard: UnitShard, number: int, request: shard_pb2.PeekRequest) -> torch.Tensor:
     shard.values.check_whole()
     if shard.version is None or shard.values.parameters is None:
         raise StepStateError(f"{shard.what} has no published values yet")
+    if shard.values.updating:
+        raise StepStateError(f"the update of {shard.what} failed and is being repeated: ask again")
     if request.source in (shard_pb2.PEEK_SOURCE_UNSPECIFIED, shard_pb2.PEEK_SOURCE_PARAMETER):
         return shard.views(shard.values.parameters.buffer)[number]
     if request.source == shard_pb2.PEEK_SOURCE_GRADIENT:
@@ -151,15 +196,31 @@ def _peeked(shard: UnitShard, number: int, request: shard_pb2.PeekRequest) -> to
     raise InvalidRequestError(f"source {request.source} is not known")
 
 
-def _statistics(values: torch.Tensor) -> shard_pb2.PeekResponse:
-    wide = values.double()
-    finite = wide[torch.isfinite(wide)]
-    return shard_pb2.PeekResponse(
-        norm=float(torch.linalg.vector_norm(wide)),
-        min=float(finite.min()) if finite.numel() else 0.0,
-        max=float(finite.max()) if finite.numel() else 0.0,
-        non_finite_count=wide.numel() - finite.numel(),
-    )
+class _Statistics:
+    """Statistics over a tensor that is looked at slice by slice."""
+
+    def __init__(self) -> None:
+        self._norms: list[float] = []
+        self._bounds: list[float] = []
+        self._non_finite_count = 0
+
+    def add(self, values: torch.Tensor) -> None:
+        """Takes the next slice in."""
+        wide = values.double()
+        finite = wide[torch.isfinite(wide)]
+        self._norms.append(float(torch.linalg.vector_norm(wide)))
+        if finite.numel():
+            self._bounds += [float(bound) for bound in torch.aminmax(finite)]
+        self._non_finite_count += wide.numel() - finite.numel()
+
+    def response(self) -> shard_pb2.PeekResponse:
+        """The statistics over all slices."""
+        return shard_pb2.PeekResponse(
+            norm=float(torch.linalg.vector_norm(torch.tensor(self._norms, dtype=torch.float64))),
+            min=min(self._bounds, default=0.0),
+            max=max(self._bounds, default=0.0),
+            non_finite_count=self._non_finite_count,
+        )
 
 
 def _find_parameter(run: Run, name: str) -> tuple[UnitShard, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
 import torch
@@ -30,7 +30,7 @@ from shardwell_wire.slices import state_places
 from shardwell_wire.v1 import shard_pb2
 
 
-async def read(store: ShardStore, request: shard_pb2.ReadSliceRequest, wait_s: float) -> AsyncIterator[bytes]:
+async def read(store: ShardStore, request: shard_pb2.ReadSliceRequest, wait_s: float) -> AsyncGenerator[bytes, None]:
     """Yields the messages of a ReadSlice.
 
     Raises:

@@ -1,0 +1,138 @@
+"""What clients have not read yet: limited, in order, and ended when it is not taken."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shardwell_server.shard.memory import sending
+from shardwell_server.shard.memory.sending import Sending
+from shardwell_wire.errors import CapacityError
+
+
+class Reader:
+    """A stream of messages to one client, which takes one at each ``read``.
+
+    Args:
+        room: Where messages are counted.
+        size_bytes: Of each message.
+        peer: The client's connection.
+        wait_s: How long the stream waits for room.
+    """
+
+    def __init__(self, room: Sending, size_bytes: int, peer: str = "a", wait_s: float = 5.0) -> None:
+        self._taken, self.count = asyncio.Event(), 0
+
+        async def stream() -> None:
+            while True:
+                async with room.message(size_bytes, peer, wait_s):
+                    self.count += 1
+                    await self._taken.wait()
+                    self._taken.clear()
+
+        self.task = asyncio.ensure_future(stream())
+
+    def read(self) -> None:
+        self._taken.set()
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def end(*readers: Reader) -> None:
+    for reader in readers:
+        reader.task.cancel()
+    await asyncio.gather(*(reader.task for reader in readers), return_exceptions=True)
+
+
+def test_stalled_readers_hold_no_more_than_the_limit_and_one_connection_not_all_of_it() -> None:
+    async def scenario() -> None:
+        room = Sending(40)
+        stalled = [Reader(room, 2, "a") for _ in range(50)]
+        await turns()
+        assert room.used_bytes == 10, "a quarter"
+        others = [Reader(room, 2, f"b{number}") for number in range(100)]
+        await turns()
+        assert room.used_bytes == 40
+        await end(*stalled)
+        await turns()
+        assert room.used_bytes == 40
+        await end(*others)
+        assert (room.used_bytes, room._used_by, room._waiting_by) == (0, {}, {})
+
+    asyncio.run(scenario())
+
+
+def test_readers_that_read_get_their_turns_beside_stalled_ones() -> None:
+    async def scenario() -> None:
+        room = Sending(40)
+        stalled = [Reader(room, 2, "a") for _ in range(50)]
+        reading = [Reader(room, 10, f"b{number}") for number in range(6)]
+        for _ in range(60):
+            await turns()
+            for reader in reading:
+                reader.read()
+        assert min(reader.count for reader in reading) > 10
+        assert room.used_bytes <= 40
+        await end(*stalled, *reading)
+
+    asyncio.run(scenario())
+
+
+def test_a_message_larger_than_the_limits_is_sent_alone() -> None:
+    async def scenario() -> None:
+        room = Sending(4)
+        first, second = Reader(room, 100), Reader(room, 100)
+        await turns()
+        assert (first.count, second.count) == (1, 0)
+        await end(first)
+        await turns()
+        assert second.count == 1
+        await end(second)
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_takes_nothing_loses_its_connection_when_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "_SWEEP_S", 0.01)
+    monkeypatch.setattr(sending, "STALL_LIMIT_S", 3600.0)
+    monkeypatch.setattr(sending, "PRESSED_LIMIT_S", 0.05)
+
+    async def scenario() -> None:
+        closed: list[str] = []
+
+        def close(peer: str) -> bool:
+            closed.append(peer)
+            stalled.task.cancel()  # as gRPC does
+            return True
+
+        room = Sending(4, close)
+        stalled = Reader(room, 4)
+        await asyncio.sleep(0.1)
+        assert not closed, "nobody wants its room"
+        wanting = Reader(room, 4, "b")
+        await asyncio.wait({stalled.task}, timeout=20)
+        await turns()
+        assert (closed, wanting.count) == (["a"], 1)
+        await end(wanting)
+
+    asyncio.run(scenario())
+
+
+def test_who_gets_no_room_is_told_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        room = Sending(4)
+        stalled, late = Reader(room, 4), Reader(room, 4, "b", wait_s=0.01)
+        with pytest.raises(CapacityError, match=r"readers have not taken 4 bytes yet, 0 .*; the limits are 4 and 1"):
+            await late.task
+        monkeypatch.setattr(sending, "_MAX_WAITING_PER_PEER", 1)
+        waiting, refused = Reader(room, 4, "b"), Reader(room, 4, "b")
+        with pytest.raises(CapacityError, match="limits are 4096 and 1: read the streams that are open"):
+            await refused.task
+        await end(stalled, waiting)
+        assert room.used_bytes == 0
+
+    asyncio.run(scenario())
