@@ -410,7 +410,7 @@ def test_a_large_tensor_is_peeked_slice_by_slice_while_the_run_goes_on(
     before = one.gather(1)[1][0]
     # Its turn comes before the next slice's. If the values are others then, Peek begins anew.
     train_thread = in_background(lambda: train(one, 1))
-    server.until(lambda: bool(server.store.runs["r"]._lock._waiters), "the push waits")
+    server.until(lambda: bool(server.store.runs[one.identity.run_id]._lock._waiters), "the push waits")
     went_on.set()
     next(train_thread)
     peek = next(peeking)

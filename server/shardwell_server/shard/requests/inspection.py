@@ -134,10 +134,11 @@ async def _look(
 
     A tensor may be large. It is read a slice at a time, and between two slices others have their turn on the run.
     """
-    statistics, source, values, element, count = _Statistics(), None, [], 0, request.count or DEFAULT_PEEK_COUNT
+    statistics, values, count = _Statistics(), [], request.count or DEFAULT_PEEK_COUNT
+    source, element, complete = None, 0, False
 
     async def next_slice() -> bool:
-        nonlocal source, element
+        nonlocal source, element, complete
         here, version = _peeked(shard, number, request), shard.version
         if here.is_complex():
             raise InvalidRequestError(f"{request.parameter!r} is complex: only real numbers are shown")
@@ -152,13 +153,14 @@ async def _look(
         part = here[element : element + _PEEKED_ELEMENTS]
         await store.in_thread(lambda: statistics.add(part))
         element += part.numel()
-        return element < here.numel()
+        complete = element == here.numel()
+        return not complete
 
     while await run.alone(next_slice):  # no update changes the values meanwhile
         pass
-    segment = shard.segments[number]
-    if element < segment.stop_element - segment.start_element:
+    if not complete:
         return None
+    segment = shard.segments[number]
     assert source is not None
     response = statistics.response()
     response.values.extend(values)
