@@ -10,7 +10,7 @@ import pytest
 
 import shardwell
 from shardwell.command.cli import main
-from tests.support.cluster import small_run
+from tests.support.cluster import small_run, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,23 @@ def test_run(show, run) -> None:
     output = show("run", run)
     assert "tester" in output and "here" in output and "leased" in output
     assert "last committed step: adamw, gradient norm" in output and "lr=0.01" in output
+
+
+def test_transports_of_a_run(show, cluster: shardwell.LocalCluster) -> None:
+    with small_run(cluster.address, "transports", steps=1) as session:
+        lanes = {lane["server"]: (lane["lane"], lane["bytes_per_s"]) for lane in session.lanes()}
+        assert lanes
+        wait_until(lambda: "TRANSPORT" in show("run", "transports"), "a heartbeat reports the transports")
+        (trainer,) = json.loads(show("run", "transports", "--json"))["trainers"]
+        rows = [line.split() for line in show("run", "transports").splitlines()]
+    addresses = {server.name: server.address for server in cluster.shards}
+    for transport in trainer["transports"]:
+        kind, bytes_per_s = lanes.pop(transport["address"])
+        assert transport["kind"] == f"LANE_KIND_{kind.upper()}"
+        assert transport["bytes_per_s"] == round(bytes_per_s) > 0
+        assert addresses[transport["server_id"]] == transport["address"]
+        assert ["tester", transport["server_id"], kind] in [row[:3] for row in rows]
+    assert not lanes
 
 
 def test_world_of_a_run(show, run) -> None:

@@ -77,6 +77,7 @@ def run(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
         "",
         _trainers(response.trainers),
         "",
+        *_transports(response.trainers),
         _work(response.work),
         "",
         _optimizer(response),
@@ -90,6 +91,17 @@ def _trainers(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> RenderableT
         ranks = _ranks(trainer.global_ranks) or "spare"
         table.add_row(trainer.trainer, trainer.host, ranks, str(trainer.epoch), state, _silent(trainer.silent_s))
     return table
+
+
+def _transports(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> Sequence[RenderableType]:
+    """How trainers reach servers, and an empty line; nothing if none is connected."""
+    table = _table("TRAINER", "SERVER", "TRANSPORT", "MEASURED WHEN OPENED")
+    for trainer in trainers:
+        for transport in trainer.transports:
+            kind = common_pb2.LaneKind.Name(transport.kind).removeprefix("LANE_KIND_").lower()
+            rate = f"{format_size(round(transport.bytes_per_s))}/s" if transport.bytes_per_s else "-"
+            table.add_row(trainer.trainer, transport.server_id or transport.address, kind, rate)
+    return (table, "") if table.row_count else ()
 
 
 def _work(work: Sequence[coordinator_pb2.WorkSummary]) -> RenderableType:

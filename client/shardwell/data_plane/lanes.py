@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shardwell_wire.errors import UsageError
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.v1 import common_pb2, shard_pb2
 
 Nearly = Callable[[], None]
 """Told by a transfer when little of it is left to be moved, so that the next may begin: once, or more often."""
@@ -16,6 +16,14 @@ NEARLY_BYTES = 1 << 20
 
 KINDS = ("shm", "socket", "grpc")
 """All kinds of lanes, the fastest first."""
+
+
+KIND_NUMBERS = {
+    "shm": common_pb2.LANE_KIND_SHM,
+    "socket": common_pb2.LANE_KIND_SOCKET,
+    "grpc": common_pb2.LANE_KIND_GRPC,
+}
+"""As they are named on the wire."""
 
 
 def parse_kinds(text: str) -> tuple[str, ...]:

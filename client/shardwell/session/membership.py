@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,8 @@ class Membership:
         self.seats: tuple[coordinator_pb2.Seat, ...] = tuple(joined.seats)
         self.joined = joined
         self._lease_s: float = joined.lease_s
+        self.transports: Callable[[], Sequence[coordinator_pb2.Transport]] = tuple
+        """How this trainer reaches the shard servers; called with each heartbeat, in the thread of heartbeats."""
         self._stop = threading.Event()
         self._heartbeat = threading.Thread(target=self._keep_lease, name="shardwell-heartbeat", daemon=True)
         self._heartbeat.start()
@@ -197,6 +199,8 @@ class Membership:
         )
         reached = True
         while not self._stop.wait(self._lease_s / 3):
+            del request.transports[:]
+            request.transports.extend(self.transports())
             try:
                 self._coordinator.call("Heartbeat", request, timeout_s=self._lease_s / 3)
                 reached = True

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardwell.data_plane.error_feedback import ErrorFeedback
+from shardwell.data_plane.lanes import KIND_NUMBERS
 from shardwell.data_plane.node_gathers import NodeGathers, fetch
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.server_connection import ServerConnection
@@ -83,6 +84,15 @@ class RunStore:
     def lanes(self) -> list[dict[str, Any]]:
         """Each shard server's lane and what it did."""
         return [server.describe() for server in self._servers.values()]
+
+    def transports(self) -> list[coordinator_pb2.Transport]:
+        """What the coordinator is told of ``lanes``. From any thread."""
+        return [
+            coordinator_pb2.Transport(
+                address=server.address, kind=KIND_NUMBERS[server.kind], bytes_per_s=server.bytes_per_s
+            )
+            for server in list(self._servers.values())
+        ]
 
     def set_wire_dtypes(self, gather_dtype: str | None, push_dtype: str | None) -> None:
         """Changes how 32-bit floats travel, before the first unit; None: as ``join`` was told.

@@ -64,6 +64,7 @@ class Session:
         self.world, self.seed = self._membership.world, self._membership.seed
         progress = StepProgress(joined.committed_step, joined.work.items)
         self.store = RunStore(self._membership, config, progress)
+        self._membership.transports = self.store.transports
         self.units = Units(
             self.store,
             prefetch_bytes=config.prefetch_bytes,

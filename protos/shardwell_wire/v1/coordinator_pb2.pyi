@@ -588,6 +588,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     TRAINER_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
+    TRANSPORTS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     trainer: builtins.str
@@ -596,6 +597,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
     """Epoch of the membership."""
     run_id: builtins.str
     """Id of the run, as Join returned it."""
+    @property
+    def transports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Transport]:
+        """How the trainer reaches the shard servers now; takes the place of what it reported before."""
+
     def __init__(
         self,
         *,
@@ -603,10 +608,41 @@ class HeartbeatRequest(google.protobuf.message.Message):
         trainer: builtins.str = ...,
         epoch: builtins.int = ...,
         run_id: builtins.str = ...,
+        transports: collections.abc.Iterable[global___Transport] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "run", b"run", "run_id", b"run_id", "trainer", b"trainer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "transports", b"transports"]) -> None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
+
+@typing.final
+class Transport(google.protobuf.message.Message):
+    """How a trainer reaches a shard server."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    BYTES_PER_S_FIELD_NUMBER: builtins.int
+    SERVER_ID_FIELD_NUMBER: builtins.int
+    address: builtins.str
+    """host:port of the shard server."""
+    kind: shardwell_wire.v1.common_pb2.LaneKind.ValueType
+    """How bytes travel."""
+    bytes_per_s: builtins.float
+    """Bytes per second, measured when the transport was opened. 0: not measured."""
+    server_id: builtins.str
+    """Id of the shard server that has the address now. Set in responses; empty if there is none."""
+    def __init__(
+        self,
+        *,
+        address: builtins.str = ...,
+        kind: shardwell_wire.v1.common_pb2.LaneKind.ValueType = ...,
+        bytes_per_s: builtins.float = ...,
+        server_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "bytes_per_s", b"bytes_per_s", "kind", b"kind", "server_id", b"server_id"]) -> None: ...
+
+global___Transport = Transport
 
 @typing.final
 class HeartbeatResponse(google.protobuf.message.Message):
@@ -1379,6 +1415,7 @@ class TrainerSummary(google.protobuf.message.Message):
     GLOBAL_RANKS_FIELD_NUMBER: builtins.int
     SILENT_S_FIELD_NUMBER: builtins.int
     LIVE_FIELD_NUMBER: builtins.int
+    TRANSPORTS_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     host: builtins.str
@@ -1393,6 +1430,10 @@ class TrainerSummary(google.protobuf.message.Message):
     def global_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Logical ranks that are its own."""
 
+    @property
+    def transports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Transport]:
+        """How it reaches shard servers, as its last heartbeat said. Empty until it has connected to one."""
+
     def __init__(
         self,
         *,
@@ -1402,8 +1443,9 @@ class TrainerSummary(google.protobuf.message.Message):
         global_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         silent_s: builtins.float = ...,
         live: builtins.bool = ...,
+        transports: collections.abc.Iterable[global___Transport] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "global_ranks", b"global_ranks", "host", b"host", "live", b"live", "silent_s", b"silent_s", "trainer", b"trainer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "global_ranks", b"global_ranks", "host", b"host", "live", b"live", "silent_s", b"silent_s", "trainer", b"trainer", "transports", b"transports"]) -> None: ...
 
 global___TrainerSummary = TrainerSummary
 

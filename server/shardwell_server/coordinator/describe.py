@@ -88,9 +88,10 @@ def summary(run: Run) -> coordinator_pb2.RunSummary:
     )
 
 
-def run_details(run: Run, now: float) -> coordinator_pb2.DescribeRunResponse:
-    """A run with its trainers and the step in flight."""
+def run_details(run: Run, cluster: Cluster, now: float) -> coordinator_pb2.DescribeRunResponse:
+    """A run with its trainers, how they reach shard servers, and the step in flight."""
     last = run.commits[-1] if run.commits else None
+    ids = {server.address: server.server_id for server in cluster.servers.values()}
     return coordinator_pb2.DescribeRunResponse(
         summary=summary(run),
         trainers=[
@@ -101,6 +102,7 @@ def run_details(run: Run, now: float) -> coordinator_pb2.DescribeRunResponse:
                 global_ranks=run.ranks_of(member.name),
                 silent_s=round(member.silent_s(now), 3),
                 live=member.live,
+                transports=[at.to_proto(ids.get(at.address, "")) for at in member.transports if member.live],
             )
             for member in run.members
         ],

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from shardwell_server.coordinator.transports import Transport
 from shardwell_wire.errors import DuplicateError, NotFoundError, StaleEpochError
 
 REMEMBERED = 256
@@ -32,6 +33,8 @@ class Member:
     """Whether it computes other trainers' items; None: it has not said."""
     joined_step: int = 0
     """Committed steps when it joined; of one that joined in an earlier term, when the term began."""
+    transports: tuple[Transport, ...] = ()
+    """How it reaches shard servers, as its last heartbeat said."""
     rpcs_in_progress: int = 0
     """While one is in progress, the trainer is alive."""
 

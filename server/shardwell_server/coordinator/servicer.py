@@ -19,6 +19,7 @@ from shardwell_server.coordinator.membership import Member, heard
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.settings import RunSettings, check_layers
 from shardwell_server.coordinator.stall import explain
+from shardwell_server.coordinator.transports import Transport
 from shardwell_server.coordinator.waiting import poll
 from shardwell_server.request_log import RequestLog
 from shardwell_server.rpc import MAX_WAIT_S, Call
@@ -109,8 +110,10 @@ class CoordinatorServicer:
     async def Heartbeat(
         self, request: coordinator_pb2.HeartbeatRequest, call: Call
     ) -> coordinator_pb2.HeartbeatResponse:
-        run = self._exact_run(request)
-        with heard(self._coordinator.trainers.hear(run, request.trainer, request.epoch), self._state.clock):
+        run, transports = self._exact_run(request), Transport.from_proto(request.transports)
+        member = self._coordinator.trainers.hear(run, request.trainer, request.epoch)
+        with heard(member, self._state.clock):
+            member.transports = transports
             check_kept(run, self._state.cluster)
             return coordinator_pb2.HeartbeatResponse(committed_step=run.committed_step)
 
@@ -253,7 +256,7 @@ class CoordinatorServicer:
     async def DescribeRun(
         self, request: coordinator_pb2.DescribeRunRequest, call: Call
     ) -> coordinator_pb2.DescribeRunResponse:
-        return describe.run_details(self._state.require_run(request.run), self._state.clock())
+        return describe.run_details(self._state.require_run(request.run), self._state.cluster, self._state.clock())
 
     async def DescribeWorld(
         self, request: coordinator_pb2.DescribeWorldRequest, call: Call

@@ -1,0 +1,68 @@
+"""How trainers reach shard servers, as they report it and as people see it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwell_server.coordinator.transports import MAX_TRANSPORTS
+from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+from tests.support.coordinator import harness, run_async
+
+SHM, SOCKET = common_pb2.LANE_KIND_SHM, common_pb2.LANE_KIND_SOCKET
+
+
+def transport(**fields: object) -> coordinator_pb2.Transport:
+    return coordinator_pb2.Transport(**{"address": "a:1", "kind": SOCKET, "bytes_per_s": 1.5e9, **fields})
+
+
+def test_the_last_report_is_shown_with_the_names_of_servers(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a = await cluster.join("a")
+            server_id, server = next(iter(cluster.state.cluster.servers.items()))
+            for reported in (
+                [transport(address=server.address, kind=SHM, bytes_per_s=2.0), transport(bytes_per_s=0.0)],
+                [transport(address=server.address, bytes_per_s=1e9 / 3)],
+                [],
+            ):
+                await cluster.call(
+                    "Heartbeat", run="r", run_id=a.run_id, trainer="a", epoch=a.epoch, transports=reported
+                )
+                (shown,) = (await cluster.call("DescribeRun", run="r")).trainers
+                assert [(at.address, at.kind, at.bytes_per_s) for at in shown.transports] == [
+                    (at.address, at.kind, round(at.bytes_per_s)) for at in reported
+                ]
+                names = [server_id if at.address == server.address else "" for at in reported]
+                assert [at.server_id for at in shown.transports] == names
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize(
+    ("reported", "message"),
+    [
+        ([transport(address="")], "expected a printable host:port"),
+        ([transport(address="a" * 1000)], "expected a printable host:port"),
+        ([transport(kind=0)], "kind=0"),
+        ([transport(kind=99)], "kind=99"),
+        ([transport(bytes_per_s=-1.0)], "bytes_per_s=-1.0"),
+        ([transport(bytes_per_s=float("nan"))], "bytes_per_s=nan"),
+        ([transport()] * (MAX_TRANSPORTS + 1), "expected at most"),
+    ],
+)
+def test_an_impossible_report_is_refused(
+    tmp_path: Path, reported: list[coordinator_pb2.Transport], message: str
+) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a = await cluster.join("a")
+            with pytest.raises(InvalidRequestError, match=message):
+                await cluster.call(
+                    "Heartbeat", run="r", run_id=a.run_id, trainer="a", epoch=a.epoch, transports=reported
+                )
+            assert not cluster.state.runs["r"].members.members["a"].transports
+
+    run_async(scenario())
