@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shardwell.data_plane.socket_lane import SocketLane
+from shardwell_server.shard.lanes.shm_lane import PROOF_FILE_BYTES
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_wire.errors import (
     AccessError,
@@ -300,6 +301,25 @@ def test_closing_the_lane_gives_the_mailboxes_back(laned: LanedUnit) -> None:
     assert_only_parameters(laned.one)
     assert not any(Path(path).exists() for path in paths)
     assert isinstance(error_of(laned.open_mailbox), ConflictError)
+
+
+def test_many_lanes_take_one_file_which_ends_with_the_last(laned: LanedUnit) -> None:
+    server, one = laned.server, laned.one
+    memory, folder = server.store.memory, Path(server.look(lambda: server.shm._proof.path)).parent  # type: ignore[union-attr]
+    request = shard_pb2.OpenLaneRequest(run=one.run, run_id=one.identity.run_id, kind=common_pb2.LANE_KIND_SHM)
+    before, count = server.look(lambda: memory.used_bytes), len(list(folder.iterdir()))
+    lanes = [server.client.open("OpenLane", request, timeout_s=20.0) for _ in range(20)]
+    assert len({lane.answer.lane for lane in lanes}) == 20
+    assert {lane.answer.shm.path for lane in lanes} == {server.look(lambda: server.shm._proof.path)}  # type: ignore[union-attr]
+    assert (server.look(lambda: memory.used_bytes), len(list(folder.iterdir()))) == (before, count)
+    for lane in lanes:
+        lane.end()
+    laned.lane.close()
+    server.until(lambda: not server.shm._open, "all lanes are closed")
+    assert (server.look(lambda: memory.used_bytes), len(list(folder.iterdir()))) == (
+        before - PROOF_FILE_BYTES,
+        count - 1,
+    )
 
 
 def test_a_contribution_outlives_its_lane(laned: LanedUnit) -> None:

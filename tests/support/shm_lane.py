@@ -12,6 +12,7 @@ from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
 from shardwell.data_plane.shm_lane import ShmLane
 from shardwell.data_plane.socket_lane import SocketLane
 from shardwell_server.shard.lanes.mailboxes import Mailbox
+from shardwell_server.shard.lanes.shm_lane import PROOF_FILE_BYTES
 from shardwell_wire.codec import memory_at
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import (
@@ -108,7 +109,8 @@ class LanedUnit:
 
 
 def shared_bytes(server: ShardServer) -> int:
-    return server.look(lambda: server.store.memory._shared_bytes)
+    """What shards and mailboxes take, without the file that all lanes share."""
+    return server.look(lambda: server.store.memory._shared_bytes - bool(server.shm._open) * PROOF_FILE_BYTES)
 
 
 def assert_only_parameters(one: OneUnit) -> None:

@@ -21,6 +21,7 @@ from shardwell_server.shard.requests import (
     transfers,
 )
 from shardwell_server.shard.requests.holds import holding
+from shardwell_server.shard.requests.standing import StandingStreams
 from shardwell_server.shard.requests.streams import IncomingMessages
 from shardwell_server.shard.state.coordinator_term import CoordinatorTerm
 from shardwell_server.shard.state.runs import Run
@@ -53,6 +54,7 @@ class ShardServicer:
         self._server_id, self._incarnation, self._store, self._term = server_id, incarnation, store, term
         self._lanes = lanes or {}
         self._lanes_end = asyncio.Event()
+        self._standing = StandingStreams()
         self._started_s = asyncio.get_running_loop().time()
 
     def end_lanes(self) -> None:
@@ -177,9 +179,10 @@ class ShardServicer:
         self, request: shard_pb2.HoldVersionRequest, call: Call
     ) -> AsyncIterator[shard_pb2.HoldVersionResponse]:
         run = self._store.run(request.run, request.run_id)
-        async with holding(run, request.version, call.remaining_s(request.wait_s)) as shard_count:
-            yield shard_pb2.HoldVersionResponse(version=request.version, shard_count=shard_count)
-            await first_of(self._lanes_end, run.dropped)  # or until the caller is gone
+        with self._standing.one(call.peer):
+            async with holding(run, request.version, call.remaining_s(request.wait_s)) as shard_count:
+                yield shard_pb2.HoldVersionResponse(version=request.version, shard_count=shard_count)
+                await first_of(self._lanes_end, run.dropped)  # or until the caller is gone
 
     async def OpenLane(
         self, request: shard_pb2.OpenLaneRequest, call: Call
@@ -188,9 +191,10 @@ class ShardServicer:
         offer = self._lanes.get(request.kind)
         if offer is None:
             raise ConflictError(f"{self._server_id} offers no lane of kind {request.kind}")
-        async with offer.open(run.identity) as answer:
-            yield answer
-            await first_of(self._lanes_end, run.dropped)  # or until the trainer is gone
+        with self._standing.one(call.peer):
+            async with offer.open(run.identity) as answer:
+                yield answer
+                await first_of(self._lanes_end, run.dropped)  # or until the trainer is gone
 
     async def MeasureLane(self, request: shard_pb2.MeasureLaneRequest, call: Call) -> AsyncIterator[bytes]:
         encoder = codec.StreamEncoder(shard_pb2.MeasureLaneResponse(), request.size_bytes)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from shardwell_server.shard.lanes.mailboxes import Mailbox
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
 from shardwell_server.shard.memory.slice_desks import Desk
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.codec import memory_at
@@ -18,8 +18,8 @@ from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import shard_pb2
 
 _PROOF_BYTES = 32
-_FILE_BYTES = 1 << 20
-"""Of the file with the proof: it is also what trainers measure with."""
+PROOF_FILE_BYTES = 1 << 20
+"""Size of the file with the proof, which trainers also measure with."""
 
 
 class ShmLane:
@@ -116,23 +116,30 @@ class ShmLanes:
     def __init__(self, shared: SharedMemory, memory: Memory) -> None:
         self._shared, self._memory = shared, memory
         self._open: dict[str, ShmLane] = {}
+        self._proof: SharedBuffer | None = None
 
     @asynccontextmanager
     async def open(self, run: RunIdentity) -> AsyncIterator[shard_pb2.OpenLaneResponse]:
         """See ``LaneOffer.open``."""
-        proof, name = secrets.token_bytes(_PROOF_BYTES), secrets.token_hex(8)
-        file = self._shared.create(_FILE_BYTES, "a lane")
+        name, proof = secrets.token_hex(8), self._proof or self._prove()
+        lane = self._open[name] = ShmLane(run, self._shared, self._memory)
         try:
-            memory_at(file.tensor.data_ptr(), _PROOF_BYTES)[:] = proof
-            lane = self._open[name] = ShmLane(run, self._shared, self._memory)
-            try:
-                offer = shard_pb2.SharedMemoryOffer(path=file.path, proof=proof)
-                yield shard_pb2.OpenLaneResponse(lane=name, shm=offer)
-            finally:
-                del self._open[name]
-                lane.close()
+            offer = shard_pb2.SharedMemoryOffer(path=proof.path, proof=bytes(_proof_in(proof)))
+            yield shard_pb2.OpenLaneResponse(lane=name, shm=offer)
         finally:
-            file.unlink()
+            del self._open[name]
+            lane.close()
+            if not self._open:
+                proof.unlink()
+                self._memory.note_shared(-PROOF_FILE_BYTES)
+                self._proof = None
+
+    def _prove(self) -> SharedBuffer:
+        """Makes the file that shows trainers that they share this memory: one for all lanes, while any is open."""
+        self._proof = self._shared.create(PROOF_FILE_BYTES, "a lane")
+        _proof_in(self._proof)[:] = secrets.token_bytes(_PROOF_BYTES)
+        self._memory.note_shared(PROOF_FILE_BYTES)
+        return self._proof
 
     def lane(self, name: str, run: RunIdentity) -> ShmLane:
         """An open lane of a run.
@@ -145,3 +152,7 @@ class ShmLanes:
             raise ConflictError(f"no shm lane {name!r} is open here")
         lane.check_run(run)
         return lane
+
+
+def _proof_in(file: SharedBuffer) -> memoryview:
+    return memory_at(file.tensor.data_ptr(), _PROOF_BYTES)
