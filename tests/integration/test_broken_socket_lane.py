@@ -75,6 +75,19 @@ def test_who_has_no_token_is_told_and_cut_off(laned: LanedUnit, hello: bytes, er
     assert laned.gather()[0] == 0
 
 
+def test_a_token_is_worth_nothing_once_its_lane_is_closed(laned: LanedUnit) -> None:
+    other = SocketLane(laned.server.client, laned.one.identity)
+    hello = frames.hello(other._offer.token)
+    with Peer(laned, hello=hello) as peer:
+        assert peer.frame() == (Kind.WELCOME, b"")
+        other.close()
+        assert peer.is_closed()
+    with Peer(laned, hello=hello) as peer:
+        assert type(peer.error()) is AccessError
+        assert peer.is_closed()
+    assert laned.gather()[0] == 0
+
+
 def test_who_says_nothing_is_cut_off(laned: LanedUnit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket_lane, "HELLO_LIMIT_S", 0.05)
     with Peer(laned, hello=b"shrd") as peer:

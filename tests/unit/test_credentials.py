@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 from shardwell import credentials as local
 from shardwell.credentials import PublishedCredentials, find_credentials
+from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials, new_credentials, read_token_file
 from shardwell_wire.errors import UsageError
 
@@ -69,6 +70,13 @@ def test_what_a_client_sends_is_accepted() -> None:
 def test_a_token_is_not_shown_by_accident() -> None:
     made = new_credentials()
     assert made.token not in f"{made!r} {made} {[made]}"
+
+
+def test_a_client_does_not_show_its_token() -> None:
+    made = new_credentials()
+    with closing(CoordinatorClient("127.0.0.1:1", made)) as client:
+        stubs = [client.byte_response_stub("WatchEvents"), client._unary_stub("ListRuns")]
+        assert made.token not in repr((stubs, vars(client)))
 
 
 # Files.

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -215,4 +214,12 @@ class ServiceClient:
 
     def _with_credentials(self, stub: Callable[..., Any]) -> Callable[..., Any]:
         """A stub whose every call carries the credentials."""
-        return partial(stub, metadata=self.credentials.metadata) if self.credentials else stub
+        credentials = self.credentials
+        if not credentials:
+            return stub
+
+        # Not functools.partial, whose repr would show the token wherever somebody prints a stub.
+        def call(*arguments: Any, **options: Any) -> Any:
+            return stub(*arguments, metadata=credentials.metadata, **options)
+
+        return call

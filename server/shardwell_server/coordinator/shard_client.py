@@ -70,7 +70,7 @@ class GrpcShardCalls:
     """
 
     def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
-        self._metadata = credentials.metadata
+        self._credentials = credentials
         self._service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: dict[tuple[str, str], Any] = {}
@@ -81,7 +81,7 @@ class GrpcShardCalls:
         give_up, delay = time.monotonic() + retry_for_s, _FIRST_DELAY_S
         while True:
             try:
-                return await stub(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+                return await stub(request, timeout=CALL_TIMEOUT_S, metadata=self._credentials.metadata)
             except grpc.aio.AioRpcError as rpc_error:
                 error = from_rpc_error(rpc_error, f"shard server at {address}")
                 if not isinstance(error, UnavailableError) or time.monotonic() + delay > give_up:

@@ -58,7 +58,7 @@ class Registration:
         self, coordinator: str, server_id: str, store: ShardStore, credentials: Credentials = NO_CREDENTIALS
     ) -> None:
         self._coordinator, self._server_id, self._store = coordinator, server_id, store
-        self._metadata = credentials.metadata
+        self._credentials = credentials
         self.incarnation = uuid.uuid4().hex
         self._channel = open_aio_channel(coordinator)
         self._reachable = True
@@ -194,7 +194,7 @@ class Registration:
             response_deserializer=GetMessageClass(service.methods_by_name[rpc_name].output_type).FromString,
         )
         try:
-            response = await stub(request, timeout=timeout_s, metadata=self._metadata)
+            response = await stub(request, timeout=timeout_s, metadata=self._credentials.metadata)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, f"coordinator at {self._coordinator}") from error
         self._reachable = True
