@@ -221,7 +221,8 @@ def test_the_largest_world_costs_a_reservation_no_time_and_a_larger_one_is_refus
     empty.reserve()
     server.look(lambda: empty.shard.slices.bounds(MAX_WORLD_SIZE - 1))
     for dp in (0, MAX_WORLD_SIZE + 1, (1 << 32) - 1):
-        error = error_of(partial(empty.reserve, dp=dp, context=common_pb2.RequestContext(run="other", epoch=1)))
+        context = common_pb2.RequestContext(run="other", run_id="other", epoch=1)
+        error = error_of(partial(empty.reserve, dp=dp, context=context))
         assert isinstance(error, InvalidRequestError)
         assert f"dp is {dp}: expected 1 to {MAX_WORLD_SIZE}" in str(error)
     assert "other" not in server.look(lambda: list(server.store.runs))

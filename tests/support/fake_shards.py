@@ -34,6 +34,7 @@ COST = 3
 class FakeUnit:
     start_bytes: int
     stop_bytes: int
+    placement: int
     version: int | None = None
 
 
@@ -44,6 +45,7 @@ class FakeRun:
     names: dict[str, int] = field(default_factory=dict)
     epochs: dict[int, int] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
+    released: dict[str, int] = field(default_factory=dict)
     prepared: shard_pb2.PrepareStepRequest | None = None
     updates: list[shard_pb2.UpdateRequest] = field(default_factory=list)
     """Those that were applied, not their repetitions."""
@@ -106,15 +108,32 @@ class FakeShard:
         self.runs_by_id.setdefault(request.context.run_id, FakeRun(request.context.run))
         run = self._run(request)
         size = COST * (request.stop_bytes - request.start_bytes)
+        if request.placement <= run.released.get(request.unit.name, 0):
+            raise StaleEpochError(f"placement {request.placement} was taken back")
+        former = run.units.get(request.unit_index)
+        if former is not None and former.placement < request.placement and not former.version:
+            self._release(run, request.unit_index)
         if request.unit_index not in run.units:
             if self.reserved_bytes + size > self.budget_bytes:
                 raise CapacityError(f"{size} bytes do not fit")
             self.reserved_bytes += size
-            run.units[request.unit_index] = FakeUnit(request.start_bytes, request.stop_bytes)
+            run.units[request.unit_index] = FakeUnit(request.start_bytes, request.stop_bytes, request.placement)
             run.names[request.unit.name] = request.unit_index
         unit = run.units[request.unit_index]
         assert (unit.start_bytes, unit.stop_bytes) == (request.start_bytes, request.stop_bytes)
         return shard_pb2.ReserveUnitResponse(free_bytes=self.budget_bytes - self.reserved_bytes, version=unit.version)
+
+    def ReleaseUnit(self, request: shard_pb2.ReleaseUnitRequest) -> shard_pb2.ReleaseUnitResponse:
+        run = self.runs_by_id.get(request.context.run_id, FakeRun(request.context.run))
+        run.released[request.unit] = max(request.placement, run.released.get(request.unit, 0))
+        index = run.names.get(request.unit)
+        if index is not None and index in run.units and run.units[index].placement <= request.placement:
+            self._release(run, index)
+        return shard_pb2.ReleaseUnitResponse(free_bytes=self.budget_bytes - self.reserved_bytes)
+
+    def _release(self, run: FakeRun, index: int) -> None:
+        unit = run.units.pop(index)
+        self.reserved_bytes -= COST * (unit.stop_bytes - unit.start_bytes)
 
     def PublishUnit(self, request: shard_pb2.PublishUnitRequest) -> shard_pb2.PublishUnitResponse:
         run = self._run(request)

@@ -51,14 +51,14 @@ class UnitDeclarations:
             DeadlineError: The trainer that should send initial values did not in time.
         """
         declared = self._ask(layout, step)
-        unit = RemoteUnit(declared.unit_index, layout, reach(declared))
         give_up, delay = time.monotonic() + self._wait_limit_s, _FIRST_PUBLISH_POLL_S
         # The values are kept until the unit is published: whoever should have sent them may be lost,
         # and then this trainer is asked to.
         while not declared.HasField("version"):
             if declared.initialize:
+                unit = RemoteUnit(declared.unit_index, layout, reach(declared))
                 self._initialize(unit, values, declared.epoch)
-                break
+                return unit
             if time.monotonic() > give_up:
                 raise DeadlineError(
                     f"waited {self._wait_limit_s:.0f} s for the initial values of unit {layout.unit!r} "
@@ -67,8 +67,8 @@ class UnitDeclarations:
                 )
             time.sleep(delay)
             delay = min(delay * 2, _LONGEST_PUBLISH_POLL_S)
-            declared = self._ask(layout, step)
-        return unit
+            declared = self._ask(layout, step)  # a unit without values may be placed on other servers meanwhile
+        return RemoteUnit(declared.unit_index, layout, reach(declared))
 
     def _ask(self, layout: UnitLayout, step: int) -> coordinator_pb2.DeclareUnitResponse:
         request = coordinator_pb2.DeclareUnitRequest(

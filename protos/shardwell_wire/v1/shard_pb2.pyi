@@ -59,6 +59,7 @@ class ReserveUnitRequest(google.protobuf.message.Message):
     START_BYTES_FIELD_NUMBER: builtins.int
     STOP_BYTES_FIELD_NUMBER: builtins.int
     DP_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
     """Position of the unit in the run; names it in later messages."""
     start_bytes: builtins.int
@@ -69,6 +70,8 @@ class ReserveUnitRequest(google.protobuf.message.Message):
     """End of the range, half-open."""
     dp: builtins.int
     """Logical ranks whose contributions are reduced; contributions held at once are bounded by it."""
+    placement: builtins.int
+    """Number of this placement of the unit: every placement in the run has a higher one than those before."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, epoch, step and request id."""
@@ -86,11 +89,55 @@ class ReserveUnitRequest(google.protobuf.message.Message):
         start_bytes: builtins.int = ...,
         stop_bytes: builtins.int = ...,
         dp: builtins.int = ...,
+        placement: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context", "unit", b"unit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "placement", b"placement", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
 
 global___ReserveUnitRequest = ReserveUnitRequest
+
+@typing.final
+class ReleaseUnitRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
+    unit: builtins.str
+    """Name of the unit."""
+    placement: builtins.int
+    """Number of the placement. Reservations with higher numbers stay."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, epoch, step and request id."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        unit: builtins.str = ...,
+        placement: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "placement", b"placement", "unit", b"unit"]) -> None: ...
+
+global___ReleaseUnitRequest = ReleaseUnitRequest
+
+@typing.final
+class ReleaseUnitResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FREE_BYTES_FIELD_NUMBER: builtins.int
+    free_bytes: builtins.int
+    """Bytes of the server's budget that are free now."""
+    def __init__(
+        self,
+        *,
+        free_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["free_bytes", b"free_bytes"]) -> None: ...
+
+global___ReleaseUnitResponse = ReleaseUnitResponse
 
 @typing.final
 class ReserveUnitResponse(google.protobuf.message.Message):

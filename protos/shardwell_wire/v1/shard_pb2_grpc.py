@@ -49,6 +49,11 @@ class ShardServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReserveUnitRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReserveUnitResponse.FromString,
                 _registered_method=True)
+        self.ReleaseUnit = channel.unary_unary(
+                '/shardwell.v1.ShardService/ReleaseUnit',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReleaseUnitRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReleaseUnitResponse.FromString,
+                _registered_method=True)
         self.InitializeUnit = channel.stream_unary(
                 '/shardwell.v1.ShardService/InitializeUnit',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.InitializeUnitRequest.SerializeToString,
@@ -186,8 +191,17 @@ class ShardServiceServicer(object):
 
     def ReserveUnit(self, request, context):
         """Coordinator: makes room for a shard of a unit. Repeating it is harmless.
-        RESOURCE_EXHAUSTED: it does not fit the memory budget; FAILED_PRECONDITION: the unit is there
-        with another layout or range, or a step is prepared.
+        A reservation with a higher placement number takes the place of one with a lower number, and of what was sent to it,
+        unless the unit has been updated. RESOURCE_EXHAUSTED: it does not fit the memory budget; FAILED_PRECONDITION: the unit
+        is there with another layout or range, or a step is prepared; ABORTED: the placement is over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseUnit(self, request, context):
+        """Coordinator: takes the reservation of a unit back, as when another server had no room for its part. Repeating it is
+        harmless; a reservation with this placement number that comes later is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -412,6 +426,11 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReserveUnitRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReserveUnitResponse.SerializeToString,
             ),
+            'ReleaseUnit': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseUnit,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReleaseUnitRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReleaseUnitResponse.SerializeToString,
+            ),
             'InitializeUnit': grpc.stream_unary_rpc_method_handler(
                     servicer.InitializeUnit,
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.InitializeUnitRequest.FromString,
@@ -570,6 +589,33 @@ class ShardService(object):
             '/shardwell.v1.ShardService/ReserveUnit',
             shardwell__wire_dot_v1_dot_shard__pb2.ReserveUnitRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.ReserveUnitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseUnit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.ShardService/ReleaseUnit',
+            shardwell__wire_dot_v1_dot_shard__pb2.ReleaseUnitRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.ReleaseUnitResponse.FromString,
             options,
             channel_credentials,
             insecure,

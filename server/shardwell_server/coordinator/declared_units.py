@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardwell_server.coordinator.records import ShardRecord
@@ -13,18 +13,13 @@ from shardwell_wire.layout import UnitLayout
 
 @dataclass(slots=True)
 class Unit:
-    """A unit and where its shards live."""
+    """A unit, and where its shards live: its owners have set memory aside."""
 
     index: int
     layout: UnitLayout
     shards: tuple[ShardRecord, ...]
     published: bool = False
-    stored: bool = False
-    """Whether it is durable that the unit exists."""
-    reserved: bool = False
-    """Whether every owner has made room, as far as this process knows."""
-    in_flight: SharedCall[None] = field(default_factory=SharedCall)
-    """Its reservation or publication."""
+    publishing: SharedCall[None] = field(default_factory=SharedCall)
 
 
 class DeclaredUnits:
@@ -46,10 +41,6 @@ class DeclaredUnits:
 
     def __len__(self) -> int:
         return len(self._units)
-
-    def before(self, unit: Unit) -> Sequence[Unit]:
-        """Those with lower indices."""
-        return self._units[: unit.index]
 
     @property
     def layouts(self) -> list[UnitLayout]:

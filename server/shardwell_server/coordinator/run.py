@@ -6,13 +6,14 @@ before anybody is told is marked by ``touch`` and written by ``CoordinatorState.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shardwell_server.coordinator.agreement import HandIn, committed_optimizer, require_same, require_same_algorithms
 from shardwell_server.coordinator.assignment import Applicant, Seats, assign, claim, distribute, natural_key
-from shardwell_server.coordinator.declared_units import DeclaredUnits
+from shardwell_server.coordinator.declared_units import DeclaredUnits, Unit
 from shardwell_server.coordinator.membership import Member, Membership
 from shardwell_server.coordinator.records import CommitRecord
 from shardwell_server.coordinator.settings import RunSettings
@@ -77,6 +78,9 @@ class Run:
         """Trainers that wait for any work item, in order of arrival."""
         self.updates: dict[str, PendingUpdate] = {}
         """By server, while the last commit's update is not done everywhere."""
+        self.placing: dict[str, SharedCall[Unit | None]] = {}
+        """By name, the units that are being placed."""
+        self.placing_turn = asyncio.Lock()
         self.saving: SharedCall[None] = SharedCall()
         self.recording: SharedCall[None] = SharedCall()
         self.preparing: SharedCall[None] = SharedCall()

@@ -110,7 +110,7 @@ def from_stored(stored: StoredRun, clock: Callable[[], float]) -> Run:
         run.initializer = (record.initializer, record.initializer_epoch)
     for at in stored.units:
         layout = UnitLayout.from_proto(common_pb2.UnitSpec.FromString(at.spec))
-        run.units.add(Unit(at.unit_index, layout, at.shards, at.published, stored=True))
+        run.units.add(Unit(at.unit_index, layout, at.shards, at.published))
     run.commits.extend(stored.commits)
     if stored.state is not None:
         run.state = coordinator_pb2.RunState.FromString(stored.state)

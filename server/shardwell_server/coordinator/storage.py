@@ -174,7 +174,13 @@ class Storage:
             for record in records
             for at in record.shards
         ]
-        await self._call(self._database.write, [(_upsert("units", 4), units), (_upsert("shards", 6), shards)])
+        former = [(run, record.unit_index) for record in records]
+        writes = [
+            (_upsert("units", 4), units),
+            ("DELETE FROM shards WHERE run = ? AND unit_index = ?", former),
+            (_upsert("shards", 6), shards),
+        ]
+        await self._call(self._database.write, writes)
 
     async def save_finished(self, run: str, step: int, records: Sequence[FinishedRecord]) -> None:
         """Survives the death of this process at once, of the machine only from the next commit on."""

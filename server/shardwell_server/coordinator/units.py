@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import asyncio
+import logging
 
 from shardwell_server.coordinator.declared_units import Unit
 from shardwell_server.coordinator.events import EventKind
@@ -12,9 +13,10 @@ from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.run_records import unit_record
 from shardwell_server.coordinator.servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
-from shardwell_server.coordinator.waiting import poll
+from shardwell_server.coordinator.waiting import SharedCall, poll
 from shardwell_wire.errors import (
     ConflictError,
+    ShardwellError,
     StaleEpochError,
     StepStateError,
     UnavailableError,
@@ -22,6 +24,8 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
+
+logger = logging.getLogger(__name__)
 
 
 class Units:
@@ -36,7 +40,7 @@ class Units:
         self._state, self._servers = state, servers
 
     async def declare(self, run: Run, layout: UnitLayout, wait_s: float) -> Unit:
-        """A unit by its layout; placed on servers when it is new.
+        """A unit by its layout; placed on servers when it is new. One that is refused leaves no trace.
 
         Raises:
             UnitMismatchError: It was declared with another layout.
@@ -45,26 +49,31 @@ class Units:
             ConflictError: An owner has lost shards of the run.
         """
         unit = run.units.find(layout.unit)
-        if unit is None:
-            await self._wait_for_servers(run, wait_s)
-            # Another trainer may have declared it in the meantime.
-            unit = run.units.find(layout.unit) or self._place(run, layout)
-        require_same_layout(unit.layout, layout)
         try:
-            while not self._has_room(unit):
-                await unit.in_flight(lambda: self._reserve(run, unit))
+            while unit is None or not self._has_room(unit):
+                if unit is not None:
+                    require_same_layout(unit.layout, layout)
+                await self._wait_for_servers(run, wait_s)
+                placing = run.placing.setdefault(layout.unit, SharedCall())
+                try:
+                    unit = await placing(lambda: self._place(run, layout))
+                finally:
+                    run.placing.pop(layout.unit, None)
         except UnavailableError:
             self._servers.check(run)  # it may be known by now that waiting does not help
             raise
+        require_same_layout(unit.layout, layout)
         self._servers.check(run)
         return unit
 
     def _has_room(self, unit: Unit) -> bool:
-        """Whether the owners have set memory aside, and have not been restarted before the unit was published."""
-        servers = self._state.cluster.servers
-        return unit.published or (
-            unit.reserved and all(servers[at.server_id].incarnation == at.incarnation for at in unit.shards)
-        )
+        """Whether the owners have set memory aside; if the unit is not published, they must still have it."""
+        return unit.published or not any(self._has_lost(at) for at in unit.shards)
+
+    def _has_lost(self, shard: ShardRecord) -> bool:
+        """Whether the process that was given a shard has ended."""
+        server = self._state.cluster.servers.get(shard.server_id)
+        return server is None or server.incarnation != shard.incarnation or server.ended
 
     async def _wait_for_servers(self, run: Run, wait_s: float) -> None:
         cluster, wanted = self._state.cluster, self._state.settings.min_servers
@@ -78,56 +87,105 @@ class Units:
                 "(shardwell-server shard --coordinator ...), or lower --min-servers",
             )
 
-    def _place(self, run: Run, layout: UnitLayout) -> Unit:
-        _check_new(run, layout)
-        cluster = self._state.cluster
-        ranges = place(layout, cluster.candidates(), self._state.settings.min_shard_bytes)
-        shards = []
-        for piece in ranges:
-            server = cluster.servers[piece.server_id]
-            # Until the server tells: so that units declared at the same time are spread.
-            server.reserved_bytes += piece.stop_bytes - piece.start_bytes
-            shards.append(ShardRecord(piece.start_bytes, piece.stop_bytes, piece.server_id, server.incarnation))
-        unit = Unit(len(run.units), layout, tuple(sorted(shards, key=lambda shard: shard.start_bytes)))
-        run.units.add(unit)
+    async def _place(self, run: Run, layout: UnitLayout) -> Unit | None:
+        """Places a unit that is new, or has lost an owner before it had values; one unit of a run after the other.
+
+        A refused unit so is always the last, and the next one gets its index.
+
+        Returns:
+            None: A server that was chosen has ended meanwhile. Place the unit again.
+        """
+        async with run.placing_turn:
+            unit = run.units.find(layout.unit)
+            if unit is None:
+                _check_new(run, layout)
+                if (shards := await self._reserve(run, len(run.units), layout)) is None:
+                    return None
+                unit = Unit(len(run.units), layout, shards)
+                run.units.add(unit)
+            elif not self._has_room(unit):
+                if (shards := await self._reserve(run, unit.index, unit.layout)) is None:
+                    return None
+                run.units.move(unit, shards)
+            else:
+                return unit
+        owners = ", ".join(repr(shard.server_id) for shard in unit.shards)
+        message = f"unit {unit.layout.unit!r}: {unit.layout.size_bytes} bytes on {owners}"
+        self._state.events.add(EventKind.UNIT_PLACED, message, run=run.name)
         return unit
 
-    async def _reserve(self, run: Run, unit: Unit) -> None:
-        """Stores where the unit shall live and has the owners make room; a repetition finds the same ranges."""
-        if self._has_room(unit):
-            return
-        cluster = self._state.cluster
-        processes = {shard.server_id: cluster.require(shard.server_id).incarnation for shard in unit.shards}
-        run.units.move(unit, tuple(replace(shard, incarnation=processes[shard.server_id]) for shard in unit.shards))
-        await self._store(run, unit)
-        ranges = {shard.server_id: shard for shard in unit.shards}
+    async def _reserve(self, run: Run, index: int, layout: UnitLayout) -> tuple[ShardRecord, ...] | None:
+        """Chooses servers for a unit, has them make room, and stores where the unit lives.
+
+        What was reserved is released if a server refuses, or if that cannot be stored.
+
+        Returns:
+            None: A server that was chosen has ended meanwhile.
+        """
+        shards, placement = self._choose(layout), run.next_epoch()
+        await self._state.save(run)  # the number is never given to another placement
+        ranges = {shard.server_id: shard for shard in shards}
 
         def request(server_id: str) -> shard_pb2.ReserveUnitRequest:
             return shard_pb2.ReserveUnitRequest(
                 context=self._servers.context(run, 0),
-                unit=unit.layout.to_proto(),
-                unit_index=unit.index,
+                unit=layout.to_proto(),
+                unit_index=index,
                 start_bytes=ranges[server_id].start_bytes,
                 stop_bytes=ranges[server_id].stop_bytes,
                 dp=run.settings.world.dp,
+                placement=placement,
             )
 
-        responses = await self._servers.call_all(ranges, "ReserveUnit", request)
+        try:
+            responses = await self._servers.call_all(ranges, "ReserveUnit", request)
+            await self._state.store(run, self._state.storage.save_units, [unit_record(Unit(index, layout, shards))])
+        except ShardwellError as error:
+            await asyncio.gather(*(self._release(run, layout.unit, placement, shard) for shard in shards))
+            if isinstance(error, UnavailableError) and any(map(self._has_lost, shards)):
+                return None
+            raise
         for server_id, response in responses.items():
-            server = cluster.servers[server_id]
-            server.reserved_bytes = max(0, server.budget_bytes - response.free_bytes)
-        unit.reserved = True
-        owners = ", ".join(repr(shard.server_id) for shard in unit.shards)
-        message = f"unit {unit.layout.unit!r}: {unit.layout.size_bytes} bytes on {owners}"
-        self._state.events.add(EventKind.UNIT_PLACED, message, run=run.name)
+            self._note_free(server_id, response.free_bytes)
+        return shards
 
-    async def _store(self, run: Run, unit: Unit) -> None:
-        """Makes durable where the unit lives; indices on disk have no gaps."""
-        await self._state.save(run)
-        units = [other for other in run.units.before(unit) if not other.stored] + [unit]
-        await self._state.store(run, self._state.storage.save_units, [unit_record(each) for each in units])
-        for each in units:
-            each.stored = True
+    def _choose(self, layout: UnitLayout) -> tuple[ShardRecord, ...]:
+        cluster = self._state.cluster
+        shards = []
+        for piece in place(layout, cluster.candidates(), self._state.settings.min_shard_bytes):
+            server = cluster.servers[piece.server_id]
+            # Until the server tells: so that units declared at the same time are spread.
+            server.reserved_bytes += piece.stop_bytes - piece.start_bytes
+            shards.append(ShardRecord(piece.start_bytes, piece.stop_bytes, piece.server_id, server.incarnation))
+        return tuple(sorted(shards, key=lambda shard: shard.start_bytes))
+
+    def _note_free(self, server_id: str, free_bytes: int) -> None:
+        server = self._state.cluster.servers[server_id]
+        server.reserved_bytes = max(0, server.budget_bytes - free_bytes)
+
+    async def _release(self, run: Run, unit: str, placement: int, shard: ShardRecord) -> None:
+        """Has an owner take its reservation back; if it cannot be reached, later and in the background."""
+        request = shard_pb2.ReleaseUnitRequest(context=self._servers.context(run, 0), unit=unit, placement=placement)
+
+        async def release() -> bool:
+            try:
+                response = await self._servers.call(shard.server_id, "ReleaseUnit", request, retry_for_s=0.0)
+            except UnavailableError:
+                return False
+            except ShardwellError as error:
+                logger.warning("run %r: the reservation of unit %r stays: %s", run.name, unit, error)
+                return True
+            self._note_free(shard.server_id, response.free_bytes)
+            return True
+
+        async def release_later() -> None:
+            while not (run.deleted or self._has_lost(shard)):
+                await asyncio.sleep(self._state.settings.lease_s / 3)
+                if await release():
+                    return
+
+        if not await release():
+            self._state.tasks.start(release_later())
 
     async def publish(self, run: Run, unit: Unit, trainer: str, epoch: int) -> None:
         """Makes the initial values that a trainer sent version 0.
@@ -148,7 +206,7 @@ class Units:
             )
         self._servers.check(run)
         while not unit.published:
-            await unit.in_flight(lambda: self._publish(run, unit, epoch))
+            await unit.publishing(lambda: self._publish(run, unit, epoch))
 
     async def _publish(self, run: Run, unit: Unit, epoch: int) -> None:
         if unit.published:

@@ -68,9 +68,21 @@ class ShardServicer:
         layout = UnitLayout.from_proto(request.unit)
         self._note(call, request.context, request)
         shard = self._store.reserve(
-            request.context, layout, request.unit_index, request.start_bytes, request.stop_bytes, request.dp
+            request.context,
+            layout,
+            request.unit_index,
+            request.start_bytes,
+            request.stop_bytes,
+            request.dp,
+            request.placement,
         )
         return shard_pb2.ReserveUnitResponse(free_bytes=self._store.memory.free_bytes, version=shard.version)
+
+    async def ReleaseUnit(self, request: shard_pb2.ReleaseUnitRequest, call: Call) -> shard_pb2.ReleaseUnitResponse:
+        await self._term.check(request.context.epoch)
+        self._note(call, request.context, request)
+        self._store.release(request.context, request.unit, request.placement)
+        return shard_pb2.ReleaseUnitResponse(free_bytes=self._store.memory.free_bytes)
 
     async def PublishUnit(self, request: shard_pb2.PublishUnitRequest, call: Call) -> shard_pb2.PublishUnitResponse:
         await self._term.check(request.coordinator_epoch)

@@ -248,6 +248,11 @@ class Memory:
         self._update_limits()
         return before - self.reserved_bytes
 
+    def release_unit(self, run: str, unit: str) -> None:
+        """Gives back what one unit of a run had."""
+        del self._reservations[run, unit]
+        self._update_limits()
+
     @asynccontextmanager
     async def incoming(
         self, size_bytes: int, cover: Cover, *, wait_s: float, what: str

@@ -32,7 +32,7 @@ async def holding(run: Run, version: int, wait_s: float) -> AsyncIterator[int]:
     held: list[tuple[Values, Parameters]] = []
     give_up = asyncio.get_running_loop().time() + wait_s
     try:
-        for shard in list(run.shards.values()):
+        for shard in run.published:
             left_s = max(0.0, give_up - asyncio.get_running_loop().time())
             held.append((shard.values, await shard.values.hold(version, left_s)))
         yield len(held)

@@ -114,7 +114,7 @@ async def confirm(run: Run, request: shard_pb2.ConfirmSlicesRequest) -> shard_pb
         StepStateError: The step is not prepared.
         IncompleteStepError: A slice is not staged.
     """
-    for shard in run.shards.values():
+    for shard in run.published:
         check_prepared(run, shard, request.context.step)
         shard.check_slices()
     return shard_pb2.ConfirmSlicesResponse()

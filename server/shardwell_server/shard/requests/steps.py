@@ -97,7 +97,7 @@ async def _reduced(
 ) -> shard_pb2.PrepareStepResponse:
     """Reduces every shard, unless that is done, and says what its norms are."""
     answer = shard_pb2.PrepareStepResponse(version=request.context.step)
-    for shard in list(run.shards.values()):
+    for shard in run.published:
         if isinstance(shard, BufferShard) and (changed := shard.changed):
             answer.buffers.add(unit_index=shard.index, buffer_indices=changed)
         if request.skip:
@@ -129,7 +129,7 @@ async def prepare_update(run: Run, in_thread: InThread, request: shard_pb2.Prepa
 
 async def _allocate(run: Run, in_thread: InThread, step: int, optimizer: common_pb2.OptimizerStep) -> None:
     groups = {unit.unit_index: unit.group_indices for unit in optimizer.units}
-    key, shards = hyperparameters.allocation_key(optimizer), [*run.shards.values()]
+    key, shards = hyperparameters.allocation_key(optimizer), run.published
     for shard in shards:
         if shard.version == step + 1:
             continue
@@ -155,7 +155,7 @@ async def update(run: Run, in_thread: InThread, request: shard_pb2.UpdateRequest
     place = {index: number for number, index in enumerate(request.unit_order)}
     # Trainers wait for the buffers of the new version before they go on.
     shards = sorted(
-        run.shards.values(),
+        run.published,
         key=lambda shard: (not shard.layout.holds_buffers, place.get(shard.index, len(place)), shard.index),
     )
     waiting = [shard for shard in shards if shard.version != step + 1]
@@ -179,7 +179,7 @@ def _require_prepared(run: Run, step: int) -> None:
 def _check_complete(run: Run, request: shard_pb2.PrepareStepRequest) -> None:
     step, expected = request.context.step, _expected(run, request)
     lines = []
-    for shard in run.shards.values():
+    for shard in run.published:
         if shard.version != step:
             raise StepStateError(f"{shard.what} is at version {shard.version}: step {step} cannot be prepared")
         if shard.dp != request.dp:

@@ -44,8 +44,9 @@ class BufferShard(UnitShard):
         dp: int,
         memory: Memory,
         shared: SharedMemory | None = None,
+        placement: int = 0,
     ) -> None:
-        super().__init__(run, layout, index, start_bytes, stop_bytes, dp, memory, shared)
+        super().__init__(run, layout, index, start_bytes, stop_bytes, dp, memory, shared, placement)
         self.contribution_cover = Cover(1)
 
     @property

@@ -44,6 +44,8 @@ class Run:
         self.name = identity.name
         self.shards: dict[str, UnitShard] = {}
         """By unit name."""
+        self.released: dict[str, int] = {}
+        """By unit name, the highest number of a placement that was taken back."""
         self.fences = Fences()
         self.prepared: PreparedStep | None = None
         self.duplicate_count = 0
@@ -61,6 +63,11 @@ class Run:
         raise NotFoundError(
             f"run {self.name!r} has no unit {unit!r} on this server; it has {known or 'none'}", unit=unit
         )
+
+    @property
+    def published(self) -> list[UnitShard]:
+        """The shards that have values. Others take no part in steps: of some the coordinator may know nothing."""
+        return [shard for shard in self.shards.values() if shard.version is not None]
 
     @property
     def step(self) -> int:
@@ -105,6 +112,7 @@ class Run:
     def drop(self) -> None:
         """Forgets everything; call it ``alone``."""
         self.dropped.set()
+        deleted = RunDeletedError(f"run {self.name!r} was deleted", run=self.name)
         for shard in self.shards.values():
-            shard.drop()
+            shard.drop(deleted)
         self.shards.clear()

@@ -17,6 +17,7 @@ from shardwell_wire.errors import (
     InvalidRequestError,
     NotFoundError,
     RunDeletedError,
+    StaleEpochError,
     StepStateError,
     UnitMismatchError,
 )
@@ -104,12 +105,24 @@ class ShardStore:
                 run_id=identity.run_id,
             )
 
-    def reserve(self, request: NamesRun, layout: UnitLayout, index: int, start: int, stop: int, dp: int) -> UnitShard:
+    def reserve(
+        self,
+        request: NamesRun,
+        layout: UnitLayout,
+        index: int,
+        start: int,
+        stop: int,
+        dp: int,
+        placement: int = 0,
+    ) -> UnitShard:
         """Makes room for a shard; the same again is harmless.
+
+        What was reserved for the unit, or for another one with its index, under a lower placement number is given up.
 
         Raises:
             InvalidRequestError: The range is not one of the unit's.
             UnitMismatchError: The unit is there with another layout or range, or its index is another's.
+            StaleEpochError: The placement was taken back, or there is a later one.
             StepStateError: A step is prepared; a new unit would miss it.
             CapacityError: It does not fit the budget.
             RunDeletedError: The run was deleted; the request was on its way meanwhile.
@@ -118,30 +131,55 @@ class ShardStore:
         _check_reservation(layout, start, stop, dp)
         self._check_not_dropped(identity)
         run = self.runs.get(identity.run_id) or Run(identity)
-        wanted = (layout, index, start, stop, dp)
-        known = next(
-            (shard for shard in run.shards.values() if layout.unit == shard.unit or index == shard.index), None
-        )
-        if known is not None:
-            if _identity(known) != wanted:
+        _check_placement(run, layout.unit, placement)
+        known = [shard for shard in run.shards.values() if layout.unit == shard.unit or index == shard.index]
+        for shard in known:
+            if shard.placement == placement and _identity(shard) == (layout, index, start, stop, dp):
+                return shard
+            if shard.placement >= placement or shard.version:
                 raise UnitMismatchError(
-                    f"{known.what} is here as unit {known.index}, [{known.start_bytes}, {known.stop_bytes}) of "
-                    f"{known.layout.size_bytes} bytes with dp {known.dp}; unit {layout.unit!r}, number {index}, was "
+                    f"{shard.what} is here as unit {shard.index}, [{shard.start_bytes}, {shard.stop_bytes}) of "
+                    f"{shard.layout.size_bytes} bytes with dp {shard.dp}; unit {layout.unit!r}, number {index}, was "
                     "reserved with another layout, range or dp",
                     unit=layout.unit,
                 )
-            return known
         if run.prepared is not None:
             raise StepStateError(
                 f"run {run.name!r} is about to commit step {run.prepared.step}: "
                 f"unit {layout.unit!r} comes too late for it",
                 unit=layout.unit,
             )
+        for shard in known:
+            self._release(run, shard)
         self.memory.reserve(str(identity), layout.unit, stop - start, dp, holds_buffers=layout.holds_buffers)
         kind = BufferShard if layout.holds_buffers else UnitShard
-        shard = kind(identity, layout, index, start, stop, dp, self.memory, self._shared)
+        shard = kind(identity, layout, index, start, stop, dp, self.memory, self._shared, placement)
         self.runs.setdefault(identity.run_id, run).shards[layout.unit] = shard
         return shard
+
+    def release(self, request: NamesRun, unit: str, placement: int) -> None:
+        """Takes the reservation of a unit back, if it has no higher placement number; the same again is harmless.
+
+        Raises:
+            StepStateError: The unit has been updated.
+        """
+        run = self.runs.get(RunIdentity(*_identity_in(request)).run_id)
+        if run is None:
+            return
+        run.released[unit] = max(placement, run.released.get(unit, 0))
+        shard = run.shards.get(unit)
+        if shard is not None and shard.placement <= placement:
+            if shard.version:
+                raise StepStateError(
+                    f"{shard.what} is at version {shard.version}: its reservation is in use", unit=unit
+                )
+            self._release(run, shard)
+
+    def _release(self, run: Run, shard: UnitShard) -> None:
+        why = NotFoundError(f"{shard.what} is placed on servers anew: declare it again", unit=shard.unit)
+        shard.drop(why)
+        del run.shards[shard.unit]
+        self.memory.release_unit(str(run.identity), shard.unit)
 
     async def drop(self, run_id: str) -> int:
         """Forgets the run with this id for good; returns the bytes of the budget that are free again."""
@@ -167,6 +205,16 @@ class ShardStore:
         for run in self.runs.values():
             for shard in run.shards.values():
                 shard.make_room()
+
+
+def _check_placement(run: Run, unit: str, placement: int) -> None:
+    """Raises StaleEpochError if a placement was taken back."""
+    if placement <= run.released.get(unit, -1):
+        raise StaleEpochError(
+            f"unit {unit!r} of run {run.name!r}: placement {placement} was taken back, up to {run.released[unit]}: "
+            "reserve under a later one",
+            unit=unit,
+        )
 
 
 def _identity_in(request: NamesRun) -> tuple[str, str]:

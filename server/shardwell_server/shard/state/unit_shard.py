@@ -25,7 +25,7 @@ from shardwell_wire.errors import (
     CapacityError,
     InvalidRequestError,
     NonFiniteError,
-    RunDeletedError,
+    NotFoundError,
     StepStateError,
 )
 from shardwell_wire.layout import UnitLayout
@@ -51,6 +51,7 @@ class UnitShard:
         dp: Logical data ranks.
         memory: Where buffers come from.
         shared: Where parameters lie, if trainers shall be able to map them.
+        placement: Number of the placement that the shard belongs to.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class UnitShard:
         dp: int,
         memory: Memory,
         shared: SharedMemory | None = None,
+        placement: int = 0,
     ) -> None:
         self.run, self.layout, self.index, self.dp = run, layout, index, dp
+        self.placement = placement
         self.start_bytes, self.stop_bytes = start_bytes, stop_bytes
         self.plans = RangePlans(layout, start_bytes, stop_bytes)
         self.segments = self.plans.segments(None)
@@ -119,15 +122,14 @@ class UnitShard:
         self.values.make_room()
         self.slices.make_room()
 
-    def drop(self) -> None:
-        """Forgets everything; those who wait, read or send are told that the run was deleted."""
-        deleted = RunDeletedError(f"run {self.run.name!r} was deleted", run=self.run.name)
-        self.streams.end_all(deleted)
+    def drop(self, why: NotFoundError) -> None:
+        """Forgets everything; those who wait, read or send are told why."""
+        self.streams.end_all(why)
         self.drop_contributions()
         self.slices.close()
         self.encoded.forget()
-        self.copies.drop(deleted)
-        self.values.drop(deleted)
+        self.copies.drop(why)
+        self.values.drop(why)
 
     def check_rank(self, dp_rank: int) -> None:
         """Raises InvalidRequestError unless a data rank may push to this shard."""
