@@ -47,8 +47,7 @@ async def first_of(*events: asyncio.Event) -> None:
 
 
 class _Stream:
-    def __init__(self, order: tuple[int, ...]) -> None:
-        self.order = order
+    def __init__(self) -> None:
         self.reason: ShardwellError | None = None
         self.ended = asyncio.Event()
         self._task = asyncio.current_task()
@@ -67,10 +66,15 @@ class _Stream:
 
 
 class OpenStreams:
-    """The unfinished streams to one shard: one per key, and the newest wins."""
+    """The unfinished streams to one shard. Of those with the same key and fencing numbers the newest wins.
+
+    Streams with other numbers leave each other alone. Only the coordinator knows which of them belongs to a lease: it
+    fences those of former leases before it gives out a new one (``end``). A stream under a number that nobody leased
+    therefore neither ends the leaseholder's nor keeps it from being received.
+    """
 
     def __init__(self) -> None:
-        self._open: dict[Hashable, _Stream] = {}
+        self._open: dict[tuple[Hashable, tuple[int, ...]], _Stream] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -78,21 +82,20 @@ class OpenStreams:
     async def replace(
         self, key: Hashable, order: tuple[int, ...], what: str, receive: Callable[[], Awaitable[Result]]
     ) -> Result:
-        """Receives a stream after ending the one that is open under ``key``.
+        """Receives a stream after ending the one that is open under the same key and numbers.
 
         Args:
             key: What the stream is of.
-            order: Its fencing numbers; one with higher numbers is not replaced.
+            order: Its fencing numbers.
             what: Names the stream in errors.
             receive: Receives it; begun once nothing is left of the older one.
 
         Raises:
-            StaleEpochError: A newer stream took its place, or is there already.
+            StaleEpochError: A newer stream took its place, or its numbers were fenced.
         """
-        older = self._open.get(key)
-        if older is not None and older.order > order:
-            raise StaleEpochError(f"{what}: a stream of a later lease or attempt is being received")
-        own = self._open[key] = _Stream(order)
+        name = key, order
+        older = self._open.get(name)
+        own = self._open[name] = _Stream()
         try:
             if older is not None:
                 older.end(StaleEpochError(f"{what}: a newer stream took its place"))
@@ -105,14 +108,14 @@ class OpenStreams:
             raise own.reason from None
         finally:
             own.ended.set()
-            if self._open.get(key) is own:
-                del self._open[key]
+            if self._open.get(name) is own:
+                del self._open[name]
 
     def end(self, key: Hashable, before: tuple[int, ...], reason: ShardwellError) -> None:
-        """Ends the stream under ``key`` if its fencing numbers are not at least ``before``, each."""
-        stream = self._open.get(key)
-        if stream is not None and any(own < oldest for own, oldest in zip(stream.order, before, strict=True)):
-            stream.end(reason)
+        """Ends the streams under ``key`` whose fencing numbers are not at least ``before``, each."""
+        for (of, order), stream in self._open.items():
+            if of == key and any(own < oldest for own, oldest in zip(order, before, strict=True)):
+                stream.end(reason)
 
     def end_all(self, reason: ShardwellError) -> None:
         """Ends every stream."""
