@@ -8,16 +8,15 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 from shardwell.processes.local_cluster import write_token
 from shardwell.session import open_sessions
 from shardwell_server.in_process import InProcessServers
 from shardwell_wire.credentials import new_credentials
 from shardwell_wire.errors import UsageError
+from shardwell_wire.temporary_folder import temporary_folder
 
 __all__ = ["in_process_cluster"]
 
@@ -49,10 +48,10 @@ def in_process_cluster(num_shards: int = 1, *, dp: int = 1, memory_budget: int =
     """
     if num_shards < 1 or dp < 1:
         raise UsageError(f"in_process_cluster(num_shards={num_shards}, dp={dp}): expected at least 1 of each")
-    with tempfile.TemporaryDirectory(prefix="shardwell-") as folder:
-        state_dir = Path(folder, "state")
+    with temporary_folder() as folder:
+        state_dir = folder / "state"
         state_dir.mkdir()
-        token_file = write_token(Path(folder, "token"), new_credentials())
+        token_file = write_token(folder / "token", new_credentials())
         servers = InProcessServers(state_dir, token_file, num_shards=num_shards, memory_budget=memory_budget)
         try:
             variables = {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Self
@@ -14,6 +12,7 @@ from shardwell.processes.server_process import ServerProcess
 from shardwell_wire.credentials import Credentials, new_credentials
 from shardwell_wire.errors import UsageError
 from shardwell_wire.shared_files import open_file, opened
+from shardwell_wire.temporary_folder import TemporaryFolder
 
 _STOP_GRACE_S = 30.0
 """Ending an interpreter with torch in it takes a second, and several on a machine that is busy."""
@@ -81,7 +80,7 @@ class LocalCluster:
         self._coordinator_options = _options(lease_s=lease_s, min_shard_bytes=min_shard_bytes, log_level=log_level)
         self._state_dir, self._log_dir = state_dir, log_dir
         self._start_limit_s = start_limit_s
-        self._temporary: Path | None = None
+        self._temporary: TemporaryFolder | None = None
         self._started: list[ServerProcess] = []
         self._published: list[PublishedCredentials] = []
 
@@ -120,7 +119,7 @@ class LocalCluster:
             published.withdraw()
         self._published.clear()
         if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary.remove()
             self._temporary = None
 
     def restart_coordinator(self) -> None:
@@ -128,13 +127,13 @@ class LocalCluster:
         self.coordinator.restart(time.monotonic() + self._start_limit_s)
 
     def _start(self, deadline: float) -> None:
-        self._temporary = Path(tempfile.mkdtemp(prefix="shardwell-"))
-        state_dir = Path(self._state_dir or self._temporary / "state")
-        log_dir = Path(self._log_dir or self._temporary / "logs")
+        self._temporary = TemporaryFolder()
+        folder = self._temporary.path
+        state_dir, log_dir = Path(self._state_dir or folder / "state"), Path(self._log_dir or folder / "logs")
         for directory in (state_dir, log_dir):
             directory.mkdir(parents=True, exist_ok=True)
         self.credentials = new_credentials()
-        self.token_file = write_token(self._temporary / "token", self.credentials)
+        self.token_file = write_token(folder / "token", self.credentials)
         common = ["--listen", _LISTEN, "--exit-with-parent", "--token-file", self.token_file]
         coordinator_options = ["--state-dir", str(state_dir), "--min-servers", str(self._num_shards)]
         self.coordinator = ServerProcess(

@@ -9,7 +9,6 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from shardwell_server import authentication, process
 from shardwell_server.coordinator.coordinator import Coordinator
@@ -19,6 +18,7 @@ from shardwell_server.coordinator.shard_client import GrpcShardCalls
 from shardwell_server.coordinator.storage import Storage
 from shardwell_server.sizes import parse_size
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
+from shardwell_wire.temporary_folder import temporary_folder
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
         lease_s=arguments.lease_s, min_servers=arguments.min_servers, min_shard_bytes=arguments.min_shard_bytes
     )
     credentials = authentication.from_arguments(arguments)
-    with nullcontext(arguments.state_dir) if arguments.state_dir else TemporaryDirectory(prefix="shardwell-") as path:
+    with nullcontext(arguments.state_dir) if arguments.state_dir else temporary_folder() as path:
         process.run(
             coordinate(settings, Path(path), endpoint, keeps_state=bool(arguments.state_dir), credentials=credentials),
             log_level=arguments.log_level,

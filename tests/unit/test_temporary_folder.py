@@ -1,0 +1,61 @@
+"""Temporary folders: removed by their process, and by others once it was killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from shardwell_wire.temporary_folder import PREFIX, TemporaryFolder, temporary_folder
+
+HOLD = """
+import sys
+from shardwell_wire.temporary_folder import TemporaryFolder
+made = TemporaryFolder()
+(made.path / "state").mkdir()
+print(made.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def test_a_folder_is_removed_by_its_process(directory: Path) -> None:
+    with temporary_folder() as first, temporary_folder() as second:
+        assert first != second and first.is_dir() and second.is_dir()
+        assert all(path.name.startswith(PREFIX) and path.stat().st_mode & 0o077 == 0 for path in (first, second))
+    assert not list(directory.iterdir())
+
+
+def test_a_folder_of_a_killed_process_is_removed_by_the_next(directory: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        left = Path(process.stdout.readline().strip())
+        with temporary_folder():
+            assert (left / "state").is_dir(), "its process lives"
+        process.kill()
+        process.wait(20)
+    assert left.is_dir()
+    TemporaryFolder().remove()
+    assert not list(directory.iterdir())
+
+
+def test_other_folders_of_the_name_stay(directory: Path) -> None:
+    notes = directory / f"{PREFIX}notes"
+    notes.mkdir(mode=0o700)
+    link = directory / f"{PREFIX}link"
+    link.symlink_to(notes)
+    (directory / f"{PREFIX}file").touch()
+    with temporary_folder():
+        pass
+    assert sorted(path.name.removeprefix(PREFIX) for path in directory.iterdir()) == ["file", "link", "notes"]
