@@ -44,7 +44,7 @@ def victim(request: pytest.FixtureRequest, tmp_path: Path, server: ShardServer) 
 
 
 def push(connection: ServerConnection, one: OneUnit) -> None:
-    shard = RemoteShard("r", PLAIN, connection, one.start, one.stop, Wire(wait_limit_s=20.0))
+    shard = RemoteShard(one.identity, PLAIN, connection, one.start, one.stop, Wire(wait_limit_s=20.0))
     header = shard_pb2.ReduceScatterHeader(
         context=one.context(0, 1, "push"),
         unit=one.layout.unit,
@@ -59,7 +59,7 @@ def test_a_mailbox_that_is_another_file(
 ) -> None:
     path, named = victim
     before, one = path.read_bytes(), unit(server)
-    connection = ServerConnection(server.client.address, "r", kinds=("shm", "socket"), chunk_bytes=64 << 10)
+    connection = ServerConnection(server.client.address, one.identity, kinds=("shm", "socket"), chunk_bytes=64 << 10)
     with closing(connection), monkeypatch.context() as patched:
         patched.setattr(Mailbox, "path", property(lambda _: named))
         push(connection, one)
