@@ -24,13 +24,18 @@ with shardwell.LocalCluster(num_shards=2) as cluster:
 """
 
 
-def live_servers(address: str) -> list[str]:
+def listed_servers(address: str) -> coordinator_pb2.ListServersResponse:
     client = CoordinatorClient(address)
     try:
         response = client.call("ListServers", coordinator_pb2.ListServersRequest(), retry_for_s=10)
     finally:
         client.close()
-    return sorted(server.server_id for server in response.servers if server.live)
+    assert isinstance(response, coordinator_pb2.ListServersResponse)
+    return response
+
+
+def live_servers(address: str) -> list[str]:
+    return sorted(server.server_id for server in listed_servers(address).servers if server.live)
 
 
 def test_all_servers_are_registered_once_it_is_up(cluster: shardwell.LocalCluster) -> None:
@@ -108,3 +113,9 @@ def test_a_server_that_takes_too_long_is_explained() -> None:
 def test_no_shards_are_refused() -> None:
     with pytest.raises(shardwell.UsageError, match="num_shards=0"):
         shardwell.LocalCluster(num_shards=0)
+
+
+def test_the_servers_of_a_cluster_share_the_memory_of_the_machine(cluster: shardwell.LocalCluster) -> None:
+    budgets = [server.budget_bytes for server in listed_servers(cluster.address).servers]
+    assert len(budgets) == 2
+    assert sum(budgets) <= 0.8 * psutil.virtual_memory().total

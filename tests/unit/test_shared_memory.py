@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwell_server.shard.memory import shared_memory
 from shardwell_server.shard.memory.shared_memory import DEFAULT_DIRECTORY, SharedMemory
+from shardwell_server.shard.memory.shm_reserve import ShmReserve
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, read_version
 
@@ -155,7 +157,8 @@ def test_other_failures_are_not_taken_for_lack_of_room(shared: SharedMemory, mon
         shared.create(8, "a mailbox")
 
 
-def test_a_file_larger_than_the_memory_file_system() -> None:
+def test_a_file_larger_than_the_memory_file_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shared_memory, "DEFAULT_DIRECTORY", tmp_path)  # nothing is left to others then
     with closing(SharedMemory(DEFAULT_DIRECTORY)) as shared:
         status = os.statvfs(DEFAULT_DIRECTORY)
         with pytest.raises(CapacityError, match="No space left on device"):
@@ -246,3 +249,43 @@ def test_the_advice_for_more_room_fits_the_file_system(
         monkeypatch.setattr(f"{module}.DEFAULT_DIRECTORY", tmp_path)
     with pytest.raises(CapacityError, match=advice):
         shared.create(100, "a shard")
+
+
+# Room for others.
+
+
+def test_a_reserve_is_left_free_where_other_programs_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, block = os.statvfs(tmp_path), 4096
+    free = {"blocks": 1 << 18}
+
+    def sizes(_: object) -> os.statvfs_result:
+        values = list(found)
+        values[0], values[1], values[2], values[4] = block, block, 1 << 18, free["blocks"]
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(shared_memory, "DEFAULT_DIRECTORY", tmp_path)
+    monkeypatch.setattr(os, "statvfs", sizes)
+    with closing(SharedMemory(tmp_path)) as shared:
+        made = shared.create(4096, "a shard")
+        free["blocks"] = (1 << 16) + 1  # a quarter of 1 GiB, and a block
+        shared.create(4096, "a shard")
+        for _ in range(3):
+            with pytest.raises(CapacityError, match=r"268439552 of 1073741824 bytes are free, of which 268435456 are"):
+                shared.create(4097, "a shard")
+        assert len([line for line in caplog.messages if "are left to other programs" in line]) == 1, "logged once"
+        made.unlink()
+
+
+def test_a_small_file_system_is_left_to_others_and_a_private_one_is_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sizes(_: object) -> os.statvfs_result:
+        values = list(os.statvfs_result(range(11)))
+        values[0], values[1], values[2], values[4] = 4096, 4096, 1 << 14, 1 << 14  # 64 MiB, as in Docker
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(os, "statvfs", sizes)
+    assert ShmReserve(tmp_path, tmp_path).problem(1) is not None
+    assert ShmReserve(tmp_path, tmp_path / "nowhere").problem(1 << 26) is None

@@ -35,7 +35,8 @@ class LocalCluster:
 
     Args:
         num_shards: Shard servers to start.
-        memory_budget: Bytes that each shard server may use. None: what the machine has.
+        memory_budget: Bytes that each shard server may use. None: the servers share 80 % of what the machine, or the
+            container, has.
         lease_s: A trainer or server that was silent for this long is lost. None: the coordinator's
             default.
         min_shard_bytes: A unit is not cut into shards smaller than this. None: the coordinator's
@@ -76,7 +77,7 @@ class LocalCluster:
         if num_shards < 1:
             raise UsageError(f"LocalCluster(num_shards={num_shards}): expected at least 1 shard server")
         self._num_shards = num_shards
-        self._shard_options = _options(memory_budget=memory_budget, log_level=log_level)
+        self._shard_options = _options(memory_budget=memory_budget, servers_on_host=num_shards, log_level=log_level)
         self._coordinator_options = _options(lease_s=lease_s, min_shard_bytes=min_shard_bytes, log_level=log_level)
         self._state_dir, self._log_dir = state_dir, log_dir
         self._start_limit_s = start_limit_s

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import psutil
 import torch
 
 from shardwell_server.shard.memory.buffer_pool import BufferPool
+from shardwell_server.shard.memory.host_memory import usable_memory_bytes
 from shardwell_server.shard.memory.sending import Sending
 from shardwell_server.shard.memory.staging import Staging
 from shardwell_wire.errors import CapacityError
@@ -25,17 +24,13 @@ _OPTIMIZER_STATES = 2
 """Adam's two moments. What takes more (amsgrad's third) is added once it is there."""
 
 
-def default_budget_bytes() -> int:
-    """80 % of what this process may use: the container's limit, or the machine's memory."""
-    limits = [psutil.virtual_memory().total]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
-    return int(min(limits) * DEFAULT_SHARE)
+def default_budget_bytes(servers_on_host: int = 1) -> int:
+    """80 % of what this process may use: the machine's memory, or the tightest limit of its cgroups.
+
+    Args:
+        servers_on_host: Shard servers that share it evenly.
+    """
+    return int(usable_memory_bytes() * DEFAULT_SHARE) // servers_on_host
 
 
 def shard_need_bytes(shard_bytes: int, dp: int, *, holds_buffers: bool = False) -> int:

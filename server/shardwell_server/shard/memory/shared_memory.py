@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from shardwell_server.shard.memory.shm_reserve import ShmReserve
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.shared_files import SERVER_FOLDER_PREFIX, file_size, open_file, open_folder, opened
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_DIRECTORY = Path("/dev/shm")
 _LOCK = "lock"
+_LEAST_BYTES = 1 << 20
+"""With less room than this a server does not offer shared memory."""
 
 _ENLARGE, _MORE_FILES = "enlarge it", "raise the limit of open files (ulimit -n)"
 _HOW_IN_DOCKER = {True: " (docker: shm_size)", False: " (docker compose: SHARDWELL_SHM_SIZE)"}
@@ -92,13 +95,30 @@ class SharedMemory:
             self._lock = _lock(folder, create=True)
         # Only a folder that is locked has the name by which others look for remains.
         self._directory = made.rename(directory / made.name.removeprefix("."))
+        self._reserve = ShmReserve(directory, DEFAULT_DIRECTORY)
+        self._told = False
+
+    def offered(self) -> bool:
+        """Whether there is room for anything beyond what is left to others; the log says why not."""
+        problem = self._reserve.problem(_LEAST_BYTES)
+        if problem is not None:
+            logger.warning(
+                "no shared memory for trainers of this host, they use sockets: in %s %s: %s",
+                self._directory.parent,
+                problem,
+                self._advice(errno.ENOSPC),
+            )
+        return problem is None
 
     def create(self, size_bytes: int, what: str) -> SharedBuffer:
         """A new file of zeros.
 
         Raises:
-            CapacityError: The memory file system has no room, or the process no descriptor.
+            CapacityError: The memory file system has no room beyond what is left to others, or the process no
+                descriptor.
         """
+        if (problem := self._reserve.problem(file_size(size_bytes))) is not None:
+            raise self._no_room(what, size_bytes, problem, errno.ENOSPC)
         path = self._directory / secrets.token_hex(8)
         try:
             mapped = _map_new(path, file_size(size_bytes))
@@ -106,15 +126,23 @@ class SharedMemory:
             path.unlink(missing_ok=True)
             if error.errno not in _ADVICE:
                 raise
-            raise CapacityError(
-                f"{what}: no room for {size_bytes} bytes in the shared memory at {self._directory.parent} "
-                f"({error.strerror}): {self._advice(error.errno)} or start the server with --shm-dir none"
-            ) from error
+            raise self._no_room(what, size_bytes, str(error.strerror), error.errno) from error
         return SharedBuffer(str(path), torch.frombuffer(mapped, dtype=torch.uint8)[:size_bytes])
 
     def _advice(self, number: int) -> str:
         advice = _ADVICE[number]
         return advice + _HOW_IN_DOCKER[self._directory.parent == DEFAULT_DIRECTORY] if advice is _ENLARGE else advice
+
+    def _no_room(self, what: str, size_bytes: int, why: str, code: int) -> CapacityError:
+        """What is raised; the first is logged, since trainers fall back to streams and ordinary memory."""
+        error = CapacityError(
+            f"{what}: no room for {size_bytes} bytes in the shared memory at {self._directory.parent} ({why}): "
+            f"{self._advice(code)} or start the server with --shm-dir none"
+        )
+        if not self._told:
+            self._told = True
+            logger.warning("%s. From here on ordinary memory and sockets take its place where it is full", error)
+        return error
 
     def create_segment(self, size_bytes: int, what: str) -> Segment:
         """Room for the parameters of one shard; raises as ``create`` does."""

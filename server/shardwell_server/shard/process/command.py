@@ -85,6 +85,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="memory for shards, such as 12GiB (SHARDWELL_MEMORY_BUDGET, default: 80%% of what the process may use)",
     )
     parser.add_argument(
+        "--servers-on-host",
+        metavar="N",
+        type=int,
+        default=env("SHARDWELL_SERVERS_ON_HOST", "1"),
+        help="shard servers that are started separately on this host and share its memory: the default budget is "
+        "divided by it (SHARDWELL_SERVERS_ON_HOST, default %(default)s)",
+    )
+    parser.add_argument(
         "--threads",
         type=int,
         default=env("SHARDWELL_THREADS", "1"),
@@ -128,6 +136,8 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     if arguments.threads < 1:
         raise ValueError(f"--threads {arguments.threads}: expected at least 1")
+    if arguments.servers_on_host < 1:
+        raise ValueError(f"--servers-on-host {arguments.servers_on_host}: expected at least 1")
     if arguments.processes < 1:
         raise ValueError(f"--processes {arguments.processes}: expected at least 1")
     if arguments.processes > 1:
@@ -142,7 +152,7 @@ def _run_group(arguments: argparse.Namespace, endpoint: process.Endpoint) -> int
     members = member_settings(
         settings,
         server_id=arguments.id or f"{socket.gethostname()}-{os.getpid()}",
-        memory_budget_bytes=arguments.memory_budget or default_budget_bytes(),
+        memory_budget_bytes=arguments.memory_budget or default_budget_bytes(arguments.servers_on_host),
         bind=endpoint.bind,
     )
     return process.run(ProcessGroup(members).run(endpoint), log_level=arguments.log_level)
@@ -155,7 +165,7 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(2, thread_name_prefix="tensor-work"))
         shared = stack.enter_context(_shared_memory(arguments.shm_dir))
-        store = ShardStore(arguments.memory_budget or default_budget_bytes(), threads, shared)
+        store = ShardStore(arguments.memory_budget or default_budget_bytes(arguments.servers_on_host), threads, shared)
         registration = Registration(arguments.coordinator, server_id, store, credentials)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
         shm = ShmLanes(shared, store.memory) if shared is not None else None
@@ -187,6 +197,6 @@ def _shared_memory(directory: str) -> Iterator[SharedMemory | None]:
         yield None
         return
     try:
-        yield shared
+        yield shared if shared.offered() else None
     finally:
         shared.close()

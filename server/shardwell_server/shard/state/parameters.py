@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +10,6 @@ from shardwell_server.shard.memory.budget import IncomingBuffer
 from shardwell_server.shard.memory.shared_memory import Segment, SharedMemory
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import CapacityError, ShardwellError
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -68,7 +65,6 @@ class Home:
             self.segment = shared.create_segment(self.buffer.numel(), what)
         except CapacityError as error:
             self.why_not_shared = str(error)
-            logger.warning("%s", error)
             return
         self.segment.buffer.copy_(self.buffer)
         memory = self._received.room.memory

@@ -6,7 +6,6 @@ replaced, and they are void when the gradient that they were computed from is.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,8 +19,6 @@ from shardwell_wire.errors import CapacityError, IncompleteStepError
 from shardwell_wire.layout import Segment
 from shardwell_wire.slices import part_in, state_places
 from shardwell_wire.v1 import shard_pb2
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -165,8 +162,8 @@ class Slices:
             try:
                 shared = self._shared.create(size_bytes, f"state of {self._what}")
                 return SliceState(tensors, shared.tensor, shared, request_id=request_id)
-            except CapacityError as error:
-                logger.warning("%s", error)
+            except CapacityError:
+                pass  # ordinary memory will do; the log says why
         return SliceState(tensors, self._memory.pool.take(size_bytes), request_id=request_id)
 
     def free_unsettled(self, state: SliceState) -> None:

@@ -1,0 +1,92 @@
+"""How much memory this process may use: the machine's, or the tightest limit of the cgroups that enclose it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.limit_in_bytes",)}
+"""By the type of the file system: cgroup2 is version 2, cgroup is version 1."""
+
+
+def usable_memory_bytes() -> int:
+    """Memory that this process may use, which it shares with whatever else runs there."""
+    machine: int = psutil.virtual_memory().total
+    return min([machine, *cgroup_limits()])
+
+
+def cgroup_limits(proc: Path = Path("/proc/self")) -> list[int]:
+    """The memory limits of all cgroups that enclose this process, in bytes.
+
+    A limit of any of them counts: Slurm and systemd nest cgroups, and often limit an outer one only.
+
+    Args:
+        proc: The process's folder in /proc.
+    """
+    limits = []
+    for folder, names in _folders(proc):
+        for name in names:
+            try:
+                text = (folder / name).read_text().strip()
+            except OSError:
+                continue
+            if text.isdigit():
+                limits.append(int(text))
+    return limits
+
+
+@dataclass(frozen=True)
+class _Mount:
+    """A hierarchy of cgroups as this process sees it."""
+
+    kind: str
+    root: Path
+    """The cgroup that ``point`` shows."""
+    point: Path
+
+
+def _folders(proc: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """The folders of this process's cgroups, innermost first, and the names of their limits."""
+    try:
+        own = dict(_own_cgroups((proc / "cgroup").read_text()))
+        mounts = list(_mounts((proc / "mountinfo").read_text()))
+    except OSError:
+        return  # not Linux
+    for mount in mounts:
+        path = own.get(mount.kind)
+        if path is None:
+            continue
+        # In a container without a cgroup namespace the path is the host's, and the mount shows the container's own.
+        inside = path.relative_to(mount.root) if path.is_relative_to(mount.root) else Path()
+        folder = mount.point / inside
+        while True:
+            yield folder, _LIMIT_FILES[mount.kind]
+            if folder == mount.point:
+                break
+            folder = folder.parent
+
+
+def _own_cgroups(text: str) -> Iterator[tuple[str, Path]]:
+    """The cgroup of each kind of hierarchy that may limit memory."""
+    for line in text.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            yield "cgroup2", Path(path)
+        elif "memory" in controllers.split(","):
+            yield "cgroup", Path(path)
+
+
+def _mounts(text: str) -> Iterator[_Mount]:
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, (kind, _, options) = before.split(), after.split()[:3]
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            yield _Mount(kind, Path(_unescaped(fields[3])), Path(_unescaped(fields[4])))
+
+
+def _unescaped(path: str) -> str:
+    """A path as mountinfo writes it: blanks and the like are octal there."""
+    return path.encode().decode("unicode_escape")

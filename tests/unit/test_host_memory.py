@@ -1,0 +1,75 @@
+"""The tightest memory limit of all enclosing cgroups counts, in every layout of hierarchies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardwell_server.shard.memory import host_memory
+from shardwell_server.shard.memory.host_memory import cgroup_limits
+
+GIB = 1 << 30
+NO_LIMIT_V1 = 9223372036854771712
+
+
+def fake_proc(tmp_path: Path, cgroup: str, mounts: list[tuple[str, str, str, str]], limits: dict[str, object]) -> Path:
+    """A process's folder in /proc; mounts are (root, point, type, options), limits are by path below ``tmp_path``."""
+    proc = tmp_path / "proc"
+    proc.mkdir()
+    (proc / "cgroup").write_text(cgroup)
+    lines = [
+        f"30 20 0:26 {root} {tmp_path}/{point} rw,nosuid shared:4 - {kind} {kind} rw,{options}\n"
+        for root, point, kind, options in mounts
+    ]
+    (proc / "mountinfo").write_text("21 1 8:1 / / rw - ext4 /dev/sda rw\n" + "".join(lines))
+    for path, limit in limits.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"{limit}\n")
+    return proc
+
+
+def test_an_outer_cgroup_limits_too(tmp_path: Path) -> None:
+    proc = fake_proc(
+        tmp_path,
+        "0::/system.slice/slurmstepd.scope/job_7/step_0\n",
+        [("/", "cg", "cgroup2", "nsdelegate")],
+        {
+            "cg/system.slice/slurmstepd.scope/job_7/step_0/memory.max": "max",
+            "cg/system.slice/slurmstepd.scope/job_7/memory.max": 3 * GIB,
+            "cg/system.slice/slurmstepd.scope/memory.high": 4 * GIB,
+            "cg/system.slice/memory.max": "max",
+        },
+    )
+    assert sorted(cgroup_limits(proc)) == [3 * GIB, 4 * GIB]
+
+
+def test_version_1_and_hybrid(tmp_path: Path) -> None:
+    proc = fake_proc(
+        tmp_path,
+        "12:cpu,cpuacct:/user\n9:memory:/slurm/uid_1/job_2\n0::/user.slice\n",
+        [("/", "memory", "cgroup", "memory"), ("/", "cpu", "cgroup", "cpu,cpuacct"), ("/", "unified", "cgroup2", "x")],
+        {
+            "memory/slurm/uid_1/job_2/memory.limit_in_bytes": NO_LIMIT_V1,
+            "memory/slurm/uid_1/memory.limit_in_bytes": 2 * GIB,
+            "memory/memory.limit_in_bytes": NO_LIMIT_V1,
+            "unified/user.slice/memory.max": 5 * GIB,
+        },
+    )
+    assert min(cgroup_limits(proc)) == 2 * GIB
+    assert 5 * GIB in cgroup_limits(proc)
+
+
+@pytest.mark.parametrize("cgroup", ["0::/\n", "0::/docker/4711\n", "0::/../sibling\n"])
+def test_a_container_sees_its_own_cgroup_as_the_root_of_the_mount(tmp_path: Path, cgroup: str) -> None:
+    proc = fake_proc(tmp_path, cgroup, [("/docker/4711", "cg", "cgroup2", "x")], {"cg/memory.max": GIB})
+    assert cgroup_limits(proc) == [GIB]
+
+
+def test_the_machine_counts_where_nothing_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cgroup_limits(tmp_path / "nowhere") == []
+    machine = psutil.virtual_memory().total
+    for limits, usable in (([], machine), ([1 << 62], machine), ([GIB, 5], 5)):
+        monkeypatch.setattr(host_memory, "cgroup_limits", lambda limits=limits: limits)
+        assert host_memory.usable_memory_bytes() == usable
