@@ -70,6 +70,16 @@ _AT_LEAST_ZERO = frozenset(
 )
 
 
+KEPT = -2
+"""Instead of a parameter's group: its gradient is kept for a later step, which another optimizer commits."""
+
+
+def units_that_count(optimizer: common_pb2.OptimizerStep, unit_count: int) -> frozenset[int]:
+    """The units whose gradients a step uses up; those with a kept gradient are another optimizer's."""
+    kept = {unit.unit_index for unit in optimizer.units if KEPT in unit.group_indices}
+    return frozenset(range(unit_count)) - kept
+
+
 def algorithm_of(optimizer: common_pb2.OptimizerStep, group_index: int) -> str:
     """The algorithm of one parameter group."""
     return optimizer.groups[group_index].algorithm or optimizer.algorithm
@@ -135,7 +145,7 @@ def allocation_key(optimizer: common_pb2.OptimizerStep) -> bytes:
 def _check_groups(optimizer: common_pb2.OptimizerStep) -> None:
     for unit in optimizer.units:
         for group_index in unit.group_indices:
-            if not -1 <= group_index < len(optimizer.groups):
+            if not KEPT <= group_index < len(optimizer.groups):
                 raise InvalidRequestError(
                     f"unit {unit.unit_index} names parameter group {group_index}: there are {len(optimizer.groups)}"
                 )

@@ -502,7 +502,9 @@ class UnitGroups(google.protobuf.message.Message):
     """Position of the unit in the run."""
     @property
     def group_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """One entry per parameter in layout order: index into groups, or -1: not optimised."""
+        """One entry per parameter in layout order: index into groups, or -1: not optimised in this step, its gradient is
+        dropped, or -2: not optimised in this step, its gradient is kept for a later one (another optimizer's parameter).
+        """
 
     def __init__(
         self,

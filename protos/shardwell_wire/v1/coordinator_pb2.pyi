@@ -1004,6 +1004,7 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
     TRAINER_FIELD_NUMBER: builtins.int
     NORM_TYPE_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    UNIT_INDICES_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     norm_type: builtins.float
@@ -1014,6 +1015,10 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, epoch, step and request id."""
 
+    @property
+    def unit_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Units whose gradients count. Empty: all of the run."""
+
     def __init__(
         self,
         *,
@@ -1021,9 +1026,10 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
         trainer: builtins.str = ...,
         norm_type: builtins.float = ...,
         wait_s: builtins.float = ...,
+        unit_indices: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "norm_type", b"norm_type", "trainer", b"trainer", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "norm_type", b"norm_type", "trainer", b"trainer", "unit_indices", b"unit_indices", "wait_s", b"wait_s"]) -> None: ...
 
 global___PrepareGradientsRequest = PrepareGradientsRequest
 
@@ -1037,7 +1043,7 @@ class PrepareGradientsResponse(google.protobuf.message.Message):
     PREPARED_FIELD_NUMBER: builtins.int
     WAITING_FOR_FIELD_NUMBER: builtins.int
     grad_norm: builtins.float
-    """Euclidean norm of the mean gradient over all units and servers."""
+    """Euclidean norm of the mean gradient over the units and all servers."""
     other_norm: builtins.float
     """The norm of type norm_type; only when asked for."""
     attempts: builtins.int

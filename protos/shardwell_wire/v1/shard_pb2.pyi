@@ -428,6 +428,7 @@ class ReduceScatterHeader(google.protobuf.message.Message):
     START_BYTES_FIELD_NUMBER: builtins.int
     STOP_BYTES_FIELD_NUMBER: builtins.int
     WIRE_DTYPE_FIELD_NUMBER: builtins.int
+    DROPPED_INDICES_FIELD_NUMBER: builtins.int
     unit: builtins.str
     """Name of the unit."""
     dp_rank: builtins.int
@@ -452,6 +453,12 @@ class ReduceScatterHeader(google.protobuf.message.Message):
     def parameter_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Parameters (layout indices, rising) that have a gradient in this part."""
 
+    @property
+    def dropped_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Parameters (layout indices, rising) whose earlier gradients are dropped before this part is added: those of earlier
+        parts, and those that were kept from earlier steps.
+        """
+
     def __init__(
         self,
         *,
@@ -464,9 +471,10 @@ class ReduceScatterHeader(google.protobuf.message.Message):
         start_bytes: builtins.int = ...,
         stop_bytes: builtins.int = ...,
         wire_dtype: shardwell_wire.v1.common_pb2.WireDType.ValueType = ...,
+        dropped_indices: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "context", b"context", "dp_rank", b"dp_rank", "parameter_indices", b"parameter_indices", "part", b"part", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "wire_dtype", b"wire_dtype"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "context", b"context", "dp_rank", b"dp_rank", "dropped_indices", b"dropped_indices", "parameter_indices", b"parameter_indices", "part", b"part", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "wire_dtype", b"wire_dtype"]) -> None: ...
 
 global___ReduceScatterHeader = ReduceScatterHeader
 

@@ -170,6 +170,7 @@ def _first_group_difference(
         none = [-1] * len(layout.parameters)
         pairs = zip(layout.parameters, ours.get(index, none), theirs.get(index, none), strict=True)
         for parameter, left, right in pairs:
-            if left != right:
+            # Which gradients are kept the deciding trainer says: others may know more optimizers, or fewer.
+            if left != right and max(left, right) >= 0:
                 return f"parameter group of {parameter.name!r}", left, right
     return None

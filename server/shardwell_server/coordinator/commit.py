@@ -9,13 +9,14 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 from shardwell_server.coordinator import run_buffers
-from shardwell_server.coordinator.agreement import HandIn
+from shardwell_server.coordinator.agreement import HandIn, committed_optimizer
 from shardwell_server.coordinator.events import EventKind
 from shardwell_server.coordinator.records import CommitRecord
 from shardwell_server.coordinator.run import Run
@@ -23,7 +24,7 @@ from shardwell_server.coordinator.servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.trainers import Trainers
 from shardwell_server.coordinator.work import OtherNorm, Prepared, Step
-from shardwell_server.hyperparameters import allocation_key
+from shardwell_server.hyperparameters import allocation_key, units_that_count
 from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError, StepStateError
 from shardwell_wire.slices import runs_on_trainers
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -141,6 +142,8 @@ class Committer:
             return
         if not await self._servers_ready(run, step, decision):
             return
+        if len(counted := units_that_count(decision.optimizer, len(run.units))) < len(run.units):
+            prepared = norms_of(prepared, counted)
         other = prepared.other_norm
         record = CommitRecord(
             step=step.number,
@@ -240,7 +243,19 @@ def _expected_optimizer(run: Run) -> common_pb2.OptimizerStep | None:
     """The optimizer that the step in flight is likely to be committed with: the servers make room for it early."""
     if (decision := run.decision()) is not None:
         return decision.optimizer
-    return common_pb2.OptimizerStep.FromString(run.commits[-1].optimizer) if run.commits else None
+    if not run.commits:
+        return None
+    last = committed_optimizer(run.commits[-1].optimizer)
+    if len(units_that_count(last, len(run.units))) == len(run.units):
+        return last
+    # Several optimizers take turns: the one that followed the last one before.
+    known = [committed_optimizer(record.optimizer) for record in run.commits]
+    turns = reversed([*pairwise(known)])
+    return next((after for before, after in turns if _same_turn(before, last)), last)
+
+
+def _same_turn(one: common_pb2.OptimizerStep, other: common_pb2.OptimizerStep) -> bool:
+    return list(one.units) == list(other.units)
 
 
 def _manifest(run: Run, step: Step, server_id: str) -> list[shard_pb2.RankManifest]:
@@ -262,14 +277,22 @@ def _manifest(run: Run, step: Step, server_id: str) -> list[shard_pb2.RankManife
 
 def combine_norms(norms: Iterable[shard_pb2.UnitNorm], norm_type: float = 0.0) -> Prepared:
     """The norms over all units and servers: partial sums are added without rounding."""
-    found = list(norms)
+    found = tuple(norms)
     grad_norm = math.sqrt(_exact_sum(partial for norm in found for partial in norm.square_partials))
     if not norm_type:
-        return Prepared(grad_norm)
+        return Prepared(grad_norm, norms=found)
     if norm_type == math.inf:
-        return Prepared(grad_norm, OtherNorm(norm_type, max((norm.max_abs for norm in found), default=0.0)))
+        return Prepared(grad_norm, OtherNorm(norm_type, max((norm.max_abs for norm in found), default=0.0)), found)
     powers = _exact_sum(partial for norm in found for partial in norm.power_partials)
-    return Prepared(grad_norm, OtherNorm(norm_type, _root(powers, norm_type)))
+    return Prepared(grad_norm, OtherNorm(norm_type, _root(powers, norm_type)), found)
+
+
+def norms_of(prepared: Prepared, unit_indices: Collection[int]) -> Prepared:
+    """The norms of a prepared step over some units only."""
+    if not prepared.norms:
+        return prepared  # of a step that is skipped, or that is committed
+    norms = (norm for norm in prepared.norms if norm.unit_index in unit_indices)
+    return combine_norms(norms, prepared.other_norm.norm_type if prepared.other_norm is not None else 0.0)
 
 
 def _root(value: float, norm_type: float) -> float:

@@ -20,6 +20,7 @@ from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.storage import KEPT_COMMITS
 from shardwell_server.coordinator.waiting import SharedCall, Signal
 from shardwell_server.coordinator.work import Item, Step, WorkState
+from shardwell_server.hyperparameters import units_that_count
 from shardwell_wire.errors import DuplicateError, HyperparameterMismatchError, RunDeletedError
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -324,9 +325,11 @@ class Run:
 
     def check_algorithms(self, optimizer: common_pb2.OptimizerStep) -> None:
         """Raises ConflictError if the run's optimizer state is another algorithm's."""
-        if self.commits:
-            former = committed_optimizer(self.commits[-1].optimizer)
+        for record in reversed(self.commits):
+            former = committed_optimizer(record.optimizer)
             require_same_algorithms(former, optimizer, self.units.layouts)
+            if len(units_that_count(former, len(self.units))) == len(self.units):
+                return  # else other optimizers took the steps before
 
     def decision(self) -> HandIn | None:
         """The hyper-parameters that count: those of whoever plays the lowest logical rank."""

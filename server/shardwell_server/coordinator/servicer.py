@@ -213,6 +213,7 @@ class CoordinatorServicer:
                 request.context.step,
                 norm_type=_norm_type(request.norm_type),
                 wait_s=_wait_s(call, request.wait_s),
+                unit_indices=request.unit_indices,
             )
 
     async def CommitStep(

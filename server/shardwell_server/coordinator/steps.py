@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardwell_server.coordinator import run_buffers, slices
 from shardwell_server.coordinator.agreement import HandIn, committed_optimizer, require_same, validate
-from shardwell_server.coordinator.commit import Committer
+from shardwell_server.coordinator.commit import Committer, norms_of
 from shardwell_server.coordinator.events import EventKind
 from shardwell_server.coordinator.membership import Member
 from shardwell_server.coordinator.records import CommitRecord
@@ -145,9 +145,24 @@ class Steps:
         return item
 
     async def prepare(
-        self, run: Run, member: Member, number: int, *, norm_type: float, wait_s: float
+        self,
+        run: Run,
+        member: Member,
+        number: int,
+        *,
+        norm_type: float,
+        wait_s: float,
+        unit_indices: Sequence[int] = (),
     ) -> coordinator_pb2.PrepareGradientsResponse:
         """The norm of a step's gradients, once every item is finished, or what is waited for.
+
+        Args:
+            run: The run.
+            member: Who asks.
+            number: Of the step.
+            norm_type: Another norm that is wanted beside the Euclidean one. 0: none.
+            wait_s: Longest time to wait.
+            unit_indices: Units whose gradients count. Empty: all.
 
         Raises:
             NonFiniteError: A gradient is not finite.
@@ -165,6 +180,8 @@ class Steps:
         prepared = await poll(run.changed, look, wait_s)
         if prepared is None:
             return coordinator_pb2.PrepareGradientsResponse(waiting_for=self._explain(run))
+        if unit_indices:
+            prepared = norms_of(prepared, set(unit_indices))
         other = prepared.other_norm
         return coordinator_pb2.PrepareGradientsResponse(
             prepared=True,

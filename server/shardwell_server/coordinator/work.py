@@ -13,7 +13,7 @@ from enum import Enum
 from shardwell_server.coordinator.agreement import HandIn
 from shardwell_server.coordinator.slice_book import SliceBook
 from shardwell_wire.errors import InvalidRequestError, ShardwellError, StaleEpochError, StepStateError
-from shardwell_wire.v1 import coordinator_pb2
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 
 class WorkState(Enum):
@@ -72,6 +72,8 @@ class Prepared:
     grad_norm: float
     other_norm: OtherNorm | None = None
     """The last that was asked for; None: none was."""
+    norms: tuple[shard_pb2.UnitNorm, ...] = ()
+    """What they were computed from, by unit and server."""
     ready_for: bytes | None = None
     """``allocation_key`` of the optimizer for which every server has memory; None: of none yet."""
     buffers: Mapping[int, Sequence[int]] = field(default_factory=dict)

@@ -51,10 +51,12 @@ class _Reservation:
     """What the optimizer's state takes now, or is about to."""
     workspace_bytes: int = 0
     """What one update allocates and frees again."""
+    kept_bytes: int = 0
+    """Gradients that outlive a commit."""
 
     @property
     def total_bytes(self) -> int:
-        return self.need_bytes + max(0, self.optimizer_bytes - _OPTIMIZER_STATES * self.shard_bytes)
+        return self.need_bytes + self.kept_bytes + max(0, self.optimizer_bytes - _OPTIMIZER_STATES * self.shard_bytes)
 
 
 class Cover:
@@ -222,6 +224,29 @@ class Memory:
                 free_bytes=self.free_bytes,
             )
         self._reservations[run, unit] = wanted
+        self._update_limits()
+
+    def reserve_kept(self, run: str, unit: str, kept_bytes: int) -> None:
+        """Sets memory aside for gradients that outlive a commit; the size replaces what was set aside before.
+
+        Raises:
+            CapacityError: It does not fit; nothing changed.
+        """
+        reservation = self._reservations.get((run, unit))
+        if reservation is None:
+            return  # the run was deleted
+        more = kept_bytes - reservation.kept_bytes
+        if more > 0 and more > self.free_bytes:
+            raise CapacityError(
+                f"the gradients of unit {unit!r} of run {run!r} that another optimizer's step will use need {more} "
+                f"bytes here beyond what is reserved, but {self.free_bytes} of the budget of {self.budget_bytes} are "
+                "free. The step is not committed: add shard servers, raise --memory-budget, or call zero_grad of the "
+                "other optimizer before this step",
+                unit=unit,
+                needed_bytes=more,
+                free_bytes=self.free_bytes,
+            )
+        reservation.kept_bytes = kept_bytes
         self._update_limits()
 
     def note_optimizer(self, run: str, unit: str, optimizer_bytes: int) -> None:

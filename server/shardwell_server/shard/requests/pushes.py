@@ -125,6 +125,11 @@ class Push:
             raise InvalidRequestError(
                 f"{shard.what}: parameter_indices {indices[:10]} must rise and be below {len(shard.layout.parameters)}"
             )
+        dropped = list(self._header.dropped_indices)
+        if sorted(set(dropped)) != dropped or (dropped and dropped[-1] >= len(shard.layout.parameters)):
+            raise InvalidRequestError(
+                f"{shard.what}: dropped_indices {dropped[:10]} must rise and be below {len(shard.layout.parameters)}"
+            )
 
     def _check_wanted(self) -> None:
         shard, step = self._shard, self._step
@@ -175,8 +180,11 @@ class Push:
             contributions.drop(self._dp_rank)
             first = Contribution(self._epoch, self._attempt, source.keep(), views, source.give_back, set(chosen))
             contributions.by_rank[self._dp_rank] = first
+            if (kept := shard.kept.of(self._dp_rank, but=self._dropped_segments)) is not None:
+                await uninterrupted(self._store.in_thread(lambda: first.compute_add_kept(kept)))
             self._note_accepted(first, checksum)
         else:
+            contributions.by_rank[self._dp_rank].drop(self._dropped_segments)
             await uninterrupted(self._add(contributions.by_rank[self._dp_rank], views, chosen, checksum))
         return False
 
@@ -202,6 +210,12 @@ class Push:
     def _packed(self) -> list[Segment]:
         """The parts of parameters that are pushed, in the order of the stream."""
         return self._shard.plans.segments(tuple(self._header.parameter_indices))
+
+    @property
+    def _dropped_segments(self) -> set[int]:
+        """Segments whose earlier gradients the push drops."""
+        segment_of = self._shard.segment_of
+        return {segment_of[index] for index in self._header.dropped_indices if index in segment_of}
 
     def _plan(self) -> StreamPlan:
         return self._shard.plans.plan(tuple(self._header.parameter_indices), self._header.wire_dtype)

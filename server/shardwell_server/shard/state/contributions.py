@@ -34,6 +34,14 @@ class Contribution:
         """The sum of the parts so far, of one segment."""
         return self.views[number] if number in self.present else None
 
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Some segments have no gradient any more."""
+        self.present.difference_update(numbers)
+
+    def compute_add_kept(self, kept: Contribution) -> None:
+        """Adds to the first part what was kept from earlier steps: the sum begins there."""
+        self.compute_add(kept.views, sorted(kept.present))
+
     def compute_add(self, views: Sequence[torch.Tensor], numbers: Iterable[int]) -> None:
         """Adds the gradients of the next part, as torch accumulates them.
 

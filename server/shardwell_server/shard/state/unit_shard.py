@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -15,8 +15,9 @@ from shardwell_server.shard.concurrency import OpenStreams
 from shardwell_server.shard.memory.budget import Cover, Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state import segments
-from shardwell_server.shard.state.contributions import Contributions
+from shardwell_server.shard.state.contributions import Contribution, Contributions
 from shardwell_server.shard.state.encoded_versions import EncodedVersions
+from shardwell_server.shard.state.kept_gradients import KeptGradients
 from shardwell_server.shard.state.reader_copies import ReaderCopies
 from shardwell_server.shard.state.slices import Slices
 from shardwell_server.shard.state.values import Values
@@ -83,6 +84,12 @@ class UnitShard:
         self.initial_cover, self.contribution_cover = Cover(1), Cover(dp)
         self.copies = ReaderCopies(self.what, self.unit, memory)
         self.encoded = EncodedVersions(self.plans, start_bytes, memory, self.copies)
+        self.kept = KeptGradients(
+            lambda count: memory.reserve_kept(str(self.run), self.unit, count * self.size_bytes),
+            lambda: memory.pool.take(self.size_bytes),
+            memory.pool.give,
+            self.views,
+        )
         self._memory = memory
 
     @property
@@ -126,6 +133,7 @@ class UnitShard:
         """Forgets everything; those who wait, read or send are told why."""
         self.streams.end_all(why)
         self.drop_contributions()
+        self.kept.drop()
         self.slices.close()
         self.encoded.forget()
         self.copies.drop(why)
@@ -174,7 +182,7 @@ class UnitShard:
         return self.reduced is None and self.contributions.seem_complete(self.dp)
 
     async def _reduce(self, in_thread: InThread) -> Reduced:
-        ranks = [contribution for _, contribution in sorted(self.contributions.by_rank.items())]
+        ranks = [contribution for _, contribution in sorted(self._gradients().items())]
         terms = [
             [gradient for rank in ranks if (gradient := rank.gradient(number)) is not None]
             for number in range(len(self.segments))
@@ -190,6 +198,13 @@ class UnitShard:
                 self._memory.pool.give(buffer)
             raise
 
+    def _gradients(self) -> Mapping[int, Contribution]:
+        """The gradient of each rank that has one: what it pushed in the step, or what was kept if it pushed nothing."""
+        if not self.kept.ranks:
+            return self.contributions.by_rank
+        kept = {rank: gradient for rank in self.kept.ranks if (gradient := self.kept.of(rank)) is not None}
+        return kept | self.contributions.by_rank
+
     async def _work(self, in_thread: InThread, work: Callable[[], Result]) -> Result:
         """Does tensor work on the whole shard; a small one's takes less than waking a thread."""
         return work() if self.size_bytes <= _SMALL_BYTES else await in_thread(work)
@@ -199,7 +214,7 @@ class UnitShard:
         name = self.layout.parameters[self.segments[number].parameter_index].name
         guilty = [
             str(rank)
-            for rank, contribution in sorted(self.contributions.by_rank.items())
+            for rank, contribution in sorted(self._gradients().items())
             if (gradient := contribution.gradient(number)) is not None and not bool(torch.isfinite(gradient).all())
         ]
         whose = f"of logical dp rank {', '.join(guilty)}" if guilty else "summed over all ranks (overflow)"
@@ -278,6 +293,8 @@ class UnitShard:
         Raises:
             CapacityError: It does not fit the budget, or the system has no memory for it.
         """
+        if (numbers := self._kept_numbers(groups)) and self.contributions.by_rank:
+            self.kept.make_room(self.contributions.by_rank, numbers)
         if runs_on_trainers(optimizer.algorithm):
             return  # what trainers staged is here already
         assert self.reduced is not None and self.values.home is not None
@@ -339,9 +356,13 @@ class UnitShard:
         assert self.reduced is not None and self.values.home is not None
         if runs_on_trainers(optimizer.algorithm):
             self.slices.compute_apply(self.values.home.buffer)
-            return
-        assert self.optimizer is not None
-        self.optimizer.step(self.reduced.gradients, optimizer, self._chosen_groups(groups), clip_coefficient, key)
+        else:
+            assert self.optimizer is not None
+            self.optimizer.step(self.reduced.gradients, optimizer, self._chosen_groups(groups), clip_coefficient, key)
+        numbers = self._kept_numbers(groups)
+        if numbers or self.kept.ranks:
+            # Before anybody can read the next version: then trainers write to their mailboxes again.
+            self.kept.compute_keep(self.contributions.by_rank, numbers)
 
     def check_averaged(self) -> None:
         """Raises StepStateError if there are no averages to read."""
@@ -362,6 +383,13 @@ class UnitShard:
     def _chosen_groups(self, groups: Sequence[int] | None) -> list[int]:
         """The group of each segment's parameter; -1: not optimised."""
         return [-1 if groups is None else groups[segment.parameter_index] for segment in self.segments]
+
+    def _kept_numbers(self, groups: Sequence[int] | None) -> frozenset[int]:
+        """The segments whose gradient is kept for a later step."""
+        if groups is None or hyperparameters.KEPT not in groups:
+            return frozenset()
+        at = enumerate(self.segments)
+        return frozenset(number for number, segment in at if groups[segment.parameter_index] == hyperparameters.KEPT)
 
     def _note_optimizer(self) -> None:
         self.optimizer_bytes = self.slices.state_bytes + (0 if self.optimizer is None else self.optimizer.size_bytes)
