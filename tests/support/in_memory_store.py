@@ -158,6 +158,12 @@ class InMemoryStore:
     def drain(self) -> None:
         """Nothing is ever in flight."""
 
+    def may_keep(self, unit_index: int) -> bool:
+        return False
+
+    def drop(self, unit_index: int, parameter_indices: Iterable[int]) -> None:
+        raise AssertionError("nothing is kept from step to step")
+
     def discard(self) -> None:
         for unit in self.units:
             unit.parts.clear()

@@ -56,7 +56,7 @@ class _Hooks:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         warn_of_autocast(self._unit.precision.layout, self._unit.device_type)
-        call = ForwardCall(self._unit, self._units.generation)
+        call = ForwardCall(self._unit, self._unit.generation)
         self._unit.usage.forward_calls.append(call)
         self._units.enter_forward(self._unit)
 
@@ -98,7 +98,7 @@ class _Hooks:
         return output
 
     def _before_backward(self, call: ForwardCall, node_number: int, gradients: object) -> None:
-        if call.generation != self._units.generation:
+        if call.generation != self._unit.generation:
             raise UsageError(
                 f"backward through unit {self._unit.name!r} with a graph that was made before the last "
                 "optimizer.step() or in another work item: its weights are gone; run the forward again",

@@ -50,12 +50,12 @@ class LocalGradients:
                 if parameter.grad is not None and self._precision.put_by(index, _plain(parameter.grad)):
                     parameter.grad = None
 
-    def drop(self) -> None:
-        """Forgets them."""
-        self._precision.drop()
+    def drop(self, indices: Iterable[int] | None = None) -> None:
+        """Forgets those of all or some parameters."""
+        self._precision.drop(indices)
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self._parameters:
-                parameter.grad = None
+            for index in range(len(self._parameters)) if indices is None else indices:
+                self._parameters[index].grad = None
 
 
 def _plain(gradient: torch.Tensor) -> torch.Tensor:

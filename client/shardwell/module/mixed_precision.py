@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,9 +117,10 @@ class Precision:
             return total
         return total.to(self._stored_dtypes[index])
 
-    def drop(self) -> None:
-        """Forgets what was put by."""
-        self._sums.clear()
+    def drop(self, indices: Iterable[int] | None = None) -> None:
+        """Forgets what was put by of all or some parameters."""
+        for index in list(self._sums) if indices is None else indices:
+            self._sums.pop(index, None)
 
 
 def layout_in(layout: UnitLayout, dtype: torch.dtype) -> UnitLayout:

@@ -141,15 +141,16 @@ class ShardedModule(nn.Module):
         self._require_unit().settings.backward_prefetch = _prefetch_list(modules)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients that are still here.
+        """Drops gradients that are still here, and those that earlier steps left for another optimizer's.
 
         Raises:
-            UsageError: Some are on the servers already: ``optimizer.zero_grad()`` drops those too.
+            UsageError: Some of this step are on the servers already: ``optimizer.zero_grad()`` drops those too.
         """
         guards.refuse_zero_grad_after_push(list(_units_in(self, recurse=True)))
         super().zero_grad(set_to_none)
         for unit in _units_in(self, recurse=True):
             unit.precision.drop()
+            unit.drop_kept_gradients()
 
     def _require_unit(self) -> Unit:
         unit = sharding_of(self).unit

@@ -6,7 +6,7 @@ what it uses): the module knows nothing of steps, ranks and servers, the run not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -141,6 +141,14 @@ class ParameterStore(Protocol):
         Raises:
             UsageError: No work item is in progress: the step's gradients are complete.
         """
+        ...
+
+    def may_keep(self, unit_index: int) -> bool:
+        """Whether the servers may have gradients of a unit that earlier steps left for another optimizer's."""
+        ...
+
+    def drop(self, unit_index: int, parameter_indices: Iterable[int]) -> None:
+        """Drops the gradients of some parameters of a unit: of the current work item, and of earlier steps."""
         ...
 
     def drain(self) -> None:

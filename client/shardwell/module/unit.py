@@ -81,6 +81,8 @@ class Unit:
         self.usage = Usage()
         self.pushed = False
         """Whether a gradient was pushed that is not committed yet."""
+        self.generation = 0
+        """How often graphs made before became unusable."""
         self.is_current = False
         """Whether the servers are known to have the version that the step reads."""
         self.state = UnitState.FREED
@@ -237,6 +239,11 @@ class Unit:
             else:
                 self.gather_copy()
             self.is_current = True
+
+    def drop_kept_gradients(self) -> None:
+        """Drops the gradients that earlier steps left for another optimizer's."""
+        if self._store.may_keep(self.index):
+            self._store.drop(self.index, range(len(self.parameters)))
 
     def keep(self) -> None:
         """Makes the parameters unusable, but keeps their bytes for the next use in the step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -78,8 +78,6 @@ class Units:
         )
         self._backwards = RunningBackwards(self._end_backward)
         self._outermost: list[Unit] = []
-        self.generation = 0
-        """How often graphs made before became unusable."""
         self._entered = False
         self.before_use: Callable[[], None] = _nothing
         """Called before a forward and before a unit is made; may commit a step."""
@@ -156,7 +154,7 @@ class Units:
                 "shared memory (the log says why): enlarge /dev/shm (docker: shm_size), or use FULL_SHARD",
                 unit=unit.name,
             )
-        self.generation += 1  # older graphs hold views of where the weights were
+        unit.generation += 1  # older graphs hold views of where the weights were
 
     @property
     def _root(self) -> Unit | None:
@@ -215,10 +213,13 @@ class Units:
 
     # What the session calls.
 
-    def finish_item(self) -> None:
+    def finish_item(self, *, keeps_graphs: bool = False) -> None:
         """Ends a work item: pushes every gradient that is still local and frees all units that need not be kept.
 
-        Graphs made in the item can not be used any more. Does not wait for the pushes.
+        Does not wait for the pushes.
+
+        Args:
+            keeps_graphs: Whether graphs made in the item can still be used.
 
         Raises:
             UsageError: A parameter was written; ``zero_grad`` withdraws what was computed with it.
@@ -230,14 +231,19 @@ class Units:
         written = self._written()
         if not written:
             self._pushes.end_item()
-        self._end_graphs(written, self._put_away)
+        self._end_graphs(written, self._put_away, () if keeps_graphs else self)
 
-    def invalidate(self) -> None:
-        """Frees all units, whose values a commit has made stale, and makes older graphs raise when used."""
+    def invalidate(self, updated: Collection[int] | None = None) -> None:
+        """Frees all units after a commit. Graphs made before can not be used any more with units that were updated.
+
+        Args:
+            updated: Indices of the units whose values the commit changed; None: all.
+        """
         self._entered = False
         for unit in self:
             unit.pushed = unit.is_current = False
-        self._end_graphs(self._written(), Unit.expire)
+        stale = self if updated is None else [unit for unit in self if unit.index in updated]
+        self._end_graphs(self._written(), Unit.expire, stale)
 
     def begin_step(self) -> None:
         """Starts to fetch what the committed step made of the replicas, in the order of the forward."""
@@ -252,6 +258,21 @@ class Units:
         Also cleans up after an exception in a forward or backward.
         """
         self._pushes.withdraw(self)
+        self._clean_up()
+
+    def drop_gradients(self, parameters: Mapping[int, Collection[int]]) -> None:
+        """Drops the gradients that are here, of some parameters. Cleans up as ``zero_grad`` does.
+
+        Args:
+            parameters: Indices of parameters by unit index.
+        """
+        for unit in self:
+            if unit.index in parameters:
+                unit.gradients.drop(parameters[unit.index])
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        """After an exception in a forward or backward."""
         failed = self._backwards or any(unit.usage.forward_calls for unit in self)
         if failed and backward_task() == NO_TASK:
             self._abandon(Unit.free)
@@ -259,8 +280,11 @@ class Units:
     def _written(self) -> list[tuple[Unit, str]]:
         return [(unit, name) for unit in self if (name := unit.written_parameter() or unit.written_page())]
 
-    def _end_graphs(self, written: Sequence[tuple[Unit, str]], leave: Callable[[Unit], None]) -> None:
-        self.generation += 1
+    def _end_graphs(
+        self, written: Sequence[tuple[Unit, str]], leave: Callable[[Unit], None], stale: Iterable[Unit]
+    ) -> None:
+        for unit in stale:
+            unit.generation += 1
         self._abandon(Unit.free if written else leave)
         self.gathering.order.end_forward()
         for unit, name in written:

@@ -16,7 +16,7 @@ class ForwardCall:
 
     Args:
         unit: The unit.
-        generation: ``Units.generation`` when the call was made: a graph does not outlive its step.
+        generation: ``Unit.generation`` when the call was made: a graph does not outlive the unit's values.
     """
 
     __slots__ = ("first_node_number", "generation", "unit")

@@ -83,6 +83,12 @@ class ClientSide(ShardedOptimizer):
         return dict(_numbers({key: value for key, value in group.items() if key != "params"}))
 
     def _make_update(self) -> StepUpdate:
+        if self._kept_parameters():
+            raise UsageError(
+                "ClientSide.step() would lose the gradients of another optimizer of this session: an optimizer that "
+                "runs on the trainers does not take turns with others. Use one ClientSide for all parameters, or "
+                "optimizers of shardwell.optim"
+            )
         update, clip_value = super()._make_update(), self._scaling.clip_value
         clipping = _Clipping(update.clip_coefficient, clip_value)
         return replace(update, update_slices=lambda work: self._update_slices(update.optimizer, work, clipping))

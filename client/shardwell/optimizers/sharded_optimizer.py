@@ -15,6 +15,7 @@ from shardwell.module.parameter import USE_SHARDED_SCALER, owner_of
 from shardwell.session.open_sessions import session_of
 from shardwell.session.session import Session
 from shardwell.session.step_end import StepUpdate
+from shardwell.session.step_in_flight import KEPT, UNUSED
 from shardwell_wire.errors import NonFiniteError, UsageError
 from shardwell_wire.slices import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
@@ -51,6 +52,7 @@ class ShardedOptimizer(Optimizer):
         super().__init__(params, defaults)
         self._session = self._find_session()
         self._session.note_buffers()
+        self._session.optimizers.add(self)
         self._scaling = _Scaling()
         self.skipped = False
         """Whether the last step changed no parameter, since a gradient of a scaled loss was not finite."""
@@ -168,7 +170,7 @@ class ShardedOptimizer(Optimizer):
         """Of the unscaled mean gradient."""
         loss_scale = self._scaling.loss_scale
         try:
-            norm = self._session.in_flight.grad_norm(self._session.loop_step, norm_type)
+            norm = self._session.in_flight.grad_norm(self._session.loop_step, norm_type, self._counted_units())
         except NonFiniteError:
             if loss_scale is None:
                 raise
@@ -221,8 +223,11 @@ class ShardedOptimizer(Optimizer):
         After an exception in the backward nothing of it reaches the step. After the loop over
         ``step.batches`` it drops those of all items computed here: ``step`` then commits without them.
         """
-        self._session.in_flight.zero_grad()
         self._scaling = _Scaling()
+        if not self._others():
+            self._session.in_flight.zero_grad()
+        elif self._session.loop_step == self._session.step:  # a step gone through again had its zero_grad before
+            self._session.in_flight.zero_grad_of(self._own_parameters())
 
     def state_dict(self) -> dict[str, Any]:
         """The hyper-parameters of every group. The state itself lives on the servers and belongs to the run."""
@@ -273,7 +278,10 @@ class ShardedOptimizer(Optimizer):
 
     def _to_proto(self) -> common_pb2.OptimizerStep:
         units = self._session.units
-        indices: dict[int, list[int]] = {unit.index: [-1] * len(unit.layout.parameters) for unit in units}
+        indices: dict[int, list[int]] = {unit.index: [UNUSED] * len(unit.layout.parameters) for unit in units}
+        for unit_index, kept in self._kept_parameters().items():
+            for parameter_index in kept:
+                indices[unit_index][parameter_index] = KEPT
         groups = []
         for number, group in enumerate(self.param_groups):
             groups.append(self._group_to_proto(number))
@@ -288,6 +296,52 @@ class ShardedOptimizer(Optimizer):
             skip_non_finite=self._scaling.loss_scale is not None,
             units=[common_pb2.UnitGroups(unit_index=index, group_indices=group) for index, group in indices.items()],
         )
+
+    def _others(self) -> list[ShardedOptimizer]:
+        """The optimizers of the session that take turns with this one."""
+        session = self._session
+        others = [other for other in session.optimizers if other is not self and other._combined is None]
+        session.in_flight.takes_turns = bool(others)
+        return others
+
+    def _own_parameters(self) -> dict[int, set[int]]:
+        """Indices of its parameters by unit index."""
+        own: dict[int, set[int]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                unit_index, parameter_index = self._locate(parameter)
+                own.setdefault(unit_index, set()).add(parameter_index)
+        return own
+
+    def _kept_parameters(self) -> dict[int, set[int]]:
+        """Indices of other optimizers' parameters by unit index: this one's steps leave their gradients alone."""
+        kept: dict[int, set[int]] = {}
+        if others := self._others():
+            own = self._own_parameters()
+            for other in others:
+                for unit_index, indices in other._own_parameters().items():
+                    if left := indices - own.get(unit_index, set()):
+                        kept.setdefault(unit_index, set()).update(left)
+        return kept
+
+    def _counted_units(self) -> list[int]:
+        """The units over whose gradients the norm is taken; empty: all.
+
+        Raises:
+            UsageError: A unit has parameters of this optimizer and of another one.
+        """
+        if not (kept := self._kept_parameters()):
+            return []
+        own = self._own_parameters()
+        for unit in self._session.units:
+            if unit.index in kept and unit.index in own:
+                raise UsageError(
+                    f"clip_grad_norm_ of {type(self).__name__}: unit {unit.name!r} has parameters of this optimizer "
+                    "and of another one, but norms are known per unit only: shard their modules as units of their own, or "
+                    "make one optimizer of both, shardwell.optim.Combined([...])",
+                    unit=unit.name,
+                )
+        return [unit.index for unit in self._session.units if unit.index not in kept]
 
     def _locate(self, parameter: torch.Tensor) -> tuple[int, int]:
         found = self._session.units.locate(parameter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -53,6 +53,10 @@ class RunStore:
         self._servers: dict[str, ServerConnection] = {}
         self._units: dict[int, RemoteUnit] = {}
         self._traffic = Traffic(push_bytes=config.push_bytes)
+        self._kept_units: set[int] | None = set() if not progress.number else None
+        """Units of which the servers may keep gradients of earlier steps; None: any, after a join."""
+        self._last_ranks: set[int] = set(progress.items)
+        """Logical ranks whose work this trainer did in the step before."""
         self._slice_updates = SliceUpdates(membership.world.dp, config.wait_limit_s)
         self._wire, self._feedback = self._make_wire()
         self._declarations = UnitDeclarations(membership, config.wait_limit_s)
@@ -117,8 +121,16 @@ class RunStore:
         wire = Wire(wire_dtypes.NAMES[config.gather_dtype], wire_dtypes.NAMES[config.push_dtype], config.wait_limit_s)
         return wire, ErrorFeedback(wire.push_dtype, wire.encoded) if config.push_error_feedback else None
 
-    def advance(self, progress: StepProgress) -> None:
-        """The step is committed: from now on ``progress`` is the one in flight. Nothing is being gathered or pushed."""
+    def advance(self, progress: StepProgress, kept_units: Collection[int] = ()) -> None:
+        """The step is committed: from now on ``progress`` is the one in flight. Nothing is being gathered or pushed.
+
+        Args:
+            progress: Of the next step.
+            kept_units: Units whose gradients the commit left for another optimizer's step, if there are any.
+        """
+        pushed = {unit for item in self.progress.items.values() for unit, indices in item.pushed.items() if indices}
+        self._kept_units = {unit for unit in kept_units if unit in pushed or self.may_keep(unit)}
+        self._last_ranks = set(self.progress.items)
         fewer_ranks = len(progress.items) < len(self.progress.items)
         self.progress = progress
         self._release_mailboxes()
@@ -208,7 +220,11 @@ class RunStore:
             part=current.parts[unit_index],
         )
         current.parts[unit_index] += 1
-        if self._feedback is not None:
+        if dropped := current.to_drop.pop(unit_index, None):
+            header.dropped_indices[:] = sorted(dropped)
+            current.pushed[unit_index] -= dropped
+        current.pushed[unit_index].update(index for index, _ in gradients)
+        if self._feedback is not None and gradients:
             copies, copied = to_host([gradient for _, gradient in gradients])
             copied()
             whole = {index: flat for (index, _), flat in zip(gradients, copies, strict=True)}
@@ -217,6 +233,23 @@ class RunStore:
                 self._traffic.push_encoded(unit, header, encoded)
                 return
         self._traffic.push(unit, header, gradients)
+
+    def may_keep(self, unit_index: int) -> bool:
+        """See ``ParameterStore.may_keep``."""
+        return self._kept_units is None or unit_index in self._kept_units
+
+    def drop(self, unit_index: int, parameter_indices: Iterable[int]) -> None:
+        """See ``ParameterStore.drop``."""
+        self.progress.drop(unit_index, parameter_indices)
+
+    def push_drops(self) -> None:
+        """At the end of a work item: tells the servers which gradients are dropped, unless a push has said so."""
+        current = self.progress.require_current()
+        for unit_index in sorted(current.to_drop):
+            is_known = current.item.global_rank in self._last_ranks
+            if current.parts[unit_index] or self.may_keep(unit_index) or not is_known:
+                self.push(unit_index, [])
+        current.to_drop.clear()
 
     def drain(self) -> None:
         """See ``ParameterStore.drain``."""
@@ -282,8 +315,7 @@ class RunStore:
             lambda answer: answer.HasField("item"),
             what=f"the servers to drop the gradient of rank {progress.item.global_rank} in step {self.progress.number}",
         )
-        progress.item.CopyFrom(response.item)
-        progress.parts.clear()
+        progress.begin_attempt(response.item)
         self.progress.is_complete = False
         self._release_mailboxes(progress.item.dp_rank)
         if self._feedback is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from typing import Any, Self
+from weakref import WeakSet
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -45,6 +46,7 @@ class Session:
         seed: The run's seed.
         store: Where their values are.
         in_flight: The step that is computed now.
+        optimizers: The optimizers of its units.
     """
 
     def __init__(self, config: JoinConfig) -> None:
@@ -80,6 +82,7 @@ class Session:
             StepEnd(self._membership), self.store, self.units, self._buffers, self._tracked, progress
         )
         self._loop: LoopPosition | None = None
+        self.optimizers: WeakSet[Any] = WeakSet()
         open_sessions.note_opened(self)
         self._tell_place()
 

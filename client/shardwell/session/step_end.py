@@ -78,7 +78,7 @@ class StepEnd:
         self._finish_wait_s += time.perf_counter() - started
         return response
 
-    def grad_norm(self, step: int, norm_type: float) -> GradNorm:
+    def grad_norm(self, step: int, norm_type: float, unit_indices: Sequence[int] = ()) -> GradNorm:
         """Global norm, before any clipping, of the mean gradient of a step whose work is finished or committed.
 
         Raises:
@@ -88,6 +88,7 @@ class StepEnd:
             context=self._membership.context(step),
             trainer=self._membership.trainer,
             norm_type=0.0 if norm_type == 2.0 else norm_type,
+            unit_indices=unit_indices,
         )
         response: coordinator_pb2.PrepareGradientsResponse = self._membership.poll(
             "PrepareGradients",

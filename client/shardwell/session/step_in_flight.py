@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping, Sequence
 
 from shardwell.module.units import Units
 from shardwell.session.progress import ItemProgress, StepProgress
@@ -11,9 +12,12 @@ from shardwell.session.run_state import TrackedObjects
 from shardwell.session.run_store import RunStore
 from shardwell.session.step_end import GradNorm, StepEnd, StepUpdate
 from shardwell_wire.errors import DeadlineError, UnavailableError, UsageError, VersionGoneError
-from shardwell_wire.v1 import coordinator_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
+
+UNUSED, KEPT = -1, -2
+"""Instead of the group of a parameter that a step does not optimise: its gradient is dropped, or kept for later."""
 
 
 class StepInFlight:
@@ -43,6 +47,8 @@ class StepInFlight:
         self._step_end, self._store, self._units = end, store, units
         self._buffers, self._tracked = buffers, tracked
         self.progress = progress
+        self.takes_turns = False
+        """Whether several optimizers of the session take turns: a commit then leaves graphs of other units usable."""
         self._dropped = False
         """Whether ``zero_grad`` was called since the step began: a commit without gradients is intended."""
         self._interrupted: StepUpdate | None = None
@@ -86,8 +92,24 @@ class StepInFlight:
         """
         self._dropped = True
         self._units.zero_grad()
-        if self.progress.current is not None:
-            return
+        if self.progress.current is None:
+            self._begin_anew()
+
+    def zero_grad_of(self, parameters: Mapping[int, Collection[int]]) -> None:
+        """Drops the gradients of one optimizer's parameters, of this step and of earlier ones; others' stay.
+
+        Args:
+            parameters: Indices of parameters by unit index.
+        """
+        self._dropped = True
+        self._units.drop_gradients(parameters)
+        for unit_index, indices in parameters.items():
+            self._store.drop(unit_index, indices)
+        if self.progress.current is None and self.progress.dropped_late and self.progress.all_dropped:
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Drops the gradients of all finished items; in a plain loop the items are then computed anew."""
         try:
             self._store.discard(empty_too=not self.progress.in_batches)
         except VersionGoneError:
@@ -104,8 +126,10 @@ class StepInFlight:
     def end_item(self) -> None:
         """The current item is computed: sends what is left of its gradients."""
         current = self.progress.current
-        self._units.finish_item()
+        self._units.finish_item(keeps_graphs=self.takes_turns and not self.progress.in_batches)
         if current is not None:
+            if current.to_drop:
+                self._store.push_drops()
             self._buffers.end_item(self.progress.number, current)
         self.progress.end()
 
@@ -122,11 +146,17 @@ class StepInFlight:
         self.progress.is_complete = response.all_finished
         return [] if response.all_finished else self.progress.add(response.work.items)
 
-    def grad_norm(self, step: int, norm_type: float) -> GradNorm:
-        """Global norm of a step's mean gradient, before any clipping; finishes the work first if it is in flight."""
+    def grad_norm(self, step: int, norm_type: float, unit_indices: Sequence[int] = ()) -> GradNorm:
+        """Global norm of a step's mean gradient, before any clipping; finishes the work first if it is in flight.
+
+        Args:
+            step: Number of the step.
+            norm_type: The norm's p.
+            unit_indices: Units whose gradients count; empty: all.
+        """
         if step == self.progress.number:
             self._finish_loose_work()
-        return self._step_end.grad_norm(step, norm_type)
+        return self._step_end.grad_norm(step, norm_type, unit_indices)
 
     def commit(self, step: int, update: StepUpdate) -> bool:
         """Sends what an optimizer asks for; returns when the step is committed.
@@ -147,19 +177,22 @@ class StepInFlight:
             self._buffers.restore()
             return not response.skipped
         if self._interrupted is None:
-            self._require_work()
+            self._require_work(update.optimizer)
         self._interrupted = update
         try:
             if self.progress.current is None:
                 self._buffers.check_untouched(step)
+            if not self.progress.in_batches and not self._units.used and self._uses_kept_gradients(update.optimizer):
+                self._finish_empty_work()
             self._finish_loose_work()
+            self._drop_late(update.optimizer)
             response = self._ask_commit(step, update)
         except (DeadlineError, UnavailableError):
             raise  # other trainers may have it committed meanwhile
         except Exception:
             self._interrupted = None
             raise
-        self._advance(response)
+        self._advance(response, update.optimizer)
         self._interrupted = None
         return not response.skipped
 
@@ -177,30 +210,47 @@ class StepInFlight:
             state=coordinator_pb2.RunState(step=step, tracked_json=self._tracked.to_json()),
         )
 
-    def _advance(self, response: coordinator_pb2.CommitStepResponse) -> None:
+    def _drop_late(self, optimizer: common_pb2.OptimizerStep) -> None:
+        """Has the commit drop gradients that ``zero_grad`` was called for when the work was finished already."""
+        if self.progress.dropped_late:
+            for unit in optimizer.units:
+                for index in self.progress.dropped_late.get(unit.unit_index, ()):
+                    unit.group_indices[index] = UNUSED
+
+    def _advance(self, response: coordinator_pb2.CommitStepResponse, optimizer: common_pb2.OptimizerStep) -> None:
         """The step is committed: the next one begins here."""
         step = self.progress.number
+        kept = [unit.unit_index for unit in optimizer.units if KEPT in unit.group_indices]
+        updated = [unit.unit_index for unit in optimizer.units if max(unit.group_indices, default=UNUSED) >= 0]
         try:
-            self._units.invalidate()
+            self._units.invalidate(updated if self.takes_turns else None)
         finally:  # it may complain of a write, but the step is committed all the same
             self.progress = StepProgress(response.next_work.step, response.next_work.items)
-            self._store.advance(self.progress)
+            self._store.advance(self.progress, kept)
             self._dropped = False
         self._units.begin_step()
         has_work = bool(self.progress.items)
         self._buffers.committed(response.state, step, self.progress.number, has_work=has_work)
 
-    def _require_work(self) -> None:
+    def _require_work(self, optimizer: common_pb2.OptimizerStep) -> None:
         """Raises UsageError if nothing was computed for the step, and not by intent."""
         if self._units.used or self._dropped or self.progress.in_batches or not self.progress.items:
+            return
+        if self._uses_kept_gradients(optimizer):
             return
         number = self.progress.number
         raise UsageError(
             f"optimizer.step() was called in step {number}, but no forward has run on this trainer since "
             + (f"step {number - 1} was committed" if number else "the session was opened")
-            + ": one call commits the gradients of all parameters. Run the model and loss.backward() before it. For "
-            "several optimizers use shardwell.optim.Combined([...]); to commit a step without gradients call "
-            "optimizer.zero_grad() right before optimizer.step()"
+            + ", so there is no gradient. Run the model and loss.backward() before it. To commit a step without "
+            "gradients call optimizer.zero_grad() right before optimizer.step()"
+        )
+
+    def _uses_kept_gradients(self, optimizer: common_pb2.OptimizerStep) -> bool:
+        """Whether the servers may have gradients for the optimizer that earlier steps left."""
+        return self.takes_turns and any(
+            self._store.may_keep(unit.unit_index) and max(unit.group_indices, default=UNUSED) >= 0
+            for unit in optimizer.units
         )
 
     def _finish_loose_work(self) -> None:
@@ -215,3 +265,13 @@ class StepInFlight:
             )
         if not self.progress.is_complete:
             self.finish_work(accept_work=False)
+
+    def _finish_empty_work(self) -> None:
+        """The loop computes nothing in this step: it uses gradients of earlier ones. So there is nothing to compute in
+        the work of lost trainers either.
+        """
+        while not self.progress.is_complete and self.progress.items:
+            for item in self.progress.unfinished:
+                self.progress.enter(item)
+                self.end_item()
+            self.finish_work(accept_work=True)

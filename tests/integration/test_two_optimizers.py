@@ -1,0 +1,165 @@
+"""Several optimizers in one session, each for parameters of its own, against plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardwell
+
+ADAM = {"lr": 2e-3, "betas": (0.5, 0.999)}
+STEPS = 4
+
+
+def two_layers() -> tuple[nn.Linear, nn.Linear]:
+    torch.manual_seed(0)
+    return nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def noise(number: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(number))
+
+
+def discriminator() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 4, 4, 2, 1, bias=False), nn.LeakyReLU(0.2)),
+        nn.Sequential(nn.Conv2d(4, 8, 4, 2, 1, bias=False), nn.BatchNorm2d(8), nn.LeakyReLU(0.2)),
+        nn.Sequential(nn.Conv2d(8, 1, 2, 1, 0, bias=False), nn.Flatten()),
+    )
+
+
+def generator() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(
+        nn.Sequential(nn.ConvTranspose2d(6, 8, 2, 1, 0, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        nn.Sequential(nn.ConvTranspose2d(8, 4, 4, 2, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
+        nn.Sequential(nn.ConvTranspose2d(4, 1, 4, 2, 1, bias=False), nn.Tanh()),
+    )
+
+
+def shard(model: Any, session: shardwell.Session, name: str) -> Any:
+    for number, part in enumerate(model):
+        shardwell.fully_shard(part, session, name=f"{name}-{number}")
+    return model
+
+
+def real_loss(net_d: nn.Module, number: int) -> torch.Tensor:
+    output = net_d(noise(number, 3, 1, 8, 8))
+    return F.binary_cross_entropy_with_logits(output, torch.ones_like(output))
+
+
+def fake_loss(net_d: nn.Module, fake: torch.Tensor, label: float) -> torch.Tensor:
+    output = net_d(fake)
+    return F.binary_cross_entropy_with_logits(output, torch.full_like(output, label))
+
+
+def dcgan(net_d: Any, net_g: Any, optimizer_d: Any, optimizer_g: Any, clip: Callable[[Any, Any], Any]) -> list[float]:
+    """The loop of PyTorch's DCGAN tutorial."""
+    norms = []
+    for number in range(STEPS):
+        net_d.zero_grad() if number % 2 else optimizer_d.zero_grad()
+        real_loss(net_d, number).backward()
+        fake = net_g(noise(100 + number, 3, 6, 1, 1))
+        fake_loss(net_d, fake.detach(), 0.0).backward()
+        norms.append(float(clip(optimizer_d, net_d)))
+        optimizer_d.step()
+        optimizer_g.zero_grad()
+        fake_loss(net_d, fake, 1.0).backward()
+        optimizer_g.step()
+    return norms
+
+
+def assert_equal(model: Any, reference: nn.Module) -> None:
+    found = shardwell.full_state_dict(model)
+    for name, value in reference.state_dict().items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.fixture(params=["shm,socket,grpc", "socket,grpc", "grpc"])
+def session(
+    cluster: shardwell.LocalCluster, run_name: str, request: pytest.FixtureRequest
+) -> Iterator[shardwell.Session]:
+    with shardwell.join(cluster.address, run=run_name, wait_limit_s=60, lanes=request.param) as joined:
+        yield joined
+
+
+class Parts(nn.Module):
+    """A model whose units are in one list."""
+
+
+def test_dcgan_in_one_session_trains_to_pytorchs_bits(session: shardwell.Session) -> None:
+    plain_d, plain_g = discriminator(), generator()
+    expected = dcgan(
+        plain_d,
+        plain_g,
+        torch.optim.Adam(plain_d.parameters(), fused=True, **ADAM),
+        torch.optim.Adam(plain_g.parameters(), fused=True, **ADAM),
+        lambda optimizer, model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9),
+    )
+    net_d, net_g = shard(discriminator(), session, "d"), shard(generator(), session, "g")
+    net_d, net_g = shardwell.fully_shard(net_d, session, name="d"), shardwell.fully_shard(net_g, session, name="g")
+    norms = dcgan(
+        net_d,
+        net_g,
+        shardwell.optim.Adam(net_d.parameters(), **ADAM),
+        shardwell.optim.Adam(net_g.parameters(), **ADAM),
+        lambda optimizer, model: optimizer.clip_grad_norm_(1e9),
+    )
+    assert session.step == 2 * STEPS
+    assert norms == pytest.approx(expected, rel=1e-5), "the norm is over the discriminator's gradients only"
+    assert_equal(net_d, plain_d)
+    assert_equal(net_g, plain_g)
+
+
+def test_zero_grad_of_one_optimizer_leaves_the_others_gradients(session: shardwell.Session) -> None:
+    a, b = (shardwell.fully_shard(layer, session) for layer in two_layers())
+    of_a = shardwell.optim.SGD(a.parameters(), lr=0.1)
+    of_b = shardwell.optim.SGD(b.parameters(), lr=0.1)
+    plain_a, plain_b = two_layers()
+    a(torch.ones(1, 4)).sum().backward()
+    of_b.zero_grad()
+    of_a.step()
+    plain_a(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(plain_a.parameters(), lr=0.1).step()
+    assert_equal(a, plain_a)
+    assert_equal(b, plain_b)
+
+
+def accumulate(a: Any, b: Any, of_a: Any, of_b: Any, *, drops: bool) -> None:
+    for number in range(6):
+        for micro in range(2):
+            x = noise(10 * number + micro, 2, 4)
+            (a(x).square().sum() + b(x).square().sum()).backward()
+        if drops and number == 2:
+            of_b.zero_grad()
+        x = noise(10 * number + 5, 2, 4)
+        (a(x).square().sum() + b(x).square().sum()).backward()
+        of_a.step()
+        of_a.zero_grad()
+        if number % 3 == 2:
+            of_b.step()
+            of_b.zero_grad()
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_gradients_add_up_until_their_optimizers_step(session: shardwell.Session, drops: bool) -> None:
+    plain_a, plain_b = two_layers()
+    accumulate(
+        plain_a,
+        plain_b,
+        torch.optim.SGD(plain_a.parameters(), lr=0.01, fused=True),
+        torch.optim.SGD(plain_b.parameters(), lr=0.01, momentum=0.9, fused=True),
+        drops=drops,
+    )
+    a, b = (shardwell.fully_shard(layer, session) for layer in two_layers())
+    of_a = shardwell.optim.SGD(a.parameters(), lr=0.01)
+    of_b = shardwell.optim.SGD(b.parameters(), lr=0.01, momentum=0.9)
+    accumulate(a, b, of_a, of_b, drops=drops)
+    assert_equal(a, plain_a)
+    assert_equal(b, plain_b)
