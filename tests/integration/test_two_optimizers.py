@@ -89,10 +89,6 @@ def session(
         yield joined
 
 
-class Parts(nn.Module):
-    """A model whose units are in one list."""
-
-
 def test_dcgan_in_one_session_trains_to_pytorchs_bits(session: shardwell.Session) -> None:
     plain_d, plain_g = discriminator(), generator()
     expected = dcgan(
@@ -163,3 +159,75 @@ def test_gradients_add_up_until_their_optimizers_step(session: shardwell.Session
     accumulate(a, b, of_a, of_b, drops=drops)
     assert_equal(a, plain_a)
     assert_equal(b, plain_b)
+
+
+def losses(a: Any, b: Any, number: int, rank: int) -> torch.Tensor:
+    x = noise(100 * number + rank, 3, 4)
+    loss: torch.Tensor = a(x).square().mean() + b(x).square().mean()
+    return loss
+
+
+def reference_of_two_ranks(steps: int) -> tuple[nn.Module, nn.Module]:
+    """Each rank's gradients add up apart; an optimizer uses their mean. ``b`` takes every third step."""
+    a, b = two_layers()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.05, fused=True) for layer in (a, b)]
+    sums: dict[nn.Parameter, list[torch.Tensor | None]] = {p: [None, None] for p in [*a.parameters(), *b.parameters()]}
+    for number in range(steps):
+        for rank in range(2):
+            for parameter, gradient in zip(sums, torch.autograd.grad(losses(a, b, number, rank), [*sums]), strict=True):
+                former = sums[parameter][rank]
+                sums[parameter][rank] = gradient if former is None else former + gradient
+        turn = 1 if number % 3 == 2 else 0
+        for parameter in (a, b)[turn].parameters():
+            parts = [part for part in sums[parameter] if part is not None]
+            parameter.grad = (parts[0] + parts[1]) / 2
+            sums[parameter] = [None, None]
+        optimizers[turn].step()
+    return a, b
+
+
+def test_kept_gradients_survive_trainers_that_are_lost(cluster: shardwell.LocalCluster, run_name: str) -> None:
+    steps = 7
+    plain_a, plain_b = reference_of_two_ranks(steps)
+    for lost_in in (1, 2, 4, 5, steps):
+        with shardwell.join(
+            cluster.address,
+            run=run_name,
+            trainer="t",
+            world=shardwell.World(dp=2),
+            min_trainers=1,
+            wait_limit_s=60,
+        ) as session:
+            a, b = (shardwell.fully_shard(layer, session) for layer in two_layers())
+            optimizers = [shardwell.optim.SGD(layer.parameters(), lr=0.05) for layer in (a, b)]
+            for step in session.steps(min(lost_in + 1, steps)):
+                for number, rank in step.batches(lambda step, rank: (step, rank)):
+                    losses(a, b, number, rank).backward()
+                    if (number, rank) == (lost_in, 1):
+                        break  # the gradients of rank 0 are on the servers, and some of rank 1
+                if step.number == lost_in:
+                    break
+                optimizers[1 if step.number % 3 == 2 else 0].step()
+            if session.step == steps:
+                assert_equal(a, plain_a)
+                assert_equal(b, plain_b)
+    assert session.step == steps
+
+
+def test_what_two_optimizers_cannot_do_is_named(session: shardwell.Session) -> None:
+    model = shardwell.fully_shard(two_layers()[0], session)
+    of_weight = shardwell.optim.SGD([model.weight], lr=0.1)
+    of_bias = shardwell.optim.SGD([model.bias], lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(shardwell.UsageError, match="has parameters of this optimizer and of another one"):
+        of_weight.clip_grad_norm_(1.0)
+    with pytest.raises(
+        shardwell.UsageError, match=r"ClientSide.step\(\) would lose the gradients of another"
+    ):
+        shardwell.ClientSide([model.weight], torch.optim.SGD, lr=0.1).step()
+    before = shardwell.full_state_dict(model)
+    of_weight.step()
+    of_bias.step()
+    after = shardwell.full_state_dict(model)
+    assert torch.equal(after["weight"], before["weight"] - 0.1)
+    assert torch.equal(after["bias"], before["bias"] - 0.1)

@@ -337,8 +337,8 @@ class ShardedOptimizer(Optimizer):
             if unit.index in kept and unit.index in own:
                 raise UsageError(
                     f"clip_grad_norm_ of {type(self).__name__}: unit {unit.name!r} has parameters of this optimizer "
-                    "and of another one, but norms are known per unit only: shard their modules as units of their own, or "
-                    "make one optimizer of both, shardwell.optim.Combined([...])",
+                    "and of another one, but norms are known per unit only: shard their modules as units of their own, "
+                    "or make one optimizer of both, shardwell.optim.Combined([...])",
                     unit=unit.name,
                 )
         return [unit.index for unit in self._session.units if unit.index not in kept]

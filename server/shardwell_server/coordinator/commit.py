@@ -292,7 +292,8 @@ def norms_of(prepared: Prepared, unit_indices: Collection[int]) -> Prepared:
     if not prepared.norms:
         return prepared  # of a step that is skipped, or that is committed
     norms = (norm for norm in prepared.norms if norm.unit_index in unit_indices)
-    return combine_norms(norms, prepared.other_norm.norm_type if prepared.other_norm is not None else 0.0)
+    found = combine_norms(norms, prepared.other_norm.norm_type if prepared.other_norm is not None else 0.0)
+    return replace(prepared, grad_norm=found.grad_norm, other_norm=found.other_norm)
 
 
 def _root(value: float, norm_type: float) -> float:
