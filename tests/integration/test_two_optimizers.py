@@ -221,9 +221,7 @@ def test_what_two_optimizers_cannot_do_is_named(session: shardwell.Session) -> N
     model(torch.ones(1, 4)).sum().backward()
     with pytest.raises(shardwell.UsageError, match="has parameters of this optimizer and of another one"):
         of_weight.clip_grad_norm_(1.0)
-    with pytest.raises(
-        shardwell.UsageError, match=r"ClientSide.step\(\) would lose the gradients of another"
-    ):
+    with pytest.raises(shardwell.UsageError, match=r"ClientSide.step\(\) would lose the gradients of another"):
         shardwell.ClientSide([model.weight], torch.optim.SGD, lr=0.1).step()
     before = shardwell.full_state_dict(model)
     of_weight.step()
