@@ -134,7 +134,9 @@ def test_a_stall_names_the_phase_and_who_is_waited_for(tmp_path: Path) -> None:
                 "hyper-parameters from rank 0: trainer 'a' has not called optimizer.step()"
             ]
             await a.leave()
-            assert (await stall()).waiting_for[0].startswith("hyper-parameters: every trainer of the run is gone")
+            idle = await stall()
+            assert idle.phase == "idle"
+            assert idle.waiting_for[0].startswith("no trainers: all have left or are gone. 0 steps are committed")
 
     run_async(scenario())
 

@@ -28,6 +28,9 @@ from shardwell_wire.wire_dtypes import AS_STORED, WireDType
 
 _IDLE_BYTES = 64 << 20
 
+_RETRY_S = 2.0
+"""How often the coordinator is asked, at least, why a server cannot be reached."""
+
 
 @dataclass(frozen=True)
 class Wire:
@@ -178,7 +181,7 @@ class RemoteShard:
             return version
         limit_s = self._wire.wait_limit_s
         there = self.server.through_shm(
-            lambda lane: lane.locate(self._layout.unit, version, timeout_s=limit_s, retry_for_s=limit_s)
+            lambda lane: lane.locate(self._layout.unit, version, timeout_s=limit_s, retry_for_s=min(_RETRY_S, limit_s))
         )
         return there.version
 
@@ -203,7 +206,9 @@ class RemoteShard:
         )
         limit_s = self._wire.wait_limit_s
         fetched = self.server.streamed(
-            lambda lane: lane.gather(request, target, timeout_s=limit_s, retry_for_s=limit_s, nearly=nearly)
+            lambda lane: lane.gather(
+                request, target, timeout_s=limit_s, retry_for_s=min(_RETRY_S, limit_s), nearly=nearly
+            )
         )
         self.server.count(received_bytes=len(target))
         return fetched
@@ -291,7 +296,9 @@ class RemoteShard:
 
     def _reduce_mailbox(self, request: shard_pb2.ReduceMailboxRequest) -> shard_pb2.ReduceMailboxResponse:
         limit_s = self._wire.wait_limit_s
-        return self.server.controlled(lambda lane: lane.reduce_mailbox(request, timeout_s=limit_s, retry_for_s=limit_s))
+        return self.server.controlled(
+            lambda lane: lane.reduce_mailbox(request, timeout_s=limit_s, retry_for_s=min(_RETRY_S, limit_s))
+        )
 
     def _send_as_stored(
         self,
@@ -312,7 +319,9 @@ class RemoteShard:
     def _stream_out(self, header: shard_pb2.ReduceScatterHeader, data: Sequence[memoryview], nearly: Nearly) -> None:
         limit_s = self._wire.wait_limit_s
         self.server.streamed(
-            lambda lane: lane.reduce_scatter(header, data, timeout_s=limit_s, retry_for_s=limit_s, nearly=nearly)
+            lambda lane: lane.reduce_scatter(
+                header, data, timeout_s=limit_s, retry_for_s=min(_RETRY_S, limit_s), nearly=nearly
+            )
         )
         self.server.count(sent_bytes=sum(len(part) for part in data))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from shardwell.data_plane.lanes import Lane
+from shardwell.data_plane.server_guard import ServerGuard
 from shardwell.data_plane.shard_client import ShardClient
 from shardwell.data_plane.shm_lane import ShmLane
 from shardwell.data_plane.socket_lane import SocketLane
@@ -38,6 +39,7 @@ class ServerConnection:
         kinds: Lanes to try, in this order.
         chunk_bytes: Payload per message over gRPC.
         check: Called while the server is unavailable; raises when trying again is pointless.
+        guard: Decides what a failed operation means. By default each fails at once.
         credentials: Of the cluster. None: what ``find_credentials`` finds for the address.
 
     Raises:
@@ -53,7 +55,9 @@ class ServerConnection:
         chunk_bytes: int,
         check: Callable[[], None] = lambda: None,
         credentials: Credentials | None = None,
+        guard: ServerGuard | None = None,
     ) -> None:
+        self.guard = guard or ServerGuard(address)
         self.address, self._run, self._kinds, self._check = address, run, tuple(kinds), check
         self.client = ShardClient(address, chunk_bytes=chunk_bytes, check=check, credentials=credentials)
         self._count_lock, self._open_lock = threading.Lock(), threading.RLock()
@@ -67,7 +71,7 @@ class ServerConnection:
             self.bytes_per_s = self.shm.measure() if self.shm is not None else self._measure(self.stream)
             """Of the lane, measured when it was opened."""
         except BaseException:
-            self.close()
+            self._close_lanes()
             raise
         self.pushes_through_shm = self.shm is not None
         self.received_bytes = self.sent_bytes = 0
@@ -93,7 +97,10 @@ class ServerConnection:
             return self._stream
 
     def streamed(self, action: Callable[[Lane], Result]) -> Result:
-        """Does something over ``stream``, which may be done twice: once more if the lane breaks meanwhile."""
+        """Does something over ``stream``, which may be repeated; raises as ``ServerGuard.run`` does."""
+        return self.guard.run("a transfer", lambda: self._streamed(action))
+
+    def _streamed(self, action: Callable[[Lane], Result]) -> Result:
         lane = self.stream
         try:
             return action(lane)
@@ -105,10 +112,17 @@ class ServerConnection:
 
     def controlled(self, action: Callable[[Lane], Result]) -> Result:
         """Does something that only messages go to and fro for: over ``stream`` if there may be one, else by an rpc."""
-        return action(self.client) if self._kinds == ("shm",) else self.streamed(action)
+        return self.by_rpc(action) if self._kinds == ("shm",) else self.streamed(action)
+
+    def by_rpc(self, action: Callable[[ShardClient], Result]) -> Result:
+        """Does something by rpcs, which may be repeated; raises as ``ServerGuard.run`` does."""
+        return self.guard.run("a request", lambda: action(self.client))
 
     def through_shm(self, action: Callable[[ShmLane], Result]) -> Result:
-        """Does something over the lane through shared memory, which may be done twice: once more if the lane breaks."""
+        """Does something over the lane through shared memory, which may be repeated; raises as ``ServerGuard.run``."""
+        return self.guard.run("a transfer through shared memory", lambda: self._through_shm(action))
+
+    def _through_shm(self, action: Callable[[ShmLane], Result]) -> Result:
         lane = self._require_shm()
         try:
             return action(lane)
@@ -163,6 +177,10 @@ class ServerConnection:
 
     def close(self) -> None:
         """Closes the lanes and cancels what is in flight."""
+        self.guard.close()
+        self._close_lanes()
+
+    def _close_lanes(self) -> None:
         for lane in (self.shm, self._stream):
             if lane is not None:
                 lane.close()

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,8 +58,15 @@ class SharedVector:
         OSError: A segment cannot be opened here.
     """
 
-    def __init__(self, unit: str, places: Sequence[SegmentPlace], *, exact: bool = True) -> None:
-        self._unit, self.exact = unit, exact
+    def __init__(
+        self,
+        unit: str,
+        places: Sequence[SegmentPlace],
+        *,
+        exact: bool = True,
+        ask: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._unit, self.exact, self._ask = unit, exact, ask
         self._start_bytes = places[0].start_bytes
         self._size_bytes = places[-1].stop_bytes - self._start_bytes
         self._address = _map(None, self._size_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
@@ -88,6 +95,7 @@ class SharedVector:
         """Raises VersionGoneError unless it has been of one version since ``shows`` said so."""
         order_loads()
         if not self.shows(version):
+            self._ask()
             raise VersionGoneError(
                 f"version {version} of unit {self._unit!r} was overwritten while it was in use here: the step was "
                 "committed while the weights were read. A trainer that evaluates between `step.batches` and "

@@ -71,7 +71,9 @@ class RemoteSlice:
             except (CapacityError, ConflictError, OSError) as error:
                 _raise_unless_about_memory(error)
                 logger.info("slice of unit %r is streamed: %s", self._place.layout.unit, error)
-        return read_slice(self._shard.server.client, self._place, context, timeout_s=self._timeout_s, held=held)
+        return self._shard.server.by_rpc(
+            lambda client: read_slice(client, self._place, context, timeout_s=self._timeout_s, held=held)
+        )
 
     def bytes_to_keep(self, part: SlicePart) -> int:
         """What ``stage`` can keep of a part."""
@@ -88,13 +90,10 @@ class RemoteSlice:
         if isinstance(part, DeskPart) and self._stage_desk(make_context(), part):
             return
         context = make_context()
-        stage_slice(
-            self._shard.server.client,
-            self._place,
-            context,
-            part,
-            timeout_s=self._timeout_s,
-            share_state=self._shares_memory,
+        self._shard.server.by_rpc(
+            lambda client: stage_slice(
+                client, self._place, context, part, timeout_s=self._timeout_s, share_state=self._shares_memory
+            )
         )
         if keep and not self._shares_memory:
             self._held = HeldSlice(context.request_id, part)

@@ -33,6 +33,8 @@ _POLL_S = 10.0
 
 _CALL_TIMEOUT_S = 30.0
 
+_ASK_TIMEOUT_S = 5.0
+
 _SILENCE_S = 5.0
 """What is unavailable for longer is told: the address may be wrong, or no shard server there."""
 
@@ -55,6 +57,8 @@ class Membership:
     def __init__(self, config: JoinConfig, coordinator: CoordinatorClient) -> None:
         self._config, self._coordinator = config, coordinator
         self._ended: ShardwellError | None = None
+        self._report: Callable[[], Sequence[coordinator_pb2.UnreachableServer]] = tuple
+        self._when_ended: Callable[[], None] = lambda: None
         joined = self._join()
         self.identity = RunIdentity(config.run, joined.run_id)
         self.run = config.run
@@ -130,6 +134,39 @@ class Membership:
         if self._ended is not None:
             raise type(self._ended)(str(self._ended), **self._ended.data) from self._ended
 
+    def attach(
+        self,
+        *,
+        report: Callable[[], Sequence[coordinator_pb2.UnreachableServer]],
+        when_ended: Callable[[], None],
+    ) -> None:
+        """Connects the membership with the data plane.
+
+        Args:
+            report: The servers that cannot be reached now, for the heartbeat.
+            when_ended: Called once, in any thread, when the membership has ended.
+        """
+        self._report, self._when_ended = report, when_ended
+
+    def ask(self) -> None:
+        """Asks the coordinator whether this trainer can go on.
+
+        Returns also if the coordinator does not answer.
+
+        Raises:
+            RunDeletedError: The run was deleted.
+            ConflictError: A shard server has lost its shards of the run.
+            StaleEpochError: This trainer has lost its lease.
+        """
+        self.check()
+        try:
+            self._beat(_ASK_TIMEOUT_S)
+        except (StaleEpochError, RunDeletedError, ConflictError) as error:
+            self._end(error)
+            raise
+        except ShardwellError as error:
+            logger.info("the coordinator could not be asked: %s", error)
+
     def leave(self) -> None:
         """Gives the ranks back at once; harmless when the membership has ended."""
         self._stop.set()
@@ -194,15 +231,10 @@ class Membership:
         return call(retry_for_s=limit_s)
 
     def _keep_lease(self) -> None:
-        request = coordinator_pb2.HeartbeatRequest(
-            run=self.run, run_id=self.identity.run_id, trainer=self.trainer, epoch=self.epoch
-        )
         reached = True
         while not self._stop.wait(self._lease_s / 3):
-            del request.transports[:]
-            request.transports.extend(self.transports())
             try:
-                self._coordinator.call("Heartbeat", request, timeout_s=self._lease_s / 3)
+                self._beat(self._lease_s / 3)
                 reached = True
             except (StaleEpochError, RunDeletedError, ConflictError) as error:
                 self._end(error)
@@ -212,7 +244,19 @@ class Membership:
                     logger.warning("the coordinator does not answer, trying on: %s", error)
                 reached = False
 
+    def _beat(self, timeout_s: float) -> None:
+        request = coordinator_pb2.HeartbeatRequest(
+            run=self.run,
+            run_id=self.identity.run_id,
+            trainer=self.trainer,
+            epoch=self.epoch,
+            transports=self.transports(),
+            unreachable=self._report(),
+        )
+        self._coordinator.call("Heartbeat", request, timeout_s=timeout_s)
+
     def _end(self, error: ShardwellError) -> None:
         if self._ended is None and not self._stop.is_set():
             logger.error("trainer %r lost its place in run %r: %s", self.trainer, self.run, error)
             self._ended = error
+            self._when_ended()

@@ -15,6 +15,7 @@ from shardwell.data_plane.lanes import KIND_NUMBERS
 from shardwell.data_plane.node_gathers import NodeGathers, fetch
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.server_connection import ServerConnection
+from shardwell.data_plane.server_guard import ServerGuard
 from shardwell.data_plane.shared_vector import SharedVector
 from shardwell.data_plane.slice_client import SlicePart
 from shardwell.data_plane.slice_updates import SliceUpdates
@@ -27,6 +28,7 @@ from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
 from shardwell.session.node_members import form_node_group
 from shardwell.session.progress import ItemProgress, StepProgress
+from shardwell.session.reachability import Reachability
 from shardwell.session.shards_in_place import ShardsInPlace
 from shardwell.session.unit_declaration import UnitDeclarations
 from shardwell_wire import wire_dtypes
@@ -51,6 +53,7 @@ class RunStore:
         self.progress = progress
         self._membership, self._config = membership, config
         self._servers: dict[str, ServerConnection] = {}
+        self._guards: dict[str, ServerGuard] = {}
         self._units: dict[int, RemoteUnit] = {}
         self._traffic = Traffic(push_bytes=config.push_bytes)
         self._kept_units: set[int] | None = set() if not progress.number else None
@@ -69,6 +72,8 @@ class RunStore:
             self._shards_in_place,
         )
         """Buffers, not parameters."""
+        self._reachability = Reachability(lambda: list(self._guards.values()), membership.credentials)
+        membership.attach(report=self._reachability.report, when_ended=self._end_transfers)
         group = form_node_group(membership, config) if config.node_group != "none" else None
         self._node = NodeGathers(group, self._traffic) if group is not None else None
 
@@ -292,6 +297,7 @@ class RunStore:
 
     def close(self) -> None:
         """Stops the threads and closes the connections; waits for what is under way, as it uses memory of units."""
+        self._reachability.close()
         self._traffic.close()
         self._slice_updates.close()
         for server in self._servers.values():
@@ -337,12 +343,23 @@ class RunStore:
 
     def _server(self, address: str) -> ServerConnection:
         if address not in self._servers:
-            self._servers[address] = ServerConnection(
-                address,
-                self._membership.identity,
-                kinds=self._config.lanes,
-                chunk_bytes=self._config.chunk_bytes,
-                check=self._membership.check,
-                credentials=self._membership.credentials,
+            membership, config = self._membership, self._config
+            guard = self._guards[address] = ServerGuard(address, membership.ask, config.wait_limit_s)
+            self._servers[address] = guard.run(
+                "connecting",
+                lambda: ServerConnection(
+                    address,
+                    membership.identity,
+                    kinds=config.lanes,
+                    chunk_bytes=config.chunk_bytes,
+                    check=membership.check,
+                    credentials=membership.credentials,
+                    guard=guard,
+                ),
             )
         return self._servers[address]
+
+    def _end_transfers(self) -> None:
+        """This trainer is no member any more: what is under way on servers fails now, and says why."""
+        for server in list(self._servers.values()):
+            server.close()

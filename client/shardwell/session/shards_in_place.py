@@ -78,14 +78,14 @@ class ShardsInPlace:
             for number, shard in enumerate(unit.shards):
                 if (place := self._place(unit, shard)) is not None:
                     if place.stop_bytes > place.start_bytes:
-                        shard.window = SharedVector(name, [place])
+                        shard.window = SharedVector(name, [place], ask=self._membership.ask)
                     if exact:
                         places[number] = place
             others = [number for number in range(len(unit.shards)) if number not in places]
             places.update(self._cached_places(unit, others, gather_dtype, beyond_budget=beyond_budget))
             if len(places) == len(unit.shards):
                 in_order = [places[number] for number in range(len(unit.shards))]
-                return replace(unit, vector=SharedVector(name, in_order, exact=exact))
+                return replace(unit, vector=SharedVector(name, in_order, exact=exact, ask=self._membership.ask))
         except OSError as error:
             logger.warning("unit %r is fetched, not read in place: %s", name, error)
         return unit

@@ -18,6 +18,9 @@ from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 _UPLOAD_THREADS = 8
 """Each holds a piece of the values."""
 
+_RETRY_S = 2.0
+"""How often the coordinator is asked, at least, why a server cannot be reached."""
+
 _FIRST_PUBLISH_POLL_S, _LONGEST_PUBLISH_POLL_S = 0.005, 0.25
 
 
@@ -102,10 +105,12 @@ class UnitDeclarations:
             stop_bytes=shard.stop_bytes,
             draws=values.draws.values(),
         )
-        shard.server.client.initialize(
-            header,
-            lambda: itertools.chain.from_iterable(map(values.read, segments)),
-            sum(segment.size_bytes for segment in segments),
-            timeout_s=self._wait_limit_s,
-            retry_for_s=self._wait_limit_s,
+        shard.server.by_rpc(
+            lambda client: client.initialize(
+                header,
+                lambda: itertools.chain.from_iterable(map(values.read, segments)),
+                sum(segment.size_bytes for segment in segments),
+                timeout_s=self._wait_limit_s,
+                retry_for_s=min(_RETRY_S, self._wait_limit_s),
+            )
         )

@@ -589,6 +589,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     TRANSPORTS_FIELD_NUMBER: builtins.int
+    UNREACHABLE_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     trainer: builtins.str
@@ -601,6 +602,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
     def transports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Transport]:
         """How the trainer reaches the shard servers now; takes the place of what it reported before."""
 
+    @property
+    def unreachable(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnreachableServer]:
+        """Shard servers that the trainer waits for and cannot reach. At most 64 are noted."""
+
     def __init__(
         self,
         *,
@@ -609,8 +614,9 @@ class HeartbeatRequest(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         run_id: builtins.str = ...,
         transports: collections.abc.Iterable[global___Transport] | None = ...,
+        unreachable: collections.abc.Iterable[global___UnreachableServer] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "transports", b"transports"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "transports", b"transports", "unreachable", b"unreachable"]) -> None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
 
@@ -643,6 +649,32 @@ class Transport(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["address", b"address", "bytes_per_s", b"bytes_per_s", "kind", b"kind", "server_id", b"server_id"]) -> None: ...
 
 global___Transport = Transport
+
+@typing.final
+class UnreachableServer(google.protobuf.message.Message):
+    """A shard server that a trainer cannot reach."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: builtins.int
+    FOR_S_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    address: builtins.str
+    """host:port."""
+    for_s: builtins.float
+    """For how long, in seconds."""
+    reason: builtins.str
+    """What the last attempt met."""
+    def __init__(
+        self,
+        *,
+        address: builtins.str = ...,
+        for_s: builtins.float = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "for_s", b"for_s", "reason", b"reason"]) -> None: ...
+
+global___UnreachableServer = UnreachableServer
 
 @typing.final
 class HeartbeatResponse(google.protobuf.message.Message):
@@ -1903,7 +1935,7 @@ class ExplainStallResponse(google.protobuf.message.Message):
     step: builtins.int
     """The step in flight."""
     phase: builtins.str
-    """Phase of the step: "starting", "working", "preparing", "awaiting commit", "updating"."""
+    """Phase of the step: "starting", "idle" (no trainers), "working", "preparing", "awaiting commit", "updating"."""
     phase_s: builtins.float
     """How long that phase has lasted."""
     @property

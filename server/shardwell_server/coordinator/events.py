@@ -44,6 +44,8 @@ class EventKind(StrEnum):
     TRAINER_LEFT = "trainer_left"
     TRAINER_RETURNED = "trainer_returned"
     """A trainer whose lease had expired is heard of again, and nobody had taken its work."""
+    TRAINER_CUT_OFF = "trainer_cut_off"
+    """A trainer cannot reach a live shard server, and another trainer took its work."""
     LEASE_EXPIRED = "lease_expired"
     """A trainer was silent for longer than its lease. Another trainer may take its work."""
     WORK_LEASED = "work_leased"

@@ -19,17 +19,11 @@ def problems(run: Run, cluster: Cluster) -> list[ShardwellError]:
 
 
 def check_kept(run: Run, cluster: Cluster) -> None:
-    """Raises ConflictError if a run can never go on.
-
-    A unit without initial values is not lost with a server that was restarted: it is placed there again when it is
-    declared the next time.
-    """
+    """Raises ConflictError if a run can never go on."""
     for process in run.units.processes:
-        restarted = cluster.has_restarted(*process)
-        if not restarted or any(unit.published for unit in run.units.of_process(process)):
-            problem = _problem(run, cluster, process)
-            if isinstance(problem, ConflictError):
-                raise problem
+        problem = _problem(run, cluster, process)
+        if isinstance(problem, ConflictError):
+            raise problem
 
 
 def _problem(run: Run, cluster: Cluster, process: tuple[str, str]) -> ShardwellError | None:
@@ -37,7 +31,13 @@ def _problem(run: Run, cluster: Cluster, process: tuple[str, str]) -> ShardwellE
     restarted, server = cluster.has_restarted(*process), cluster.servers.get(server_id)
     if server is not None and server.may_be_alive and not restarted:
         return None
-    units = _names(run.units.of_process(process))
+    held = run.units.of_process(process)
+    if restarted or server is None or server.ended:
+        # A unit without initial values is not lost: it is placed anew when it is declared the next time.
+        held = [unit for unit in held if unit.published]
+        if not held:
+            return None
+    units = _names(held)
     again = f"delete the run (shardwell delete-run {run.name}) and start it again"
     if server is None or restarted:
         return ConflictError(

@@ -13,6 +13,16 @@ REMEMBERED = 256
 """Trainers that are gone without a claim are shown to people, but only so many."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """A shard server that a trainer waits for and cannot reach."""
+
+    address: str
+    since_s: float
+    """Clock time."""
+    reason: str
+
+
 @dataclass(slots=True)
 class Member:
     """One trainer of a run, live or remembered."""
@@ -35,6 +45,10 @@ class Member:
     """Committed steps when it joined; of one that joined in an earlier term, when the term began."""
     transports: tuple[Transport, ...] = ()
     """How it reaches shard servers, as its last heartbeat said."""
+    unreachable: tuple[Unreachable, ...] = ()
+    """As its last heartbeat says."""
+    gone_because: str = ""
+    """Why its work was taken although it was heard of."""
     rpcs_in_progress: int = 0
     """While one is in progress, the trainer is alive."""
 
@@ -81,11 +95,9 @@ class Membership:
             raise NotFoundError(f"run {self.run!r} has no trainer {name!r}: join first", run=self.run, trainer=name)
         if epoch == member.epoch and member.live:
             return member
-        reason = (
-            "its lease ran out and its work was taken, or it left"
-            if epoch == member.epoch
-            else f"the trainer of that name has {member.epoch}"
-        )
+        reason = member.gone_because or "its lease ran out and its work was taken, or it left"
+        if epoch != member.epoch:
+            reason = f"the trainer of that name has {member.epoch}"
         raise StaleEpochError(
             f"trainer {name!r} of run {self.run!r} came with epoch {epoch}, but {reason}: join again",
             run=self.run,

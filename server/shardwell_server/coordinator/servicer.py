@@ -114,6 +114,7 @@ class CoordinatorServicer:
         member = self._coordinator.trainers.hear(run, request.trainer, request.epoch)
         with heard(member, self._state.clock):
             member.transports = transports
+            self._coordinator.trainers.note_unreachable(member, request.unreachable)
             check_kept(run, self._state.cluster)
             return coordinator_pb2.HeartbeatResponse(committed_step=run.committed_step)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwell_server.coordinator import slices
-from shardwell_server.coordinator.cluster import Cluster
+from shardwell_server.coordinator.cluster import Cluster, ServerState
 from shardwell_server.coordinator.lost_shards import problems
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.work import Item, Step, WorkState
@@ -29,7 +29,18 @@ def explain(run: Run, cluster: Cluster, now: float) -> Stall:
     if run.step is None:
         return Stall("starting", now - run.created_s, _shorten(_starting(run)))
     phase, since = _phase(run, run.step)
-    lines = [*map(str, problems(run, cluster)), *_updates(run, now)]
+    lines = [
+        *map(str, problems(run, cluster)),
+        *_silent_servers(run, cluster),
+        *_cut_off(run, cluster, now),
+        *_updates(run, now),
+    ]
+    if phase == "idle":
+        lines.append(
+            f"no trainers: all have left or are gone. {run.committed_step} steps are committed; the run goes on when a "
+            "trainer joins it"
+        )
+        return Stall(phase, now - since, _shorten(lines))
     if run.step.failure is not None:
         lines.append(
             f"step {run.step.number} cannot be committed: {run.step.failure}; it goes on once a rank begins "
@@ -46,6 +57,8 @@ def explain(run: Run, cluster: Cluster, now: float) -> Stall:
 
 
 def _phase(run: Run, step: Step) -> tuple[str, float]:
+    if not run.members.live and not run.members.lapsed:
+        return "idle", max((member.heard_s for member in run.members), default=step.started_s)
     if run.updates:
         return "updating", min(pending.since_s for pending in run.updates.values())
     if step.finished_s is None:
@@ -53,6 +66,35 @@ def _phase(run: Run, step: Step) -> tuple[str, float]:
     if run.preparing.in_flight or run.writing_commit:
         return "preparing", step.finished_s
     return "awaiting commit", step.finished_s
+
+
+def _silent_servers(run: Run, cluster: Cluster) -> list[str]:
+    """Registered servers that are not heard of, beside those that ``problems`` names."""
+    owners, lines = run.units.servers, []
+    for server in cluster.servers.values():
+        holds = "it holds shards of this run" if server.server_id in owners else "it holds nothing of this run"
+        silent = f"has not been heard of for {cluster.silent_s(server):.1f} s"
+        why = f" ({server.silence})" if server.silence else ""
+        if server.state is ServerState.UNCONFIRMED:
+            lines.append(
+                f"server {server.server_id!r} at {server.address} {silent}, since the coordinator was restarted{why}; "
+                f"{holds}"
+            )
+        elif server.state is ServerState.LOST and server.server_id not in owners:
+            lines.append(f"server {server.server_id!r} at {server.address} {silent}{why}; {holds}")
+    return lines
+
+
+def _cut_off(run: Run, cluster: Cluster, now: float) -> list[str]:
+    """What trainers say of servers that they cannot reach."""
+    names = {server.address: server.server_id for server in cluster.servers.values()}
+    return [
+        f"{member} has not reached server {names.get(cut.address, 'unknown')!r} at {cut.address} for "
+        f"{now - cut.since_s:.1f} s ({cut.reason}): check the network between the two. Its work goes to a trainer that "
+        "waits in step.batches and can reach the server, if there is one"
+        for member in run.members.live.values()
+        for cut in member.unreachable
+    ]
 
 
 def _starting(run: Run) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
 from shardwell_server.coordinator.assignment import Applicant
 from shardwell_server.coordinator.events import EventKind
-from shardwell_server.coordinator.membership import Member
+from shardwell_server.coordinator.membership import Member, Unreachable
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers import ShardServers
 from shardwell_server.coordinator.settings import RunSettings
@@ -17,11 +18,14 @@ from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.waiting import poll
 from shardwell_server.coordinator.work import Item, Step
 from shardwell_wire.errors import NotFoundError, ShardwellError
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
+
+_MAX_UNREACHABLE, _MAX_REASON_LENGTH = 64, 300
+"""What is noted of a trainer's report about servers that it cannot reach."""
 
 
 class Trainers:
@@ -139,6 +143,40 @@ class Trainers:
             [at for at in run.members.lapsed if on_trainers or (at.name == decider and decider not in step.hand_ins)],
         )
 
+    def note_unreachable(self, member: Member, reports: Iterable[coordinator_pb2.UnreachableServer]) -> None:
+        """Takes note of the shard servers that a trainer cannot reach."""
+        now = self._state.clock()
+        member.unreachable = tuple(
+            Unreachable(report.address, now - max(0.0, report.for_s), report.reason[:_MAX_REASON_LENGTH])
+            for report in itertools.islice(reports, _MAX_UNREACHABLE)
+        )
+
+    def reclaim_cut_off(self, run: Run) -> None:
+        """Gives the work of trainers that are cut off from a live server to trainers that wait and can reach it."""
+        if run.step is None:
+            return
+        for member in list(run.members.live.values()):
+            for cut in member.unreachable:
+                if run.step.held_by(member.name) and self._is_cut_off(run, member, cut):
+                    server = next(at for at in self._state.cluster.servers.values() if at.address == cut.address)
+                    what = f"could not reach server {server.server_id!r} at {cut.address}"
+                    for_s = self._state.clock() - cut.since_s
+                    member.gone_because = f"it {what} for {for_s:.1f} s, and another trainer took its work"
+                    message = f"{member} {what} for {for_s:.1f} s ({cut.reason}): its work goes to another"
+                    self._state.events.add(EventKind.TRAINER_CUT_OFF, message, run=run.name)
+                    self.reclaim(run, [member])
+
+    def _is_cut_off(self, run: Run, member: Member, cut: Unreachable) -> bool:
+        """Whether a server that the coordinator hears of is out of a trainer's reach, but not of a waiting one's."""
+        cluster, lease_s = self._state.cluster, self._state.settings.lease_s
+        owners = (cluster.servers.get(server_id) for server_id in run.units.servers)
+        server = next((at for at in owners if at is not None and at.address == cut.address), None)
+        if server is None or not server.live or cluster.silent_s(server) > lease_s / 2:
+            return False  # it is the server that is silent
+        waiting = (run.members.members[name] for name in run.ready_to_work if name != member.name)
+        others = any(cut.address not in {at.address for at in other.unreachable} for other in waiting)
+        return others and self._state.clock() - cut.since_s > lease_s
+
     def leave(self, run: Run, member: Member) -> None:
         """A trainer gives its ranks back."""
         self._tell(run, member, EventKind.TRAINER_LEFT, f"{member} left")
@@ -156,6 +194,7 @@ class Trainers:
                 else:
                     run.lapse(member)
             self.reclaim_unfinished(run)
+            self.reclaim_cut_off(run)
 
     def renew_all(self) -> None:
         """Begins every lease anew: the coordinator itself was not listening."""

@@ -7,6 +7,7 @@ import logging
 
 from shardwell_server.coordinator.declared_units import Unit
 from shardwell_server.coordinator.events import EventKind
+from shardwell_server.coordinator.lost_shards import check_kept
 from shardwell_server.coordinator.placement import place
 from shardwell_server.coordinator.records import ShardRecord
 from shardwell_server.coordinator.run import Run
@@ -79,6 +80,7 @@ class Units:
         cluster, wanted = self._state.cluster, self._state.settings.min_servers
 
         async def enough() -> bool | None:
+            check_kept(run, cluster)
             return len(cluster.live) >= wanted or None
 
         if not await poll(cluster.changed, enough, wait_s):

@@ -1,0 +1,86 @@
+"""A trainer that cannot reach a shard server says so: it is named, and its work goes to a trainer that can."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from shardwell_wire.errors import StaleEpochError
+from shardwell_wire.v1 import coordinator_pb2
+from tests.support.coordinator import Harness, Trainer, harness, run_async
+
+
+async def report(cluster: Harness, trainer: Trainer, address: str = "", for_s: float = 0.0) -> None:
+    cut = [coordinator_pb2.UnreachableServer(address=address, for_s=for_s, reason="timed out")] if address else []
+    await cluster.call(
+        "Heartbeat",
+        run=trainer.run,
+        run_id=cluster.state.runs[trainer.run].identity.run_id,
+        trainer=trainer.name,
+        epoch=trainer.epoch,
+        unreachable=cut,
+    )
+
+
+async def stall(cluster: Harness) -> str:
+    return "\n".join((await cluster.call("ExplainStall", run="r")).waiting_for)
+
+
+def test_trainer_and_server_are_named_and_since_when(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            await report(cluster, b, "s1:1", 4.0)
+            cluster.clock.now += 2
+            assert "trainer 'b' on host h has not reached server 's1' at s1:1 for 6.0 s (timed out)" in await stall(
+                cluster
+            )
+            await report(cluster, b)
+            assert "s1" not in await stall(cluster)
+
+    run_async(scenario())
+
+
+def test_its_work_goes_to_a_trainer_that_waits_and_can_reach_the_server(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            waiting = asyncio.create_task(a.finish(0, wait_s=5))
+            await asyncio.sleep(0)
+            await report(cluster, b, "s1:1", 9.0)
+            cluster.coordinator.expire()
+            assert not waiting.done(), "not yet: it may come back"
+            await report(cluster, b, "s1:1", 11.0)
+            cluster.coordinator.expire()
+            assert [item.global_rank for item in (await waiting).work.items] == [1]
+            message = "it could not reach server 's1' at s1:1 for 11.0 s, and another trainer took its work: join again"
+            with pytest.raises(StaleEpochError, match=message):
+                await b.finish(0)
+            assert "trainer_cut_off" in [kind for kind, _ in cluster.events()]
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("why", ["nobody waits", "the other one is cut off, too", "the server is silent", "elsewhere"])
+def test_its_work_stays_with_it_where_nobody_can_do_better(tmp_path: Path, why: str) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await cluster.team("a", "b")
+            await cluster.publish_unit([a, b])
+            waiting = None if why == "nobody waits" else asyncio.create_task(a.finish(0, wait_s=0.3))
+            await asyncio.sleep(0)
+            await report(cluster, b, "s9:1" if why == "elsewhere" else "s1:1", 11.0)
+            if why == "the other one is cut off, too":
+                await report(cluster, a, "s1:1", 1.0)
+            if why == "the server is silent":
+                cluster.state.cluster.servers["s1"].heard_s -= 6
+            cluster.coordinator.expire()
+            if waiting is not None:
+                assert not (await waiting).HasField("work")
+            assert not (await b.finish(0)).all_finished, "it goes on as soon as the path is back"
+
+    run_async(scenario())

@@ -1,0 +1,128 @@
+"""What becomes of an operation on a shard server that fails: repeated, explained by the coordinator, or given up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from shardwell.data_plane.server_guard import ServerGuard
+from shardwell_wire.errors import (
+    ConflictError,
+    NotFoundError,
+    RunDeletedError,
+    ShardwellError,
+    StaleEpochError,
+    UnavailableError,
+    VersionGoneError,
+)
+
+
+class Coordinator:
+    """Says nothing for a while, then what it knows."""
+
+    def __init__(self, knows: ShardwellError | None = None, silent_for: int = 0) -> None:
+        self.knows, self.silent_for, self.asked = knows, silent_for, 0
+
+    def ask(self) -> None:
+        self.asked += 1
+        if self.knows is not None and self.asked > self.silent_for:
+            raise self.knows
+
+
+def failing(error: ShardwellError, times: int) -> Callable[[], str]:
+    left = times
+
+    def action() -> str:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise error
+        return "done"
+
+    return action
+
+
+FOREVER = 1 << 30
+
+
+@pytest.mark.parametrize(
+    "met",
+    [
+        UnavailableError("socket is closed"),
+        NotFoundError("no run 'r' on this server"),
+        VersionGoneError("version 3 is gone"),
+        StaleEpochError("epoch 4 is over"),
+        ConflictError("the lane is closed"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize(
+    "knows",
+    [
+        RunDeletedError("run 'r' was deleted"),
+        ConflictError("server 's1' has ended, and its shards of unit 'u' are lost: delete the run"),
+        StaleEpochError("another trainer has its work"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_a_trainer_meets_it_says_what_the_coordinator_knows(
+    met: ShardwellError, knows: ShardwellError
+) -> None:
+    guard = ServerGuard("s:1", Coordinator(knows).ask, wait_limit_s=60)
+    with pytest.raises(type(knows)) as caught:
+        guard.run("a transfer", failing(met, FOREVER))
+    assert caught.value is knows
+
+
+def test_a_server_out_of_reach_is_tried_again() -> None:
+    coordinator = Coordinator()
+    guard = ServerGuard("s:1", coordinator.ask, wait_limit_s=60)
+    assert guard.run("a transfer", failing(UnavailableError("refused"), 3)) == "done"
+    assert coordinator.asked == 3
+    assert guard.waiting_since is None
+
+
+def test_it_is_given_up_after_the_limit_and_named() -> None:
+    guard = ServerGuard("s:1", Coordinator().ask, wait_limit_s=0.2)
+    message = r"a transfer: the shard server at s:1 could not be reached for 0\.\d s: refused\. As far as the"
+    with pytest.raises(UnavailableError, match=message) as caught:
+        guard.run("a transfer", failing(UnavailableError("refused", peer="p"), FOREVER))
+    assert caught.value.data == {"peer": "p", "address": "s:1"}
+
+
+def test_a_server_that_was_started_again_is_asked_about_until_it_has_registered() -> None:
+    lost = ConflictError("server 's1' was restarted and has lost its shards")
+    guard = ServerGuard("s:1", Coordinator(lost, silent_for=3).ask, wait_limit_s=60)
+    with pytest.raises(ConflictError) as caught:
+        guard.run("a transfer", failing(NotFoundError("no run 'r' on this server"), FOREVER))
+    assert caught.value is lost
+
+
+def test_what_the_coordinator_knows_nothing_about_stays_as_it_is() -> None:
+    gone = VersionGoneError("version 3 is gone")
+    coordinator = Coordinator()
+    with pytest.raises(VersionGoneError) as caught:
+        ServerGuard("s:1", coordinator.ask, wait_limit_s=60).run("a transfer", failing(gone, FOREVER))
+    assert caught.value is gone
+    assert coordinator.asked == 1
+
+
+def test_nothing_is_repeated_once_the_session_is_closed() -> None:
+    guard, refused = ServerGuard("s:1", Coordinator().ask, wait_limit_s=600), threading.Event()
+
+    def action() -> None:
+        refused.set()
+        raise UnavailableError("refused")
+
+    def close() -> None:
+        refused.wait(20)
+        assert guard.waiting_since is not None
+        guard.close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    with pytest.raises(UnavailableError):
+        guard.run("a transfer", action)
+    closing.join()
