@@ -128,12 +128,18 @@ def _unary_stream(
     return handle
 
 
-def told(path: str, error: Exception) -> ShardwellError:
-    """What a caller is told of an error: itself, or a fixed text for a defect, which is logged."""
+def told(path: str, error: Exception, peer: str) -> ShardwellError:
+    """What a caller is told of an error: itself, or a fixed text for a defect, which is logged.
+
+    Args:
+        path: What was called.
+        error: What it raised.
+        peer: Address of the caller, for the log.
+    """
     if not isinstance(error, ShardwellError) or error.status is None:
-        logger.error("%s failed", path, exc_info=error)
+        logger.error("%s from %s failed", path, peer, exc_info=error)
         return InternalError(f"{path}: internal error; the server's log has the details")
-    logger.info("%s refused: %s: %s", path, type(error).__name__, error)
+    logger.info("%s from %s refused: %s: %s", path, peer, type(error).__name__, error)
     return error
 
 
@@ -141,7 +147,7 @@ async def abort(context: grpc.aio.ServicerContext, path: str, error: Exception) 
     """Ends the rpc with the status of ``error``."""
     if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
         raise error
-    error = told(path, error)
+    error = told(path, error, str(context.peer()))
     status = error.status or grpc.StatusCode.INTERNAL
     await context.abort(status, wire_message(error), ((STATUS_DETAILS_KEY, to_status_details(error)),))
     raise AssertionError("abort returned")

@@ -219,7 +219,7 @@ class Harness(Rpcs):
         return await getattr(self.servicer, rpc_name)(request, _Call(self.limit_s))
 
     def events(self) -> list[tuple[str, str]]:
-        return [(event.kind, event.message) for event in self.state.events._kept]
+        return [(event.kind, event.message) for event in self.state.events.kept()]
 
     async def pass_time(self, seconds: float, *alive: Trainer) -> None:
         """Time passes in which only some trainers, and every server, are heard of."""

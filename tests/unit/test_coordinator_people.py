@@ -22,8 +22,8 @@ def test_the_last_events_come_first_and_then_those_that_happen() -> None:
         log.add(EventKind.STEP_COMMITTED, "another run's", run="other")
         log.add(EventKind.SERVER_LOST, "the cluster's")
         watch = log.watch("r", None)
-        past = [await anext(watch) for _ in range(KEPT_EVENTS - 1)]
-        assert [event.message for event in past[:2]] == ["12", "13"]
+        past = [await anext(watch) for _ in range(KEPT_EVENTS)]
+        assert [event.message for event in past[:2]] == ["11", "12"]
         assert past[-1].kind == "server_lost"
         assert past[0].time.ToNanoseconds() == 7_250_000_000
         pending = asyncio.create_task(anext(watch))
@@ -33,6 +33,23 @@ def test_the_last_events_come_first_and_then_those_that_happen() -> None:
         assert (await pending).message == "this"
         await watch.aclose()
         assert not log._watchers
+
+    run_async(scenario())
+
+
+def test_a_lost_server_is_still_shown_after_many_steps() -> None:
+    async def scenario() -> None:
+        log = EventLog()
+        log.add(EventKind.STEP_COMMITTED, "0", run="r")
+        log.add(EventKind.SERVER_LOST, "s1")
+        for index in range(1, 3 * KEPT_EVENTS):
+            log.add(EventKind.STEP_COMMITTED, str(index), run="r")
+        shown = [event.message async for event in log.watch("", 0.05)]
+        assert shown[0] == "s1"
+        assert shown[1:] == [str(index) for index in range(2 * KEPT_EVENTS, 3 * KEPT_EVENTS)]
+        for index in range(3 * KEPT_EVENTS):
+            log.add(EventKind.LEASE_EXPIRED, str(index), run="r")
+        assert len(log.kept()) == 2 * KEPT_EVENTS
 
     run_async(scenario())
 

@@ -108,6 +108,7 @@ class ServiceClient:
         self._service = service
         self._channel = open_channel(address)
         self._unary: dict[str, Any] = {}
+        self._is_closed = False
 
     def call(self, rpc_name: str, request: Any, *, timeout_s: float = 10.0, retry_for_s: float = 0.0) -> Any:
         """Calls a unary rpc.
@@ -190,11 +191,16 @@ class ServiceClient:
                 return action()
             except grpc.RpcError as error:
                 raise from_rpc_error(error, self.peer) from error
+            except ValueError as error:  # which gRPC raises for a channel that is closed
+                if not self._is_closed:
+                    raise
+                raise UnavailableError(f"{self.peer}: the connection was closed here", peer=self.peer) from error
 
         return retry(mapped, retry_for_s=retry_for_s, check=self._check)
 
     def close(self) -> None:
         """Cancels what is in flight and closes the connection."""
+        self._is_closed = True
         self._channel.close()
 
     def _path(self, rpc_name: str) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from enum import StrEnum
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -16,7 +17,7 @@ from shardwell_wire.v1 import coordinator_pb2
 logger = logging.getLogger(__name__)
 
 KEPT_EVENTS = 256
-"""A new watcher gets at most this many of the past, and falls behind by at most as many."""
+"""A new watcher gets at most this many routine past events and as many others; it falls behind by at most as many."""
 
 
 class EventKind(StrEnum):
@@ -62,6 +63,19 @@ class EventKind(StrEnum):
     """A server does not acknowledge the update of a committed step; it is repeated."""
 
 
+_ROUTINE = frozenset(
+    (
+        EventKind.STEP_COMMITTED,
+        EventKind.WORK_LEASED,
+        EventKind.WORK_RESET,
+        EventKind.UNIT_PLACED,
+        EventKind.UNIT_PUBLISHED,
+        EventKind.UPDATE_DELAYED,
+    )
+)
+"""Events that come with every step or unit. They are kept apart: they would push out the rare ones within a minute."""
+
+
 class EventLog:
     """The last events and their live watchers.
 
@@ -71,25 +85,32 @@ class EventLog:
 
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
-        self._kept: deque[coordinator_pb2.Event] = deque(maxlen=KEPT_EVENTS)
+        self._routine: deque[tuple[int, coordinator_pb2.Event]] = deque(maxlen=KEPT_EVENTS)
+        self._rare: deque[tuple[int, coordinator_pb2.Event]] = deque(maxlen=KEPT_EVENTS)
+        self._count = 0
         self._watchers: set[_Watcher] = set()
 
     def add(self, kind: EventKind, message: str, *, run: str = "") -> None:
         """Notes an event of a run, or of the cluster."""
         event = coordinator_pb2.Event(time=timestamp(self._wall_clock()), kind=kind, run=run, message=message)
         logger.info("%s%s: %s", f"run {run!r}: " if run else "", kind, message)
-        self._kept.append(event)
+        (self._routine if kind in _ROUTINE else self._rare).append((self._count, event))
+        self._count += 1
         for watcher in self._watchers:
             watcher.offer(event)
 
+    def kept(self) -> list[coordinator_pb2.Event]:
+        """The events that are kept, in the order in which they happened."""
+        return [event for _, event in heapq.merge(self._rare, self._routine, key=lambda numbered: numbered[0])]
+
     async def watch(self, run: str, duration_s: float | None) -> AsyncIterator[coordinator_pb2.Event]:
-        """The kept events, then new ones as they come.
+        """The kept events in the order in which they happened, then new ones as they come.
 
         Args:
             run: Only this run's events and the cluster's. Empty: all.
             duration_s: Stop after this long. None: never.
         """
-        watcher = _Watcher(self._kept)
+        watcher = _Watcher(self.kept())
         self._watchers.add(watcher)
         loop = asyncio.get_running_loop()
         stop = None if duration_s is None else loop.time() + duration_s
@@ -107,8 +128,9 @@ class EventLog:
 class _Watcher:
     """Events on their way to one watcher; the oldest are dropped when it does not keep up."""
 
-    def __init__(self, past: deque[coordinator_pb2.Event]) -> None:
-        self._pending = deque(past, maxlen=KEPT_EVENTS)
+    def __init__(self, past: Iterable[coordinator_pb2.Event]) -> None:
+        self._past = deque(past)
+        self._pending: deque[coordinator_pb2.Event] = deque(maxlen=KEPT_EVENTS)
         self._there = asyncio.Event()
 
     def offer(self, event: coordinator_pb2.Event) -> None:
@@ -117,6 +139,8 @@ class _Watcher:
 
     async def next(self, timeout_s: float | None) -> coordinator_pb2.Event | None:
         """The next event, or None after ``timeout_s``."""
+        if self._past:
+            return self._past.popleft()
         while not self._pending:
             self._there.clear()
             try:

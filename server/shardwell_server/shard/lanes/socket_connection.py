@@ -43,6 +43,8 @@ class Connection:
         # By number: asyncio would describe the socket object, in words, each time it begins to watch it.
         self._socket, self._number, self._loop = peer, peer.fileno(), asyncio.get_running_loop()
         self._mark = WakeMark(peer)
+        self._peer = _name_of(peer)
+        """For the log."""
         self._since_wait_bytes = 0
         self._torn = False
         """Part of a frame was sent: nothing that is sent from now on could be understood."""
@@ -132,7 +134,7 @@ class Connection:
         """Tells the peer why it gets no answer; raises OSError if that is not possible."""
         if isinstance(reason, OSError) and not isinstance(reason, ShardwellError):
             raise reason
-        error = told("a request over a socket lane", reason)
+        error = told("a request over a socket lane", reason, self._peer)
         if self._torn:
             raise ConnectionAbortedError(f"ended within a frame: {error}") from error
         await self.send(frames.encode(Kind.ERROR, to_status_details(error)))
@@ -234,3 +236,10 @@ def _scratch(total_bytes: int) -> Iterator[memoryview]:
     scratch = memoryview(bytearray(min(total_bytes, _SCRATCH_BYTES)))
     for start in range(0, total_bytes, _SCRATCH_BYTES):
         yield scratch[: total_bytes - start]
+
+
+def _name_of(peer: socket.socket) -> str:
+    try:
+        return ":".join(map(str, peer.getpeername()[:2]))
+    except OSError:
+        return "a peer that is gone"
