@@ -86,7 +86,10 @@ class ServerConnection:
     @property
     def kind(self) -> str:
         """Of the lane that is used: ``shm``, ``socket`` or ``grpc``."""
-        return "shm" if self.shm is not None else self.stream.kind
+        if self.shm is not None:
+            return "shm"
+        # Not self.stream, which opens another lane if this one broke: heartbeats, too, say what is used.
+        return self._stream.kind if self._stream is not None else self.stream.kind
 
     @property
     def stream(self) -> Lane:
