@@ -26,6 +26,7 @@ from shardwell_wire.errors import (
     to_status_details,
     wire_message,
 )
+from shardwell_wire.names import check_names
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +87,11 @@ def add_service(server: grpc.aio.Server, descriptor: ServiceDescriptor, servicer
 
 def _decode(method: MethodDescriptor, data: bytes) -> Message:
     try:
-        return GetMessageClass(method.input_type).FromString(data)
+        message: Message = GetMessageClass(method.input_type).FromString(data)
     except DecodeError as error:
         raise InvalidRequestError(f"bytes do not decode as {method.input_type.full_name}") from error
+    check_names(message)
+    return message
 
 
 def _unary_unary(
@@ -139,7 +142,7 @@ def told(path: str, error: Exception, peer: str) -> ShardwellError:
     if not isinstance(error, ShardwellError) or error.status is None:
         logger.error("%s from %s failed", path, peer, exc_info=error)
         return InternalError(f"{path}: internal error; the server's log has the details")
-    logger.info("%s from %s refused: %s: %s", path, peer, type(error).__name__, error)
+    logger.info("%s from %s refused: %s: %s", path, peer, type(error).__name__, wire_message(error))
     return error
 
 

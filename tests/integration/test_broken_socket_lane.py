@@ -147,8 +147,9 @@ def test_an_endless_name_is_refused_in_few_words(laned: LanedUnit) -> None:
     with Peer(laned) as peer:
         peer.push(laned, context=common_pb2.RequestContext(run="r" * 2_000_000))
         error = peer.error()
-    assert isinstance(error, AccessError)
-    assert str(error).startswith("the lane was opened for run 'r' with id id-of-r, not for 'rrr")
+    assert isinstance(error, InvalidRequestError)
+    assert str(error).startswith("run is 'rrr")
+    assert "(2000000 characters): expected 1 to 200 printable characters" in str(error)
 
 
 RIGHT = bytes(PLAIN.size_bytes)

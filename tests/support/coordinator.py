@@ -18,6 +18,7 @@ from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.storage import Storage
 from shardwell_server.coordinator.waiting import TaskGroup
+from shardwell_wire.names import check_names
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.fake_shards import DirectCalls, FakeShard
@@ -216,6 +217,7 @@ class Harness(Rpcs):
     async def call(self, rpc_name: str, **fields: Any) -> Any:
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
         request = getattr(coordinator_pb2, service.methods_by_name[rpc_name].input_type.name)(**fields)
+        check_names(request)  # as every request of the real server
         return await getattr(self.servicer, rpc_name)(request, _Call(self.limit_s))
 
     def events(self) -> list[tuple[str, str]]:

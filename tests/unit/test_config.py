@@ -40,7 +40,7 @@ def test_explicit_arguments_win() -> None:
     [
         ({}, {"SHARDWELL_DP": "two"}, UsageError, "SHARDWELL_DP='two': expected an integer"),
         ({}, {"SHARDWELL_DP": "0"}, WorldError, "dp=0"),
-        ({"run": ""}, {}, UsageError, "run=''"),
+        ({"run": ""}, {}, UsageError, "run is ''"),
         ({"seed": -1}, {}, UsageError, "seed=-1"),
         ({"chunk_bytes": 1 << 30}, {}, UsageError, "chunk_bytes="),
         ({"min_trainers": 3, "world": World(dp=2)}, {}, WorldError, "min_trainers=3: expected 1 to 2"),

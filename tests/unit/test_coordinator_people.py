@@ -184,7 +184,7 @@ def test_a_world_can_be_described_without_a_run(tmp_path: Path) -> None:
             with pytest.raises(InvalidRequestError, match="name either a run or a world"):
                 await cluster.call("DescribeWorld")
             with pytest.raises(InvalidRequestError, match="too large to be listed"):
-                await cluster.call("DescribeWorld", world=World(dp=1 << 20).to_proto())
+                await cluster.call("DescribeWorld", world=World(dp=1 << 16).to_proto())
 
     run_async(scenario())
 

@@ -14,7 +14,8 @@ from shardwell.data_plane.node_group import BACKENDS
 from shardwell.module.strategy import BackwardPrefetch
 from shardwell.session.torchrun import TorchrunPlace
 from shardwell_wire import codec
-from shardwell_wire.errors import UsageError, WorldError
+from shardwell_wire.errors import InvalidRequestError, UsageError, WorldError
+from shardwell_wire.names import check_name
 from shardwell_wire.topology import AXES, World
 from shardwell_wire.wire_dtypes import NAMES
 
@@ -82,9 +83,17 @@ class JoinConfig:
     torchrun: TorchrunPlace | None = None
     """This process among those that torchrun started. None: it started none."""
 
+    def _check_names(self) -> None:
+        try:
+            check_name("run", self.run)
+            for what, value in (("trainer", self.trainer), ("host", self.host)):
+                if value:
+                    check_name(what, value)
+        except InvalidRequestError as error:
+            raise UsageError(str(error)) from error
+
     def __post_init__(self) -> None:
-        if not self.run or len(self.run) > 200 or not self.run.isprintable():
-            raise UsageError(f"run={self.run!r}: expected a printable name of 1 to 200 characters")
+        self._check_names()
         if not 0 <= self.seed < 1 << 63:
             raise UsageError(f"seed={self.seed!r}: expected 0 <= seed < 2**63")
         if not 1 <= self.chunk_bytes <= codec.MAX_CHUNK_BYTES:

@@ -15,6 +15,7 @@ from shardwell_wire.errors import (
     NotFoundError,
     StaleEpochError,
 )
+from shardwell_wire.names import check_id, check_name
 from shardwell_wire.v1 import coordinator_pb2
 
 
@@ -127,9 +128,8 @@ class Cluster:
             InvalidRequestError: A field is missing or impossible.
             DuplicateError: A later process has the id.
         """
-        for name, value in (("server_id", server_id), ("incarnation", incarnation)):
-            if not value or len(value) > 200 or not value.isprintable():
-                raise InvalidRequestError(f"{name} is {value[:200]!r}: expected 1 to 200 printable characters")
+        check_id("server_id", server_id)
+        check_name("incarnation", incarnation)
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise InvalidRequestError(f"address is {address!r}: expected host:port", server=server_id)

@@ -25,10 +25,10 @@ from shardwell_server.request_log import RequestLog
 from shardwell_server.rpc import MAX_WAIT_S, Call
 from shardwell_wire.errors import InvalidRequestError, NotFoundError
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.names import check_name
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
-MAX_NAME_LENGTH = 200
 MAX_ADDRESSES = 1024
 """Names that the trainers of one run may exchange addresses under."""
 
@@ -160,10 +160,10 @@ class CoordinatorServicer:
     async def ExchangeAddress(
         self, request: coordinator_pb2.ExchangeAddressRequest, call: Call
     ) -> coordinator_pb2.ExchangeAddressResponse:
-        _check_name("name", request.name)
+        check_name("name", request.name)
         run, member = self._member(request)
         if request.HasField("address"):
-            _check_name("address", request.address)
+            check_name("address", request.address)
             if len(run.addresses) >= MAX_ADDRESSES and request.name not in run.addresses:
                 raise InvalidRequestError(f"run {run.name!r} has {MAX_ADDRESSES} addresses already: use fewer names")
             if run.addresses.get(request.name) != request.address:
@@ -334,21 +334,12 @@ class CoordinatorServicer:
 
 
 def _applicant(request: coordinator_pb2.JoinRequest, world: World) -> Applicant:
-    _check_name("run", request.run)
-    _check_name("incarnation", request.incarnation)
-    for what, value in (("trainer", request.trainer), ("host", request.host)):
-        if value:
-            _check_name(what, value)
+    check_name("run", request.run)
+    check_name("incarnation", request.incarnation)
     rank = request.global_rank if request.HasField("global_rank") else None
     if rank is not None:
         world.coordinates(rank)
     return Applicant(request.trainer, request.host, rank)
-
-
-def _check_name(what: str, value: str) -> None:
-    if not value or len(value) > MAX_NAME_LENGTH or not value.isprintable():
-        shown = value[:MAX_NAME_LENGTH]
-        raise InvalidRequestError(f"{what} is {shown!r}: expected 1 to {MAX_NAME_LENGTH} printable characters")
 
 
 def _check_seconds(what: str, value: float) -> None:

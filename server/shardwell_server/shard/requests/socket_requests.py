@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack, nullcontext
 
+from google.protobuf.message import Message
+
 from shardwell_server.rpc import DEADLINE_MARGIN_S
 from shardwell_server.shard.lanes.shm_lane import ShmLanes
 from shardwell_server.shard.lanes.socket_connection import Connection
@@ -13,6 +15,7 @@ from shardwell_server.shard.state.store import NamesRun, ShardStore
 from shardwell_wire import frames
 from shardwell_wire.errors import AccessError, ConflictError, DeadlineError
 from shardwell_wire.frames import Kind
+from shardwell_wire.names import check_names
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import shard_pb2
 
@@ -50,7 +53,8 @@ class Requests:
                     raise reason from None  # the rest of its stream may still be coming
                 await self._connection.refuse(reason)
 
-    async def _answer(self, request: object, wait_s: float) -> None:
+    async def _answer(self, request: Message, wait_s: float) -> None:
+        check_names(request)
         if isinstance(request, shard_pb2.GatherRequest):
             await self._gather(request, wait_s)
         elif isinstance(request, shard_pb2.MeasureLaneRequest):

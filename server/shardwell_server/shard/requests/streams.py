@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from shardwell_wire.codec import AnyMessage, ChunkView, StreamReceiver, decode_message
 from shardwell_wire.errors import ChunkError, DeadlineError, InvalidRequestError
+from shardwell_wire.names import check_names
 
 IDLE_LIMIT_S = 30.0
 """A stream that brings nothing for this long is given up."""
@@ -64,6 +65,7 @@ class IncomingMessages:
         if not message.HasField("header"):
             raise InvalidRequestError(f"the first {self._type.DESCRIPTOR.full_name} has no header")
         header: Message = message.header  # type: ignore[attr-defined]
+        check_names(header)
         return header
 
     async def into(self, targets: Sequence[memoryview], what: str) -> int:

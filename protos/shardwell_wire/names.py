@@ -1,0 +1,122 @@
+"""Which names requests may carry. One place for all of them: servers check every request before anything else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from shardwell_wire.errors import InvalidRequestError
+
+MAX_NAME_LENGTH = 200
+"""Characters of the name of a run, trainer, host or server."""
+
+MAX_PATH_LENGTH = 1000
+"""Characters of a qualified name, of a unit or parameter."""
+
+_SHOWN_LENGTH = 100
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+
+
+def check_name(what: str, value: str, max_length: int = MAX_NAME_LENGTH) -> None:
+    """Raises InvalidRequestError unless a value may be the name of a run, trainer or host.
+
+    Args:
+        what: Says what the value is, for the message.
+        value: The name.
+        max_length: Longer ones are refused.
+    """
+    if not 0 < len(value) <= max_length or not value.isprintable() or value != value.strip():
+        raise _refusal(what, value, f"1 to {max_length} printable characters, without spaces at the ends")
+
+
+def check_path(what: str, value: str) -> None:
+    """``check_name`` for the qualified name of a unit or parameter."""
+    check_name(what, value, MAX_PATH_LENGTH)
+
+
+def check_id(what: str, value: str) -> None:
+    """Raises InvalidRequestError unless a value may be the id of a server, which can be part of a path or command."""
+    if len(value) > MAX_NAME_LENGTH or not _ID.fullmatch(value):
+        expected = f"1 to {MAX_NAME_LENGTH} letters, digits, '.', '_', ':' and '-', beginning with a letter or digit"
+        raise _refusal(what, value, expected)
+
+
+def _refusal(what: str, value: str, expected: str) -> InvalidRequestError:
+    shown = repr(value)
+    if len(value) > _SHOWN_LENGTH:
+        shown = f"{value[:_SHOWN_LENGTH]!r}... ({len(value)} characters)"
+    return InvalidRequestError(f"{what} is {shown}: expected {expected}")
+
+
+_Check = Callable[[str, str], None]
+
+_BY_FIELD: dict[str, _Check] = {
+    "run": check_name,
+    "run_id": check_id,
+    "trainer": check_name,
+    "host": check_name,
+    "incarnation": check_name,
+    "server_id": check_id,
+    "lane": check_name,
+    "unit": check_path,
+    "parameter": check_path,
+    "state_name": check_name,
+}
+"""By the name of a field, in whatever message."""
+
+_BY_MESSAGE_AND_FIELD: dict[tuple[str, str], _Check] = {
+    ("UnitSpec", "name"): check_path,
+    ("ParameterSpec", "name"): check_path,
+    ("ParameterSpec", "aliases"): check_path,
+    ("ExchangeAddressRequest", "name"): check_name,
+}
+
+
+def check_names(message: Message) -> None:
+    """Checks every name in a request, also in the messages inside it. What is empty was not given, and passes.
+
+    Raises:
+        InvalidRequestError: A name is malformed; says which field has it, and what is expected.
+    """
+    strings, messages = _fields(message.DESCRIPTOR)
+    for name, check, repeated in strings:
+        value = getattr(message, name)
+        for each in value if repeated else (value,):
+            if each:
+                check(name, each)
+    for name, repeated in messages:
+        if repeated:
+            for inner in getattr(message, name):
+                check_names(inner)
+        elif message.HasField(name):
+            check_names(getattr(message, name))
+
+
+@cache
+def _fields(descriptor: Descriptor) -> tuple[list[tuple[str, _Check, bool]], list[tuple[str, bool]]]:
+    """The string fields with names, and the message fields in which there may be some: each, and if it is repeated."""
+    strings, messages = [], []
+    for field in descriptor.fields:
+        repeated = _is_repeated(field)
+        if field.type == FieldDescriptor.TYPE_MESSAGE and not _is_map(field):
+            if any(_fields(field.message_type)):
+                messages.append((field.name, repeated))
+        elif field.type == FieldDescriptor.TYPE_STRING:
+            check = _BY_MESSAGE_AND_FIELD.get((descriptor.name, field.name)) or _BY_FIELD.get(field.name)
+            if check is not None:
+                strings.append((field.name, check, repeated))
+    return strings, messages
+
+
+def _is_repeated(field: Any) -> bool:
+    # Newer versions of protobuf have a property for it, and warn about the label.
+    return bool(field.is_repeated) if hasattr(field, "is_repeated") else field.label == FieldDescriptor.LABEL_REPEATED
+
+
+def _is_map(field: Any) -> bool:
+    return bool(field.message_type.GetOptions().map_entry)
