@@ -64,7 +64,8 @@ def left_in_docker(kind: str) -> list[str]:
     """Containers, volumes or networks of the project."""
     label = f"label=com.docker.compose.project={PROJECT}"
     every = ["--all"] if kind == "container" else []
-    command = ["docker", kind, "ls", *every, "--filter", label, "--quiet"]
+    shown = "{{.Name}}" if kind == "volume" else "{{.ID}}"
+    command = ["docker", kind, "ls", *every, "--filter", label, "--format", shown]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
@@ -162,11 +163,8 @@ def test_stopping_is_fast_and_clean() -> None:
 def test_nothing_stays_behind() -> None:
     compose("--profile", "train", "down", "--volumes", "--timeout", "10")
     assert [left_in_docker(kind) for kind in ("container", "network")] == [[], []]
-    (of_the_former_size,) = subprocess.run(
-        ["docker", "volume", "ls", "--filter", f"name={PROJECT}_", "--quiet"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    assert of_the_former_size == f"{PROJECT}_shared-memory-512m"
-    subprocess.run(["docker", "volume", "rm", of_the_former_size], capture_output=True, check=True)
+    left = left_in_docker("volume")
+    for name in left:
+        subprocess.run(["docker", "volume", "rm", name], capture_output=True, check=True)
+    former_sizes = [f"{PROJECT}_shared-memory-{size}" for size in ("1g", "512m")]
+    assert len(left) <= 1 and set(left) <= set(former_sizes), "compose knows one volume of a name"
