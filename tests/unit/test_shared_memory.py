@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -207,6 +208,21 @@ def _file(directory: Path) -> None:
 def _other(directory: Path) -> None:
     (directory / "other").mkdir()
     (directory / "other" / "lock").touch()
+
+
+def test_a_name_that_follows_from_the_temporary_one_can_be_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(*, prefix: str, **_: object) -> str:
+        path = tmp_path / f"{prefix}abcdefgh"
+        path.mkdir(mode=0o700)
+        (tmp_path / path.name.removeprefix(".") / "taken").mkdir(parents=True)
+        return str(path)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make)
+    with closing(SharedMemory(tmp_path)) as shared:
+        assert Path(shared.create(8, "a mailbox").path).parent.parent == tmp_path
+    assert [path.name for path in tmp_path.iterdir()] == ["shardwell-abcdefgh"]
 
 
 def _fifo(directory: Path) -> None:

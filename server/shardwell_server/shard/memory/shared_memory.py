@@ -93,8 +93,9 @@ class SharedMemory:
         made = Path(tempfile.mkdtemp(prefix=f".{SERVER_FOLDER_PREFIX}", dir=directory))
         with opened(open_folder(made)) as folder:
             self._lock = _lock(folder, create=True)
-        # Only a folder that is locked has the name by which others look for remains.
-        self._directory = made.rename(directory / made.name.removeprefix("."))
+        # Only a folder that is locked has the name by which others look for remains. The name is new: another user who
+        # sees the temporary one could take a name that follows from it.
+        self._directory = made.rename(directory / f"{SERVER_FOLDER_PREFIX}{secrets.token_hex(8)}")
         self._reserve = ShmReserve(directory, DEFAULT_DIRECTORY)
         self._told = False
 
