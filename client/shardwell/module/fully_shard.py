@@ -56,8 +56,10 @@ def fully_shard(
     The parameter objects stay. While freed they have shape, dtype, gradient and hooks, and raise
     ``FreedParameterError`` when their values are used. A gradient that was pushed is on the servers:
     ``parameter.grad`` is None then. Values change by ``optimizer.step()`` only; a write in between
-    raises. A forward may hand out results as return values, by changing arguments and as attributes of
-    its modules; a tensor handed out in another way must not be differentiated. Under
+    raises. A backward gathers a unit again wherever the graph reads its parameters, also for a penalty
+    computed between ``unshard`` and ``reshard``, or a tensor that left the forward in a list or by a hook. Where that
+    cannot be noticed, such as for a product with ``parameter.detach()``, the backward raises ``FreedParameterError``.
+    Under
     ``torch.autocast`` autograd keeps a cast copy of every weight until the backward, which no freeing
     of parameters can avoid: use ``mp_policy``.
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from shardwell.module import clip_guards
+from shardwell.module import backward_start, clip_guards
 from shardwell.module.parameter import owner_of
 from shardwell_wire.errors import UsageError
 
@@ -31,6 +31,7 @@ def install(units: Units) -> None:
     """
     _install_step_hook()
     clip_guards.watch(units)
+    backward_start.watch(units)
 
 
 @functools.cache

@@ -56,8 +56,6 @@ class _Hooks:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         warn_of_autocast(self._unit.precision.layout, self._unit.device_type)
-        call = ForwardCall(self._unit, self._unit.generation)
-        self._unit.usage.forward_calls.append(call)
         self._units.enter_forward(self._unit)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -68,7 +66,8 @@ class _Hooks:
         if call is not None and torch.is_grad_enabled():
             # A module may also hand out a result by changing an argument or keeping an attribute.
             self._watch(call, [*find_tensors(output, args, kwargs), *attribute_tensors(self._own_parts)])
-        self._units.leave_forward(self._unit)
+        if call is not None:
+            self._units.leave_forward(call)
         return output
 
     def _watch(self, call: ForwardCall, results: Sequence[torch.Tensor]) -> None:
@@ -79,8 +78,12 @@ class _Hooks:
         nodes = {tensor.grad_fn for tensor in results}
         nodes |= {tensor._base.grad_fn for tensor in results if tensor._base is not None}
         for node in nodes:
-            if node is not None and (number := node._sequence_nr()) >= call.first_node_number:
-                node.register_prehook(functools.partial(self._before_backward, call, number))
+            if node is None:
+                continue
+            if (number := node._sequence_nr()) >= call.first_node_number:
+                self._units.graphs.watch(node, number, call)
+            else:
+                self._units.graphs.watch_input(node, number)
 
     def _copy_own_memory(self, output: Any) -> Any:
         """Copies outputs that are parameters or views of them, whose memory is about to go."""
@@ -96,15 +99,6 @@ class _Hooks:
                 unit=self._unit.name,
             )
         return output
-
-    def _before_backward(self, call: ForwardCall, node_number: int, gradients: object) -> None:
-        if call.generation != self._unit.generation:
-            raise UsageError(
-                f"backward through unit {self._unit.name!r} with a graph that was made before the last "
-                "optimizer.step() or in another work item: its weights are gone; run the forward again",
-                unit=self._unit.name,
-            )
-        self._units.enter_backward(call, node_number)
 
 
 def _parts(unit: Unit) -> Iterator[nn.Module]:

@@ -9,6 +9,7 @@ import torch
 from shardwell.module.collect import FoundParameter
 from shardwell.module.parameter import freed_class
 from shardwell.module.tensors import local_part, set_dtype
+from shardwell.module.version_counters import VersionCounters
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
 
@@ -31,6 +32,7 @@ class PlacedParameters:
             (site.module._parameters, site.name, index) for index, entry in enumerate(found) for site in entry.sites
         ]
         self._loaded: list[tuple[int, int]] = []
+        self._counters = VersionCounters([*parameters, *self._locals])
 
     def lie_in(self, places: Sequence[torch.Tensor]) -> None:
         """From now on the values of all are these tensors."""
@@ -50,8 +52,17 @@ class PlacedParameters:
                 if index not in but:
                     place.copy_(local)
 
+    def depart(self) -> None:
+        """The values go: autograd raises if it reads them."""
+        self._counters.show_freed()
+
+    def forget_graphs(self) -> None:
+        """What was saved of the values becomes unusable at the next ``allow``."""
+        self._counters.forget_graphs()
+
     def allow(self) -> None:
-        """The values are here: they may be used, and writes are noticed from now on."""
+        """The values are here: they may be used, also by autograd, and writes are noticed from now on."""
+        self._counters.show_values()
         for parameter, original, _ in self._classes:
             parameter.__class__ = original
         self._loaded = self._fingerprints()

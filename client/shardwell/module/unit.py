@@ -263,6 +263,7 @@ class Unit:
         if self.is_replica and self.state is not UnitState.FREED:
             self._end_fetch()
             self._placed.forbid()
+            self._placed.depart()
             self._flat.abandon()
             self._set_state(UnitState.STALE)
         else:
@@ -273,8 +274,16 @@ class Unit:
             wait([self._fetched])  # it is writing into the memory
         self._fetched = None
 
+    def forget_graphs(self) -> None:
+        """Graphs that were made before can not be used any more."""
+        self.generation += 1
+        self._placed.forget_graphs()
+        if self.state is UnitState.UNSHARDED:
+            self._placed.allow()
+
     def _release(self) -> None:
         self._placed.forbid()
+        self._placed.depart()
         self._flat.release()
         self._set_state(UnitState.FREED)
 

@@ -23,6 +23,7 @@ from shardwell.module.store import ParameterStore
 from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
 from shardwell.module.unit import Unit, UnitState
 from shardwell.module.usage import ForwardCall
+from shardwell.module.watched_graphs import WatchedGraphs
 from shardwell_wire.errors import CapacityError, UsageError
 from shardwell_wire.layout import UnitLayout
 
@@ -78,6 +79,7 @@ class Units:
         )
         self._backwards = RunningBackwards(self._end_backward)
         self._outermost: list[Unit] = []
+        self.graphs = WatchedGraphs(self._before_node)
         self._entered = False
         self.before_use: Callable[[], None] = _nothing
         """Called before a forward and before a unit is made; may commit a step."""
@@ -154,7 +156,7 @@ class Units:
                 "shared memory (the log says why): enlarge /dev/shm (docker: shm_size), or use FULL_SHARD",
                 unit=unit.name,
             )
-        unit.generation += 1  # older graphs hold views of where the weights were
+        self._forget_graphs([unit])  # they hold views of where the weights were
 
     @property
     def _root(self) -> Unit | None:
@@ -174,6 +176,10 @@ class Units:
         whole = f"{self.name_prefix}{name}"
         return whole in self._by_name or whole in self._used_names
 
+    def has(self, unit: Unit) -> bool:
+        """Whether a unit is one of these."""
+        return self._by_name.get(unit.name) is unit
+
     def __iter__(self) -> Iterator[Unit]:
         return iter(self._by_name.values())
 
@@ -183,7 +189,7 @@ class Units:
     def locate(self, parameter: torch.Tensor) -> tuple[int, int] | None:
         """Which parameter of which unit a tensor is: ``(unit index, parameter index)``; None if of none."""
         owner = owner_of(parameter)
-        if owner is None or self._by_name.get(owner.unit.name) is not owner.unit:
+        if owner is None or not self.has(owner.unit):
             return None
         return owner.unit.index, owner.index
 
@@ -283,12 +289,17 @@ class Units:
     def _end_graphs(
         self, written: Sequence[tuple[Unit, str]], leave: Callable[[Unit], None], stale: Iterable[Unit]
     ) -> None:
-        for unit in stale:
-            unit.generation += 1
+        self._forget_graphs(list(stale))
         self._abandon(Unit.free if written else leave)
         self.gathering.order.end_forward()
         for unit, name in written:
             _raise_written(unit, name)
+
+    def _forget_graphs(self, stale: Collection[Unit]) -> None:
+        for unit in stale:
+            unit.forget_graphs()
+        if len(stale) == len(self):
+            self.graphs.forget()
 
     def _abandon(self, leave: Callable[[Unit], None]) -> None:
         """Frees or puts away everything, whatever it was in use for."""
@@ -309,21 +320,40 @@ class Units:
 
     def enter_forward(self, unit: Unit) -> None:
         """A forward of the unit begins."""
-        if backward_task() == NO_TASK:
+        in_backward = backward_task() != NO_TASK
+        if not in_backward:
             self.before_use()
             self._entered = True
+        self.graphs.in_use = True
+        call = ForwardCall(unit, unit.generation)
+        unit.usage.forward_calls.append(call)
+        if not in_backward:
+            if torch.is_grad_enabled():
+                self.graphs.calls.begin(call)
             self._forget_failed_backward()
             self.gathering.use(unit, Phase.FORWARD)
         else:  # activation checkpointing computes it again: its backward comes next
             self._backwards.current().units[unit] = None
             self.gathering.use(unit, Phase.BACKWARD)
 
-    def leave_forward(self, unit: Unit) -> None:
+    def leave_forward(self, call: ForwardCall) -> None:
         """A forward of the unit is over, with or without an exception."""
+        unit = call.unit
+        self.graphs.calls.end(call)
         if backward_task() == NO_TASK and self._frees_after_forward(unit):
             self.free_unused(unit)
         else:
             unit.check_version()
+
+    def _before_node(self, call: ForwardCall, node_number: int, gradients: object) -> None:
+        """A node runs that was made during a forward call, or reads the unit's weights."""
+        if call.generation != call.unit.generation:
+            raise UsageError(
+                f"backward through unit {call.unit.name!r} with a graph that was made before the last "
+                "optimizer.step() or in another work item: its weights are gone; run the forward again",
+                unit=call.unit.name,
+            )
+        self.enter_backward(call, node_number)
 
     def enter_backward(self, call: ForwardCall, node_number: int) -> None:
         """A node that made a result of a forward call is about to run: the call's backward begins, if it has not."""

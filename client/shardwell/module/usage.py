@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,22 +12,67 @@ import torch
 if TYPE_CHECKING:
     from shardwell.module.unit import Unit
 
+_MAX_CALLS = 1 << 15
+
 
 class ForwardCall:
     """One call of a unit's forward, as its part of the autograd graph remembers it.
 
+    Also stands for operations outside of every forward that read the unit's weights.
+
     Args:
         unit: The unit.
         generation: ``Unit.generation`` when the call was made: a graph does not outlive the unit's values.
+        first_node_number: Nodes made during the call have this number or a higher one; by default the next one.
     """
 
-    __slots__ = ("first_node_number", "generation", "unit")
+    __slots__ = ("first_node_number", "generation", "outer", "stop_node_number", "unit")
 
-    def __init__(self, unit: Unit, generation: int) -> None:
+    def __init__(self, unit: Unit, generation: int, first_node_number: int | None = None) -> None:
         self.unit = unit
         self.generation = generation
-        self.first_node_number: int = torch._C._autograd._get_sequence_nr()
-        """Nodes made during the call have this number or a higher one."""
+        if first_node_number is None:
+            first_node_number = torch._C._autograd._get_sequence_nr()
+        self.first_node_number: int = first_node_number
+        self.stop_node_number: float = math.inf
+        """Nodes made during the call have a lower number."""
+        self.outer: ForwardCall | None = None
+        """The call inside of which this one was made."""
+
+
+class ForwardCalls:
+    """All forward calls with gradients of one generation: which of them made a node."""
+
+    def __init__(self) -> None:
+        self._calls: list[ForwardCall] = []
+        self._open: list[ForwardCall] = []
+
+    def begin(self, call: ForwardCall) -> None:
+        """A call begins, inside of those that have not ended."""
+        call.outer = self._open[-1] if self._open else None
+        self._open.append(call)
+        self._calls.append(call)
+        if len(self._calls) > _MAX_CALLS:  # a loop of forwards without a commit
+            del self._calls[: _MAX_CALLS // 2]
+
+    def end(self, call: ForwardCall) -> None:
+        """A call ends."""
+        call.stop_node_number = torch._C._autograd._get_sequence_nr()
+        if call in self._open:
+            del self._open[self._open.index(call) :]
+
+    def made(self, node_number: int) -> ForwardCall | None:
+        """The innermost call that made a node; None if the node was made outside of all."""
+        place = bisect_right(self._calls, node_number, key=lambda call: call.first_node_number)
+        call = self._calls[place - 1] if place else None
+        while call is not None and call.stop_node_number <= node_number:
+            call = call.outer
+        return call
+
+    def clear(self) -> None:
+        """Graphs that were made so far become unusable."""
+        self._calls.clear()
+        self._open.clear()
 
 
 @dataclass(slots=True)
