@@ -464,3 +464,93 @@ def test_limits_are_arguments_of_join(cluster: shardwell.LocalCluster, plain_has
         shardwell.join(cluster.address, max_gathers_in_flight=-1)
     with pytest.raises(UsageError, match="backward_prefetch='sometimes': expected one of pre, post, none"):
         shardwell.join(cluster.address, backward_prefetch="sometimes")
+
+
+@pytest.mark.parametrize("strategy", [None, ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+def test_eval_with_gradients_leaves_nothing_gathered(strategy: ShardingStrategy | None) -> None:
+    def wrap(model: nn.Module, session: Any) -> None:
+        for block in model.children():
+            fully_shard(block, session, strategy=strategy)
+        fully_shard(model, session, strategy=strategy)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Sequential(nn.Linear(5, 5)), nn.LayerNorm(5)).eval()
+
+    sharded, plain = Sharded(build(), wrap), build()
+    x, y = torch.rand(3, 5, requires_grad=True), torch.rand(3, 5)
+    loss = (sharded.model(x) - y).pow(2).sum()
+    assert all(unit.state is UnitState.FREED for unit in sharded.units)
+    (gradient,) = torch.autograd.grad(loss, x)
+    (expected,) = torch.autograd.grad((plain(x) - y).pow(2).sum(), x)
+    assert torch.equal(gradient, expected)
+
+
+def test_a_forward_without_a_backward_leaves_nothing_gathered() -> None:
+    """Frozen weights, such as a teacher's, in training mode."""
+
+    def wrap(model: nn.Module, session: Any) -> None:
+        fully_shard(model, session)
+
+    sharded = Sharded(nn.Sequential(nn.Linear(5, 5)).requires_grad_(False), wrap)
+    sharded.model(torch.rand(3, 5))
+    assert all(unit.state is UnitState.FREED for unit in sharded.units)
+
+
+class Switch(nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return (self.left if left else self.right)(x)  # type: ignore[no-any-return]
+
+
+def switch_replica(replica: ReplicaOptions) -> Sharded:
+    def wrap(model: nn.Module, session: Any) -> None:
+        fully_shard(model, session, strategy=NONE, replica=replica)
+
+    return Sharded(Switch(), wrap)
+
+
+def train_switch(sharded: Sharded, left: bool) -> None:
+    sharded.model(torch.ones(1, 3), left).sum().backward()
+    commit(sharded)
+
+
+def test_unused_parameters_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    sharded = switch_replica(ReplicaOptions(find_unused_parameters=True))
+    for left in (True, True, False):
+        train_switch(sharded, left)
+    unit = "unit 'Switch-0': 2 parameters got no gradient:"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{unit} Switch-0.right.weight, Switch-0.right.bias",
+        f"{unit} Switch-0.left.weight, Switch-0.left.bias",
+    ]
+
+
+def test_unused_parameters_are_not_named_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    train_switch(switch_replica(ReplicaOptions()), left=True)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_a_static_graph_is_verified(bucket_bytes: int) -> None:
+    sharded = switch_replica(ReplicaOptions(static_graph=True, bucket_bytes=bucket_bytes))
+    train_switch(sharded, left=True)
+    before = sharded.state()
+    with pytest.raises(
+        UsageError, match=r"'Switch-0.left.weight' got no gradient.*'Switch-0.right.bias' got a gradient"
+    ):
+        train_switch(sharded, left=False)
+    sharded.units.zero_grad()
+    assert all(torch.equal(value, before[name]) for name, value in sharded.state().items())
+    train_switch(sharded, left=True)
+    assert not torch.equal(sharded.state()["left.bias"], before["left.bias"])
+
+
+def test_gradients_as_views_of_buckets_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"gradient_as_bucket_view=True.*never copied"):
+        ReplicaOptions(gradient_as_bucket_view=True)

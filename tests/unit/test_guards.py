@@ -198,3 +198,22 @@ def test_a_module_of_two_parents_says_what_to_shard_first() -> None:
 def test_initial_values_are_set_before(sharded: Sharded) -> None:
     with pytest.raises(FreedParameterError, match="before fully_shard, or by its source="):
         torch.Tensor.zero_(sharded.model[0].weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(1, 4))])
+def test_a_scripted_or_traced_submodule_is_refused(compiled: Any) -> None:
+    session: Any = SimpleNamespace(units=Units(InMemoryStore()))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(compiled(nn.Linear(4, 4))))
+    with pytest.raises(UsageError, match=r"submodule '1.0' \(Linear\).*ignored_params"):
+        fully_shard(model, session)
+    assert len(session.units) == 0
+    fully_shard(model, session, ignored_params=set(model[1].parameters()))
+    model(torch.ones(1, 4)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_submodule_without_parameters_is_no_obstacle() -> None:
+    session: Any = SimpleNamespace(units=Units(InMemoryStore()))
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Tanh())), session)
+    model(torch.ones(1, 4)).sum().backward()

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwell.module.gradient_buckets import GradientBuckets, cut
+from shardwell.module.gradient_coverage import GradientCoverage
 
 if TYPE_CHECKING:
     from shardwell.module.store import ParameterStore
@@ -25,6 +26,7 @@ class GradientPushes:
         self._buckets: dict[Unit, GradientBuckets] = {}
         self._pushed = False
         """Whether something was pushed for the current work item."""
+        self.coverage = GradientCoverage()
 
     def follow_strategy(self, unit: Unit) -> None:
         """Pushes a unit's gradients in buckets from now on, or not, as its settings say."""
@@ -52,6 +54,7 @@ class GradientPushes:
         for bucket in cut(unit.gradients.take(indices), self._bucket_bytes(unit) if indices is None else None):
             unit.require_current()  # there are gradients without a forward: set by hand
             self._pushed = unit.pushed = True
+            self.coverage.note(unit, [index for index, _ in bucket])
             self._store.push(unit.index, bucket)
 
     def end_item(self) -> None:
@@ -60,6 +63,7 @@ class GradientPushes:
 
     def withdraw(self, units: Iterable[Unit]) -> None:
         """Drops the gradients of the current work item, here and on the servers."""
+        self.coverage.drop()
         for unit in units:
             unit.gradients.drop()
             unit.pushed = False

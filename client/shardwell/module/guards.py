@@ -107,6 +107,7 @@ def check_modules(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter
                 "and its other setters change how it is kept; for another run or session make the model anew"
             )
         _refuse_torchs_sharding(module, ignored)
+        _refuse_scripted_parts(module, ignored)
     if not modules or len({id(module) for module in modules}) != len(modules):
         raise UsageError(f"fully_shard needs different modules, got {[type(module).__name__ for module in modules]}")
 
@@ -120,6 +121,20 @@ def _refuse_torchs_sharding(module: nn.Module, ignored: Collection[nn.Parameter]
             raise UsageError(
                 f"{type(part).__name__} holds its parameters itself (torch's {', '.join(held)}): give fully_shard the "
                 "module that was wrapped, without it, or these parameters as ignored_params"
+            )
+
+
+def _refuse_scripted_parts(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
+    """Raises for scripted and traced submodules with parameters: their compiled code takes no freed parameter."""
+    left_alone = {id(parameter) for parameter in ignored}
+    for name, part in module.named_modules():
+        if not isinstance(part, torch.jit.ScriptModule):
+            continue
+        if any(id(parameter) not in left_alone for parameter in part.parameters()):
+            raise UsageError(
+                f"{_kind(module)} has a scripted or traced submodule {name!r} ({part.original_name}), whose compiled "
+                "code cannot use parameters that are gathered and freed: put the module there that it was made from, "
+                "or pass its parameters as ignored_params, which keeps them in this trainer"
             )
 
 

@@ -81,6 +81,7 @@ class _Hooks:
             if node is None:
                 continue
             if (number := node._sequence_nr()) >= call.first_node_number:
+                call.has_backward = True
                 self._units.graphs.watch(node, number, call)
             else:
                 self._units.graphs.watch_input(node, number)

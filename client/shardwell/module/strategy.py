@@ -20,10 +20,11 @@ class ShardingStrategy(enum.Enum):
 
     FULL_SHARD = enum.auto()
     """Freed after the forward, gathered again for the backward, freed after that. The unit around all others is kept
-    from its forward to its backward, which follows at once, unless ``reshard_after_forward=True``."""
+    from its forward to its backward, which follows at once, unless ``reshard_after_forward=True``. It is freed, too, in
+    ``eval()`` and where no result needs a gradient: a backward gathers it again."""
     SHARD_GRAD_OP = enum.auto()
     """Kept from the forward to the end of the backward; gathered once per forward. Freed after a forward that has no
-    backward."""
+    backward, and in ``eval()``: a backward gathers it again."""
     NO_SHARD = enum.auto()
     """A replica: stays in the trainer from its first use on. After each commit the new version is fetched into the
     same memory in the background, so it is gathered once per step, however many forwards there are."""
@@ -58,15 +59,23 @@ class ReplicaOptions:
     push_during_backward: bool = True
     """False: nothing is pushed before the whole backward is over."""
     find_unused_parameters: bool = False
-    """Accepted and without effect: parameters without a gradient always work, also when ranks differ."""
+    """Log the names of parameters that get no gradient in a work item, once for each set of names. Parameters
+    without a gradient always work, also when ranks differ."""
     static_graph: bool = False
-    """Accepted and without effect: buckets fill in the order of each backward, and rely on no earlier one."""
+    """The same parameters get a gradient in every work item. This is verified: the end of a work item raises
+    ``UsageError`` if they differ from those of this trainer's first one. Nothing relies on it."""
     gradient_as_bucket_view: bool = False
-    """Accepted and without effect: a gradient is handed over, never copied into a bucket."""
+    """Refused if True: a gradient is handed over, never copied into a bucket, so there is no copy to save."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise UsageError(f"bucket_bytes={self.bucket_bytes!r}: expected at least 1")
+        if self.gradient_as_bucket_view:
+            raise UsageError(
+                "gradient_as_bucket_view=True: gradients are handed over to the transport as autograd made them and "
+                "never copied into a bucket, so parameter.grad cannot be a view of one and there is no copy to save. "
+                "Leave it out"
+            )
 
 
 _CONTRADICTIONS = {

@@ -228,16 +228,19 @@ class Units:
             keeps_graphs: Whether graphs made in the item can still be used.
 
         Raises:
-            UsageError: A parameter was written; ``zero_grad`` withdraws what was computed with it.
+            UsageError: A parameter was written, or a graph that was declared static is not; ``zero_grad`` withdraws
+                the gradients.
             VersionGoneError: Bytes that are read in place have changed in use.
         """
         for unit in self:
             unit.check_version()
             self._pushes.push(unit)
-        written = self._written()
-        if not written:
+        written, not_static = self._written(), self._pushes.coverage.end_item(self)
+        if not written and not_static is None:
             self._pushes.end_item()
         self._end_graphs(written, self._put_away, () if keeps_graphs else self)
+        if not_static is not None:
+            raise not_static
 
     def invalidate(self, updated: Collection[int] | None = None) -> None:
         """Frees all units after a commit. Graphs made before can not be used any more with units that were updated.
@@ -340,7 +343,7 @@ class Units:
         """A forward of the unit is over, with or without an exception."""
         unit = call.unit
         self.graphs.calls.end(call)
-        if backward_task() == NO_TASK and self._frees_after_forward(unit):
+        if backward_task() == NO_TASK and self._frees_after_forward(call):
             self.free_unused(unit)
         else:
             unit.check_version()
@@ -389,7 +392,8 @@ class Units:
         unit.check_version()
         self._put_away(unit)
 
-    def _frees_after_forward(self, unit: Unit) -> bool:
+    def _frees_after_forward(self, call: ForwardCall) -> bool:
+        unit = call.unit
         strategy, choice = unit.settings.strategy, unit.settings.reshard_after_forward
         if strategy is ShardingStrategy.NO_SHARD:
             return False
@@ -397,7 +401,8 @@ class Units:
             return choice
         # The backward begins with the root.
         stays = strategy is ShardingStrategy.SHARD_GRAD_OP or unit is self._root
-        return not (stays and torch.is_grad_enabled())
+        expects_backward = call.has_backward and any(module.training for module in unit.modules)
+        return not (stays and expects_backward)
 
     def _forget_failed_backward(self) -> None:
         if self._backwards:

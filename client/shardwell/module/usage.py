@@ -26,7 +26,7 @@ class ForwardCall:
         first_node_number: Nodes made during the call have this number or a higher one; by default the next one.
     """
 
-    __slots__ = ("first_node_number", "generation", "outer", "stop_node_number", "unit")
+    __slots__ = ("first_node_number", "generation", "has_backward", "outer", "stop_node_number", "unit")
 
     def __init__(self, unit: Unit, generation: int, first_node_number: int | None = None) -> None:
         self.unit = unit
@@ -36,6 +36,8 @@ class ForwardCall:
         self.first_node_number: int = first_node_number
         self.stop_node_number: float = math.inf
         """Nodes made during the call have a lower number."""
+        self.has_backward = False
+        """Whether a result has a graph through the call."""
         self.outer: ForwardCall | None = None
         """The call inside of which this one was made."""
 
