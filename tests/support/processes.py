@@ -17,10 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class TrainerProcess:
-    """``tests.support.trainer`` in a process; a context manager that leaves none behind."""
+    """``tests.support.trainer``, or another module, in a process; a context manager that leaves none behind."""
+
+    module = "tests.support.trainer"
 
     def __init__(self, address: str, run: str, *arguments: object) -> None:
-        command = [sys.executable, "-m", "tests.support.trainer", "--address", address, "--run", run]
+        command = [sys.executable, "-m", self.module, "--address", address, "--run", run]
         self._lines: list[str] = []
         self.process = subprocess.Popen(
             [*command, *map(str, arguments)],

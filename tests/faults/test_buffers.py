@@ -1,0 +1,86 @@
+"""Buffers are part of a run's state: no death changes them, and all trainers have rank 0's."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import shardwell
+from tests.support.buffer_trainer import plain_state, state_hash
+from tests.support.processes import TrainerProcess
+
+STEPS = 4
+
+
+class BufferTrainer(TrainerProcess):
+    module = "tests.support.buffer_trainer"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[shardwell.LocalCluster]:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=1.5) as running:
+        yield running
+
+
+@cache
+def plain_hash(*, write: bool = False) -> str:
+    return state_hash(plain_state(2, STEPS, write=write))
+
+
+@pytest.mark.parametrize("point", ["item ended", "work finished"])
+def test_rank_0s_trainer_dies_and_its_buffers_are_in_the_step(cluster: shardwell.LocalCluster, point: str) -> None:
+    run = uuid.uuid4().hex
+    with (
+        BufferTrainer(cluster.address, run, "--rank", 0, "--kill", point, "--kill-step", 1) as killed,
+        BufferTrainer(cluster.address, run, "--rank", 1) as survivor,
+    ):
+        assert killed.finish()["returncode"] == -9
+        result = survivor.finish()
+    assert result.get("sha256") == plain_hash(), result
+
+
+def test_buffers_that_differ_at_the_start_are_rank_0s_also_for_one_that_joins_late(
+    cluster: shardwell.LocalCluster,
+) -> None:
+    run = uuid.uuid4().hex
+    with (
+        BufferTrainer(cluster.address, run, "--rank", 0) as first,
+        BufferTrainer(
+            cluster.address, run, "--rank", 1, "--constants-seed", 1, "--kill", "in item", "--kill-step", 1
+        ) as lost,
+    ):
+        assert lost.finish()["returncode"] == -9
+        with BufferTrainer(cluster.address, run, "--constants-seed", 2) as late:
+            results = [first.finish(), late.finish()]
+    assert [result.get("sha256") for result in results] == [plain_hash()] * 2, results
+
+
+def test_a_write_before_the_batches_must_be_the_same_everywhere(cluster: shardwell.LocalCluster) -> None:
+    run = uuid.uuid4().hex
+    with (
+        BufferTrainer(cluster.address, run, "--rank", 0, "--write", 1.0) as first,
+        BufferTrainer(cluster.address, run, "--rank", 1, "--write", 2.0) as second,
+    ):
+        results = [first.finish(), second.finish()]
+    (error,) = [result["stderr"] for result in results if result["returncode"]]
+    assert "ConflictError: buffer 'Net-0.temperature' had other values when rank" in error
+    (survivor,) = [result for result in results if not result["returncode"]]
+    assert "sha256" in survivor, "the others go on"
+
+
+def test_writes_before_the_batches_count_and_the_coordinator_is_killed_in_mid_run(tmp_path: Path) -> None:
+    run = uuid.uuid4().hex
+    with (
+        shardwell.LocalCluster(num_shards=1, state_dir=tmp_path) as cluster,
+        BufferTrainer(cluster.address, run, "--rank", 0, "--write", 1.0) as first,
+        BufferTrainer(cluster.address, run, "--rank", 1, "--write", 1.0) as second,
+    ):
+        for step in (0, 2):
+            first.wait_for_step(step)
+            cluster.restart_coordinator()
+        results = [first.finish(), second.finish()]
+    assert [result.get("sha256") for result in results] == [plain_hash(write=True)] * 2, results

@@ -1,0 +1,190 @@
+"""Buffers in a training loop, against real servers and plain PyTorch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+import torch
+from torch import nn
+
+import shardwell
+from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.weights.held_version import held_version
+from tests.support.buffer_trainer import LR, Net, batch, plain_state, state_hash, train
+
+STEPS = 3
+BIG_ROWS = 720_000
+"""Of 24 bytes: more than fit into one message."""
+
+
+def join(cluster: shardwell.LocalCluster, run: str, dp: int = 2, **options: object) -> shardwell.Session:
+    options = {"world": shardwell.World(dp=dp), "min_trainers": 1, "wait_limit_s": 60, **options}
+    return shardwell.join(cluster.address, run=run, **options)  # type: ignore[arg-type]
+
+
+def exported(cluster: shardwell.LocalCluster, run: str) -> Mapping[str, torch.Tensor]:
+    with (
+        closing(CoordinatorClient(cluster.address)) as coordinator,
+        held_version(coordinator, run, timeout_s=20.0) as held,
+    ):
+        return dict(held.values())
+
+
+@pytest.mark.parametrize("lane", ["shm", "grpc"])
+def test_large_buffers_go_every_way_and_a_trainer_that_joins_has_them(
+    cluster: shardwell.LocalCluster, run_name: str, lane: str
+) -> None:
+    expected = state_hash(plain_state(1, STEPS, queue_rows=BIG_ROWS))
+    with join(cluster, run_name, dp=1, lanes=(lane,)) as session:
+        train(session, steps=STEPS - 1, queue_rows=BIG_ROWS)
+    with join(cluster, run_name, dp=1, lanes=(lane,)) as session:
+        state = train(session, steps=STEPS, queue_rows=BIG_ROWS, constants_seed=1)
+    assert state_hash(state) == expected
+    values = exported(cluster, run_name)
+    assert state_hash({name.removeprefix("Net-0."): value for name, value in values.items()}) == expected
+
+
+def test_another_trainer_reads_what_changed(cluster: shardwell.LocalCluster, run_name: str) -> None:
+    building, states = threading.Lock(), {}
+
+    def work(rank: int) -> None:
+        with join(cluster, run_name, min_trainers=2, global_rank=rank, lanes=("socket",)) as session:
+            with building:  # torch's generator is the process's
+                model = Net(20_000, constants_seed=rank)
+            shardwell.fully_shard(model, session)
+            optimizer = shardwell.optim.SGD(model.parameters(), lr=LR)
+            for step in session.steps(STEPS):
+                for inputs in step.batches(batch):
+                    model(inputs).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            states[rank] = state_hash(shardwell.full_state_dict(model))
+
+    with ThreadPoolExecutor(2) as trainers:
+        for done in [trainers.submit(work, rank) for rank in range(2)]:
+            done.result()
+    assert set(states.values()) == {state_hash(plain_state(2, STEPS, queue_rows=20_000))}
+
+
+def test_an_optimizer_on_the_trainer_leaves_buffers_alone(cluster: shardwell.LocalCluster, run_name: str) -> None:
+    with join(cluster, run_name) as session:
+        model = shardwell.fully_shard(Net(), session)
+        optimizer = shardwell.ClientSide(model.parameters(), torch.optim.SGD, lr=LR, fused=True)
+        for step in session.steps(STEPS):
+            for inputs in step.batches(batch):
+                model(inputs).backward()
+            optimizer.step()
+        assert state_hash(shardwell.full_state_dict(model)) == state_hash(plain_state(2, STEPS))
+
+
+def test_a_step_without_its_gradients_keeps_what_the_forwards_did(
+    cluster: shardwell.LocalCluster, run_name: str
+) -> None:
+    with join(cluster, run_name) as session:
+        model = shardwell.fully_shard(Net(), session)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=0.0)
+        for step in session.steps(2):
+            for inputs in step.batches(batch):
+                model(inputs).backward()
+            optimizer.zero_grad()
+            optimizer.step()
+        assert model.calls == 2
+    plain = Net()
+    for step in range(2):
+        plain(batch(step, 0))
+    values = exported(cluster, run_name)
+    for name, value in plain.named_buffers():
+        assert torch.equal(values[f"Net-0.{name}"].nan_to_num(7.0), value.nan_to_num(7.0)), name
+
+
+def test_a_skipped_step_keeps_what_the_forward_did(cluster: shardwell.LocalCluster, run_name: str) -> None:
+    with join(cluster, run_name, dp=1) as session:
+        model = shardwell.fully_shard(Net(), session)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=LR)
+        scaler = shardwell.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in session.steps(1):
+            loss = model(batch(step.number, 0))
+            scaler.scale(loss * float("inf")).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert optimizer.skipped
+        assert exported(cluster, run_name)["Net-0.calls"] == 1
+
+
+def test_an_item_that_fails_is_begun_anew_with_the_committed_buffers(
+    cluster: shardwell.LocalCluster, run_name: str
+) -> None:
+    with join(cluster, run_name) as session:
+        model = shardwell.fully_shard(Net(), session)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=LR)
+        failures = iter([True, False, True])
+        for step in session.steps(STEPS):
+            while True:
+                try:
+                    for inputs in step.batches(batch):
+                        model(inputs).backward()
+                        if next(failures, False):
+                            raise ZeroDivisionError
+                    break
+                except ZeroDivisionError:
+                    optimizer.zero_grad()
+            optimizer.step()
+        assert state_hash(shardwell.full_state_dict(model)) == state_hash(plain_state(2, STEPS))
+
+
+def test_names_are_the_models_with_auto_wrap_also_of_modules_without_parameters(
+    cluster: shardwell.LocalCluster, run_name: str
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+            self.bare = nn.BatchNorm1d(4, affine=False)
+            self.register_buffer("top", torch.zeros(2))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                inputs = block(inputs)
+            self.top.add_(1)
+            result: torch.Tensor = self.bare(inputs)
+            return result
+
+    with join(cluster, run_name, dp=1) as session:
+        model = shardwell.auto_wrap(Model(), session, shardwell.ModuleTypePolicy({nn.Sequential}))
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=LR)
+        for _ in session.steps(2):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        state = shardwell.full_state_dict(model)
+        assert state["top"].tolist() == [2.0, 2.0]
+    values = exported(cluster, run_name)
+    assert values.keys() == state.keys()
+    assert all(torch.equal(values[name], value) for name, value in state.items())
+
+
+def test_sync_batch_norm_is_refused_where_it_would_see_one_ranks_batch(
+    cluster: shardwell.LocalCluster, run_name: str
+) -> None:
+    def synced() -> nn.Module:
+        return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+
+    with join(cluster, run_name) as session:
+        message = (
+            "1 is a SyncBatchNorm, which would normalise with the batch of one data rank only, though the run has 2"
+        )
+        with pytest.raises(shardwell.UsageError, match=message):
+            shardwell.fully_shard(synced(), session)
+        with pytest.raises(shardwell.UsageError, match=message):
+            shardwell.auto_wrap(synced(), session)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        shardwell.fully_shard(model[0], session)
+        shardwell.fully_shard(model, session)
+        model[1] = nn.SyncBatchNorm(4, affine=False)
+        with pytest.raises(shardwell.UsageError, match=message):
+            shardwell.optim.SGD(model[0].parameters(), lr=LR)
+    with join(cluster, f"{run_name}-alone", dp=1) as session:
+        shardwell.fully_shard(synced(), session)
