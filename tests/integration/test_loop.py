@@ -223,3 +223,39 @@ def test_the_next_call_completes_an_interrupted_step(
     optimizer.step()
     assert_weights(model, after(1) if dropped else after(0, 1))
     assert session.step == (1 if dropped else 2)
+
+
+def test_hyper_parameters_of_another_runs_optimizer_are_not_taken_for_its_state(
+    cluster: shardwell.LocalCluster, run_name: str
+) -> None:
+    with shardwell.join(cluster.address, run=f"{run_name}-1", wait_limit_s=60) as session:
+        model, optimizer = shard(session)
+        untrained = optimizer.state_dict()
+        loss_of(model, 0).backward()
+        optimizer.step()
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+    with shardwell.join(cluster.address, run=f"{run_name}-2", wait_limit_s=60) as session:
+        model, optimizer = shard(session)
+        with pytest.raises(shardwell.UsageError, match=r"is of run '.*-1' after 1 steps, and the optimizer's state"):
+            optimizer.load_state_dict(saved)
+        optimizer.load_state_dict(untrained)
+        optimizer.load_state_dict({"param_groups": saved["param_groups"]})
+
+
+def test_optimizers_that_cannot_run_are_refused_with_the_reason(session: shardwell.Session) -> None:
+    model, _ = shard(session)
+    with pytest.raises(shardwell.UsageError, match="SparseAdam takes sparse gradients only, but the mean gradient"):
+        shardwell.ClientSide(model.parameters(), torch.optim.SparseAdam)
+    with pytest.raises(shardwell.UsageError, match="none evaluates the model several times in a step"):
+        torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
+
+
+def test_a_second_session_of_a_process_is_told_of_the_first(
+    cluster: shardwell.LocalCluster, session: shardwell.Session, run_name: str
+) -> None:
+    shard(session)
+    with shardwell.join(cluster.address, run=run_name, wait_limit_s=60) as second:
+        model, _ = shard(second)
+        with pytest.raises(shardwell.UsageError, match=r"spare .* this process has joined run '.*' before, as trainer"):
+            loss_of(model, 0).backward()

@@ -174,12 +174,16 @@ def backward(model: Any) -> None:
 def test_two_optimizers_that_step_one_after_the_other(session: shardwell.Session) -> None:
     model = shard(session)
     first, second = (shardwell.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+    before = shardwell.full_state_dict(model)
     backward(model)
     first.step()
-    with pytest.raises(UsageError, match=r"step 0 was committed.*Combined.*zero_grad"):
-        second.step()
-    backward(model)
+    between = shardwell.full_state_dict(model)
     second.step()
+    after = shardwell.full_state_dict(model)
+    assert [name for name in before if not torch.equal(before[name], between[name])] == ["0.weight", "0.bias"]
+    assert [name for name in before if not torch.equal(between[name], after[name])] == ["1.weight", "1.bias"]
+    with pytest.raises(UsageError, match=r"no forward has run .* since step 1 was committed.*zero_grad"):
+        second.step()
     second.zero_grad()
     second.step()
     assert session.step == 3
@@ -188,7 +192,7 @@ def test_two_optimizers_that_step_one_after_the_other(session: shardwell.Session
 def test_two_steps_in_one_loop_body(session: shardwell.Session) -> None:
     model = shard(session)
     optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match="step 0 was committed"):
+    with pytest.raises(UsageError, match="called 2 times in the loop body of step 0"):
         for step in session.steps(2):
             for batch in step.batches(lambda *_: torch.ones(2, 3)):
                 model(batch).sum().backward()

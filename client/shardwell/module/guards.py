@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -59,7 +60,15 @@ def _instead_of(optimizer: type[Optimizer]) -> str:
 
     if optimizer.__name__ in optim.__all__:
         return f"shardwell.optim.{optimizer.__name__}"
+    if needs_closure(optimizer):
+        return "an optimizer of shardwell.optim: none evaluates the model several times in a step"
     return f"shardwell.ClientSide(parameters, {optimizer.__name__}, ...), or an optimizer of shardwell.optim"
+
+
+def needs_closure(optimizer: type[Optimizer]) -> bool:
+    """Whether the optimizer's step evaluates the model itself, as LBFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.amp import grad_scaler
 from torch.nn.utils import clip_grad
 
-from shardwell.module.callers import advice
+from shardwell.module.callers import advice, called_from
 from shardwell_wire.errors import FreedParameterError, UsageError
 
 if TYPE_CHECKING:
@@ -225,6 +225,14 @@ def _warn_of_pushed_gradient() -> None:
 
 def refuse_clipping(owner: Owner) -> NoReturn:
     """Raises for ``torch.nn.utils`` clipping a sharded parameter's gradient."""
+    if called_from("transformers/trainer.py"):
+        raise UsageError(
+            "Hugging Face's Trainer asks torch for the gradient norm in every step, also with max_grad_norm=0, but the "
+            f"gradient of {owner.name!r} goes to the shard servers. Override two methods of the Trainer: "
+            "_clip_grad_norm(self, model) returns self.optimizer.clip_grad_norm_(self.args.max_grad_norm), and "
+            "_get_grad_norm(self, model, grad_norm=None) returns grad_norm",
+            parameter=owner.name,
+        )
     raise UsageError(
         f"torch.nn.utils.clip_grad sees only gradients that are left here, but that of {owner.name!r} goes to the "
         "shard servers: call optimizer.clip_grad_norm_(max_norm), which clips by the norm over all of them, or "

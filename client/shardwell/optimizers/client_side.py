@@ -7,7 +7,6 @@ saves fetching it again.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardwell.data_plane.slice_client import SlicePart
+from shardwell.module.guards import needs_closure
 from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
 from shardwell.session.step_end import StepUpdate
 from shardwell_wire.errors import StepStateError, UsageError
@@ -69,8 +69,12 @@ class ClientSide(ShardedOptimizer):
         self._make, self._options, self._keep_bytes, self._void_count = optimizer_class, options, keep_bytes, 0
         # torch's optimizers fill in their defaults themselves.
         example = optimizer_class([nn.Parameter(torch.zeros(0))], **options)
-        closure = inspect.signature(type(example).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
+        if isinstance(example, torch.optim.SparseAdam):
+            raise UsageError(
+                "ClientSide(SparseAdam): SparseAdam takes sparse gradients only, but the mean gradient of all trainers "
+                "is dense: use shardwell.optim.Adam, which leaves parameters without a gradient alone"
+            )
+        if needs_closure(type(example)):
             raise UsageError(
                 f"{type(example).__name__}.step needs a closure, which evaluates the model several times in a step: "
                 "ClientSide runs optimizers that need the gradient only"

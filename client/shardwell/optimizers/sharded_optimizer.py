@@ -230,17 +230,27 @@ class ShardedOptimizer(Optimizer):
             self._session.in_flight.zero_grad_of(self._own_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """The hyper-parameters of every group. The state itself lives on the servers and belongs to the run."""
+        """The hyper-parameters of every group, and the run and step whose servers have the state itself."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return {"param_groups": groups, "ema_decay": self._ema_decay}
+        run = {"run": self._session.run, "run_id": self._session.run_id, "step": self._session.step}
+        return {"param_groups": groups, "ema_decay": self._ema_decay, "state_in_run": run}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over the hyper-parameters of every group, also those of a torch optimizer that has no state yet.
 
         Raises:
-            UsageError: It has state, which is not for a trainer to load; or other parameter groups.
+            UsageError: It has state, or is of another run that has taken steps: this run's state would begin anew. Or
+                it has other parameter groups.
         """
         self._refuse_if_combined("load_state_dict")
+        of = state_dict.get("state_in_run")
+        if of is not None and of["step"] and of["run_id"] != self._session.run_id:
+            raise UsageError(
+                f"the state_dict is of run {of['run']!r} after {of['step']} steps, and the optimizer's state (moments, "
+                f"step counts) is on that run's shard servers. Run {self._session.run!r} has none of it, so training "
+                "would go on with other results. Join the former run again to go on there. To take over the "
+                'hyper-parameters and begin with new state, load {"param_groups": state_dict["param_groups"]}'
+            )
         if state_dict.get("state"):
             raise UsageError(
                 f"the state_dict has state of {len(state_dict['state'])} parameters, but an optimizer's state lives "

@@ -37,6 +37,11 @@ def at(address: str) -> list[Session]:
     return [session for session in _sessions if session.config.address == address]
 
 
+def trainer_of(run_id: str) -> str | None:
+    """The trainer that plays logical ranks of a run in an open session of this process."""
+    return next((at.trainer for at in _sessions if at.run_id == run_id and at.num_ranks), None)
+
+
 @functools.cache
 def _watch_forks() -> None:
     os.register_at_fork(after_in_child=_disown_all)

@@ -137,8 +137,15 @@ class StepProgress:
                     progress.drop(unit_index, indices)
             self.dropped_late.clear()
 
-    def require_current(self) -> ItemProgress:
-        """The item that a gradient belongs to. Raises UsageError if there is none."""
+    def require_current(self, spare_hint: str = "") -> ItemProgress:
+        """The item that a gradient belongs to.
+
+        Args:
+            spare_hint: What a trainer that is a spare may do.
+
+        Raises:
+            UsageError: There is none.
+        """
         if (current := self.current) is not None:
             return current
         if self.in_batches:
@@ -155,7 +162,7 @@ class StepProgress:
         if not self.items:
             raise UsageError(
                 f"a gradient came in step {self.number}, but this trainer is a spare without a logical rank: "
-                "use `for batch in step.batches(...)`, which hands it work when another trainer is lost"
+                + (spare_hint or "use `for batch in step.batches(...)`, which hands it the work of lost trainers")
             )
         ranks = ", ".join(map(str, sorted(self.items)))
         raise UsageError(

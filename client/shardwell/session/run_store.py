@@ -58,6 +58,8 @@ class RunStore:
         self._traffic = Traffic(push_bytes=config.push_bytes)
         self._kept_units: set[int] | None = set() if not progress.number else None
         """Units of which the servers may keep gradients of earlier steps; None: any, after a join."""
+        self.spare_hint = ""
+        """What a trainer without a logical rank is told that computes a gradient; empty: the usual."""
         self._last_ranks: set[int] = set(progress.items)
         """Logical ranks whose work this trainer did in the step before."""
         self._slice_updates = SliceUpdates(membership.world.dp, config.wait_limit_s)
@@ -216,7 +218,7 @@ class RunStore:
     def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See ``ParameterStore.push``."""
         self._membership.check()
-        unit, current = self._units[unit_index], self.progress.require_current()
+        unit, current = self._units[unit_index], self.progress.require_current(self.spare_hint)
         header = shard_pb2.ReduceScatterHeader(
             context=self._membership.context(self.progress.number, epoch=current.item.epoch),
             unit=unit.layout.unit,

@@ -99,6 +99,11 @@ class Session:
         return self._membership.run
 
     @property
+    def run_id(self) -> str:
+        """Random id of the run: another run of the same name has another one."""
+        return self._membership.identity.run_id
+
+    @property
     def step(self) -> int:
         """Committed steps so far."""
         return self.in_flight.progress.number
@@ -135,6 +140,12 @@ class Session:
     def _tell_place(self) -> None:
         if self._seats:
             logger.info("trainer %r plays logical ranks %s", self.trainer, [seat.global_rank for seat in self._seats])
+        elif (former := open_sessions.trainer_of(self.run_id)) is not None:
+            self.store.spare_hint = (
+                f"this process has joined run {self.run!r} before, as trainer {former!r}. Use that session, or "
+                "close it before you join again"
+            )
+            logger.warning("trainer %r is a spare: %s", self.trainer, self.store.spare_hint)
         else:
             logger.warning(
                 "trainer %r is a spare: each of the %d logical ranks of run %r has a trainer. step.batches yields "

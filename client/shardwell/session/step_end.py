@@ -54,6 +54,10 @@ class StepEnd:
         """Seconds that the training thread waited for other trainers' work and for commits."""
         return {"finish_wait_s": self._finish_wait_s, "commit_wait_s": self._commit_wait_s}
 
+    def check(self) -> None:
+        """Raises what ended the trainer's membership, if anything did."""
+        self._membership.check()
+
     def finish_work(
         self, step: int, items: Iterable[ItemProgress], *, accept_work: bool
     ) -> coordinator_pb2.FinishWorkResponse:

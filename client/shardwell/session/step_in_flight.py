@@ -172,6 +172,7 @@ class StepInFlight:
                 committing again skips the step.
             DeadlineError: Others did not finish in time.
         """
+        self._step_end.check()
         if step < self.progress.number:
             response = self._ask_commit(step, update)
             self._buffers.restore()
