@@ -29,7 +29,7 @@ class TemporaryFolder:
 
     def __init__(self) -> None:
         directory = Path(tempfile.gettempdir())
-        _remove_remains(directory)
+        remove_remains()
         # It gets the name that others look for once it is locked.
         made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=directory))
         with opened(open_folder(made)) as folder:
@@ -55,8 +55,9 @@ def temporary_folder() -> Iterator[Path]:
         made.remove()
 
 
-def _remove_remains(directory: Path) -> None:
-    for path in directory.glob(f"{PREFIX}*"):
+def remove_remains() -> None:
+    """Removes the folders whose process has ended without doing so."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         # It is in use, another user's, or removed by another process at this moment.
         with (
             suppress(OSError),

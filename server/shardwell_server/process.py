@@ -15,6 +15,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import grpc.aio
@@ -25,6 +26,8 @@ from grpc_reflection.v1alpha import reflection
 
 from shardwell_server.authentication import interceptors
 from shardwell_server.rpc import add_service
+from shardwell_server.shm_folders import DEFAULT_DIRECTORY, remove_remains
+from shardwell_wire import temporary_folder
 from shardwell_wire.channel import SERVER_OPTIONS
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
 
@@ -198,7 +201,19 @@ def run(main: Awaitable[_Result], *, log_level: str) -> _Result:
     # What is imported by now stays, and with torch that is much: the collector would look at all of it again while the
     # server serves, and at its end for a third of a second.
     gc.freeze()
-    return asyncio.run(until_done())
+    try:
+        return asyncio.run(until_done())
+    finally:
+        _remove_leftovers()
+
+
+def _remove_leftovers() -> None:
+    """Removes what processes of this user left behind that were killed, such as this one's starter or a sibling."""
+    directory = Path(os.environ.get("SHARDWELL_SHM_DIR", DEFAULT_DIRECTORY))
+    with suppress(OSError):
+        remove_remains(directory)
+    with suppress(OSError):
+        temporary_folder.remove_remains()
 
 
 def _allow_many_files() -> None:

@@ -7,7 +7,6 @@ import signal
 import time
 import uuid
 from collections.abc import Iterator
-from tempfile import TemporaryDirectory
 
 import grpc
 import pytest
@@ -84,17 +83,15 @@ def test_a_trainer_that_was_stopped_past_its_lease_changes_nothing(
     wait_until(lambda: files() == UNITS * len(cluster.shards), "only the shards are left")
 
 
-def test_what_a_killed_server_left_is_removed_by_the_next_one_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    with TemporaryDirectory(dir=SHARED_MEMORY) as own:
-        monkeypatch.setenv("SHARDWELL_SHM_DIR", own)  # else any server of this host that starts would remove it
-        with shardwell.LocalCluster(num_shards=1) as cluster:
-            with small_run(cluster.address, "small", steps=1):
-                left = folder_of(cluster.shards[0].pid)
-                assert len(list(left.iterdir())) > 2
-                cluster.shards[0].kill()
-            assert left.exists()
-            cluster.shards[0].restart(time.monotonic() + 60.0)
-            assert not left.exists()
+def test_what_a_killed_server_left_is_removed_by_the_next_one_of_its_host() -> None:
+    with shardwell.LocalCluster(num_shards=1) as cluster:
+        with small_run(cluster.address, "small", steps=1):
+            left = folder_of(cluster.shards[0].pid)
+            assert len(list(left.iterdir())) > 2
+            cluster.shards[0].kill()
+        # Any server of this user that starts or ends on this host removes it.
+        cluster.shards[0].restart(time.monotonic() + 60.0)
+        assert not left.exists()
 
 
 def test_servers_that_stop_leave_nothing_in_shared_memory() -> None:

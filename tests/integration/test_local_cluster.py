@@ -119,3 +119,29 @@ def test_the_servers_of_a_cluster_share_the_memory_of_the_machine(cluster: shard
     budgets = [server.budget_bytes for server in listed_servers(cluster.address).servers]
     assert len(budgets) == 2
     assert sum(budgets) <= 0.8 * psutil.virtual_memory().total
+
+
+def shm_folder_of(server: psutil.Process) -> Path:
+    """Where a shard server keeps files that trainers map: it holds the lock in it."""
+    descriptors = (os.readlink(path) for path in Path(f"/proc/{server.pid}/fd").iterdir() if path.is_symlink())
+    (lock,) = [Path(target) for target in descriptors if target.startswith("/dev/shm/") and target.endswith("/lock")]
+    return lock.parent
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_stays_of_an_owner_and_a_server_that_are_killed(tmp_path: Path, number: signal.Signals) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
+    assert owner.stdout is not None
+    servers = [psutil.Process(int(word)) for word in owner.stdout.readline().split()]
+    folders = [shm_folder_of(server) for server in servers[1:]]
+    assert len(set(folders)) == 2
+    assert os.listdir(tmp_path)
+    servers[1].kill()
+    owner.send_signal(number)
+    owner.communicate()
+    wait_gone(servers)
+    assert not any(folder.exists() for folder in folders)
+    assert os.listdir(tmp_path) == []

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from shardwell_server.shard.memory import shared_memory
-from shardwell_server.shard.memory.shared_memory import DEFAULT_DIRECTORY, SharedMemory
+from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.memory.shm_reserve import ShmReserve
+from shardwell_server.shm_folders import DEFAULT_DIRECTORY
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, read_version
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import mmap
 import os
@@ -16,15 +15,14 @@ from pathlib import Path
 import torch
 
 from shardwell_server.shard.memory.shm_reserve import ShmReserve
+from shardwell_server.shm_folders import DEFAULT_DIRECTORY, lock_folder, remove_remains
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import CapacityError
-from shardwell_wire.shared_files import SERVER_FOLDER_PREFIX, file_size, open_file, open_folder, opened
+from shardwell_wire.shared_files import SERVER_FOLDER_PREFIX, file_size, open_folder, opened
 from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, write_version
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_DIRECTORY = Path("/dev/shm")
-_LOCK = "lock"
 _LEAST_BYTES = 1 << 20
 """With less room than this a server does not offer shared memory."""
 
@@ -89,10 +87,10 @@ class SharedMemory:
     """
 
     def __init__(self, directory: Path = DEFAULT_DIRECTORY) -> None:
-        _remove_remains(directory)
+        remove_remains(directory)
         made = Path(tempfile.mkdtemp(prefix=f".{SERVER_FOLDER_PREFIX}", dir=directory))
         with opened(open_folder(made)) as folder:
-            self._lock = _lock(folder, create=True)
+            self._lock = lock_folder(folder)
         # Only a folder that is locked has the name by which others look for remains. The name is new: another user who
         # sees the temporary one could take a name that follows from it.
         self._directory = made.rename(directory / f"{SERVER_FOLDER_PREFIX}{secrets.token_hex(8)}")
@@ -163,28 +161,3 @@ def _map_new(path: Path, size_bytes: int) -> mmap.mmap:
         return mmap.mmap(descriptor, size_bytes)
     finally:
         os.close(descriptor)
-
-
-def _lock(folder: int, *, create: bool = False) -> int:
-    """Takes the lock of a folder; returns the descriptor that holds it. Raises OSError if that is not possible."""
-    held = open_file(_LOCK, create=create, folder=folder)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
-        os.close(held)
-        raise
-    return held
-
-
-def _remove_remains(directory: Path) -> None:
-    """Removes the folders of this user's servers that are not there any more.
-
-    Anybody can make a folder of such a name, and put a FIFO where the lock should be: neither is opened.
-    """
-    for path in directory.glob(f"{SERVER_FOLDER_PREFIX}*"):
-        try:
-            with opened(open_folder(path)) as folder, opened(_lock(folder)):
-                shutil.rmtree(path)
-        except OSError:
-            continue  # it lives, is another user's, or is being made or removed at this moment
-        logger.info("removed %s, which a server that was killed left behind", path)

@@ -18,11 +18,12 @@ from shardwell_server.shard.lanes.offer import LaneOffer
 from shardwell_server.shard.lanes.shm_lane import ShmLanes
 from shardwell_server.shard.lanes.socket_lane import SocketLanes, listen
 from shardwell_server.shard.memory.budget import default_budget_bytes
-from shardwell_server.shard.memory.shared_memory import DEFAULT_DIRECTORY, SharedMemory
+from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.process.process_group import ProcessGroup, member_settings
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shm_folders import DEFAULT_DIRECTORY
 from shardwell_server.sizes import parse_size
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
