@@ -54,12 +54,13 @@ class ServerGuard:
         with self._lock:
             return min(self._started.values(), default=None)
 
-    def run(self, what: str, action: Callable[[], Result]) -> Result:
+    def run(self, what: str, action: Callable[[], Result], *, repeat: bool = True) -> Result:
         """Runs ``action``, which may be repeated.
 
         Args:
             what: What it does, for errors.
             action: The operation.
+            repeat: Whether to repeat it while the server cannot be reached.
 
         Raises:
             RunDeletedError: The run was deleted.
@@ -71,7 +72,7 @@ class ServerGuard:
         with self._lock:
             self._started[token] = started
         try:
-            return self._run(what, action, started)
+            return self._run(what, action, started) if repeat else action()
         finally:
             with self._lock:
                 del self._started[token]

@@ -358,6 +358,7 @@ class RunStore:
                     credentials=membership.credentials,
                     guard=guard,
                 ),
+                repeat=False,
             )
         return self._servers[address]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +12,17 @@ from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.traffic import RemoteUnit
 from shardwell.module.store import InitialValues
 from shardwell.session.membership import Membership
-from shardwell_wire.errors import DeadlineError
+from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
+
+logger = logging.getLogger(__name__)
 
 _UPLOAD_THREADS = 8
 """Each holds a piece of the values."""
 
 _RETRY_S = 2.0
-"""How often the coordinator is asked, at least, why a server cannot be reached."""
+"""For how long an upload is repeated before the coordinator is asked where the unit lives now."""
 
 _FIRST_PUBLISH_POLL_S, _LONGEST_PUBLISH_POLL_S = 0.005, 0.25
 
@@ -59,9 +62,18 @@ class UnitDeclarations:
         # and then this trainer is asked to.
         while not declared.HasField("version"):
             if declared.initialize:
-                unit = RemoteUnit(declared.unit_index, layout, reach(declared))
-                self._initialize(unit, values, declared.epoch)
-                return unit
+                try:
+                    unit = RemoteUnit(declared.unit_index, layout, reach(declared))
+                    self._initialize(unit, values, declared.epoch)
+                    return unit
+                except ShardwellError as error:
+                    former, declared = declared, self._ask(layout, step)
+                    if declared.shards == former.shards and not isinstance(error, UnavailableError):
+                        raise
+                    if time.monotonic() > give_up:
+                        raise
+                    logger.warning("unit %r: sending the initial values again: %s", layout.unit, error)
+                    continue
             if time.monotonic() > give_up:
                 raise DeadlineError(
                     f"waited {self._wait_limit_s:.0f} s for the initial values of unit {layout.unit!r} "
@@ -105,12 +117,11 @@ class UnitDeclarations:
             stop_bytes=shard.stop_bytes,
             draws=values.draws.values(),
         )
-        shard.server.by_rpc(
-            lambda client: client.initialize(
-                header,
-                lambda: itertools.chain.from_iterable(map(values.read, segments)),
-                sum(segment.size_bytes for segment in segments),
-                timeout_s=self._wait_limit_s,
-                retry_for_s=min(_RETRY_S, self._wait_limit_s),
-            )
+        # Not under the server's guard, which waits for the server: a unit without values may get another owner.
+        shard.server.client.initialize(
+            header,
+            lambda: itertools.chain.from_iterable(map(values.read, segments)),
+            sum(segment.size_bytes for segment in segments),
+            timeout_s=self._wait_limit_s,
+            retry_for_s=min(_RETRY_S, self._wait_limit_s),
         )

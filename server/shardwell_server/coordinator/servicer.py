@@ -29,6 +29,9 @@ from shardwell_wire.names import check_name
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
+_DECLARE_WAIT_S = 20.0
+"""How long a declaration waits for shard servers; well below the deadline that trainers set, who then ask again."""
+
 MAX_ADDRESSES = 1024
 """Names that the trainers of one run may exchange addresses under."""
 
@@ -133,7 +136,7 @@ class CoordinatorServicer:
         layout = UnitLayout.from_proto(request.unit)
         run, member = self._member(request)
         with heard(member, self._state.clock):
-            unit = await self._coordinator.units.declare(run, layout, _wait_s(call, MAX_WAIT_S))
+            unit = await self._coordinator.units.declare(run, layout, _wait_s(call, _DECLARE_WAIT_S))
             if not unit.published and run.initializer is not None and run.initializer[0] != member.name:
                 self._coordinator.trainers.reclaim(
                     run, [at for at in run.members.lapsed if at.name == run.initializer[0]]

@@ -77,7 +77,9 @@ class Units:
         return server is None or server.incarnation != shard.incarnation or server.ended
 
     async def _wait_for_servers(self, run: Run, wait_s: float) -> None:
-        cluster, wanted = self._state.cluster, self._state.settings.min_servers
+        """Waits for the servers that a run begins with. Later units, and those whose owner left, take what is there."""
+        cluster = self._state.cluster
+        wanted = 1 if len(run.units) else self._state.settings.min_servers
 
         async def enough() -> bool | None:
             check_kept(run, cluster)

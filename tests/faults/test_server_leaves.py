@@ -1,0 +1,38 @@
+"""A shard server is told to stop before a unit has values: the unit is placed on the others, and training goes on."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+import torch
+
+import shardwell
+from shardwell.data_plane.traffic import RemoteUnit
+from shardwell.module.store import InitialValues
+from shardwell.session.unit_declaration import UnitDeclarations
+from tests.support.cluster import build_model
+
+
+def test_the_unit_is_placed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=5.0) as cluster:
+        initialize, stopped = UnitDeclarations._initialize, []
+
+        def stop_a_server_first(self: UnitDeclarations, unit: RemoteUnit, values: InitialValues, epoch: int) -> None:
+            if not stopped:
+                stopped.append([shard.server.address for shard in unit.shards])
+                cluster.shards[0].stop(20.0)
+            initialize(self, unit, values, epoch)
+
+        monkeypatch.setattr(UnitDeclarations, "_initialize", stop_a_server_first)
+        with shardwell.join(cluster.address, run=uuid.uuid4().hex, lanes="grpc", wait_limit_s=60) as session:
+            model = build_model()
+            shardwell.fully_shard(model, session, name="all")
+            optimizer = shardwell.optim.SGD(model.parameters(), lr=0.01)
+            model(torch.ones(3, 17)).sum().backward()
+            optimizer.step()
+            assert cluster.shards[0].address in stopped[0]
+            with pytest.raises(shardwell.ConflictError, match=r"server 'shard-1' .* left the cluster, and its shards"):
+                cluster.shards[1].stop(20.0)
+                model(torch.ones(3, 17)).sum().backward()
+                optimizer.step()
