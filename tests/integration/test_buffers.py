@@ -136,6 +136,31 @@ def test_an_item_that_fails_is_begun_anew_with_the_committed_buffers(
         assert state_hash(shardwell.full_state_dict(model)) == state_hash(plain_state(2, STEPS))
 
 
+def test_buffers_that_could_not_be_read_after_a_commit_are_read_before_the_next_work(
+    cluster: shardwell.LocalCluster, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable(*_: object) -> None:
+        raise shardwell.UnavailableError("test: the server is away")
+
+    with join(cluster, run_name) as session:
+        model = shardwell.fully_shard(Net(), session)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=LR)
+
+        def train() -> None:
+            for step in session.steps(STEPS):
+                for inputs in step.batches(batch):
+                    model(inputs).backward()
+                session._buffers._source = None  # as if another trainer had pushed them
+                optimizer.step()
+
+        with monkeypatch.context() as patch, pytest.raises(shardwell.UnavailableError, match="is away"):
+            patch.setattr(session.store.buffers, "read", unavailable)
+            train()
+        assert session.step == 1, "the step is committed all the same"
+        train()
+        assert state_hash(shardwell.full_state_dict(model)) == state_hash(plain_state(2, STEPS))
+
+
 def test_names_are_the_models_with_auto_wrap_also_of_modules_without_parameters(
     cluster: shardwell.LocalCluster, run_name: str
 ) -> None:

@@ -227,6 +227,7 @@ class StepInFlight:
             self._units.invalidate(updated if self.takes_turns else None)
         finally:  # it may complain of a write, but the step is committed all the same
             self.progress = StepProgress(response.next_work.step, response.next_work.items)
+            self._interrupted = None  # whatever fails from here on, the step must not be committed once more
             self._store.advance(self.progress, kept)
             self._dropped = False
         self._units.begin_step()
