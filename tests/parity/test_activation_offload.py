@@ -197,7 +197,7 @@ def test_weights_of_units_are_left_where_the_unit_frees_them(tmp_path: Path) -> 
     sharded = Sharded(gpt(), wrap_and_offload(tmp_path), prefetch_bytes=0)
     loss = gpt_loss(sharded.model, 0)
     blocks = [unit for unit in sharded.units if unit.name.startswith("Block")]
-    assert all(unit.state is UnitState.FREED and unit.storage.nbytes() == 0 for unit in blocks)
+    assert all(unit.state is UnitState.FREED for unit in blocks)
     moved = sum(block.forward._around.__self__.moved_bytes for block in sharded.model.blocks)
     sizes = {unit.layout.size_bytes for unit in blocks}
     assert moved > 0

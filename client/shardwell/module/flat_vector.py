@@ -9,6 +9,7 @@ import torch
 from shardwell.memory.buffer_pool import BufferPool
 from shardwell.memory.completion import Exchange
 from shardwell.memory.device_copies import Arrival
+from shardwell.memory.nan_pages import nan_storage
 from shardwell_wire.codec import memory_at
 from shardwell_wire.layout import UnitLayout
 
@@ -39,8 +40,8 @@ class FlatVector:
     """One storage that gets memory of the unit's size, and loses it.
 
     Tensors placed in it stay placed: when the storage's memory changes they, and whatever views of them
-    autograd saved, lie in the new memory or in none. Bytes are written from outside torch, so no
-    version counter moves. (``Tensor.numpy`` would make the storage unresizable for ever.)
+    autograd saved, lie in the new memory, or in none, which on the CPU reads as NaN. Bytes are written from
+    outside torch, so no version counter moves. (``Tensor.numpy`` would make the storage unresizable for ever.)
 
     Args:
         layout: What lies where.
@@ -49,7 +50,11 @@ class FlatVector:
     """
 
     def __init__(self, layout: UnitLayout, device: torch.device, memory: Memory) -> None:
-        self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        self.storage = (
+            nan_storage(layout.size_bytes)
+            if device.type == "cpu" and _CAN_SWAP
+            else torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        )
         self._layout = layout
         self._device = device
         self._memory = memory

@@ -108,7 +108,7 @@ class Unit:
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """The flat vector's memory; empty while freed."""
+        """The flat vector's memory; while freed it is empty or reads as NaN."""
         return self._flat.storage
 
     def _upload(self, values: NewValues) -> int:
