@@ -78,6 +78,7 @@ def test_a_restarted_trainer_of_a_plain_loop_does_not_mix_two_batches(
         with pytest.raises(RuntimeError, match="the backward ends here"):
             model[4](model[3](model[2](hidden))).square().mean().backward()
         assert first.stats()["push_count"] == 1, "the last layer's gradient is on the servers"
+        first.store.drain()
     with shardwell.join(cluster.address, run=run_name, trainer="t", wait_limit_s=60) as second:
         model, optimizer = shard(second)
         loss_of(model, 2).backward()
