@@ -20,17 +20,18 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.report import Chart, Report, Summary, ratio, summarize, to_table
-from shardwell_server.hyperparameters import ALGORITHMS
+from shardwell_server.hyperparameters import ALGORITHMS, allocation_key
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.contributions import Contribution
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.v1 import common_pb2
 
-RUN, ROW, RANKS = "benchmark", 1024, 2
+RUN = common_pb2.RequestContext(run="benchmark", run_id="benchmark")
+ROW, RANKS = 1024, 2
 PARAMETER_BYTES = 4
-COPIES = 4 + 2 * RANKS
-"""Of a shard, with room to spare: values, two moments, the mean, and contributions."""
+COPIES = 14 + 2 * RANKS
+"""Of a shard, with room to spare: values, two moments, the mean, contributions, and the workspace of an update."""
 CLIP = 0.5
 ADAMW = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 OTHERS = [name for name in ALGORITHMS if name not in ("adamw", "muon")]
@@ -71,7 +72,7 @@ class Served:
         """The mean gradient of the next step. [elements]"""
         for rank, pushed in enumerate(self._pushed):
             self.shard.contributions.by_rank[rank] = Contribution(
-                0, pushed.view(torch.uint8), [pushed], lambda: None, present={0}, checksums=[None]
+                0, 0, pushed.view(torch.uint8), [pushed], lambda: None, present={0}, checksums=[None]
             )
         gradient = (await self.shard.reduce(self._in_thread)).gradients[0]
         assert gradient is not None
@@ -90,8 +91,9 @@ class Served:
 
             return await self._in_thread(timed_work)
 
+        key = allocation_key(step)
         self.shard.check_update(self._step, step, [0])
-        await self.shard.update(in_thread, self._step, step, [0], clip)
+        await self.shard.update(in_thread, self._step, step, [0], clip, key)
         self._step += 1
         return seconds[0]
 
@@ -165,7 +167,7 @@ def measure(
                 served = Served(store, elements)
                 await served.begin(store)
                 times = await work(served)
-                await store.drop(RUN)
+                await store.drop(RUN.run_id)
                 return times
 
         return {what: summarize(taken).inverse(elements) for what, taken in asyncio.run(serve()).items()}

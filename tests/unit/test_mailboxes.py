@@ -15,6 +15,7 @@ from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError
+from shardwell_wire.run_identity import RunIdentity
 from tests.support.shard_server import PLAIN, layout_of
 
 # The trainer's.
@@ -98,12 +99,12 @@ class Serving:
 
     def __init__(self, shared: SharedMemory, dp: int = 1) -> None:
         self.memory, self._shared = Memory(1 << 30), shared
-        self.memory.reserve("r", PLAIN.unit, PLAIN.size_bytes, dp)
+        self.memory.reserve("r#id", PLAIN.unit, PLAIN.size_bytes, dp)
         self.shard = self.of(PLAIN.unit, dp)
 
     def of(self, unit: str, dp: int = 1) -> UnitShard:
         layout = layout_of(unit, a=((40_000,), "float32"), b=((20_000,), "float32"))
-        return UnitShard("r", layout, 0, 0, layout.size_bytes, dp, self.memory)
+        return UnitShard(RunIdentity("r", "id"), layout, 0, 0, layout.size_bytes, dp, self.memory)
 
     def mailbox(self) -> server.Mailbox:
         size = self.shard.size_bytes

@@ -191,7 +191,7 @@ def test_a_parameter_begins_anew_under_another_algorithm() -> None:
         ({"hyperparameters": {"lr": 1.0}}, "missing or unknown"),
         ({"hyperparameters": {**ADAM, "momentum": 0.9}}, "momentum missing or unknown"),
         ({"group_indices": [1]}, "parameter group 1"),
-        ({"group_indices": [-2]}, "parameter group -2"),
+        ({"group_indices": [-3]}, "parameter group -3"),
     ],
 )
 def test_impossible_hyperparameters_are_named(change: dict[str, Any], message: str) -> None:

@@ -354,15 +354,16 @@ class UnitShard:
     ) -> None:
         """Applies the optimizer in place, or what trainers staged."""
         assert self.reduced is not None and self.values.home is not None
+        numbers = self._kept_numbers(groups)
+        if numbers or self.kept.ranks:
+            # Before anybody can read the next version: then trainers write to their mailboxes again. And before the
+            # optimizer: this can be repeated, a step of the optimizer that has succeeded can not.
+            self.kept.compute_keep(self.contributions.by_rank, numbers)
         if runs_on_trainers(optimizer.algorithm):
             self.slices.compute_apply(self.values.home.buffer)
         else:
             assert self.optimizer is not None
             self.optimizer.step(self.reduced.gradients, optimizer, self._chosen_groups(groups), clip_coefficient, key)
-        numbers = self._kept_numbers(groups)
-        if numbers or self.kept.ranks:
-            # Before anybody can read the next version: then trainers write to their mailboxes again.
-            self.kept.compute_keep(self.contributions.by_rank, numbers)
 
     def check_averaged(self) -> None:
         """Raises StepStateError if there are no averages to read."""
