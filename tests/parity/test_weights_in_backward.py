@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from types import SimpleNamespace
@@ -282,3 +283,47 @@ def test_an_ordinary_backward_is_searched_only_up_to_the_results(store: InMemory
     watched = set(units.graphs.watched)
     loss.backward()
     assert units.graphs.watched == watched
+
+
+def test_a_backward_in_another_thread_gathers_nothing(store: InMemoryStore) -> None:
+    """Every thread numbers its nodes from 0, so nodes of both threads have the same numbers."""
+    model, x = build(), torch.rand(4, 6)
+    units = shard(model, store)
+
+    def backward_of_plain_model() -> None:
+        plain = build()
+        sum(aux_losses(plain, x) for _ in range(3)).backward()
+
+    in_thread(lambda: model(x))
+    watched = set(units.graphs.watched)
+    assert watched
+    in_thread(backward_of_plain_model)
+    assert units.graphs.watched == watched
+
+
+def test_the_graph_of_another_thread_gives_the_gradients_of_plain_pytorch(store: InMemoryStore) -> None:
+    model = build()
+    shard(model, store)
+
+    def loss(model: Model, x: torch.Tensor) -> torch.Tensor:
+        made: list[torch.Tensor] = []
+        in_thread(lambda: made.append(model(x).pow(2).sum()))
+        return made[0]
+
+    assert_equal(gradients(model, loss), gradients(build(), loss))
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Runs something in a thread of its own."""
+    met: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            met.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert not met, met

@@ -9,6 +9,9 @@ Two kinds of nodes are reached in another way:
 
 They are found from the roots of the backward: the search ends at nodes that have a hook already, so in an ordinary
 step it looks at the nodes of the loss function. What the search misses is safe: see "Version counters".
+
+A backward searches only for the units of sessions whose forwards ran in the same thread: each thread numbers its
+nodes from 0, so the number of another session's node says nothing about a node of this thread.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ def _install() -> None:
 
 def hook_loose_nodes(units: Units, roots: Iterable[Any]) -> None:
     """Has nodes that read a unit's weights, and would not be noticed, gather the unit before they run."""
-    if not units.graphs.in_use:
+    if not units.graphs.may_be_of_this_thread:
         return
     found = _search(units, roots)
     open_groups: dict[Unit, ForwardCall] = {}

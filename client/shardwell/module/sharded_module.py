@@ -54,7 +54,7 @@ class ShardedModule(nn.Module):
         unit = sharding_of(self).unit
         if unit is None:
             return None
-        sharding_of(self).units.graphs.in_use = True
+        sharding_of(self).units.graphs.begin()
         sharding_of(self).units.gathering.start(unit)
         if async_op:
             return UnshardHandle(unit)

@@ -327,7 +327,7 @@ class Units:
         if not in_backward:
             self.before_use()
             self._entered = True
-        self.graphs.in_use = True
+            self.graphs.begin()
         call = ForwardCall(unit, unit.generation)
         unit.usage.forward_calls.append(call)
         if not in_backward:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +27,19 @@ class WatchedGraphs:
         self.calls = ForwardCalls()
         self.watched: set[int] = set()
         """Numbers of the nodes that have a hook."""
-        self.in_use = False
-        """Whether a graph may have been made with a unit's weights."""
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """From now on this thread may make a graph with a unit's weights."""
+        self._thread = threading.current_thread()
+
+    @property
+    def may_be_of_this_thread(self) -> bool:
+        """Whether the numbers of this session's nodes mean something in graphs that this thread made.
+
+        Each thread numbers its nodes from 0: in another thread's graph these numbers are of quite other nodes.
+        """
+        return self._thread is threading.current_thread()
 
     def watch(self, node: Any, number: int, call: ForwardCall) -> None:
         """Has a node tell before it runs that the unit of a call is needed."""
@@ -48,4 +60,4 @@ class WatchedGraphs:
         """The graphs became unusable."""
         self.calls.clear()
         self.watched.clear()
-        self.in_use = False
+        self._thread = None
