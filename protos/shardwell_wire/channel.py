@@ -17,6 +17,11 @@ _FRAME_BYTES = 4 << 20
 
 _PROXY_VARIABLE = "grpc_proxy"
 
+_LONGEST_BACKOFF_MS = 1_000
+
+RECONNECT_S = 1.2 * _LONGEST_BACKOFF_MS / 1000
+"""Who lost a connection has tried again so long after the peer is back: gRPC varies its pauses by a fifth."""
+
 _SHARED_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -31,7 +36,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", _LONGEST_BACKOFF_MS),
     ("grpc.use_local_subchannel_pool", 1),
 ]
 """Options of every channel, beside those of ``_channel_options``. A dead peer is noticed within 15 s even on an idle

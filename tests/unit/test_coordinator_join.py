@@ -283,7 +283,7 @@ def test_a_suspended_coordinator_takes_nobody_for_lost(tmp_path: Path) -> None:
             a, _ = await cluster.team("a", "b")
             cluster.clock.now += 60
             await cluster.until(
-                lambda: cluster.state.runs["r"].members.members["a"].heard_s == cluster.clock.now, "leases begin anew"
+                lambda: cluster.state.runs["r"].members.members["a"].heard_s >= cluster.clock.now, "leases begin anew"
             )
             await a.heartbeat()
             assert not [kind for kind, _ in cluster.events() if kind in ("lease_expired", "server_lost")]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwell_wire.channel import RECONNECT_S
 from shardwell_wire.errors import StaleEpochError, StepStateError, UnavailableError
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, harness, run_async, unit
@@ -98,6 +99,20 @@ def test_who_is_not_heard_of_after_a_restart_is_lost(tmp_path: Path) -> None:
             assert response.work.items[0].global_rank == 1
             with pytest.raises(StaleEpochError):
                 await b.finish(0)
+
+    run_async(scenario())
+
+
+def test_a_lease_does_not_run_out_while_connections_to_a_restarted_coordinator_are_made(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path, lease_s=1.0) as cluster:
+            a, b = await started(cluster)
+            await cluster.restart()
+            await cluster.pass_time(1.0 + 0.9 * RECONNECT_S)
+            assert not (await a.finish(0)).HasField("work"), "the first to connect takes nobody's work"
+            assert (await b.finish(0, wait_s=5)).all_finished
+            await cluster.pass_time(1.1, a)
+            assert "lease_expired" in [kind for kind, _ in cluster.events()]
 
     run_async(scenario())
 

@@ -64,6 +64,7 @@ class Coordinator:
         state = self.state
         message = f"term {state.term}, {len(state.runs)} runs, {len(state.cluster.servers)} servers"
         state.events.add(EventKind.COORDINATOR_STARTED, message)
+        self.trainers.renew_all()
         for run in state.runs.values():
             self.committer.start_updates(run)
             self.trainers.start_fencing(run)

@@ -85,7 +85,7 @@ def finished_item(item: Item) -> coordinator_pb2.FinishedItem:
 
 
 def from_stored(stored: StoredRun, clock: Callable[[], float]) -> Run:
-    """A run of an earlier term: its live trainers get a lease's time to be heard of again."""
+    """A run of an earlier term; ``Trainers.renew_all`` begins the leases of its live trainers."""
     record = stored.record
     config = coordinator_pb2.RunConfig.FromString(record.config)
     identity, settings = RunIdentity(record.run, record.run_id), RunSettings.from_proto(config, world_size=0)

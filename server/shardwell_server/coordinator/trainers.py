@@ -17,6 +17,7 @@ from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.waiting import poll
 from shardwell_server.coordinator.work import Item, Step
+from shardwell_wire.channel import RECONNECT_S
 from shardwell_wire.errors import NotFoundError, ShardwellError
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
@@ -197,10 +198,14 @@ class Trainers:
             self.reclaim_cut_off(run)
 
     def renew_all(self) -> None:
-        """Begins every lease anew: the coordinator itself was not listening."""
+        """Begins every lease anew: the coordinator itself was not listening.
+
+        The lease begins when the trainer can be connected again. Else a short one could run out before, and the first
+        trainer that comes back would take the work of the others.
+        """
         for run in self._state.runs.values():
             for member in run.members.live.values():
-                member.heard_s = self._state.clock()
+                member.heard_s = self._state.clock() + RECONNECT_S
 
     def _tell(self, run: Run, member: Member, kind: EventKind, message: str) -> None:
         ranks = ", ".join(map(str, run.ranks_of(member.name)))
