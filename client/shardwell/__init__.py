@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from shardwell.module.sharded_module import ShardedModule
     from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
     from shardwell.optimizers.client_side import ClientSide
+    from shardwell.optimizers.flat_client_side import FlatClientSide
     from shardwell.processes.local_cluster import LocalCluster
     from shardwell.session.joining import join
     from shardwell.session.session import Session
@@ -80,6 +81,7 @@ __all__ = [
     "CustomPolicy",
     "DeadlineError",
     "DuplicateError",
+    "FlatClientSide",
     "FreedParameterError",
     "HyperparameterMismatchError",
     "IncompleteStepError",
@@ -141,6 +143,7 @@ _MODULES = {
     "BackwardPrefetch": "shardwell.module.strategy",
     "ClientSide": "shardwell.optimizers.client_side",
     "CustomPolicy": "shardwell.wrapping.policies",
+    "FlatClientSide": "shardwell.optimizers.flat_client_side",
     "LocalCluster": "shardwell.processes.local_cluster",
     "MemoryOptions": "shardwell.wrapping.memory_strategy",
     "MemoryReport": "shardwell.module.memory_report",

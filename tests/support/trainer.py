@@ -2,9 +2,9 @@
 
 ``python -m tests.support.trainer --address A --run R --dp 2 --steps 10 [--kill-at-step K | --stop-at-step K]``
 
-With ``--client-side NAME`` the optimizer is torch's of that name, on the trainers; with ``--kill-in-update K`` the
-process ends in mid-update of step K, with ``--after N`` once N parts of slices are updated: others are read ahead then,
-and some of them staged.
+With ``--client-side NAME`` the optimizer is torch's of that name, on the trainers; ``flat_adam`` is the function of
+``tests.support.flat_updates``. With ``--kill-in-update K`` the process ends in mid-update of step K, with ``--after N``
+once N parts of slices are updated: others are read ahead then, and some of them staged.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 import shardwell
 from tests.support import transformer
+from tests.support.flat_updates import FLAT_ADAM, flat_adam
 from tests.support.reference import ADAMW, sha256
 
 
@@ -31,9 +32,11 @@ def adamw(parameters: Iterable[torch.nn.Parameter]) -> shardwell.optim.ShardedOp
 def client_side(
     name: str, kill_in_update: int | None, after: int
 ) -> Callable[[Iterable[torch.nn.Parameter]], shardwell.optim.ShardedOptimizer]:
-    """torch's optimizer of that name, on the trainers."""
+    """torch's optimizer of that name, or the flat function, on the trainers."""
+    flat = name == flat_adam.__name__
+    base: Any = shardwell.FlatClientSide if flat else shardwell.ClientSide
 
-    class Mortal(shardwell.ClientSide):
+    class Mortal(base):  # type: ignore[misc]
         updates = 0
 
         def _update(self, *arguments: Any) -> None:
@@ -43,6 +46,8 @@ def client_side(
                 if self.updates == after:
                     os.kill(os.getpid(), signal.SIGKILL)
 
+    if flat:
+        return lambda parameters: Mortal(parameters, flat_adam, **FLAT_ADAM)
     return lambda parameters: Mortal(parameters, getattr(torch.optim, name))
 
 
