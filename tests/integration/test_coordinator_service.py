@@ -224,7 +224,7 @@ def test_trainers_train(shared: Cluster) -> None:
     assert_updated_once(shared, trainers[0].run, 5)
 
 
-@pytest.mark.parametrize("rpc_name", ["DropRun", "ReserveUnit", "PublishUnit", "PrepareStep", "Update"])
+@pytest.mark.parametrize("rpc_name", ["ReserveUnit", "PublishUnit", "PrepareStep", "Update"])
 def test_killed_while_it_tells_the_servers(cluster: Cluster, rpc_name: str) -> None:
     trainers = team(cluster, "a", "b")
     cluster.kill_at(rpc_name)

@@ -69,7 +69,7 @@ class Story:
         elif what < 0.07 and len(self.players) > 1:
             del self.players[self.chance.choice(sorted(self.players))]
         elif what < 0.12:
-            await self.cluster.pass_time(11, *(player.trainer for player in self.players.values()))
+            await self.cluster.pass_time(12, *(player.trainer for player in self.players.values()))
         elif what < 0.17:
             await self.come_back(self.chance.choice(NAMES))
         elif what < 0.22:
@@ -136,7 +136,7 @@ def test_a_random_history_ends_well(tmp_path: Path, seed: int) -> None:
                 await story.happen()
                 story.check()
             # From now on nothing bad happens: the run must go on.
-            await cluster.pass_time(11, *(player.trainer for player in story.players.values()))
+            await cluster.pass_time(12, *(player.trainer for player in story.players.values()))
             target = cluster.state.runs["r"].committed_step + 3
             for _ in range(400):
                 if cluster.state.runs["r"].committed_step >= target:
@@ -157,7 +157,7 @@ def test_stale_players_are_refused_for_good(tmp_path: Path) -> None:
             story = Story(cluster, 0)
             await story.begin()
             ghost, run = story.players.pop("a"), cluster.state.runs["r"]
-            await cluster.pass_time(11, *(player.trainer for player in story.players.values()))
+            await cluster.pass_time(12, *(player.trainer for player in story.players.values()))
             while run.step is not None and run.step.items[0].holder == "a":
                 await story.go_on("b")
             for _ in range(60):

@@ -238,7 +238,7 @@ def test_epochs_are_never_given_twice(tmp_path: Path) -> None:
             seen: set[int] = set()
             await cluster.team("a", "b")
             for _ in range(4):
-                await cluster.pass_time(11)
+                await cluster.pass_time(12)
                 joined = await cluster.join("a", wait_s=1)
                 epochs = {joined.epoch, *(item.epoch for item in joined.items.values())}
                 assert not seen & epochs
