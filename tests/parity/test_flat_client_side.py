@@ -135,6 +135,34 @@ def sorted_parts(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts).sort().values
 
 
+@pytest.mark.parametrize("lanes", [None, "grpc"])
+def test_a_function_may_return_what_it_keeps(cluster_of_three: shardwell.LocalCluster, lanes: str | None) -> None:
+    """The values that it is given next share no memory with its state, and it may destroy them."""
+
+    def update(values: Values, gradient: torch.Tensor, state: dict[str, Any], group: Settings) -> Values:
+        state["kept"] = sgd(state.get("kept", values), gradient, state, group)
+        result: Values = state["kept"]
+        if state.get("count"):
+            values.zero_()
+        state["count"] = 1
+        return result
+
+    plain = small_model()
+    with joined(cluster_of_three, lanes=lanes) as session:
+        model = shardwell.fully_shard(small_model(), session)
+        optimizers = (
+            shardwell.FlatClientSide(model.parameters(), update, lr=LR),
+            torch.optim.SGD(plain.parameters(), lr=LR, foreach=False),
+        )
+        for _ in range(STEPS):
+            for each, optimizer in zip((model, plain), optimizers, strict=True):
+                backward(each)
+                optimizer.step()
+                optimizer.zero_grad()
+        state = shardwell.full_state_dict(model)
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+
+
 # What is refused.
 
 
