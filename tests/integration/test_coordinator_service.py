@@ -324,7 +324,7 @@ def test_a_trainer_that_is_killed_and_started_again_at_once_gets_its_rank_back(s
 def test_errors_arrive_as_what_they_were(shared: Cluster) -> None:
     (a,) = team(shared, "a")
     with pytest.raises(StaleEpochError, match="join again") as stale:
-        shared.call("Heartbeat", run=a.run, trainer="a", epoch=0)
+        shared.call("Heartbeat", run=a.run, run_id=a.run_id, trainer="a", epoch=0)
     assert stale.value.data == {"run": a.run, "trainer": "a", "epoch": str(a.epoch)}
     with pytest.raises(WorldError, match=r"World\(dp=0\)"):
         shared.call("DescribeWorld", world=common_pb2.World())

@@ -97,10 +97,10 @@ def test_a_server_without_shared_memory(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_another_file_where_the_proof_should_be(
-    laned: LanedUnit, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    server: ShardServer, shared: SharedMemory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a host of the same name, or with another /dev/shm."""
-    real = laned.server.shm._shared.create
+    real, one = shared.create, unit(server)
 
     def elsewhere(size_bytes: int, what: str) -> Any:
         made = real(size_bytes, what)
@@ -108,12 +108,12 @@ def test_another_file_where_the_proof_should_be(
         Path(made.path).write_bytes(bytes(size_bytes))
         return made
 
-    monkeypatch.setattr(laned.server.shm._shared, "create", elsewhere)
-    with closing(connect(laned.one)) as connection:
+    monkeypatch.setattr(shared, "create", elsewhere)
+    with closing(connect(one)) as connection:
         assert connection.kind == "grpc"
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "is another file here" in warning
-    laned.server.until(lambda: len(laned.server.shm._open) == 1, "the lane that was of no use is closed")
+    server.until(lambda: not server.shm._open, "the lane that was of no use is closed")
 
 
 def test_a_shard_that_found_no_room_in_shared_memory(

@@ -6,14 +6,17 @@ import pytest
 import torch
 
 import shardwell
+from shardwell.session import open_sessions
 from tests.support.cluster import build_model, small_run
 
 
 def test_a_spare_is_told_that_it_is_one(
-    cluster: shardwell.LocalCluster, run_name: str, caplog: pytest.LogCaptureFixture
+    cluster: shardwell.LocalCluster, run_name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with small_run(cluster.address, run_name), shardwell.join(cluster.address, run=run_name, trainer="more") as spare:
-        assert spare.global_rank is None
+    with small_run(cluster.address, run_name):
+        monkeypatch.setattr(open_sessions, "trainer_of", lambda run_id: None)  # as in another process
+        with shardwell.join(cluster.address, run=run_name, trainer="more") as spare:
+            assert spare.global_rank is None
     (warning,) = [record.getMessage() for record in caplog.records if "spare" in record.getMessage()]
     assert warning.startswith(
         f"trainer 'more' is a spare: each of the 1 logical ranks of run '{run_name}' has a trainer"

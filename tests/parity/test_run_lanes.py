@@ -47,7 +47,8 @@ def triple(cluster_of_three: shardwell.LocalCluster) -> str:
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a cluster of two servers, of which one offers no shared memory."""
     with shardwell.LocalCluster(num_shards=1, min_shard_bytes=4096) as running:
-        arguments = ["shard", "--coordinator", running.address, "--listen", "127.0.0.1:0", "--shm-dir", "none"]
+        arguments = ["shard", "--coordinator", running.address, "--token-file", str(running.token_file)]
+        arguments += ["--listen", "127.0.0.1:0", "--shm-dir", "none"]
         log_path = tmp_path_factory.mktemp("mixed") / "log"
         without = ServerProcess("without", [*arguments, "--id", "without", "--exit-with-parent"], log_path)
         try:

@@ -110,12 +110,17 @@ class LanedUnit:
 
 def shared_bytes(server: ShardServer) -> int:
     """What shards and mailboxes take, without the file that all lanes share."""
-    return server.look(lambda: server.store.memory._shared_bytes - bool(server.shm._open) * PROOF_FILE_BYTES)
+    return server.look(lambda: _bytes_of_units(server))
+
+
+def _bytes_of_units(server: ShardServer) -> int:
+    """As ``shared_bytes``, on the server's event loop."""
+    return server.store.memory._shared_bytes - bool(server.shm._open) * PROOF_FILE_BYTES
 
 
 def assert_only_parameters(one: OneUnit) -> None:
     """No mailbox counts against the budget, and nothing is staged."""
     server = one.server
-    server.until(lambda: server.store.memory._shared_bytes == one.size, "mailboxes are given back")
+    server.until(lambda: _bytes_of_units(server) == one.size, "mailboxes are given back")
     assert (server.taken_bytes(), server.staged_bytes()) == (0, 0)
     assert server.look(lambda: one.shard.contribution_cover._free_count) == one.dp
