@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -289,3 +293,45 @@ def test_a_process_whose_training_was_interrupted_does_not_wait_for_servers() ->
         [sys.executable, "-c", WAITING], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.stdout == "closed at exit\n" and "KeyboardInterrupt" in ended.stderr
+
+
+def test_interrupts_at_any_instant_of_a_push_leave_nothing_to_wait_for(client: FakeServer) -> None:
+    """Each round interrupts one line later, in the functions of the data plane and of ``threading``."""
+
+    def push_after(line_count: int) -> bool:
+        """Pushes, with SIGINT before the line of that number; returns whether there were so many."""
+        lines = 0
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal lines
+            lines += event == "line" and not frame.f_code.co_flags & inspect.CO_GENERATOR
+            if lines == line_count:
+                lines += 1
+                signal.raise_signal(signal.SIGINT)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
+            traffic.drain()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        return lines > line_count
+
+    before = sys.gettrace()
+    traffic = Traffic(push_bytes=1)
+    try:
+        for line_count in itertools.count(1):
+            was_interrupted = push_after(line_count)
+            drained = threading.Thread(target=traffic.drain, daemon=True)
+            drained.start()
+            drained.join(10)
+            assert not drained.is_alive(), f"a push that was interrupted at line {line_count} is waited for"
+            if not was_interrupted:
+                break
+    finally:
+        sys.settrace(before)
+    assert line_count > 100
+    traffic.close()

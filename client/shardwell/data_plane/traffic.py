@@ -14,6 +14,7 @@ import torch
 
 from shardwell.data_plane.daemon_threads import DaemonThreads
 from shardwell.data_plane.encoded_gradients import EncodedGradients
+from shardwell.data_plane.interrupts import uninterrupted
 from shardwell.data_plane.lanes import Nearly
 from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.server_connection import ServerConnection
@@ -257,22 +258,23 @@ class Traffic:
             held: How much is held until all is pushed.
             when_pushed: Called then.
         """
-        self._take_room(held)
-        self.stats.push_count += 1
-        self.stats.pushed_bytes += size
-        futures: list[Future[None]] = []
-        try:
-            for number, shard in enumerate(unit.shards):
-                own = shard_pb2.ReduceScatterHeader()
-                own.CopyFrom(header)
-                previous = self._last_part.get((unit.index, number))
-                streamed_bytes = 0 if shard.server.pushes_through_shm else shard.stop_bytes - shard.start_bytes
-                send = partial(_send, begin(shard, own), previous)
-                future = self._push_queues[shard.server].submit(streamed_bytes, send)
-                self._last_part[unit.index, number] = future
-                futures.append(future)
-        finally:  # after Ctrl-C, too: what was not begun is not waited for
-            self._give_back_when_done(futures, held, when_pushed)
+        with uninterrupted:
+            self._take_room(held)
+            self.stats.push_count += 1
+            self.stats.pushed_bytes += size
+            futures: list[Future[None]] = []
+            try:
+                for number, shard in enumerate(unit.shards):
+                    own = shard_pb2.ReduceScatterHeader()
+                    own.CopyFrom(header)
+                    previous = self._last_part.get((unit.index, number))
+                    streamed_bytes = 0 if shard.server.pushes_through_shm else shard.stop_bytes - shard.start_bytes
+                    send = partial(_send, begin(shard, own), previous)
+                    future = self._push_queues[shard.server].submit(streamed_bytes, send)
+                    self._last_part[unit.index, number] = future
+                    futures.append(future)
+            finally:  # what was not begun is not waited for
+                self._give_back_when_done(futures, held, when_pushed)
 
     def drain(self) -> None:
         """Waits until every push is acknowledged; raises what the first failed one met."""
@@ -286,21 +288,22 @@ class Traffic:
 
     def _await_pushes(self) -> None:
         started = time.perf_counter()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._parts_in_flight)
+        with uninterrupted, self._changed:
+            uninterrupted.wait_for(self._changed, lambda: not self._parts_in_flight)
         self.stats.push_wait_s += time.perf_counter() - started
         self._last_part.clear()
 
     def _fetch(self, unit: RemoteUnit, work_of: Callable[[RemoteShard], Callable[[Nearly], int]]) -> Future[int]:
         parts: list[Future[int]] = []
-        try:
-            for shard in unit.shards:
-                queue = self._gather_queues[shard.server]
-                parts.append(queue.submit(shard.stop_bytes - shard.start_bytes, work_of(shard)))
-        except BaseException:  # after Ctrl-C, too: whoever gets no future may use the target for something else
-            wait(parts)
-            raise
-        return GatherFuture(parts, self.stats)
+        with uninterrupted:
+            try:
+                for shard in unit.shards:
+                    queue = self._gather_queues[shard.server]
+                    parts.append(queue.submit(shard.stop_bytes - shard.start_bytes, work_of(shard)))
+            except BaseException:  # whoever gets no future may use the target for something else
+                wait(parts)
+                raise
+            return GatherFuture(parts, self.stats)
 
     def close(self) -> None:
         """Fails what waits; what is under way goes on until its server's connection is closed."""
@@ -318,10 +321,10 @@ class Traffic:
 
     def _take_room(self, size: int) -> None:
         started = time.perf_counter()
-        with self._changed:
+        with uninterrupted, self._changed:
             # A part larger than the limit goes alone.
-            self._changed.wait_for(
-                lambda: not self._bytes_in_flight or self._bytes_in_flight + size <= self._push_limit
+            uninterrupted.wait_for(
+                self._changed, lambda: not self._bytes_in_flight or self._bytes_in_flight + size <= self._push_limit
             )
             self._bytes_in_flight += size
             self._parts_in_flight += 1
@@ -353,7 +356,7 @@ class Traffic:
             give_back()
 
     def _raise_push_error(self) -> None:
-        with self._changed:
+        with uninterrupted, self._changed:
             error, self._push_error = self._push_error, None
         if error is not None:
             raise error

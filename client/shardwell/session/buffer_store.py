@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 
+from shardwell.data_plane.interrupts import uninterrupted
 from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.traffic import RemoteUnit, Traffic, VersionInPlace
 from shardwell.module.store import InitialValues
@@ -68,8 +69,9 @@ class RemoteBuffers:
             attempt=item.item.attempt,
             part=item.parts[unit_index],
         )
-        item.parts[unit_index] += 1
-        self._traffic.push(unit, header, [(index, tensor.reshape(-1)) for index, tensor in buffers])
+        with uninterrupted:  # a part that is counted is pushed
+            item.parts[unit_index] += 1
+            self._traffic.push(unit, header, [(index, tensor.reshape(-1)) for index, tensor in buffers])
 
     def read(self, unit_index: int, version: int, wanted: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See ``BufferStore.read``."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardwell.data_plane.error_feedback import ErrorFeedback
+from shardwell.data_plane.interrupts import uninterrupted
 from shardwell.data_plane.lanes import KIND_NUMBERS
 from shardwell.data_plane.node_gathers import NodeGathers, fetch
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
@@ -217,6 +218,10 @@ class RunStore:
 
     def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See ``ParameterStore.push``."""
+        with uninterrupted:  # a part that is counted is pushed
+            self._push(unit_index, gradients)
+
+    def _push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         self._membership.check()
         unit, current = self._units[unit_index], self.progress.require_current(self.spare_hint)
         header = shard_pb2.ReduceScatterHeader(
