@@ -198,9 +198,7 @@ def test_sync_batch_norm_is_refused_where_it_would_see_one_ranks_batch(
         return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
 
     with join(cluster, run_name) as session:
-        message = (
-            "1 is a SyncBatchNorm, which would normalise with the batch of one data rank only, though the run has 2"
-        )
+        message = "submodule '1' is a SyncBatchNorm, which would normalise with the batch of one data rank only"
         with pytest.raises(shardwell.UsageError, match=message):
             shardwell.fully_shard(synced(), session)
         with pytest.raises(shardwell.UsageError, match=message):

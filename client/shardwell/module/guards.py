@@ -90,9 +90,10 @@ def check_batch_norm(modules: Sequence[nn.Module], session: object) -> None:
     for module in modules:
         for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
             if isinstance(part, nn.SyncBatchNorm):
+                which = f"submodule {name!r}" if name else "the module"
                 raise UsageError(
-                    f"{name or 'the module'} is a SyncBatchNorm, which would normalise with the batch of one data rank "
-                    f"only, though the run has {world.dp}: work items are computed one by one, each by whichever "
+                    f"{which} is a SyncBatchNorm, which would normalise with the batch of one data rank only, "
+                    f"though the run has {world.dp}: work items are computed one by one, each by whichever "
                     "trainer is there, so no process group spans them. Use BatchNorm with a larger batch per rank, a "
                     "norm that does not depend on the batch (GroupNorm, LayerNorm), or World(dp=1)"
                 )
