@@ -12,6 +12,7 @@ import grpc
 import pytest
 import torch
 
+from shardwell_server import hyperparameters
 from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
 from shardwell_server.shard.memory.budget import shard_need_bytes
 from shardwell_server.shard.requests import streams
@@ -319,6 +320,30 @@ def test_an_encoded_part_needs_no_more_room_than_another() -> None:
 
 
 # Updates.
+
+
+def test_an_update_whose_kept_gradients_fail_is_applied_once(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = unit(server)
+    one.push(one.filled(1.0))
+    one.prepare(0)
+    request = one.update_request(0)
+    request.optimizer.units[0].group_indices[0] = hyperparameters.KEPT
+    keep, failures = one.shard.kept.compute_keep, [MemoryError("no memory")]
+
+    def fail_once(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        keep(*arguments)
+
+    monkeypatch.setattr(one.shard.kept, "compute_keep", fail_once)
+    error_of(lambda: server.call("Update", request))
+    server.call("Update", request)
+    kept, *updated = one.gather(1)[1]
+    assert torch.equal(kept, torch.zeros_like(kept)), "its gradient is kept for another optimizer's step"
+    assert updated
+    assert all(torch.equal(values, torch.full_like(values, -1.0)) for values in updated), "updated exactly once"
 
 
 def test_an_update_is_applied_once_and_only_after_prepare(server: ShardServer) -> None:

@@ -168,7 +168,7 @@ def losses(a: Any, b: Any, number: int, rank: int) -> torch.Tensor:
 
 
 def reference_of_two_ranks(steps: int) -> tuple[nn.Module, nn.Module]:
-    """Each rank's gradients add up apart; an optimizer uses their mean. ``b`` takes every third step."""
+    """Each rank accumulates its own gradients; an optimizer uses their mean. ``b`` takes every third step."""
     a, b = two_layers()
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.05, fused=True) for layer in (a, b)]
     sums: dict[nn.Parameter, list[torch.Tensor | None]] = {p: [None, None] for p in [*a.parameters(), *b.parameters()]}

@@ -51,7 +51,7 @@ class Trainers:
         self.start_missing()
 
     def start_missing(self) -> int:
-        """Starts every trainer that does not run; returns how many that were."""
+        """Starts every trainer that does not run; returns how many it started."""
         missing = [name for name in TRAINERS if name not in self.processes or self.processes[name].poll() is not None]
         for name in missing:
             self.processes[name] = self._start(name)

@@ -20,8 +20,8 @@ class BufferShard(UnitShard):
 
     It is fenced, prepared, read and pinned like a shard of parameters. The contribution of data rank 0 holds the new
     values of the buffers that its work item changed; ``update`` copies them to the values. There is no mean, no norm
-    and no optimizer, and a step that is skipped for a gradient that is not finite stores them all the same, as in
-    PyTorch the forward has changed the buffers by then.
+    and no optimizer. A step that is skipped because a gradient is not finite stores them too: as in PyTorch, the
+    forward has changed the buffers already.
 
     Args:
         run: The run.

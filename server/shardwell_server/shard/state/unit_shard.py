@@ -282,7 +282,7 @@ class UnitShard:
     async def prepare_update(
         self, in_thread: InThread, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, key: bytes
     ) -> None:
-        """Allocates what ``update`` needs beyond what is there; nothing that can be read changes.
+        """Allocates the memory that ``update`` still lacks. Readers see no change.
 
         Args:
             in_thread: Where it is done.
