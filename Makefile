@@ -79,14 +79,14 @@ $(BENCH_INSTALLED): $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --constraint constraints.txt --editable '.[bench]' && touch $@ || \
 	    echo "the extra 'bench' cannot be installed: what needs it has a row in the results that says so"
 
-bench: $(BENCH_INSTALLED)  ## Measure lanes and training steps against the peers, in minutes
-	@$(MEASURE) benchmarks.lanes --name lanes_short --megabytes 64 --rounds 2 --repeats 3
+bench: $(BENCH_INSTALLED)  ## Measure transports and training steps against the peers, in minutes
+	@$(MEASURE) benchmarks.transports --name transports_short --megabytes 64 --rounds 2 --repeats 3
 	@$(MEASURE) benchmarks.train_step --name train_step_small --rounds 3 --steps 10 \
 	    --num-layers 6 --width 256 --num-heads 4 --vocab-size 4096 --context 128 --length 128 --batch-size 4
 	@$(MEASURE) benchmarks.train_step --name train_step_short --rounds 1 --steps 3 --modes plain fsdp2_prefetch shardwell_shm
 
 bench-full: $(BENCH_INSTALLED)  ## The same at the sizes that docs/performance.md quotes, in about an hour
-	@$(MEASURE) benchmarks.lanes
+	@$(MEASURE) benchmarks.transports
 	@$(MEASURE) benchmarks.train_step
 	@$(MEASURE) benchmarks.train_step --name train_step_512 --length 512
 

@@ -1,6 +1,6 @@
-"""What an optimizer on the trainer costs, next to the same one on the servers: interleaved, per lane.
+"""What an optimizer on the trainer costs, next to the same one on the servers: interleaved, per transport.
 
-``python -m benchmarks.optimizer_on_trainer [--lanes shm,grpc] [--steps 12]``
+``python -m benchmarks.optimizer_on_trainer [--transports shm,grpc] [--steps 12]``
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MAKERS: dict[str, Make] = {
 class Training:
     """One run of its own, whose steps are taken one by one."""
 
-    def __init__(self, address: str, make: Make, lanes: str) -> None:
-        self._session = shardwell.join(address, run=f"{id(self)}", world=shardwell.World(dp=1), lanes=lanes)
+    def __init__(self, address: str, make: Make, transports: str) -> None:
+        self._session = shardwell.join(address, run=f"{id(self)}", world=shardwell.World(dp=1), transports=transports)
         torch.manual_seed(0)
         self._model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
         for layer in self._model:
@@ -63,9 +63,9 @@ def _servers_cpu_s() -> float:
     return sum(time.user + time.system for time in times)
 
 
-def measure(address: str, lanes: str, steps: int) -> None:
+def measure(address: str, transports: str, steps: int) -> None:
     """Prints the median of each kind, and its ratio to the servers'."""
-    trainings = {name: Training(address, make, lanes) for name, make in MAKERS.items()}
+    trainings = {name: Training(address, make, transports) for name, make in MAKERS.items()}
     taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in trainings}
     for number in range(WARM_STEPS + steps):
         for name, training in trainings.items():
@@ -77,20 +77,20 @@ def measure(address: str, lanes: str, steps: int) -> None:
         wall = statistics.median(each[0] for each in seconds)
         own, theirs = (1e3 * statistics.mean(values) for values in list(zip(*seconds, strict=True))[1:])
         shown = f"{wall * 1e3:6.1f} ms  x{wall / base:4.1f}  cpu: trainer {own:6.1f} ms, servers {theirs:6.1f} ms"
-        print(f"{lanes:8} {name:16} {shown}")
+        print(f"{transports:8} {name:16} {shown}")
     for training in trainings.values():
         training.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lanes", default="shm,socket,grpc")
+    parser.add_argument("--transports", default="shm,socket,grpc")
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with shardwell.LocalCluster(num_shards=2) as cluster:
-        for lanes in options.lanes.split(","):
-            measure(cluster.address, f"{lanes},grpc" if lanes == "shm" else lanes, options.steps)
+        for transports in options.transports.split(","):
+            measure(cluster.address, f"{transports},grpc" if transports == "shm" else transports, options.steps)
 
 
 if __name__ == "__main__":

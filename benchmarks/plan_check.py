@@ -1,7 +1,8 @@
 """What ``shardwell plan`` says of a model, and what training it takes: memory of the processes' own, bytes per step.
 
 ``python -m benchmarks.plan_check`` prints a Markdown table of both and their ratio, one line per setting, each measured
-in a process and on a cluster of its own. One trainer, two shard servers, the socket lane: the trainer and the servers
+in a process and on a cluster of its own. One trainer, two shard servers, the socket transport: the trainer and the
+servers
 share no memory, as on different hosts.
 """
 
@@ -128,7 +129,7 @@ def train(
     address: str, run: str, setting: Setting, model: nn.Module, num_steps: int, processes: Sequence[psutil.Process]
 ) -> Measured:
     """Shards the model, then trains it and watches the processes' memory; bytes are those after the first step."""
-    with shardwell.join(address, run=run, lanes="socket", **{**JOIN, **setting.join}) as session:
+    with shardwell.join(address, run=run, transports="socket", **{**JOIN, **setting.join}) as session:
         shardwell.auto_wrap(model, session, memory=setting.memory)
         optimizer = shardwell.optim.AdamW(model.parameters(), lr=1e-3)
         before: Mapping[str, float] = {}

@@ -67,9 +67,9 @@ class Measured:
         return total / self.steps_in_counters
 
 
-def _join_options(lane: str = "", kept: str = "") -> dict[str, Any]:
-    """Of a mode's name: which lane alone is used, and whether weights stay from the forward to the backward."""
-    return ({"lanes": lane} if lane else {}) | ({"keep_bytes": _ALL_BYTES} if kept else {})
+def _join_options(transport: str = "", kept: str = "") -> dict[str, Any]:
+    """Of a mode's name: which transport alone is used, and whether weights stay from the forward to the backward."""
+    return ({"transports": transport} if transport else {}) | ({"keep_bytes": _ALL_BYTES} if kept else {})
 
 
 class TrainStepBenchmark:
@@ -181,9 +181,9 @@ def check_losses(measured: Mapping[str, Measured]) -> list[str]:
 def _agreement(losses: Mapping[str, Mapping[int, float]], step: int, dp_rank: int) -> str:
     values = {mode: by_step[step] for mode, by_step in losses.items()}
     low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
-    verdict = "agree" if values[high] - values[low] <= _LOSS_TOLERANCE * abs(values[low]) else "DISAGREE"
+    outcome = "agree" if values[high] - values[low] <= _LOSS_TOLERANCE * abs(values[low]) else "DISAGREE"
     return (
-        f"- rank {dp_rank}, step {step}: {len(values)} modes {verdict}: "
+        f"- rank {dp_rank}, step {step}: {len(values)} modes {outcome}: "
         f"{values[low]:.5f} ({low}) to {values[high]:.5f} ({high})"
     )
 
@@ -287,7 +287,7 @@ def _cost_table(measured: Mapping[str, Measured]) -> str:
 
 
 def _details_section(measured: Mapping[str, Measured]) -> list[str]:
-    """What Shardwell's training thread waited for and its lanes carried; nothing if none of its modes ran."""
+    """What Shardwell's training thread waited for and its transports carried; nothing if none of its modes ran."""
     columns = {
         "gather_wait_s": ("weights, ms", 1e3),
         "push_wait_s": ("gradients on their way, ms", 1e3),
@@ -304,7 +304,7 @@ def _details_section(measured: Mapping[str, Measured]) -> list[str]:
     if not rows:
         return []
     header = ["mode", *(title for title, _ in columns.values())]
-    introduction = "What the training thread waits for and what the lanes carry, per step and trainer (quartiles):"
+    introduction = "What the training thread waits for and what the transports carry, per step and trainer (quartiles):"
     return [f"{introduction}\n\n{report.to_table(header, rows)}"]
 
 

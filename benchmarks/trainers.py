@@ -72,7 +72,7 @@ class StepResult:
     loss: float
     totals: dict[str, float] = field(default_factory=dict)
     """Since the run began, of Shardwell: seconds that the training thread has waited, by ``session.stats()``'s
-    names, and bytes that lanes have carried, by ``session.lanes()``'s."""
+    names, and bytes that transports have carried, by ``session.transports()``'s."""
 
 
 # ---- the peers ----
@@ -140,9 +140,11 @@ def shardwell_steps(spec: TrainerSpec) -> Generator[StepResult, None, None]:
             losses = [compute(model, tokens) for tokens in step.batches(spec.tokens)]
             optimizer.step()
             optimizer.zero_grad()
-            stats, lanes = session.stats(), session.lanes()
+            stats, transports = session.stats(), session.transports()
             totals = {name: stats[name] for name in _WAITS}
-            yield StepResult(losses[0], totals | {name: sum(lane[name] for lane in lanes) for name in _CARRIED})
+            yield StepResult(
+                losses[0], totals | {name: sum(transport[name] for transport in transports) for name in _CARRIED}
+            )
 
 
 # ---- groups of them ----

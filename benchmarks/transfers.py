@@ -32,7 +32,7 @@ from shardwell_wire.codec import memory_at
 _RUN = "transfers"
 _FLIGHT_BATCH_BYTES = 4 << 20
 _CHECKED_BYTES = frames.DATA_BYTES
-"""Per call of the checksum, as whoever sends over a socket lane has it."""
+"""Per call of the checksum, as whoever sends over a socket transport has it."""
 
 
 class WrongBytesError(Exception):
@@ -51,7 +51,7 @@ class TransferSpec:
     dp_rank: int = 0
     meeting_point: str = ""
     """The coordinator's address for Shardwell; for gloo where ``torch.distributed`` meets."""
-    lane: str = ""
+    transport: str = ""
     """Shardwell's: ``shm``, ``socket`` or ``grpc``."""
 
     def to_json(self) -> str:
@@ -116,7 +116,7 @@ def memcpy(spec: TransferSpec) -> Rounds:
 
 
 def checksum(spec: TransferSpec) -> Rounds:
-    """Nothing is moved: one end's checksum over all bytes, piece by piece as on the lanes."""
+    """Nothing is moved: one end's checksum over all bytes, piece by piece as on the transports."""
     layer, gradient = make_layer(spec.size_bytes), make_gradient(spec.size_bytes)
     expected = digest(layer)
     while True:
@@ -137,7 +137,8 @@ def tcp(spec: TransferSpec, *, checked: bool = False) -> Rounds:
 
     Args:
         spec: What to move.
-        checked: Both ends compute a checksum piece by piece, as on the lanes; it follows the bytes, and is compared.
+        checked: Both ends compute a checksum piece by piece, as on the transports; it follows the bytes, and is
+        compared.
     """
     here, gradient = torch.ones(spec.size_bytes // 4), make_gradient(spec.size_bytes)
     expected = digest(make_layer(spec.size_bytes))
@@ -327,7 +328,7 @@ class Layer(nn.Module):
         return self.weight
 
 
-def shardwell_lane(spec: TransferSpec) -> Rounds:
+def shardwell_transport(spec: TransferSpec) -> Rounds:
     """``module.unshard()``, and what the end of a backward does: push the gradient until every server has it.
 
     Each round is a step of a run whose SGD subtracts the gradient in even steps and adds it in odd ones, so the
@@ -339,7 +340,7 @@ def shardwell_lane(spec: TransferSpec) -> Rounds:
     expected = (digest(layer), digest(layer - gradient))
     world = shardwell.World(dp=spec.num_trainers)
     with shardwell.join(
-        spec.meeting_point, run=_RUN, world=world, global_rank=spec.dp_rank, lanes=spec.lane
+        spec.meeting_point, run=_RUN, world=world, global_rank=spec.dp_rank, transports=spec.transport
     ) as session:
         module = shardwell.fully_shard(Layer(layer), session)
         del layer
@@ -374,7 +375,7 @@ KINDS: Mapping[str, Callable[[TransferSpec], Rounds]] = {
     "checked_tcp": partial(tcp, checked=True),
     "gloo": gloo,
     "flight": flight,
-    "shardwell": shardwell_lane,
+    "shardwell": shardwell_transport,
 }
 
 

@@ -275,7 +275,7 @@ def train_sharded(arguments: argparse.Namespace) -> Mapping[str, Any]:
         run="larger than a trainer",
         world=shardwell.World(dp=NUM_TRAINERS),
         global_rank=arguments.rank,
-        lanes="socket",
+        transports="socket",
         prefetch_bytes=IN_FLIGHT_BYTES,
         push_bytes=IN_FLIGHT_BYTES,
     ) as session:

@@ -109,8 +109,9 @@ def describe_costs(session: shardwell.Session, model: nn.Module, *, seconds: flo
     stats = session.stats()
     waits = {name: stats[f"{name}_wait_s"] / seconds for name in ("gather", "push", "finish", "commit")}
     compute = max(0.0, 1 - sum(waits.values()))
-    lanes = ", ".join(
-        f"{lane['lane']} to {lane['server']} at {lane['bytes_per_s'] / 1e9:.1f} GB/s" for lane in session.lanes()
+    transports = ", ".join(
+        f"{transport['transport']} to {transport['server']} at {transport['bytes_per_s'] / 1e9:.1f} GB/s"
+        for transport in session.transports()
     )
     weights = (
         f"It fetched {stats['gathered_bytes'] / 1e6:,.0f} MB of weights"
@@ -122,7 +123,8 @@ def describe_costs(session: shardwell.Session, model: nn.Module, *, seconds: flo
         f"This trainer spent {compute:.0%} of it computing, {waits['gather']:.0%} waiting for weights, "
         f"{waits['push']:.0%} for its gradients to be taken, {waits['finish']:.0%} for the other trainers' work and "
         f"{waits['commit']:.0%} for commits. {weights} and pushed "
-        f"{stats['pushed_bytes'] / 1e6:,.0f} MB of gradients. Lanes, as measured when they were opened: {lanes}. "
+        f"{stats['pushed_bytes'] / 1e6:,.0f} MB of gradients. "
+        f"Transports, as measured when they were opened: {transports}. "
         f"Of the model's {parameter_bytes / 1e6:.1f} MB of parameters at most {stats['peak_unit_bytes'] / 1e6:.1f} MB "
         f"were in this trainer's own memory at a time, and no optimizer state. "
         f"{_describe_processes()}"

@@ -1,6 +1,6 @@
-"""What travels on the connections of a socket lane, byte for byte.
+"""What travels on the connections of a socket transport, byte for byte.
 
-A connection begins with a hello: who speaks, which protocol, and the lane's token. From then on both
+A connection begins with a hello: who speaks, which protocol, and the transport's token. From then on both
 sides send frames: payload length (4 bytes, little-endian), kind (1 byte), payload. The client sends a
 request and reads the whole answer before the next one::
 
@@ -11,8 +11,8 @@ request and reads the whole answer before the next one::
                                    <-  GATHERING, DATA ..., END
     REDUCE_SCATTER, DATA ..., END  ->
                                    <-  REDUCE_SCATTERED
-    REDUCE_MAILBOX                 ->
-                                   <-  MAILBOX_REDUCED
+    REDUCE_GRADIENT_BUFFER                 ->
+                                   <-  GRADIENT_BUFFER_REDUCED
 
 DATA frames carry the bytes of a stream as ``Chunk`` payloads do over gRPC; END carries the XXH3-64 of
 all of them. ERROR, with a ``google.rpc.Status``, may stand in place of any frame of the server.
@@ -73,18 +73,18 @@ class Kind(enum.IntEnum):
     END = 8
     """XXH3-64 (8 bytes) of a whole stream."""
     MEASURE = 9
-    """Request: timeout in ms (4 bytes), ``MeasureLaneRequest``; the answer is a stream without meaning."""
-    REDUCE_MAILBOX = 10
-    """Request: timeout in ms (4 bytes), ``ReduceMailboxRequest``; what it names lies in shared memory."""
-    MAILBOX_REDUCED = 11
-    """``ReduceMailboxResponse``."""
+    """Request: timeout in ms (4 bytes), ``MeasureTransportRequest``; the answer is a stream without meaning."""
+    REDUCE_GRADIENT_BUFFER = 10
+    """Request: timeout in ms (4 bytes), ``ReduceGradientBufferRequest``; what it names lies in shared memory."""
+    GRADIENT_BUFFER_REDUCED = 11
+    """``ReduceGradientBufferResponse``."""
 
 
 REQUESTS: dict[Kind, type[Message]] = {
     Kind.GATHER: shard_pb2.GatherRequest,
     Kind.REDUCE_SCATTER: shard_pb2.ReduceScatterHeader,
-    Kind.MEASURE: shard_pb2.MeasureLaneRequest,
-    Kind.REDUCE_MAILBOX: shard_pb2.ReduceMailboxRequest,
+    Kind.MEASURE: shard_pb2.MeasureTransportRequest,
+    Kind.REDUCE_GRADIENT_BUFFER: shard_pb2.ReduceGradientBufferRequest,
 }
 """What a client may begin with."""
 
@@ -98,8 +98,8 @@ _MAX_BYTES = {
     Kind.DATA: DATA_BYTES,
     Kind.END: _CHECKSUM.size,
     Kind.MEASURE: 64 << 10,
-    Kind.REDUCE_MAILBOX: 4 << 20,
-    Kind.MAILBOX_REDUCED: 64 << 10,
+    Kind.REDUCE_GRADIENT_BUFFER: 4 << 20,
+    Kind.GRADIENT_BUFFER_REDUCED: 64 << 10,
 }
 
 
@@ -116,9 +116,11 @@ def token_of(data: Buffer) -> bytes:
     """
     magic, protocol, token = _HELLO.unpack(data)
     if magic != _MAGIC:
-        raise InvalidRequestError(f"the connection begins with {magic!r}; expected {_MAGIC!r}: this is a socket lane")
+        raise InvalidRequestError(
+            f"the connection begins with {magic!r}; expected {_MAGIC!r}: this is a socket transport"
+        )
     if protocol != PROTOCOL:
-        raise InvalidRequestError(f"socket lane protocol {protocol}: this end speaks {PROTOCOL}")
+        raise InvalidRequestError(f"socket transport protocol {protocol}: this end speaks {PROTOCOL}")
     return bytes(token)
 
 

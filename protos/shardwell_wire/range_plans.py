@@ -42,7 +42,7 @@ class RangePlans:
         return StreamPlan(self._layout, self.segments(indices), wire_dtype)
 
     def _find_part(self, indices: tuple[int, ...], wire_dtype: WireDType) -> slice:
-        # Cuts are between cells: the streams of the ranges, one after another, are that of the whole unit.
+        # Cuts are between blocks: the streams of the ranges, one after another, are that of the whole unit.
         before = self._layout.packed_segments(indices, 0, self._start_bytes)
         start = stream_size(self._layout, before, wire_dtype)
         return slice(start, start + self.plan(indices, wire_dtype).size_bytes)

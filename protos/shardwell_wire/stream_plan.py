@@ -1,6 +1,7 @@
-"""Which cells a stream has and where their values lie, worked out once for all the streams of a shard.
+"""Which blocks a stream has and where their values lie, worked out once for all the streams of a shard.
 
-A stream is segments of a unit, one after another, each as cells; see ``wire_dtypes``. Neighbours whose cells are of one
+A stream is segments of a unit, one after another, each as blocks; see ``wire_dtypes``. Neighbours whose blocks are of
+one
 size and that follow each other in the flat vector are converted together, so a shard takes few passes however many
 parameters it has.
 """
@@ -14,11 +15,11 @@ from typing import Protocol
 
 import torch
 
-from shardwell_wire import cells
-from shardwell_wire.cells import bytes_tensor
+from shardwell_wire import quantization_blocks
 from shardwell_wire.codec import Buffer
 from shardwell_wire.layout import Segment, UnitLayout
-from shardwell_wire.wire_dtypes import AS_STORED, WireDType, applied, encoded_cell_bytes, like_cells
+from shardwell_wire.quantization_blocks import bytes_tensor
+from shardwell_wire.wire_dtypes import AS_STORED, WireDType, applied, encoded_block_bytes, uniform_blocks
 
 _FLOAT_BYTES = 4
 
@@ -35,15 +36,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Consecutive cells of one size that are converted at once; their values are consecutive in the flat vector.
+    """Consecutive blocks of one size that are converted at once; their values are consecutive in the flat vector.
 
     Its items are float32 values, or bytes of one parameter if that travels as it is stored.
     """
 
     kind: WireDType
     """How the values travel."""
-    cell_numel: int
-    """Items in each cell."""
+    block_numel: int
+    """Items in each block."""
     numel: int
     """Items."""
     start_bytes: int
@@ -55,11 +56,11 @@ class Slice:
 
     def encode(self, values: torch.Tensor, stream: torch.Tensor) -> None:
         """Encodes the values to their place in the whole stream. [numel]"""
-        cells.encode(self.kind, self.cell_numel, values, stream[self.in_stream])
+        quantization_blocks.encode(self.kind, self.block_numel, values, stream[self.in_stream])
 
     def decode(self, stream: torch.Tensor, values: torch.Tensor) -> None:
         """Decodes the values from their place in the whole stream. [numel]"""
-        cells.decode(self.kind, self.cell_numel, stream[self.in_stream], values)
+        quantization_blocks.decode(self.kind, self.block_numel, stream[self.in_stream], values)
 
 
 class Values(Protocol):
@@ -101,7 +102,7 @@ class InParameters:
         """See ``Values``."""
         if len(part.parts) == 1:
             return self.piece(part, part.parts[0])
-        values = cells.scratch_values(part.numel)
+        values = quantization_blocks.scratch_values(part.numel)
         for piece in part.parts:
             values[piece.of_slice].copy_(self.piece(part, piece))
         return values
@@ -165,23 +166,24 @@ class StreamPlan:
                 # They may overlap; and other threads run meanwhile.
                 ctypes.memmove(target.of(part).data_ptr(), own.data_ptr(), own.numel())
             else:
-                # Out of the way first: torch decodes the cells of a slice in any order.
-                passing = cells.scratch_cells(own.numel()).copy_(own)
-                cells.decode(part.kind, part.cell_numel, passing, target.of(part))
+                # Out of the way first: torch decodes the blocks of a slice in any order.
+                passing = quantization_blocks.scratch_encoded(own.numel()).copy_(own)
+                quantization_blocks.decode(part.kind, part.block_numel, passing, target.of(part))
 
     def carry(self, source: Values, target: InVector) -> None:
         """Has values arrive as if they had travelled: ``decode(encode(source))``, slice by slice.
 
-        For lanes on which bytes do not cross a network, so that every lane rounds alike. The target may be the source.
+        For transports on which bytes do not cross a network, so that every transport rounds alike. The target may be
+        the source.
         """
         for part in self.slices:
             values, arrived = source.of(part), target.of(part)
             if part.kind == AS_STORED:
                 arrived.copy_(values)
             else:
-                passing = cells.scratch_cells(part.in_stream.stop - part.in_stream.start)
-                cells.encode(part.kind, part.cell_numel, values, passing)
-                cells.decode(part.kind, part.cell_numel, passing, arrived)
+                passing = quantization_blocks.scratch_encoded(part.in_stream.stop - part.in_stream.start)
+                quantization_blocks.encode(part.kind, part.block_numel, values, passing)
+                quantization_blocks.decode(part.kind, part.block_numel, passing, arrived)
 
     def _stream(self, data: Buffer) -> torch.Tensor:
         if len(data) != self.size_bytes:
@@ -194,8 +196,8 @@ class _Stretch:
     """Cells of one size whose values are consecutive in the flat vector."""
 
     kind: WireDType
-    cell_bytes: int
-    """Of a cell's values as they are stored."""
+    block_bytes: int
+    """Of a block's values as they are stored."""
     start_bytes: int
     stop_bytes: int
     parameters: list[tuple[int, int, int, int]] = field(default_factory=list)
@@ -204,17 +206,19 @@ class _Stretch:
     def slices(self, stream_start: int) -> Iterator[Slice]:
         """What is converted at once, in order."""
         item_bytes = 1 if self.kind == AS_STORED else _FLOAT_BYTES
-        cell_numel, travels_bytes = self.cell_bytes // item_bytes, encoded_cell_bytes(self.kind, self.cell_bytes)
+        block_numel, travels_bytes = self.block_bytes // item_bytes, encoded_block_bytes(self.kind, self.block_bytes)
         # What is only copied needs no scratch.
         most_bytes = (
-            self.stop_bytes if self.kind == AS_STORED else self.cell_bytes * cells.at_once(self.kind, cell_numel)
+            self.stop_bytes
+            if self.kind == AS_STORED
+            else self.block_bytes * quantization_blocks.at_once(self.kind, block_numel)
         )
         for start in range(self.start_bytes, self.stop_bytes, most_bytes):
             stop = min(start + most_bytes, self.stop_bytes)
-            stream_stop = stream_start + (stop - start) // self.cell_bytes * travels_bytes
+            stream_stop = stream_start + (stop - start) // self.block_bytes * travels_bytes
             yield Slice(
                 self.kind,
-                cell_numel,
+                block_numel,
                 (stop - start) // item_bytes,
                 start,
                 stop,
@@ -240,11 +244,11 @@ def _stretches(layout: UnitLayout, segments: Iterable[Segment], wire_dtype: Wire
         index, parameter = segment.parameter_index, layout.parameters[segment.parameter_index]
         kind = applied(wire_dtype, parameter.dtype)
         begin = segment.start_bytes - segment.start_element * parameter.item_size
-        for start, stop, cell_bytes in like_cells(segment, kind):
+        for start, stop, block_bytes in uniform_blocks(segment, kind):
             last = found[-1] if found else None
-            goes_on = last is not None and (last.kind, last.cell_bytes, last.stop_bytes) == (kind, cell_bytes, start)
+            goes_on = last is not None and (last.kind, last.block_bytes, last.stop_bytes) == (kind, block_bytes, start)
             if last is None or not goes_on or kind == AS_STORED:
-                last = _Stretch(kind, cell_bytes, start, stop)
+                last = _Stretch(kind, block_bytes, start, stop)
                 found.append(last)
             last.stop_bytes = stop
             last.parameters.append((index, begin, start, stop))

@@ -1,10 +1,10 @@
 """The lossy forms that 32-bit floats may have on the wire: two 16-bit formats, and int8 with a scale per block.
 
-Consecutive elements of one parameter travel as *cells*, the smallest parts of a stream that decode by themselves: a
+Consecutive elements of one parameter travel as *blocks*, the smallest parts of a stream that decode by themselves: a
 16-bit number, a block of int8 with its scale, or one byte where values travel as they are stored. Blocks are fixed
 windows of the unit's flat vector, and cuts between shards never split one; so the encoded bytes of a shard are a part
 of those of the whole unit, and what a value decodes to depends neither on how the unit is cut nor on the way it
-travels. The format is in docs/wire-format.md; ``cells`` converts, ``stream_plan`` says which cells a stream has.
+travels. The format is in docs/wire-format.md; ``blocks`` converts, ``stream_plan`` says which blocks a stream has.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def encoded_size(segment: Segment, dtype: str, wire_dtype: WireDType) -> int:
     return segment.size_bytes // 2
 
 
-def encoded_cell_bytes(kind: WireDType, stored_bytes: int) -> int:
-    """Bytes that a cell has in a stream, from what its values have as they are stored."""
+def encoded_block_bytes(kind: WireDType, stored_bytes: int) -> int:
+    """Bytes that a block has in a stream, from what its values have as they are stored."""
     if kind == AS_STORED:
         return stored_bytes
     return SCALE_BYTES + stored_bytes // _FLOAT_BYTES if kind == common_pb2.WIRE_DTYPE_INT8 else stored_bytes // 2
@@ -88,15 +88,15 @@ def stream_size(layout: UnitLayout, segments: Sequence[Segment], wire_dtype: Wir
     )
 
 
-def like_cells(segment: Segment, kind: WireDType) -> Iterator[tuple[int, int, int]]:
-    """Cuts a segment into ranges of cells of one size.
+def uniform_blocks(segment: Segment, kind: WireDType) -> Iterator[tuple[int, int, int]]:
+    """Cuts a segment into ranges of blocks of one size.
 
     Args:
         segment: Part of a parameter.
         kind: How it travels, see ``applied``.
 
     Yields:
-        First and last byte of a range in the flat vector, half-open, and the stored bytes of each of its cells.
+        First and last byte of a range in the flat vector, half-open, and the stored bytes of each of its blocks.
     """
     start, stop = segment.start_bytes, segment.stop_bytes
     if kind == AS_STORED:
@@ -106,10 +106,10 @@ def like_cells(segment: Segment, kind: WireDType) -> Iterator[tuple[int, int, in
     else:
         head = min(stop, -(-start // INT8_BLOCK_BYTES) * INT8_BLOCK_BYTES)
         tail = max(head, stop // INT8_BLOCK_BYTES * INT8_BLOCK_BYTES)
-        for low, high, cell_bytes in (
+        for low, high, block_bytes in (
             (start, head, head - start),
             (head, tail, INT8_BLOCK_BYTES),
             (tail, stop, stop - tail),
         ):
             if low < high:
-                yield low, high, cell_bytes
+                yield low, high, block_bytes

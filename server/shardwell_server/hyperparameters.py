@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import UnitLayout
-from shardwell_wire.slices import runs_on_trainers
+from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
 
 

@@ -219,7 +219,7 @@ def _remove_leftovers() -> None:
 def _allow_many_files() -> None:
     """Lets the process open as many files as it ever may: each connection is one, and each that trainers map.
 
-    A shell's or service's limit is often 1024 at first, which a large model's units and mailboxes pass.
+    A shell's or service's limit is often 1024 at first, which a large model's units and gradient buffers pass.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS says there is no limit, and refuses to do without

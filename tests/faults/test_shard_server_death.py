@@ -23,8 +23,8 @@ def cluster() -> Iterator[shardwell.LocalCluster]:
         yield cluster
 
 
-def join(cluster: shardwell.LocalCluster, lanes: str | None = None) -> shardwell.Session:
-    return shardwell.join(cluster.address, run=uuid.uuid4().hex, lanes=lanes)
+def join(cluster: shardwell.LocalCluster, transports: str | None = None) -> shardwell.Session:
+    return shardwell.join(cluster.address, run=uuid.uuid4().hex, transports=transports)
 
 
 def lost(units: str) -> str:
@@ -42,9 +42,9 @@ def test_between_two_declarations(cluster: shardwell.LocalCluster) -> None:
         assert time.monotonic() - started < LIMIT_S
 
 
-@pytest.mark.parametrize("lanes", ["shm", "socket", "grpc"])
-def test_before_the_first_step(cluster: shardwell.LocalCluster, lanes: str) -> None:
-    with join(cluster, lanes) as session:
+@pytest.mark.parametrize("transports", ["shm", "socket", "grpc"])
+def test_before_the_first_step(cluster: shardwell.LocalCluster, transports: str) -> None:
+    with join(cluster, transports) as session:
         model = build_model()
         shardwell.fully_shard(model, session, name="all")
         optimizer = shardwell.optim.AdamW(model.parameters(), lr=0.01)

@@ -47,11 +47,11 @@ class FileCount:
         return sum(len(files_of(shard.pid)) for shard in cluster.shards)
 
 
-def test_the_mailboxes_of_a_trainer_killed_in_mid_backward_are_gone(
+def test_the_gradient_buffers_of_a_trainer_killed_in_mid_backward_are_gone(
     cluster: shardwell.LocalCluster, undisturbed_hash: str
 ) -> None:
     files = FileCount(cluster)
-    run, options = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS, "--lanes", "shm")
+    run, options = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS, "--transports", "shm")
     with (
         TrainerProcess(cluster.address, run, *options, "--global-rank", 0, "--kill-at-step", 2) as killed,
         TrainerProcess(cluster.address, run, *options, "--global-rank", 1) as survivor,
@@ -66,7 +66,7 @@ def test_a_trainer_that_was_stopped_past_its_lease_changes_nothing(
     cluster: shardwell.LocalCluster, undisturbed_hash: str
 ) -> None:
     files = FileCount(cluster)
-    run, options = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS, "--lanes", "shm")
+    run, options = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS, "--transports", "shm")
     with (
         TrainerProcess(cluster.address, run, *options, "--global-rank", 0, "--stop-at-step", 2) as stopped,
         TrainerProcess(cluster.address, run, *options, "--global-rank", 1) as survivor,
@@ -104,7 +104,7 @@ def test_servers_that_stop_leave_nothing_in_shared_memory() -> None:
     assert [shard.exit_code for shard in cluster.shards] == [0, 0]
 
 
-def test_a_server_that_stops_ends_its_lanes_first() -> None:
+def test_a_server_that_stops_ends_its_transports_first() -> None:
     with shardwell.LocalCluster(num_shards=1) as cluster, small_run(cluster.address, "small", steps=1) as session:
         (server,) = session.store._servers.values()
         cluster.shards[0].stop(20.0)

@@ -56,8 +56,11 @@ def test_a_trainer_that_comes_back_gets_its_rank_back(cluster: shardwell.LocalCl
 def test_a_stopped_trainer_of_a_deleted_run_has_no_part_in_the_next_run_of_the_name() -> None:
     expected = undisturbed_sha256(dp=1, steps=STEPS)
     with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=60.0) as cluster:
-        for lanes in ("shm,socket,grpc", "socket", "grpc"):
-            run, options = f"run over {lanes}", ("--dp", 1, "--steps", STEPS, "--trainer", "a", "--lanes", lanes)
+        for transports in ("shm,socket,grpc", "socket", "grpc"):
+            run, options = (
+                f"run over {transports}",
+                ("--dp", 1, "--steps", STEPS, "--trainer", "a", "--transports", transports),
+            )
             with TrainerProcess(cluster.address, run, *options, "--stop-at-step", 2) as old:
                 old.wait_stopped()
                 delete_run(cluster.address, run)
@@ -68,7 +71,7 @@ def test_a_stopped_trainer_of_a_deleted_run_has_no_part_in_the_next_run_of_the_n
                     new.resume()
                     result = new.finish()
             assert lost["returncode"] == 1, lost
-            if lanes == "grpc":  # the end of a lane may be seen before the reason
+            if transports == "grpc":  # the end of a transport may be seen before the reason
                 assert "RunDeletedError" in lost["stderr"], lost
             assert result.get("sha256") == expected, result
 

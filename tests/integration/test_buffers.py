@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwell
 from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell.weights.held_version import held_version
+from shardwell.weights.pinned_version import pinned_version
 from tests.support.buffer_trainer import LR, Net, batch, plain_state, state_hash, train
 
 STEPS = 3
@@ -29,19 +29,19 @@ def join(cluster: shardwell.LocalCluster, run: str, dp: int = 2, **options: obje
 def exported(cluster: shardwell.LocalCluster, run: str) -> Mapping[str, torch.Tensor]:
     with (
         closing(CoordinatorClient(cluster.address)) as coordinator,
-        held_version(coordinator, run, timeout_s=20.0) as held,
+        pinned_version(coordinator, run, timeout_s=20.0) as held,
     ):
         return dict(held.values())
 
 
-@pytest.mark.parametrize("lane", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
 def test_large_buffers_go_every_way_and_a_trainer_that_joins_has_them(
-    cluster: shardwell.LocalCluster, run_name: str, lane: str
+    cluster: shardwell.LocalCluster, run_name: str, transport: str
 ) -> None:
     expected = state_hash(plain_state(1, STEPS, queue_rows=BIG_ROWS))
-    with join(cluster, run_name, dp=1, lanes=(lane,)) as session:
+    with join(cluster, run_name, dp=1, transports=(transport,)) as session:
         train(session, steps=STEPS - 1, queue_rows=BIG_ROWS)
-    with join(cluster, run_name, dp=1, lanes=(lane,)) as session:
+    with join(cluster, run_name, dp=1, transports=(transport,)) as session:
         state = train(session, steps=STEPS, queue_rows=BIG_ROWS, constants_seed=1)
     assert state_hash(state) == expected
     values = exported(cluster, run_name)
@@ -52,7 +52,7 @@ def test_another_trainer_reads_what_changed(cluster: shardwell.LocalCluster, run
     building, states = threading.Lock(), {}
 
     def work(rank: int) -> None:
-        with join(cluster, run_name, min_trainers=2, global_rank=rank, lanes=("socket",)) as session:
+        with join(cluster, run_name, min_trainers=2, global_rank=rank, transports=("socket",)) as session:
             with building:  # torch's generator is the process's
                 model = Net(20_000, constants_seed=rank)
             shardwell.fully_shard(model, session)

@@ -315,7 +315,7 @@ def test_a_trainer_that_is_killed_and_started_again_at_once_gets_its_rank_back(s
     b.silent.set()
     settings = {"config": config(World(dp=2), min_trainers=2)}
     again = Trainer(shared, a.run, "b", World(dp=2), **settings)
-    assert [seat.coordinates.global_rank for seat in again.joined.seats] == [1]
+    assert [rank_assignment.coordinates.global_rank for rank_assignment in again.joined.rank_assignments] == [1]
     with pytest.raises(DuplicateError, match="has a live trainer 'b'"):
         Trainer(shared, a.run, "b", World(dp=2), **settings)
     together(lambda: a.take_step(1), lambda: again.take_step(1))

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from shardwell.data_plane.shm_lane import ShmLane
+from shardwell.data_plane.shm_transport import ShmTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.encoded_versions import EncodedVersions
 from shardwell_wire import wire_dtypes
@@ -153,15 +153,15 @@ def test_nothing_is_left_of_a_deleted_run(server: ShardServer) -> None:
     assert (server.staged_bytes(), server.taken_bytes()) == (0, 0)
 
 
-def test_a_mailbox_takes_the_room_of_what_is_only_kept() -> None:
+def test_a_gradient_buffer_takes_the_room_of_what_is_only_kept() -> None:
     budget = 5 * PLAIN.size_bytes  # what the unit needs, and one more buffer
     with closing(SharedMemory()) as shared, ShardServer(budget, shared) as server:
         one = unit(server)
         gather(one, BFLOAT16)
-        with closing(ShmLane(server.client, one.identity, timeout_s=20.0)) as lane:
+        with closing(ShmTransport(server.client, one.identity, timeout_s=20.0)) as transport:
             for _ in range(2):
-                request = shard_pb2.OpenMailboxRequest(
-                    run=one.run, run_id=one.identity.run_id, unit=one.layout.unit, lane=lane._name
+                request = shard_pb2.OpenGradientBufferRequest(
+                    run=one.run, run_id=one.identity.run_id, unit=one.layout.unit, transport=transport._name
                 )
-                server.call("OpenMailbox", request)
+                server.call("OpenGradientBuffer", request)
             assert server.staged_bytes() == one.size

@@ -25,8 +25,8 @@ import shardwell
 from shardwell.command import export_command
 from shardwell.command.cli import main
 from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell.weights import held_version as module
-from shardwell.weights.held_version import HeldVersion, held_version
+from shardwell.weights import pinned_version as module
+from shardwell.weights.pinned_version import PinnedVersion, pinned_version
 from shardwell_wire.errors import VersionGoneError
 from tests.support.cluster import wait_until
 
@@ -160,7 +160,7 @@ def test_a_held_version_lasts_for_many_steps(cluster: shardwell.LocalCluster) ->
     with (
         training.going_on(),
         closing(CoordinatorClient(cluster.address)) as coordinator,
-        held_version(coordinator, training.run, timeout_s=20) as held,
+        pinned_version(coordinator, training.run, timeout_s=20) as held,
     ):
         values = held.values()
         first = next(values)
@@ -183,7 +183,7 @@ def test_a_version_to_come_is_held_where_the_newest_is_over_at_once(
             return answers.pop() if answers else describe(*arguments, **options)
 
         monkeypatch.setattr(module, "describe_weights", late)
-        with held_version(coordinator, training.run, timeout_s=20) as held:
+        with pinned_version(coordinator, training.run, timeout_s=20) as held:
             assert held.version > old.version
             got = {name: value.clone() for name, value in held.values()}
         training.wait_for(held.version)
@@ -275,7 +275,7 @@ def test_too_small_a_disk_is_noticed_before_anything_is_read(
     ended: Training, export: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    monkeypatch.setattr(HeldVersion, "values", None)
+    monkeypatch.setattr(PinnedVersion, "values", None)
     done = export(ended.run, tmp_path / "new")
     assert done.code == 1 and "has 1000 B free: nothing was written" in done.err
     assert not (tmp_path / "new").exists()
@@ -288,7 +288,7 @@ def test_a_version_that_gave_way_is_named(cluster: shardwell.LocalCluster, monke
     with (
         training.going_on(),
         closing(CoordinatorClient(cluster.address)) as coordinator,
-        held_version(coordinator, training.run, timeout_s=20) as held,
+        pinned_version(coordinator, training.run, timeout_s=20) as held,
     ):
         for standing in opened:
             standing.end()
@@ -315,15 +315,15 @@ def test_an_export_that_ends_early_leaves_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    values = HeldVersion.values
+    values = PinnedVersion.values
 
-    def failing(held: HeldVersion) -> Iterator[tuple[str, torch.Tensor]]:
+    def failing(held: PinnedVersion) -> Iterator[tuple[str, torch.Tensor]]:
         for number, item in enumerate(values(held)):
             if number == 7:
                 raise failure
             yield item
 
-    monkeypatch.setattr(HeldVersion, "values", failing)
+    monkeypatch.setattr(PinnedVersion, "values", failing)
     done = export(ended.run, tmp_path / "new", "--format", kind)
     assert done.code == code and message.format(tmp_path / "new") in done.err
     assert not (tmp_path / "new").exists()

@@ -54,8 +54,8 @@ def test_describe(coordinator: grpcurl.Grpcurl, shard: grpcurl.Grpcurl) -> None:
     [
         ("ListRuns", {}, {"runs"}),
         ("DescribeRun", {"run": RUN}, {"summary", "trainers", "work", "grad_norm", "optimizer"}),
-        ("DescribeWorld", {"run": RUN}, {"world", "world_size", "seats"}),
-        ("DescribeWorld", {"world": {"dp": 2, "tp": 2, "pp": 2}}, {"world", "world_size", "seats"}),
+        ("DescribeWorld", {"run": RUN}, {"world", "world_size", "rank_assignments"}),
+        ("DescribeWorld", {"world": {"dp": 2, "tp": 2, "pp": 2}}, {"world", "world_size", "rank_assignments"}),
         ("ListUnits", {"run": RUN}, {"units", "version"}),
         ("ListServers", {}, {"servers"}),
         ("ExplainStall", {"run": RUN}, {"step", "phase", "phase_s", "waiting_for"}),

@@ -44,19 +44,22 @@ def test_run(show, run) -> None:
 
 def test_transports_of_a_run(show, cluster: shardwell.LocalCluster) -> None:
     with small_run(cluster.address, "transports", steps=1) as session:
-        lanes = {lane["server"]: (lane["lane"], lane["bytes_per_s"]) for lane in session.lanes()}
-        assert lanes
+        transports = {
+            transport["server"]: (transport["transport"], transport["bytes_per_s"])
+            for transport in session.transports()
+        }
+        assert transports
         wait_until(lambda: "TRANSPORT" in show("run", "transports"), "a heartbeat reports the transports")
         (trainer,) = json.loads(show("run", "transports", "--json"))["trainers"]
         rows = [line.split() for line in show("run", "transports").splitlines()]
     addresses = {server.name: server.address for server in cluster.shards}
     for transport in trainer["transports"]:
-        kind, bytes_per_s = lanes.pop(transport["address"])
-        assert transport["kind"] == f"LANE_KIND_{kind.upper()}"
+        kind, bytes_per_s = transports.pop(transport["address"])
+        assert transport["kind"] == f"TRANSPORT_KIND_{kind.upper()}"
         assert transport["bytes_per_s"] == round(bytes_per_s) > 0
         assert addresses[transport["server_id"]] == transport["address"]
         assert ["tester", transport["server_id"], kind] in [row[:3] for row in rows]
-    assert not lanes
+    assert not transports
 
 
 def test_world_of_a_run(show, run) -> None:

@@ -385,7 +385,7 @@ def test_the_connection_of_a_reader_that_stalls_is_closed(server: ShardServer, m
     assert_all(one.gather(0)[1], 0.0)
 
 
-def test_a_large_tensor_is_peeked_slice_by_slice_while_the_run_goes_on(
+def test_a_large_tensor_is_peeked_partition_by_partition_while_the_run_goes_on(
     server: ShardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspection, "_PEEKED_ELEMENTS", 1000)
@@ -407,9 +407,9 @@ def test_a_large_tensor_is_peeked_slice_by_slice_while_the_run_goes_on(
     monkeypatch.setattr(inspection._Statistics, "add", noted)
     asked = shard_pb2.PeekRequest(run="r", parameter="u.a", start=16, count=2)
     peeking = in_background(lambda: server.call("Peek", asked))
-    server.until(lambda: len(sizes) == 2, "the second slice")
+    server.until(lambda: len(sizes) == 2, "the second partition")
     before = one.gather(1)[1][0]
-    # Its turn comes before the next slice's. If the values are others then, Peek begins anew.
+    # Its turn comes before the next partition's. If the values are others then, Peek begins anew.
     train_thread = in_background(lambda: train(one, 1))
     server.until(lambda: bool(server.store.runs[one.identity.run_id]._lock._waiters), "the push waits")
     went_on.set()

@@ -11,23 +11,23 @@ from typing import Any
 
 import pytest
 
-from shardwell.data_plane.shm_lane import ShmLane
-from shardwell.data_plane.socket_lane import SocketLane
+from shardwell.data_plane.shm_transport import ShmTransport
+from shardwell.data_plane.socket_transport import SocketTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.errors import InvalidRequestError, NotFoundError, RunDeletedError, ShardwellError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.support.shard_server import PLAIN, OneUnit, ShardServer, assert_all, error_of, train, unit
-from tests.support.shm_lane import LanedUnit as ShmUnit
-from tests.support.socket_lane import LanedUnit as SocketUnit
+from tests.support.shm_transport import ConnectedUnit as ShmUnit
+from tests.support.socket_transport import ConnectedUnit as SocketUnit
 
 
 @pytest.fixture
 def server() -> Iterator[ShardServer]:
     with closing(SharedMemory()) as shared, ShardServer(shared=shared) as running:
         yield running
-        running.until(lambda: not running.shm._open, "the lanes are closed")
+        running.until(lambda: not running.shm._open, "the transports are closed")
 
 
 def requests_of(one: OneUnit) -> dict[str, Callable[[], object]]:
@@ -94,7 +94,9 @@ def test_the_id_may_be_left_out_by_readers_only(server: ShardServer) -> None:
         lambda: server.call("Update", shard_pb2.UpdateRequest(context=context)),
         lambda: next(
             server.client.stream(
-                "OpenLane", shard_pb2.OpenLaneRequest(run="r", kind=common_pb2.LANE_KIND_SOCKET), timeout_s=20.0
+                "OpenTransport",
+                shard_pb2.OpenTransportRequest(run="r", kind=common_pb2.TRANSPORT_KIND_SOCKET),
+                timeout_s=20.0,
             )
         ),
     ):
@@ -112,33 +114,37 @@ def test_a_reservation_that_was_on_its_way_when_its_run_was_deleted_is_refused(s
     assert new.gather()[0] == 0
 
 
-def test_a_lane_of_a_deleted_run_ends_and_serves_nothing_of_the_next_one(server: ShardServer) -> None:
+def test_a_transport_of_a_deleted_run_ends_and_serves_nothing_of_the_next_one(server: ShardServer) -> None:
     old = unit(server, run_id="old")
-    with ShmUnit(old) as shm, closing(SocketLane(server.client, old.identity)) as sockets:
-        mailbox = shm.open_mailbox().mailbox
+    with ShmUnit(old) as shm, closing(SocketTransport(server.client, old.identity)) as sockets:
+        gradient_buffer = shm.open_gradient_buffer().gradient_buffer
         old.drop()
         new = unit(server, run_id="new")
         header = shm.header(context=new.context())
-        request = shard_pb2.ReduceMailboxRequest(header=header, lane=shm.lane._name, mailbox=mailbox)
-        assert isinstance(error_of(lambda: server.call("ReduceMailbox", request)), ShardwellError)
+        request = shard_pb2.ReduceGradientBufferRequest(
+            header=header, transport=shm.transport._name, gradient_buffer=gradient_buffer
+        )
+        assert isinstance(error_of(lambda: server.call("ReduceGradientBuffer", request)), ShardwellError)
         push = partial(sockets.reduce_scatter, header, [memoryview(bytes(new.size))], timeout_s=20.0, retry_for_s=0.0)
         assert isinstance(error_of(push), ShardwellError)
-        server.until(lambda: not server.shm._open, "the lane has ended")
-        for open_lane in (partial(ShmLane, timeout_s=20.0), SocketLane):
-            assert isinstance(error_of(lambda: open_lane(server.client, old.identity)), RunDeletedError)  # noqa: B023
+        server.until(lambda: not server.shm._open, "the transport has ended")
+        for open_transport in (partial(ShmTransport, timeout_s=20.0), SocketTransport):
+            assert isinstance(error_of(lambda: open_transport(server.client, old.identity)), RunDeletedError)  # noqa: B023
         assert server.look(lambda: new.shard.contributions.by_rank) == {}
         assert server.look(lambda: server.store.memory._shared_bytes) == new.size
 
 
-def test_a_socket_lane_serves_its_own_run_only(server: ShardServer) -> None:
-    laned = SocketUnit(server, run_id="old")
+def test_a_socket_transport_serves_its_own_run_only(server: ShardServer) -> None:
+    connected = SocketUnit(server, run_id="old")
     new = unit(server, run_id="new")
-    with closing(laned.lane):
+    with closing(connected.transport):
         request = new.gather_request()
         error = error_of(
-            lambda: laned.lane.gather(request, memoryview(bytearray(new.size)), timeout_s=20.0, retry_for_s=0.0)
+            lambda: connected.transport.gather(
+                request, memoryview(bytearray(new.size)), timeout_s=20.0, retry_for_s=0.0
+            )
         )
-        assert "the lane was opened for run 'r' with id old, not for 'r' with id new" in str(error)
+        assert "the transport was opened for run 'r' with id old, not for 'r' with id new" in str(error)
 
 
 def test_a_server_drops_what_a_heartbeat_calls_deleted() -> None:

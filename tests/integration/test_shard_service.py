@@ -219,7 +219,7 @@ def test_the_largest_world_costs_a_reservation_no_time_and_a_larger_one_is_refus
     empty = OneUnit(server, layout_of("empty", w=((0,), "float32")), run="wide", dp=MAX_WORLD_SIZE)
     # With a cost per pair of ranks this took hours, and the event loop served nobody else meanwhile.
     empty.reserve()
-    server.look(lambda: empty.shard.slices.bounds(MAX_WORLD_SIZE - 1))
+    server.look(lambda: empty.shard.partitions.bounds(MAX_WORLD_SIZE - 1))
     for dp in (0, MAX_WORLD_SIZE + 1, (1 << 32) - 1):
         context = common_pb2.RequestContext(run="other", run_id="other", epoch=1)
         error = error_of(partial(empty.reserve, dp=dp, context=context))
@@ -278,7 +278,7 @@ def speaking_for(term: int, one: OneUnit) -> list[Callable[[], object]]:
         lambda: one.publish(term=term),
         lambda: one.fence(0, (0, 9, 9), term=term),
         lambda: one.prepare(0, term=term),
-        lambda: one.server.call("ConfirmSlices", shard_pb2.ConfirmSlicesRequest(context=context)),
+        lambda: one.server.call("ConfirmPartitions", shard_pb2.ConfirmPartitionsRequest(context=context)),
         lambda: one.server.call("PrepareUpdate", shard_pb2.PrepareUpdateRequest(context=context)),
         lambda: one.update(0, term=term),
         lambda: one.server.call("DropRun", shard_pb2.DropRunRequest(context=context)),

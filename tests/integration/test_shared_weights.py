@@ -78,8 +78,8 @@ class Trained:
 
 
 @contextmanager
-def joined(address: str, run: str, lanes: str = "shm") -> Iterator[Trained]:
-    with shardwell.join(address, run=run, lanes=lanes) as session:
+def joined(address: str, run: str, transports: str = "shm") -> Iterator[Trained]:
+    with shardwell.join(address, run=run, transports=transports) as session:
         yield Trained(session)
 
 
@@ -128,7 +128,7 @@ def test_a_write_in_the_forward_is_an_error_and_nothing_of_it_stays(shared: Trai
     assert shared.hash() == plain_hash(3)
 
 
-def test_an_in_place_write_is_the_same_error_on_every_lane(trained: Trained) -> None:
+def test_an_in_place_write_is_the_same_error_on_every_transport(trained: Trained) -> None:
     trained.step()
     trained.meddled.meddle = add_in_place
     with pytest.raises(shardwell.UsageError, match=r"parameter 'Meddled-0\.weight'"):
@@ -182,7 +182,7 @@ def test_writes_are_not_seen_by_other_trainers(cluster: shardwell.LocalCluster, 
 
 
 def test_an_embedding_that_rescales_its_weight_is_an_error(cluster: shardwell.LocalCluster, run_name: str) -> None:
-    with shardwell.join(cluster.address, run=run_name, lanes="shm") as session:
+    with shardwell.join(cluster.address, run=run_name, transports="shm") as session:
         torch.manual_seed(0)
         model = nn.Embedding(100, 8, max_norm=0.1)
         before = sha256(model.state_dict())

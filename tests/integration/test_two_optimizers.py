@@ -85,7 +85,7 @@ def assert_equal(model: Any, reference: nn.Module) -> None:
 def session(
     cluster: shardwell.LocalCluster, run_name: str, request: pytest.FixtureRequest
 ) -> Iterator[shardwell.Session]:
-    with shardwell.join(cluster.address, run=run_name, wait_limit_s=60, lanes=request.param) as joined:
+    with shardwell.join(cluster.address, run=run_name, wait_limit_s=60, transports=request.param) as joined:
         yield joined
 
 

@@ -79,9 +79,9 @@ def plain(name: str, dp: int, steps: int = STEPS) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def joined(cluster: shardwell.LocalCluster, *, dp: int = 1, lanes: str | None = None) -> shardwell.Session:
+def joined(cluster: shardwell.LocalCluster, *, dp: int = 1, transports: str | None = None) -> shardwell.Session:
     world = shardwell.World(dp=dp)
-    return shardwell.join(cluster.address, run=uuid.uuid4().hex, world=world, min_trainers=1, lanes=lanes)
+    return shardwell.join(cluster.address, run=uuid.uuid4().hex, world=world, min_trainers=1, transports=transports)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -104,7 +104,7 @@ def test_bits_over_the_network_whatever_is_kept_here(
     def make(parameters: Iterable[nn.Parameter]) -> shardwell.ClientSide:
         return shardwell.ClientSide(parameters, optimizer_class, keep_bytes=keep_bytes, **options)
 
-    with joined(clusters[3], dp=2, lanes="grpc") as session:
+    with joined(clusters[3], dp=2, transports="grpc") as session:
         _, state = train(session, steps=STEPS, make_optimizer=make)
     expected = plain("own", 2)
     assert [key for key in expected if not torch.equal(expected[key], state[key])] == []
@@ -128,18 +128,18 @@ def rprop_hash() -> str:
 
 
 @pytest.mark.parametrize(
-    ("lanes", "death"),
+    ("transports", "death"),
     [
         ("shm,grpc", ("--kill-at-step", 2)),
         ("shm,grpc", ("--kill-in-update", 2)),
         ("grpc", ("--kill-in-update", 2, "--after", 7)),
     ],
 )
-def test_a_trainer_that_dies_leaves_its_slices_and_their_state_to_another(
-    clusters: dict[int, shardwell.LocalCluster], rprop_hash: str, death: tuple[object, ...], lanes: str
+def test_a_trainer_that_dies_leaves_its_partitions_and_their_state_to_another(
+    clusters: dict[int, shardwell.LocalCluster], rprop_hash: str, death: tuple[object, ...], transports: str
 ) -> None:
-    """In mid-update some slices are staged, some are being staged, and others were read ahead."""
-    first, other = processes(clusters[3], *death, "--lanes", lanes)
+    """In mid-update some partitions are staged, some are being staged, and others were read ahead."""
+    first, other = processes(clusters[3], *death, "--transports", transports)
     assert other["returncode"] == -9, other
     assert first.get("sha256") == rprop_hash, first
 

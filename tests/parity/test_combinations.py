@@ -267,7 +267,7 @@ class ServerWalk:
             world=shardwell.World(dp=self.dp),
             min_trainers=1,
             wait_limit_s=30,
-            lanes=rng.choice(["shm,socket,grpc", "socket,grpc", "grpc"]),
+            transports=rng.choice(["shm,socket,grpc", "socket,grpc", "grpc"]),
             gather_dtype=gather_dtype,
             push_dtype=push_dtype,
             keep_bytes=rng.choice([0, 2000, 1 << 20]),

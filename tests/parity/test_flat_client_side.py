@@ -37,9 +37,9 @@ def clusters(
     return {1: cluster_of_one, 3: cluster_of_three}
 
 
-def joined(cluster: shardwell.LocalCluster, *, dp: int = 1, lanes: str | None = None) -> shardwell.Session:
+def joined(cluster: shardwell.LocalCluster, *, dp: int = 1, transports: str | None = None) -> shardwell.Session:
     world = shardwell.World(dp=dp)
-    return shardwell.join(cluster.address, run=uuid.uuid4().hex, world=world, min_trainers=1, lanes=lanes)
+    return shardwell.join(cluster.address, run=uuid.uuid4().hex, world=world, min_trainers=1, transports=transports)
 
 
 @pytest.mark.parametrize("num_servers", [1, 3])
@@ -55,14 +55,14 @@ def test_bits_of_torch_with_groups_clipping_and_a_scheduler(
         )
 
 
-@pytest.mark.parametrize(("lanes", "keep_bytes"), [(None, float("inf")), ("grpc", float("inf")), ("grpc", 0)])
+@pytest.mark.parametrize(("transports", "keep_bytes"), [(None, float("inf")), ("grpc", float("inf")), ("grpc", 0)])
 def test_bits_of_torch_with_two_ranks(
-    clusters: dict[int, shardwell.LocalCluster], lanes: str | None, keep_bytes: float
+    clusters: dict[int, shardwell.LocalCluster], transports: str | None, keep_bytes: float
 ) -> None:
     def make(parameters: Any) -> shardwell.FlatClientSide:
         return shardwell.FlatClientSide(parameters, flat_adam, keep_bytes=keep_bytes, **FLAT_ADAM)
 
-    with joined(clusters[3], dp=2, lanes=lanes) as session:
+    with joined(clusters[3], dp=2, transports=transports) as session:
         _, state = train(session, steps=STEPS, make_optimizer=make)
     assert sha256(state) == adam_hash()
 
@@ -135,8 +135,8 @@ def sorted_parts(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts).sort().values
 
 
-@pytest.mark.parametrize("lanes", [None, "grpc"])
-def test_a_function_may_return_what_it_keeps(cluster_of_three: shardwell.LocalCluster, lanes: str | None) -> None:
+@pytest.mark.parametrize("transports", [None, "grpc"])
+def test_a_function_may_return_what_it_keeps(cluster_of_three: shardwell.LocalCluster, transports: str | None) -> None:
     """The values that it is given next share no memory with its state, and it may destroy them."""
 
     def update(values: Values, gradient: torch.Tensor, state: dict[str, Any], group: Settings) -> Values:
@@ -148,7 +148,7 @@ def test_a_function_may_return_what_it_keeps(cluster_of_three: shardwell.LocalCl
         return result
 
     plain = small_model()
-    with joined(cluster_of_three, lanes=lanes) as session:
+    with joined(cluster_of_three, transports=transports) as session:
         model = shardwell.fully_shard(small_model(), session)
         optimizers = (
             shardwell.FlatClientSide(model.parameters(), update, lr=LR),

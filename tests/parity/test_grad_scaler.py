@@ -129,15 +129,15 @@ def sharded(
     return outcome
 
 
-@pytest.mark.parametrize("lanes", ["shm,grpc", "grpc"])
+@pytest.mark.parametrize("transports", ["shm,grpc", "grpc"])
 @pytest.mark.parametrize("dp", [1, 2])
 def test_scales_skips_and_bits_are_those_of_torch(
-    cluster_of_three: shardwell.LocalCluster, dp: int, lanes: str
+    cluster_of_three: shardwell.LocalCluster, dp: int, transports: str
 ) -> None:
     expected = plain(dp)
     changes = {after / before for before, after in pairwise(expected.scales)}
     assert changes == {0.5, 1.0, 2.0}, "the scale neither grew nor shrank"
-    got = sharded(cluster_of_three.address, uuid.uuid4().hex, dp, min_trainers=1, lanes=lanes)
+    got = sharded(cluster_of_three.address, uuid.uuid4().hex, dp, min_trainers=1, transports=transports)
     assert got.scales == expected.scales
     assert sha256(got.state) == sha256(expected.state)
 

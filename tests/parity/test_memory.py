@@ -34,9 +34,9 @@ def plain() -> dict[str, int]:
     return probe("plain")
 
 
-@pytest.mark.parametrize("lane", ["shm", "socket", "grpc"])
-def test_freed_units_hold_no_memory(cluster: shardwell.LocalCluster, plain: dict[str, int], lane: str) -> None:
-    sharded = probe(cluster.address, lane)
+@pytest.mark.parametrize("transport", ["shm", "socket", "grpc"])
+def test_freed_units_hold_no_memory(cluster: shardwell.LocalCluster, plain: dict[str, int], transport: str) -> None:
+    sharded = probe(cluster.address, transport)
     size = plain["parameter_bytes"]
     assert sharded["parameter_bytes"] == size
     # Less a few pages that lay free in the heap before.

@@ -78,7 +78,7 @@ class Reference:
         optimizer.zero_grad()
 
 
-# On servers: every lane, one and two ranks.
+# On servers: every transport, one and two ranks.
 
 
 @cache
@@ -114,30 +114,30 @@ def trained_hash(address: str, policy: MixedPrecisionPolicy, *, dp: int, **optio
 
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("gather_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("lanes", ["shm,grpc", "socket,grpc", "grpc"])
+@pytest.mark.parametrize("transports", ["shm,grpc", "socket,grpc", "grpc"])
 def test_bf16_over_fp32_masters_has_the_bits_of_the_loop_written_by_hand(
-    cluster_of_three: shardwell.LocalCluster, lanes: str, gather_dtype: str, dp: int
+    cluster_of_three: shardwell.LocalCluster, transports: str, gather_dtype: str, dp: int
 ) -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16)
     assert trained_hash(
-        cluster_of_three.address, policy, dp=dp, lanes=lanes, gather_dtype=gather_dtype
+        cluster_of_three.address, policy, dp=dp, transports=transports, gather_dtype=gather_dtype
     ) == reference_hash(dp)
 
 
 def test_through_a_cache_of_the_host(cluster_of_three: shardwell.LocalCluster) -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16)
     assert trained_hash(
-        cluster_of_three.address, policy, dp=2, lanes="grpc", host_cache_bytes=1 << 26
+        cluster_of_three.address, policy, dp=2, transports="grpc", host_cache_bytes=1 << 26
     ) == reference_hash(2)
 
 
-def test_another_dtype_on_the_wire_than_in_the_matmul_is_the_same_on_every_lane(
+def test_another_dtype_on_the_wire_than_in_the_matmul_is_the_same_on_every_transport(
     cluster_of_three: shardwell.LocalCluster,
 ) -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16)
     hashes = {
-        trained_hash(cluster_of_three.address, policy, dp=1, lanes=lanes, gather_dtype="float16")
-        for lanes in ("shm,grpc", "grpc")
+        trained_hash(cluster_of_three.address, policy, dp=1, transports=transports, gather_dtype="float16")
+        for transports in ("shm,grpc", "grpc")
     }
     assert len(hashes) == 1
     assert hashes != {reference_hash(1)}
@@ -147,14 +147,14 @@ def test_gradients_are_rounded_to_the_reduce_dtype(cluster_of_three: shardwell.L
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP16)
     expected = reference_hash(2, FP16)
     assert expected != reference_hash(2)
-    assert trained_hash(cluster_of_three.address, policy, dp=2, lanes="shm,grpc") == expected
+    assert trained_hash(cluster_of_three.address, policy, dp=2, transports="shm,grpc") == expected
 
 
 def test_a_gather_takes_the_bytes_of_the_compute_dtype_here(cluster_of_three: shardwell.LocalCluster) -> None:
     peaks = {}
     for dtype in (None, BF16):
         with shardwell.join(
-            cluster_of_three.address, run=uuid.uuid4().hex, lanes="grpc", gather_dtype="bfloat16"
+            cluster_of_three.address, run=uuid.uuid4().hex, transports="grpc", gather_dtype="bfloat16"
         ) as session:
             model = transformer.build()
             shardwell.fully_shard(model, session, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))

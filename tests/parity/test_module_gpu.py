@@ -23,12 +23,12 @@ def inputs(step: int) -> torch.Tensor:
     return torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).cuda()
 
 
-@pytest.mark.parametrize("lanes", ["shm", "socket", "grpc"])
-def test_a_gpu_computes_the_bits_of_plain_pytorch(cluster: shardwell.LocalCluster, lanes: str) -> None:
+@pytest.mark.parametrize("transports", ["shm", "socket", "grpc"])
+def test_a_gpu_computes_the_bits_of_plain_pytorch(cluster: shardwell.LocalCluster, transports: str) -> None:
     plain = make_model()
     # The optimizer's arithmetic is the servers' CPU's: plain SGD without momentum has the same bits everywhere.
     reference = torch.optim.SGD(plain.parameters(), lr=0.5)
-    with shardwell.join(cluster.address, run=f"gpu over {lanes}", lanes=lanes) as session:
+    with shardwell.join(cluster.address, run=f"gpu over {transports}", transports=transports) as session:
         sharded: Any = make_model()
         for block in sharded:
             shardwell.fully_shard(block, session)

@@ -68,7 +68,7 @@ def test_one_trainer_playing_two_ranks_equals_plain_pytorch(cluster_of_three: sh
 def test_two_trainers_give_the_same_bits_in_small_chunks(
     cluster_of_three: shardwell.LocalCluster, plain_dp2_hash: str
 ) -> None:
-    run, options = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS, "--lanes", "grpc", "--chunk-bytes", CHUNK_BYTES)
+    run, options = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS, "--transports", "grpc", "--chunk-bytes", CHUNK_BYTES)
     with (
         TrainerProcess(cluster_of_three.address, run, *options, "--global-rank", 1) as second,
         TrainerProcess(cluster_of_three.address, run, *options, "--global-rank", 0) as first,

@@ -56,7 +56,7 @@ def _nothing_is_left() -> Iterator[None]:
 def play_both(address: str, **options: Any) -> tuple[str, dict[str, float], list[int]]:
     """One trainer plays both ranks; the hash, what it moved, and the sizes of the units."""
     with shardwell.join(
-        address, run=uuid.uuid4().hex, world=shardwell.World(dp=2), min_trainers=1, lanes=REMOTE, **options
+        address, run=uuid.uuid4().hex, world=shardwell.World(dp=2), min_trainers=1, transports=REMOTE, **options
     ) as session:
         _, state = train(session, steps=STEPS)
         return sha256(state), session.stats(), [unit.layout.size_bytes for unit in session.units]
@@ -115,11 +115,11 @@ def test_rounding_is_the_same_where_servers_share_their_memory(cluster: shardwel
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize("lanes", [REMOTE, "shm,socket,grpc"])
-def test_what_is_not_read_in_place_is_copied_from_there(cluster: shardwell.LocalCluster, lanes: str) -> None:
+@pytest.mark.parametrize("transports", [REMOTE, "shm,socket,grpc"])
+def test_what_is_not_read_in_place_is_copied_from_there(cluster: shardwell.LocalCluster, transports: str) -> None:
     """As for a unit on a GPU."""
     run = uuid.uuid4().hex
-    with shardwell.join(cluster.address, run=run, lanes=lanes, host_cache_bytes=1 << 30) as session:
+    with shardwell.join(cluster.address, run=run, transports=transports, host_cache_bytes=1 << 30) as session:
         train(session, steps=1)
         before = session.stats()["received_bytes"]
         for unit in session.units:
@@ -137,7 +137,7 @@ def start(cluster: shardwell.LocalCluster, run: str, *options: object) -> Traine
 
 @pytest.fixture
 def _cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDWELL_LANES", REMOTE)
+    monkeypatch.setenv("SHARDWELL_TRANSPORTS", REMOTE)
     monkeypatch.setenv("SHARDWELL_HOST_CACHE_BYTES", str(1 << 30))
 
 
@@ -169,7 +169,7 @@ def test_a_trainer_that_is_killed_and_one_that_takes_its_place_change_nothing(
 
 
 def test_a_run_that_is_made_again_reads_nothing_of_the_former_one(cluster: shardwell.LocalCluster) -> None:
-    options: dict[str, Any] = {"run": uuid.uuid4().hex, "lanes": REMOTE, "host_cache_bytes": 1 << 30}
+    options: dict[str, Any] = {"run": uuid.uuid4().hex, "transports": REMOTE, "host_cache_bytes": 1 << 30}
     first = shardwell.join(cluster.address, **options)
     layer = torch.nn.Linear(8, 8)
     shardwell.fully_shard(layer, first, name="layer")

@@ -29,7 +29,7 @@ def cluster() -> Iterator[shardwell.LocalCluster]:
 @pytest.fixture(autouse=True)
 def _sharing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Without shared memory a server of this host is like one of another.
-    monkeypatch.setenv("SHARDWELL_LANES", "socket,grpc")
+    monkeypatch.setenv("SHARDWELL_TRANSPORTS", "socket,grpc")
     monkeypatch.setenv("SHARDWELL_NODE_GROUP", "gloo")
     yield
     wait_for_no_folder()
@@ -56,11 +56,11 @@ def hashes(results: list[dict[str, Any]]) -> list[str]:
     return [result.get("sha256", str(result)) for result in results]
 
 
-@pytest.mark.parametrize(("dp", "lane"), [(2, "socket"), (3, "grpc")])
+@pytest.mark.parametrize(("dp", "transport"), [(2, "socket"), (3, "grpc")])
 def test_each_byte_is_fetched_once_for_all(
-    cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch, dp: int, lane: str
+    cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch, dp: int, transport: str
 ) -> None:
-    monkeypatch.setenv("SHARDWELL_LANES", lane)
+    monkeypatch.setenv("SHARDWELL_TRANSPORTS", transport)
     results = play(cluster, dp)
     assert hashes(results) == [undisturbed_sha256(dp=dp, steps=STEPS)] * dp
     moved = [result["stats"] for result in results]
@@ -124,7 +124,7 @@ def test_trainers_of_other_hosts_and_lone_ones_form_no_group(
 def test_weights_in_shared_memory_are_read_there(
     cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SHARDWELL_LANES", "shm,socket,grpc")
+    monkeypatch.setenv("SHARDWELL_TRANSPORTS", "shm,socket,grpc")
     results = play(cluster, 2)
     assert hashes(results) == [undisturbed_sha256(dp=2, steps=STEPS)] * 2
     assert [result["stats"]["node_shared_bytes"] for result in results] == [0, 0]

@@ -417,12 +417,19 @@ def plain_hash() -> str:
     return sha256(model.state_dict())
 
 
-def train_on(cluster: shardwell.LocalCluster, lanes: str, strategies: list[ShardingStrategy], **options: Any) -> Any:
+def train_on(
+    cluster: shardwell.LocalCluster, transports: str, strategies: list[ShardingStrategy], **options: Any
+) -> Any:
     """One trainer plays both ranks; units take turns with the strategies; the hash and the statistics."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with shardwell.join(
-        cluster.address, run=uuid.uuid4().hex, world=shardwell.World(dp=2), min_trainers=1, lanes=lanes, **options
+        cluster.address,
+        run=uuid.uuid4().hex,
+        world=shardwell.World(dp=2),
+        min_trainers=1,
+        transports=transports,
+        **options,
     ) as session:
         model = transformer.build()
         modules = [*model.blocks, model]
@@ -443,10 +450,10 @@ def train_on(cluster: shardwell.LocalCluster, lanes: str, strategies: list[Shard
         return sha256(shardwell.full_state_dict(model)), session.stats(), session
 
 
-@pytest.mark.parametrize("lanes", ["shm,socket,grpc", "socket", "grpc"])
-def test_all_strategies_on_servers(cluster: shardwell.LocalCluster, plain_hash: str, lanes: str) -> None:
+@pytest.mark.parametrize("transports", ["shm,socket,grpc", "socket", "grpc"])
+def test_all_strategies_on_servers(cluster: shardwell.LocalCluster, plain_hash: str, transports: str) -> None:
     for strategies in ([FULL], [GRAD_OP], [NONE], [HYBRID], list(ShardingStrategy)):
-        assert train_on(cluster, lanes, strategies)[0] == plain_hash
+        assert train_on(cluster, transports, strategies)[0] == plain_hash
 
 
 def test_hybrid_fetches_each_version_once_for_all_ranks_of_the_host(cluster: shardwell.LocalCluster) -> None:

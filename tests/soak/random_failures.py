@@ -225,7 +225,7 @@ def run_round(number: int, rng: random.Random, logs: Path, *, steps: int, expect
         cluster = stack.enter_context(
             shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=LEASE_S, log_dir=folder)
         )
-        trainers = Trainers(cluster.address, folder, "--steps", steps, "--lanes", transports)
+        trainers = Trainers(cluster.address, folder, "--steps", steps, "--transports", transports)
         stack.callback(trainers.kill)
         faults = Faults(cluster, trainers, rng)
         stack.callback(faults.end_all)

@@ -53,7 +53,7 @@ class Trainer:
         self.rpcs, self.joined, self.run = rpcs, joined, run
         self.name, self.epoch, self.run_id = joined.trainer, joined.epoch, joined.run_id
         self.items = {item.global_rank: item for item in joined.work.items}
-        self.ranks = [seat.coordinates.global_rank for seat in joined.seats]
+        self.ranks = [rank_assignment.coordinates.global_rank for rank_assignment in joined.rank_assignments]
 
     def context(self, step: int, epoch: int | None = None, request_id: str = "") -> common_pb2.RequestContext:
         return common_pb2.RequestContext(

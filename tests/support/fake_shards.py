@@ -169,11 +169,11 @@ class FakeShard:
             units=norms, version=step, update_ready=request.HasField("optimizer"), buffers=changed
         )
 
-    def ConfirmSlices(self, request: shard_pb2.ConfirmSlicesRequest) -> shard_pb2.ConfirmSlicesResponse:
+    def ConfirmPartitions(self, request: shard_pb2.ConfirmPartitionsRequest) -> shard_pb2.ConfirmPartitionsResponse:
         run = self._run(request)
         if run.prepared is None or run.prepared.context.step != request.context.step:
             raise StepStateError(f"step {request.context.step} is not prepared")
-        return shard_pb2.ConfirmSlicesResponse()
+        return shard_pb2.ConfirmPartitionsResponse()
 
     def PrepareUpdate(self, request: shard_pb2.PrepareUpdateRequest) -> shard_pb2.PrepareUpdateResponse:
         run = self._run(request)

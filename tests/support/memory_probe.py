@@ -1,6 +1,7 @@
 """Measures a process's memory around one forward and backward of 12 blocks, sharded or plain.
 
-``python -m tests.support.memory_probe (plain | ADDRESS LANES)`` prints one JSON line of bytes: of memory that is this
+``python -m tests.support.memory_probe (plain | ADDRESS TRANSPORTS)`` prints one JSON line of bytes: of memory that is
+this
 process's alone, which would be free if it ended.
 """
 
@@ -35,13 +36,13 @@ def own_bytes() -> int:
     return int(psutil.Process().memory_full_info().uss)
 
 
-def main(address: str, lanes: str | None = None) -> None:
+def main(address: str, transports: str | None = None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     session = (
         None
         if address == "plain"
-        else shardwell.join(address, run=f"memory over {lanes}", lanes=lanes, push_bytes=PUSH_BYTES)
+        else shardwell.join(address, run=f"memory over {transports}", transports=transports, push_bytes=PUSH_BYTES)
     )
     # What a first use costs once (kernels, connections, threads) is no part of the comparison.
     warm = Block() if session is None else shardwell.fully_shard(Block(), session)

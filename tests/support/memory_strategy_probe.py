@@ -1,6 +1,7 @@
 """Measures a trainer's peak memory of its own under a memory strategy.
 
-``python -m tests.support.memory_strategy_probe (plain | ADDRESS LANES STRATEGY)`` prints one JSON line: bytes above
+``python -m tests.support.memory_strategy_probe (plain | ADDRESS TRANSPORTS STRATEGY)`` prints one JSON line: bytes
+above
 those before the model was built, of memory that is this process's alone, sampled every few milliseconds, over some
 training steps of a small transformer-like model; and the seconds of the median step.
 """
@@ -65,12 +66,12 @@ class Peak:
             self.peak_bytes = max(self.peak_bytes, self._own_bytes())
 
 
-def main(address: str, lanes: str | None = None, strategy: str | None = None) -> None:
+def main(address: str, transports: str | None = None, strategy: str | None = None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     session = None
     if strategy is not None:
-        session = shardwell.join(address, run=f"{strategy} over {lanes}", lanes=lanes, **LIMITS)  # type: ignore[arg-type]
+        session = shardwell.join(address, run=f"{strategy} over {transports}", transports=transports, **LIMITS)  # type: ignore[arg-type]
     peak = Peak()
     model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 1))
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())

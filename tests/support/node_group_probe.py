@@ -1,6 +1,6 @@
 """What a node group saves and costs: trainers of one host that share their gathers, and that do not.
 
-``python -m tests.support.node_group_probe --backend gloo [--trainers 2] [--rounds 2]`` starts a cluster and, in turn,
+``python -m tests.support.node_group_probe --backend gloo [--trainers 2] [--rounds 2]`` starts a cluster and, in round,
 trainers with and without the group; no shared memory is used, as if the servers were elsewhere. With ``--backend
 nccl`` trainer N computes on GPU N.
 """
@@ -39,7 +39,7 @@ def train(address: str, run: str, rank: int, num_trainers: int, backend: str, gr
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))).to(device)
     world = shardwell.World(dp=num_trainers)
     with shardwell.join(
-        address, run=run, world=world, global_rank=rank, lanes="socket,grpc", node_group=group
+        address, run=run, world=world, global_rank=rank, transports="socket,grpc", node_group=group
     ) as session:
         for block in model:
             shardwell.fully_shard(block, session)

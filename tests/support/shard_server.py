@@ -19,14 +19,14 @@ import torch
 
 from shardwell.data_plane.shard_client import ShardClient
 from shardwell_server.rpc import add_service
-from shardwell_server.shard.lanes.offer import LaneOffer
-from shardwell_server.shard.lanes.shm_lane import ShmLanes
-from shardwell_server.shard.lanes.socket_lane import SocketLanes, listen
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.state.coordinator_term import CoordinatorTerm
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.transports.offer import TransportOffer
+from shardwell_server.shard.transports.shm_transport import ShmTransports
+from shardwell_server.shard.transports.socket_transport import SocketTransports, listen
 from shardwell_wire import codec
 from shardwell_wire.channel import SERVER_OPTIONS
 from shardwell_wire.errors import ShardwellError, from_rpc_error
@@ -53,7 +53,7 @@ class ShardServer:
 
     Args:
         budget_bytes: Its memory.
-        shared: Where its parameters and mailboxes lie, if it is to offer a lane through shared memory.
+        shared: Where its parameters and gradient buffers lie, if it is to offer a transport through shared memory.
     """
 
     def __init__(self, budget_bytes: int = 1 << 30, shared: SharedMemory | None = None) -> None:
@@ -82,13 +82,13 @@ class ShardServer:
         self._threads = ThreadPoolExecutor(2)
         self.store = ShardStore(self._budget_bytes, self._threads, self._shared)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        shm = ShmLanes(self._shared, self.store.memory) if self._shared is not None else None
-        self.sockets = SocketLanes(self.store, listen("127.0.0.1"), shm)
-        lanes: dict[int, LaneOffer] = {common_pb2.LANE_KIND_SOCKET: self.sockets}
+        shm = ShmTransports(self._shared, self.store.memory) if self._shared is not None else None
+        self.sockets = SocketTransports(self.store, listen("127.0.0.1"), shm)
+        transports: dict[int, TransportOffer] = {common_pb2.TRANSPORT_KIND_SOCKET: self.sockets}
         if shm is not None:
-            self.shm = lanes[common_pb2.LANE_KIND_SHM] = shm
+            self.shm = transports[common_pb2.TRANSPORT_KIND_SHM] = shm
         self._term = CoordinatorTerm(self._tell_term)
-        add_service(self._server, SERVICE, ShardServicer("here", "1", self.store, self._term, lanes))
+        add_service(self._server, SERVICE, ShardServicer("here", "1", self.store, self._term, transports))
         await self._accepting.enter_async_context(self.sockets.accepting())
         port: int = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()

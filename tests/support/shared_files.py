@@ -20,7 +20,7 @@ def folder_of(pid: int) -> Path:
 
 
 def files_of(pid: int) -> set[str]:
-    """Names of the files of a server that runs: shards, mailboxes, and one for each open lane."""
+    """Names of the files of a server that runs: shards, gradient buffers, and one for each open transport."""
     return {path.name for path in folder_of(pid).iterdir()} - {"lock"}
 
 

@@ -4,7 +4,7 @@
 
 With ``--client-side NAME`` the optimizer is torch's of that name, on the trainers; ``flat_adam`` is the function of
 ``tests.support.flat_updates``. With ``--kill-in-update K`` the process ends in mid-update of step K, with ``--after N``
-once N parts of slices are updated: others are read ahead then, and some of them staged.
+once N parts of partitions are updated: others are read ahead then, and some of them staged.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--global-rank", type=int)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--chunk-bytes", type=int)
-    parser.add_argument("--lanes")
+    parser.add_argument("--transports")
     parser.add_argument("--clip", type=float)
     parser.add_argument("--kill-at-step", type=int)
     parser.add_argument("--stop-at-step", type=int)
@@ -114,7 +114,7 @@ def main() -> None:
         trainer=options.trainer,
         global_rank=options.global_rank,
         chunk_bytes=options.chunk_bytes,
-        lanes=options.lanes,
+        transports=options.transports,
         wait_limit_s=90,
     )
     at_step, number = options.kill_at_step, signal.SIGKILL

@@ -48,8 +48,8 @@ def test_ratios_are_of_medians_and_absent_without_a_base() -> None:
 
 
 def test_table_aligns_numbers_and_escapes_text() -> None:
-    table = report.to_table(["mode", "ms"], [["a|b", "1.5"], report.failure_row("c", "no lane", 2)])
-    assert table == "| mode | ms |\n| --- | --: |\n| a\\|b | 1.5 |\n| c: failed (no lane) | - |"
+    table = report.to_table(["mode", "ms"], [["a|b", "1.5"], report.failure_row("c", "no transport", 2)])
+    assert table == "| mode | ms |\n| --- | --: |\n| a\\|b | 1.5 |\n| c: failed (no transport) | - |"
 
 
 def test_table_refuses_a_row_of_another_length() -> None:
@@ -75,8 +75,8 @@ def test_report_writes_json_markdown_and_picture(tmp_path: Path, capsys: pytest.
 
 
 def test_command_line_names_no_directory_of_the_interpreter() -> None:
-    argv = ["/somewhere/bin/python3.11", "-m", "benchmarks.lanes", "--name", "a b"]
-    assert report.command_line(argv) == "python -m benchmarks.lanes --name 'a b'"
+    argv = ["/somewhere/bin/python3.11", "-m", "benchmarks.transports", "--name", "a b"]
+    assert report.command_line(argv) == "python -m benchmarks.transports --name 'a b'"
 
 
 def test_cpu_name() -> None:

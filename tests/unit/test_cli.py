@@ -198,9 +198,9 @@ def test_a_unit_without_initial_values_is_named() -> None:
 
 
 def test_lists_of_numbers_take_one_line_of_json() -> None:
-    seat = coordinator_pb2.Seat(groups=[coordinator_pb2.RankGroup(axis=1, global_ranks=range(64))])
+    rank_assignment = coordinator_pb2.RankAssignment(groups=[coordinator_pb2.RankGroup(axis=1, global_ranks=range(64))])
     stall = coordinator_pb2.ExplainStallResponse(waiting_for=["rank [1]", "rank 2"])
-    assert f'"global_ranks": [{", ".join(map(str, range(64)))}]' in to_json(seat)
-    assert json.loads(to_json(seat))["groups"][0]["global_ranks"] == list(range(64))
+    assert f'"global_ranks": [{", ".join(map(str, range(64)))}]' in to_json(rank_assignment)
+    assert json.loads(to_json(rank_assignment))["groups"][0]["global_ranks"] == list(range(64))
     assert json.loads(to_json(stall))["waiting_for"] == ["rank [1]", "rank 2"]
     assert '"rank [1]",\n' in to_json(stall), "texts keep a line each"

@@ -44,52 +44,54 @@ def test_trainers_sit_by_host_and_name() -> None:
 )
 def test_trainers_of_one_host_share_a_tensor_group(hosts: str, whole_groups: int) -> None:
     world = World(dp=len(hosts) // 2, tp=2)
-    seats = assign(world, applicants(*hosts))
+    rank_assignments = assign(world, applicants(*hosts))
     host_of = {f"t{index}": host for index, host in enumerate(hosts)}
-    groups = [{host_of[seats[rank]] for rank in world.group(2 * dp_rank, "tp")} for dp_rank in range(world.dp)]
+    groups = [
+        {host_of[rank_assignments[rank]] for rank in world.group(2 * dp_rank, "tp")} for dp_rank in range(world.dp)
+    ]
     assert sum(len(group) == 1 for group in groups) == whole_groups
 
 
 def test_a_requested_rank_draws_trainers_of_its_host_into_its_tensor_group() -> None:
     team = [Applicant("wish", "m", 3), Applicant("mate", "m"), Applicant("a", "a"), Applicant("b", "z")]
-    seats = assign(World(dp=2, tp=2), team)
-    assert (seats[2], seats[3]) == ("mate", "wish")
+    rank_assignments = assign(World(dp=2, tp=2), team)
+    assert (rank_assignments[2], rank_assignments[3]) == ("mate", "wish")
 
 
 def test_fewer_trainers_play_even_contiguous_blocks() -> None:
-    seats = assign(World(dp=7), applicants("c", "b", "a"))
-    assert [seats[rank] for rank in range(7)] == ["t2", "t2", "t2", "t1", "t1", "t0", "t0"]
+    rank_assignments = assign(World(dp=7), applicants("c", "b", "a"))
+    assert [rank_assignments[rank] for rank in range(7)] == ["t2", "t2", "t2", "t1", "t1", "t0", "t0"]
 
 
 def test_a_block_goes_to_who_asked_for_a_rank_in_it() -> None:
-    seats = assign(World(dp=4), [Applicant("late", "a", 3), Applicant("free", "z")])
-    assert [seats[rank] for rank in range(4)] == ["free", "free", "late", "late"]
+    rank_assignments = assign(World(dp=4), [Applicant("late", "a", 3), Applicant("free", "z")])
+    assert [rank_assignments[rank] for rank in range(4)] == ["free", "free", "late", "late"]
 
 
 def test_two_wishes_in_one_block_are_both_honoured_and_loads_stay_even() -> None:
-    seats = assign(World(dp=5), [Applicant("one", "a", 1), Applicant("zero", "a", 0)])
-    assert (seats[0], seats[1]) == ("zero", "one")
-    assert sorted(Counter(seats.values()).values()) == [2, 3]
+    rank_assignments = assign(World(dp=5), [Applicant("one", "a", 1), Applicant("zero", "a", 0)])
+    assert (rank_assignments[0], rank_assignments[1]) == ("zero", "one")
+    assert sorted(Counter(rank_assignments.values()).values()) == [2, 3]
 
 
 def test_more_trainers_than_ranks_leave_spares() -> None:
     assert assign(World(dp=2), applicants("a", "a", "a")) == {0: "t0", 1: "t1"}
 
 
-def claimed(seats: dict[int, str], live: set[str], applicant: Applicant, **options: object) -> list[int]:
-    changed = claim(seats, live, applicant, **({"pinned": ()} | options))
+def claimed(rank_assignments: dict[int, str], live: set[str], applicant: Applicant, **options: object) -> list[int]:
+    changed = claim(rank_assignments, live, applicant, **({"pinned": ()} | options))
     assert set(changed.values()) <= {applicant.name}
     return sorted(changed)
 
 
-def test_a_trainer_that_comes_back_gets_its_former_seats() -> None:
-    seats = {0: "a", 1: "b", 2: "b", 3: "c"}
-    assert claimed(seats, {"a"}, Applicant("b")) == [1, 2]
+def test_a_trainer_that_comes_back_gets_its_former_rank_assignments() -> None:
+    rank_assignments = {0: "a", 1: "b", 2: "b", 3: "c"}
+    assert claimed(rank_assignments, {"a"}, Applicant("b")) == [1, 2]
 
 
-def test_a_new_trainer_gets_vacant_seats_up_to_its_fair_share() -> None:
-    seats = dict(enumerate("aabbccdd"))
-    assert claimed(seats, {"a", "b"}, Applicant("new")) == [4, 5, 6]
+def test_a_new_trainer_gets_vacant_rank_assignments_up_to_its_fair_share() -> None:
+    rank_assignments = dict(enumerate("aabbccdd"))
+    assert claimed(rank_assignments, {"a", "b"}, Applicant("new")) == [4, 5, 6]
 
 
 def test_a_new_trainer_takes_from_those_who_play_most_only_if_that_is_fairer() -> None:
@@ -100,27 +102,31 @@ def test_a_new_trainer_takes_from_those_who_play_most_only_if_that_is_fairer() -
 
 
 def test_a_requested_rank_is_taken_from_a_trainer_with_several() -> None:
-    seats = dict.fromkeys(range(4), "a")
-    assert claimed(seats, {"a"}, Applicant("new", "", 1)) == [1, 3]
+    rank_assignments = dict.fromkeys(range(4), "a")
+    assert claimed(rank_assignments, {"a"}, Applicant("new", "", 1)) == [1, 3]
 
 
-@pytest.mark.parametrize(("seats", "pinned"), [({0: "a", 1: "b"}, ()), ({0: "a", 1: "a"}, (1,))])
-def test_a_requested_rank_that_is_taken_is_refused(seats: dict[int, str], pinned: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("rank_assignments", "pinned"), [({0: "a", 1: "b"}, ()), ({0: "a", 1: "a"}, (1,))])
+def test_a_requested_rank_that_is_taken_is_refused(rank_assignments: dict[int, str], pinned: tuple[int, ...]) -> None:
     with pytest.raises(DuplicateError, match="rank 1 is played by"):
-        claim(seats, {"a", "b"}, Applicant("new", "", 1), pinned=pinned)
+        claim(rank_assignments, {"a", "b"}, Applicant("new", "", 1), pinned=pinned)
 
 
 def test_ranks_that_cannot_be_shared_are_taken_one_at_a_time() -> None:
     assert claimed(dict(enumerate("abcd")), {"a"}, Applicant("new"), shared=False) == [1]
 
 
-def test_items_of_vacant_seats_go_to_the_least_loaded() -> None:
-    seats = {0: "gone", 1: "a", 2: "b", 3: "b", 4: "gone"}
-    assert distribute(seats, {"a", "b"}, lambda name: True) == {0: "a", 1: "a", 2: "b", 3: "b", 4: "a"}
-    assert distribute(seats, {"a", "b", "spare"}, lambda name: True)[0] == "spare"
+def test_items_of_vacant_rank_assignments_go_to_the_least_loaded() -> None:
+    rank_assignments = {0: "gone", 1: "a", 2: "b", 3: "b", 4: "gone"}
+    assert distribute(rank_assignments, {"a", "b"}, lambda name: True) == {0: "a", 1: "a", 2: "b", 3: "b", 4: "a"}
+    assert distribute(rank_assignments, {"a", "b", "spare"}, lambda name: True)[0] == "spare"
 
 
 def test_nobody_is_given_work_that_it_cannot_compute() -> None:
-    seats = {0: "gone", 1: "plain", 2: "able"}
-    assert distribute(seats, {"plain", "able"}, lambda name: name == "able") == {0: "able", 1: "plain", 2: "able"}
-    assert distribute(seats, {"plain"}, lambda name: False) == {0: None, 1: "plain", 2: None}
+    rank_assignments = {0: "gone", 1: "plain", 2: "able"}
+    assert distribute(rank_assignments, {"plain", "able"}, lambda name: name == "able") == {
+        0: "able",
+        1: "plain",
+        2: "able",
+    }
+    assert distribute(rank_assignments, {"plain"}, lambda name: False) == {0: None, 1: "plain", 2: None}

@@ -35,9 +35,9 @@ def test_a_run_starts_when_the_whole_world_is_there(tmp_path: Path) -> None:
             assert joined.started
             again = await cluster.try_join("a", incarnation="1")
             assert again.epoch == first.epoch
-            assert [seat.coordinates.global_rank for seat in again.seats] == [0]
-            assert [seat.coordinates.global_rank for seat in joined.seats] == [1]
-            assert [(group.axis, list(group.global_ranks)) for group in again.seats[0].groups] == [
+            assert [rank_assignment.coordinates.global_rank for rank_assignment in again.rank_assignments] == [0]
+            assert [rank_assignment.coordinates.global_rank for rank_assignment in joined.rank_assignments] == [1]
+            assert [(group.axis, list(group.global_ranks)) for group in again.rank_assignments[0].groups] == [
                 (common_pb2.AXIS_DATA, [0, 1]),
                 (common_pb2.AXIS_TENSOR, [0]),
                 (common_pb2.AXIS_PIPELINE, [0]),
@@ -61,14 +61,14 @@ def test_a_waiting_join_is_woken_by_the_last_trainer(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_seats_do_not_depend_on_the_order_of_joining(tmp_path: Path) -> None:
+def test_rank_assignments_do_not_depend_on_the_order_of_joining(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             for run, order in (("forward", "abc"), ("backward", "cba")):
                 for name in order:
                     await cluster.try_join(name, run=run, incarnation=name, config=config(World(dp=3)))
-                seats = (await cluster.call("DescribeWorld", run=run)).seats
-                assert [seat.trainer for seat in seats] == ["a", "b", "c"]
+                rank_assignments = (await cluster.call("DescribeWorld", run=run)).rank_assignments
+                assert [rank_assignment.trainer for rank_assignment in rank_assignments] == ["a", "b", "c"]
 
     run_async(scenario())
 
@@ -113,11 +113,16 @@ def test_larger_worlds_can_be_joined_and_looked_at_but_do_not_train(tmp_path: Pa
             for number, host in enumerate(hosts):
                 joined = await cluster.try_join(f"t{number}", config=config(world, num_layers=4), host=host)
             assert joined.started
-            assert (joined.seats[0].HasField("previous_stage"), joined.seats[0].HasField("next_stage")) == (True, False)
-            seats = (await cluster.call("DescribeWorld", run="r")).seats
-            for seat in seats:
-                (tensor_group,) = (group for group in seat.seat.groups if group.axis == common_pb2.AXIS_TENSOR)
-                assert len({seats[rank].host for rank in tensor_group.global_ranks}) == 1
+            assert (
+                joined.rank_assignments[0].HasField("previous_stage"),
+                joined.rank_assignments[0].HasField("next_stage"),
+            ) == (True, False)
+            rank_assignments = (await cluster.call("DescribeWorld", run="r")).rank_assignments
+            for rank_assignment in rank_assignments:
+                (tensor_group,) = (
+                    group for group in rank_assignment.rank_assignment.groups if group.axis == common_pb2.AXIS_TENSOR
+                )
+                assert len({rank_assignments[rank].host for rank in tensor_group.global_ranks}) == 1
             last = await cluster.call("DescribeRun", run="r")
             assert len(last.work) == 8
             context = common_pb2.RequestContext(run="r", run_id=joined.run_id, epoch=joined.epoch)

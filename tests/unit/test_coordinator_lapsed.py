@@ -9,7 +9,7 @@ import pytest
 
 from shardwell_wire.errors import StaleEpochError
 from tests.support.coordinator import Harness, harness, run_async
-from tests.unit.test_coordinator_slices import on_trainers
+from tests.unit.test_coordinator_partitions import on_trainers
 
 
 def kinds(cluster: Harness) -> list[str]:
@@ -109,7 +109,7 @@ def test_a_lapsed_trainer_that_was_done_gets_its_next_work(tmp_path: Path) -> No
     run_async(scenario())
 
 
-def test_slices_of_a_lapsed_trainer_are_fenced_before_another_updates_them(tmp_path: Path) -> None:
+def test_partitions_of_a_lapsed_trainer_are_fenced_before_another_updates_them(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -119,7 +119,7 @@ def test_slices_of_a_lapsed_trainer_are_fenced_before_another_updates_them(tmp_p
             await cluster.pass_time(11, a)
             await a.commit(0, optimizer=on_trainers())
             await cluster.settle()
-            work = {at.dp_rank: at.epoch for at in (await a.commit(0, wait_s=5, optimizer=on_trainers())).slices}
+            work = {at.dp_rank: at.epoch for at in (await a.commit(0, wait_s=5, optimizer=on_trainers())).partitions}
             assert sorted(work) == [0, 1]
             assert work[1] > b.items[1].epoch
             with pytest.raises(StaleEpochError):

@@ -37,7 +37,7 @@ def handed_in(cluster: Harness) -> set[str]:
     """The trainers whose hyper-parameters for the step in flight are there."""
     step = cluster.state.runs["r"].step
     assert step is not None
-    return set(step.hand_ins)
+    return set(step.step_proposals)
 
 
 async def take_step(trainers: list[Trainer], step: int, **changes: Any) -> coordinator_pb2.CommitStepResponse:
@@ -382,8 +382,8 @@ def test_spares_are_preferred_and_each_gets_one_item(tmp_path: Path) -> None:
             a, b = await team_with_unit(cluster, "a", "b", dp=4)
             spare = await cluster.join("c", run="r", config=a.joined.config)
             run = cluster.state.runs["r"]
-            seats = run.seats
-            seats.update({rank: "b" for rank, owner in seats.items() if owner == "c"})
+            rank_assignments = run.rank_assignments
+            rank_assignments.update({rank: "b" for rank, owner in rank_assignments.items() if owner == "c"})
             polls = [asyncio.create_task(trainer.finish(0, wait_s=5)) for trainer in (a, spare)]
             await cluster.until(lambda: set(run.ready_to_work) == {"a", "c"}, "both wait for work")
             await b.leave()

@@ -253,16 +253,16 @@ def test_a_join_writes_only_what_it_changed(tmp_path: Path) -> None:
             first = await cluster.join("first", config=settings)
             connection, run = cluster.state.storage._database._connection, cluster.state.runs["r"]
             for number in range(3):
-                changes, seats = connection.total_changes, dict(run.seats)
+                changes, rank_assignments = connection.total_changes, dict(run.rank_assignments)
                 await cluster.join(f"later-{number}", config=settings)
-                moved = sum(owner != run.seats[rank] for rank, owner in seats.items())
+                moved = sum(owner != run.rank_assignments[rank] for rank, owner in rank_assignments.items())
                 assert 0 < connection.total_changes - changes - moved <= 5, "the run, a member, a count"
             changes = connection.total_changes
             await first.rpcs.call("ExchangeAddress", context=first.context(0), trainer="first", name="n", address="h:1")
             assert connection.total_changes - changes == 3, "the run, the address, a count"
             await cluster.restart()
-            assert run.seats == cluster.state.runs["r"].seats
-            assert len(cluster.state.runs["r"].seats) == 1000
+            assert run.rank_assignments == cluster.state.runs["r"].rank_assignments
+            assert len(cluster.state.runs["r"].rank_assignments) == 1000
             assert len(cluster.state.runs["r"].members.live) == 4
 
     run_async(scenario())

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_server.coordinator.transports import MAX_TRANSPORTS
+from shardwell_server.coordinator.transport_reports import MAX_TRANSPORTS
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.coordinator import harness, run_async
 
-SHM, SOCKET = common_pb2.LANE_KIND_SHM, common_pb2.LANE_KIND_SOCKET
+SHM, SOCKET = common_pb2.TRANSPORT_KIND_SHM, common_pb2.TRANSPORT_KIND_SOCKET
 
 
-def transport(**fields: object) -> coordinator_pb2.Transport:
-    return coordinator_pb2.Transport(**{"address": "a:1", "kind": SOCKET, "bytes_per_s": 1.5e9, **fields})
+def transport(**fields: object) -> coordinator_pb2.TransportReport:
+    return coordinator_pb2.TransportReport(**{"address": "a:1", "kind": SOCKET, "bytes_per_s": 1.5e9, **fields})
 
 
 def test_the_last_report_is_shown_with_the_names_of_servers(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_the_last_report_is_shown_with_the_names_of_servers(tmp_path: Path) -> N
     ],
 )
 def test_an_impossible_report_is_refused(
-    tmp_path: Path, reported: list[coordinator_pb2.Transport], message: str
+    tmp_path: Path, reported: list[coordinator_pb2.TransportReport], message: str
 ) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:

@@ -1,4 +1,4 @@
-"""The frames of a socket lane: what is written is read, and what is wrong is refused before it costs anything."""
+"""The frames of a socket transport: what is written is read, and what is wrong is refused before it costs anything."""
 
 from __future__ import annotations
 

@@ -33,13 +33,13 @@ def fake_proc(tmp_path: Path, cgroup: str, mounts: list[tuple[str, str, str, str
 def test_an_outer_cgroup_limits_too(tmp_path: Path) -> None:
     proc = fake_proc(
         tmp_path,
-        "0::/system.slice/slurmstepd.scope/job_7/step_0\n",
+        "0::/system.partition/slurmstepd.scope/job_7/step_0\n",
         [("/", "cg", "cgroup2", "nsdelegate")],
         {
-            "cg/system.slice/slurmstepd.scope/job_7/step_0/memory.max": "max",
-            "cg/system.slice/slurmstepd.scope/job_7/memory.max": 3 * GIB,
-            "cg/system.slice/slurmstepd.scope/memory.high": 4 * GIB,
-            "cg/system.slice/memory.max": "max",
+            "cg/system.partition/slurmstepd.scope/job_7/step_0/memory.max": "max",
+            "cg/system.partition/slurmstepd.scope/job_7/memory.max": 3 * GIB,
+            "cg/system.partition/slurmstepd.scope/memory.high": 4 * GIB,
+            "cg/system.partition/memory.max": "max",
         },
     )
     assert sorted(cgroup_limits(proc)) == [3 * GIB, 4 * GIB]
@@ -48,13 +48,13 @@ def test_an_outer_cgroup_limits_too(tmp_path: Path) -> None:
 def test_version_1_and_hybrid(tmp_path: Path) -> None:
     proc = fake_proc(
         tmp_path,
-        "12:cpu,cpuacct:/user\n9:memory:/slurm/uid_1/job_2\n0::/user.slice\n",
+        "12:cpu,cpuacct:/user\n9:memory:/slurm/uid_1/job_2\n0::/user.partition\n",
         [("/", "memory", "cgroup", "memory"), ("/", "cpu", "cgroup", "cpu,cpuacct"), ("/", "unified", "cgroup2", "x")],
         {
             "memory/slurm/uid_1/job_2/memory.limit_in_bytes": NO_LIMIT_V1,
             "memory/slurm/uid_1/memory.limit_in_bytes": 2 * GIB,
             "memory/memory.limit_in_bytes": NO_LIMIT_V1,
-            "unified/user.slice/memory.max": 5 * GIB,
+            "unified/user.partition/memory.max": 5 * GIB,
         },
     )
     assert min(cgroup_limits(proc)) == 2 * GIB

@@ -62,9 +62,9 @@ CONTEXT = common_pb2.RequestContext(run=LONG)
                 unit=common_pb2.UnitSpec(name="u", parameters=[common_pb2.ParameterSpec(name="p" * 1001)])
             ),
         ),
-        ("run", shard_pb2.ReduceMailboxRequest(header=shard_pb2.ReduceScatterHeader(context=CONTEXT))),
+        ("run", shard_pb2.ReduceGradientBufferRequest(header=shard_pb2.ReduceScatterHeader(context=CONTEXT))),
         ("unit", shard_pb2.GatherRequest(run="r", unit="\t")),
-        ("run", shard_pb2.OpenDeskRequest(slice=shard_pb2.ReadSliceRequest(context=CONTEXT))),
+        ("run", shard_pb2.OpenStagingBufferRequest(partition=shard_pb2.ReadPartitionRequest(context=CONTEXT))),
         ("parameter", shard_pb2.PeekRequest(run="r", parameter=LONG)),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_malformed_name_is_found_in_any_request(field: str, request_: Message)
 
 
 def test_requests_without_names_pass() -> None:
-    for request in (coordinator_pb2.ListRunsRequest(), shard_pb2.MeasureLaneRequest(), shard_pb2.PeekRequest()):
+    for request in (coordinator_pb2.ListRunsRequest(), shard_pb2.MeasureTransportRequest(), shard_pb2.PeekRequest()):
         check_names(request)
 
 

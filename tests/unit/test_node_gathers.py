@@ -15,9 +15,9 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from shardwell.data_plane.host_folder import HostFolder
-from shardwell.data_plane.node_board import NodeBoard
 from shardwell.data_plane.node_gathers import MOST_FAILURES, NodeGathers
 from shardwell.data_plane.node_group import NodeGroup
+from shardwell.data_plane.node_rendezvous import NodeRendezvous
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
 from shardwell.memory.completion import Exchange
@@ -129,9 +129,9 @@ def make() -> Iterator[MakeMembers]:
 
         def connect(rank: int) -> NodeGroup:
             folder = HostFolder(key)
-            board = NodeBoard(folder, rank, size)
-            assert board.meet(LONG_S)
-            return NodeGroup(board, "gloo", FileStore(str(folder.path / "store"), size), rank=rank, size=size)
+            rendezvous = NodeRendezvous(folder, rank, size)
+            assert rendezvous.meet(LONG_S)
+            return NodeGroup(rendezvous, "gloo", FileStore(str(folder.path / "store"), size), rank=rank, size=size)
 
         with ThreadPoolExecutor(size) as threads:
             groups = list(threads.map(connect, range(size)))

@@ -11,8 +11,8 @@ import pytest
 from torch._C._distributed_c10d import FileStore
 
 from shardwell.data_plane.host_folder import HostFolder
-from shardwell.data_plane.node_board import NodeBoard
 from shardwell.data_plane.node_group import NodeGroup
+from shardwell.data_plane.node_rendezvous import NodeRendezvous
 from shardwell.session import node_members
 from shardwell.session.config import JoinConfig
 from shardwell.session.node_members import NodeMembers, form_node_group
@@ -27,7 +27,7 @@ def test_a_member_that_dies_once_it_is_connected_leaves_the_other_alone(
 
     def connect_and_die() -> None:
         folder = HostFolder(key)
-        board = NodeBoard(folder, 1, 2)
+        board = NodeRendezvous(folder, 1, 2)
         assert board.meet(60.0)
         group = NodeGroup(board, "gloo", FileStore(str(folder.path / "store"), 2), rank=1, size=2)
         wait_until(lambda: board._read().num_there == 1, "the other to wait until both are connected")

@@ -54,7 +54,7 @@ FOREVER = 1 << 30
         NotFoundError("no run 'r' on this server"),
         VersionGoneError("version 3 is gone"),
         StaleEpochError("epoch 4 is over"),
-        ConflictError("the lane is closed"),
+        ConflictError("the transport is closed"),
     ],
     ids=lambda error: type(error).__name__,
 )

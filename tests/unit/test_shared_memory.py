@@ -63,7 +63,7 @@ def files(directory: Path) -> list[Path]:
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 4096, 10_007])
 def test_a_file_is_zeros_that_others_see_change(shared: SharedMemory, size_bytes: int) -> None:
-    made = shared.create(size_bytes, "a mailbox")
+    made = shared.create(size_bytes, "a gradient buffer")
     assert made.tensor.shape == (size_bytes,)
     assert made.tensor.dtype is torch.uint8
     assert not made.tensor.any()
@@ -73,14 +73,14 @@ def test_a_file_is_zeros_that_others_see_change(shared: SharedMemory, size_bytes
 
 
 def test_no_two_files_are_the_same(shared: SharedMemory) -> None:
-    first, second = (shared.create(8, "a mailbox") for _ in range(2))
+    first, second = (shared.create(8, "a gradient buffer") for _ in range(2))
     first.tensor.fill_(1)
     assert first.path != second.path
     assert not second.tensor.any()
 
 
 def test_what_is_unlinked_stays_mapped(shared: SharedMemory, tmp_path: Path) -> None:
-    made = shared.create(4096, "a mailbox")
+    made = shared.create(4096, "a gradient buffer")
     view = made.tensor[100:200]
     for _ in range(2):
         made.unlink()
@@ -120,11 +120,17 @@ def test_no_room_is_an_error_that_says_what_to_do(
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", fail)
         with pytest.raises(CapacityError) as caught:
-            shared.create(1 << 20, "a mailbox for unit 'u'")
-    for words in ("a mailbox for unit 'u'", "1048576 bytes", str(tmp_path), os.strerror(code), "--shm-dir none"):
+            shared.create(1 << 20, "a gradient buffer for unit 'u'")
+    for words in (
+        "a gradient buffer for unit 'u'",
+        "1048576 bytes",
+        str(tmp_path),
+        os.strerror(code),
+        "--shm-dir none",
+    ):
         assert words in str(caught.value)
     assert files(tmp_path) == []
-    assert shared.create(8, "a mailbox").tensor.shape == (8,)
+    assert shared.create(8, "a gradient buffer").tensor.shape == (8,)
 
 
 def test_no_room_even_for_a_name(shared: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +139,7 @@ def test_no_room_even_for_a_name(shared: SharedMemory, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "open", fail)
     with pytest.raises(CapacityError):
-        shared.create(8, "a mailbox")
+        shared.create(8, "a gradient buffer")
 
 
 def test_no_descriptor_is_lack_of_room_too(shared: SharedMemory, tmp_path: Path) -> None:
@@ -144,7 +150,7 @@ def test_no_descriptor_is_lack_of_room_too(shared: SharedMemory, tmp_path: Path)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, most))
     try:
         with pytest.raises(CapacityError, match=r"Too many open files\): raise the limit of open files"):
-            shared.create(8, "a mailbox")
+            shared.create(8, "a gradient buffer")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
     assert files(tmp_path) == []
@@ -156,7 +162,7 @@ def test_other_failures_are_not_taken_for_lack_of_room(shared: SharedMemory, mon
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        shared.create(8, "a mailbox")
+        shared.create(8, "a gradient buffer")
 
 
 def test_a_file_larger_than_the_memory_file_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -172,7 +178,7 @@ def test_a_file_larger_than_the_memory_file_system(monkeypatch: pytest.MonkeyPat
 
 def test_closing_removes_everything(tmp_path: Path) -> None:
     shared = SharedMemory(tmp_path)
-    made = shared.create(4096, "a mailbox")
+    made = shared.create(4096, "a gradient buffer")
     shared.close()
     assert list(tmp_path.iterdir()) == []
     made.tensor.fill_(1)
@@ -222,7 +228,7 @@ def test_a_name_that_follows_from_the_temporary_one_can_be_taken(
 
     monkeypatch.setattr(tempfile, "mkdtemp", make)
     with closing(SharedMemory(tmp_path)) as shared:
-        assert Path(shared.create(8, "a mailbox").path).parent.parent == tmp_path
+        assert Path(shared.create(8, "a gradient buffer").path).parent.parent == tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["shardwell-abcdefgh"]
 
 

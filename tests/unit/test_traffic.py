@@ -33,7 +33,8 @@ CUT = 8192
 
 
 class FakeServer:
-    """A connection whose lane remembers pushes; a gate can hold transfers back, and an error can be raised instead."""
+    """A connection whose transport remembers pushes; a gate can hold transfers back, and an error can be raised
+    instead."""
 
     pushes_through_shm = False
 

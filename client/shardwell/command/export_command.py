@@ -24,7 +24,7 @@ from shardwell.command.inspect_commands import (
 )
 from shardwell.sizes import format_size
 from shardwell.weights.checkpoint_files import Values, total_bytes, write_dcp, write_safetensors
-from shardwell.weights.held_version import HeldVersion, held_version
+from shardwell.weights.pinned_version import PinnedVersion, pinned_version
 from shardwell_wire.errors import CapacityError, UsageError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -109,7 +109,7 @@ def _export(arguments: argparse.Namespace) -> int:
     try:
         with (
             open_coordinator(arguments.address, arguments.token_file) as coordinator,
-            held_version(coordinator, arguments.run, timeout_s=arguments.timeout) as held,
+            pinned_version(coordinator, arguments.run, timeout_s=arguments.timeout) as held,
         ):
             tensors = _tensors(held, arguments.dtype)
             _check_room(arguments.folder, total_bytes(tensors))
@@ -143,12 +143,12 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def _tensors(held: HeldVersion, dtype: str | None) -> dict[str, torch.Tensor]:
+def _tensors(held: PinnedVersion, dtype: str | None) -> dict[str, torch.Tensor]:
     """What is to be written, without values, in the order of the values."""
     return {stored.name: _as(stored.hollow, dtype) for stored in (*held.parameters, *held.buffers)}
 
 
-def _cast(held: HeldVersion, dtype: str | None) -> Values:
+def _cast(held: PinnedVersion, dtype: str | None) -> Values:
     return ((name, _as(value, dtype)) for name, value in held.values())
 
 
@@ -157,7 +157,7 @@ def _as(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
 
 
 def _write(
-    arguments: argparse.Namespace, held: HeldVersion, tensors: Mapping[str, torch.Tensor], values: Values
+    arguments: argparse.Namespace, held: PinnedVersion, tensors: Mapping[str, torch.Tensor], values: Values
 ) -> list[Path]:
     if arguments.format == "dcp":
         write_dcp(arguments.folder, tensors, values)
@@ -183,7 +183,7 @@ def _counted(values: Values, progress: Progress, task: TaskID) -> Values:
 
 
 def _tell(
-    arguments: argparse.Namespace, held: HeldVersion, tensors: Mapping[str, torch.Tensor], paths: list[Path]
+    arguments: argparse.Namespace, held: PinnedVersion, tensors: Mapping[str, torch.Tensor], paths: list[Path]
 ) -> None:
     where = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files in {arguments.folder}"
     what = f"{len(tensors)} tensors, {format_size(total_bytes(tensors))}"

@@ -98,7 +98,7 @@ def _transports(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> Sequence[
     table = _table("TRAINER", "SERVER", "TRANSPORT", "MEASURED WHEN OPENED")
     for trainer in trainers:
         for transport in trainer.transports:
-            kind = common_pb2.LaneKind.Name(transport.kind).removeprefix("LANE_KIND_").lower()
+            kind = common_pb2.TransportKind.Name(transport.kind).removeprefix("TRANSPORT_KIND_").lower()
             rate = f"{format_size(round(transport.bytes_per_s))}/s" if transport.bytes_per_s else "-"
             table.add_row(trainer.trainer, transport.server_id or transport.address, kind, rate)
     return (table, "") if table.row_count else ()
@@ -128,24 +128,24 @@ def _optimizer(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
 def world(response: coordinator_pb2.DescribeWorldResponse) -> RenderableType:
     """``shardwell world``."""
     table = _table("RANK", "DP", "TP", "PP", "DP GROUP", "TP GROUP", "PP GROUP", "STAGES", "TRAINER", "HOST")
-    for summary in response.seats:
-        at, seat = summary.seat.coordinates, summary.seat
-        groups = {AXIS_NAMES[group.axis]: _ranks(group.global_ranks) for group in seat.groups}
+    for summary in response.rank_assignments:
+        at, rank_assignment = summary.rank_assignment.coordinates, summary.rank_assignment
+        groups = {AXIS_NAMES[group.axis]: _ranks(group.global_ranks) for group in rank_assignment.groups}
         table.add_row(
             str(at.global_rank),
             *map(str, (at.dp_rank, at.tp_rank, at.pp_rank)),
             *(groups.get(axis, "-") for axis in AXES),
-            _neighbours(seat),
+            _neighbours(rank_assignment),
             summary.trainer or "-",
             summary.host or "-",
         )
     return Group(f"{World.from_proto(response.world)}: {response.world_size} ranks", table)
 
 
-def _neighbours(seat: coordinator_pb2.Seat) -> str:
-    before = f"{seat.previous_stage} -> " if seat.HasField("previous_stage") else ""
-    after = f" -> {seat.next_stage}" if seat.HasField("next_stage") else ""
-    return f"{before}{seat.coordinates.global_rank}{after}"
+def _neighbours(rank_assignment: coordinator_pb2.RankAssignment) -> str:
+    before = f"{rank_assignment.previous_stage} -> " if rank_assignment.HasField("previous_stage") else ""
+    after = f" -> {rank_assignment.next_stage}" if rank_assignment.HasField("next_stage") else ""
+    return f"{before}{rank_assignment.coordinates.global_rank}{after}"
 
 
 def units(response: coordinator_pb2.ListUnitsResponse) -> RenderableType:

@@ -18,9 +18,9 @@ import torch
 
 from shardwell.data_plane.encoded_gradients import EncodedGradients
 from shardwell.memory.buffer_pool import BufferPool
-from shardwell_wire.cells import scratch_values
 from shardwell_wire.codec import memory_at
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.quantization_blocks import scratch_values
 from shardwell_wire.range_plans import RangePlans
 from shardwell_wire.stream_plan import InParameters, Slice
 from shardwell_wire.wire_dtypes import AS_STORED, WireDType, applied

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from shardwell.data_plane.host_folder import MEMORY, HostFolder, locked, polls, try_lock, unlock
 from shardwell.data_plane.shared_vector import SegmentPlace, map_shared
-from shardwell_wire.cells import bytes_tensor
 from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneError
+from shardwell_wire.quantization_blocks import bytes_tensor
 from shardwell_wire.shared_files import open_file, open_in_folder, opened
 from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, read_version, write_version
 

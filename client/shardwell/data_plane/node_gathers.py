@@ -2,8 +2,8 @@
 
 Note: Order
     Members exchange units in the order in which their training threads asked for them, counted anew in every
-    version. The fetches run ahead of that, as others do; one thread takes their results in order, comes to the turn
-    and exchanges. Whoever is at another unit at that turn, or does not come, ends sharing for the rest of the
+    version. The fetches run ahead of that, as others do; one thread takes their results in order, comes to the round
+    and exchanges. Whoever is at another unit at that round, or does not come, ends sharing for the rest of the
     version: all go on by themselves until the next, where they start together again.
 """
 
@@ -16,8 +16,8 @@ from bisect import bisect_right
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from shardwell.data_plane.node_board import Turn, Verdict
 from shardwell.data_plane.node_group import EXCHANGE_LIMIT_S, NodeGroup
+from shardwell.data_plane.node_rendezvous import Outcome, Round
 from shardwell.data_plane.traffic import RemoteUnit, Traffic, WaitedFor
 from shardwell.memory.completion import Completable
 from shardwell_wire.layout import UnitLayout
@@ -36,7 +36,7 @@ class _Gather:
     """One unit on its way."""
 
     unit: RemoteUnit
-    turn: Turn
+    this_round: Round
     target: memoryview
     layout: UnitLayout
     """Of what is delivered."""
@@ -61,7 +61,7 @@ class NodeGathers:
         self.shared_bytes = 0
         """What came from other members."""
         self._group, self._traffic, self._patience_s = group, traffic, patience_s
-        self._last = Turn(-1, 0)
+        self._last = Round(-1, 0)
         self._version_apart, self._num_failures = -1, 0
         self._left = False
         self._jobs: queue.SimpleQueue[_Gather | None] = queue.SimpleQueue()
@@ -85,7 +85,7 @@ class NodeGathers:
         if part is None or vector.device_type != self._group.device_type:
             return fetch(self._traffic, unit, version, target, layout)
         number = self._last.number + 1 if self._last.version == version else 0
-        self._last = Turn(version, number)
+        self._last = Round(version, number)
         if self._left or self._version_apart == version:
             return fetch(self._traffic, unit, version, target, layout)
         own = _part_of(unit, layout, *part)
@@ -126,10 +126,10 @@ class NodeGathers:
                 self._fetch_whole(gather)
 
     def _is_exchanged(self, gather: _Gather) -> bool:
-        if self._left or self._version_apart == gather.turn.version:
+        if self._left or self._version_apart == gather.this_round.version:
             return False
         try:
-            if self._group.decide(gather.turn, gather.unit.index, self._patience_s) is Verdict.TOGETHER:
+            if self._group.decide(gather.this_round, gather.unit.index, self._patience_s) is Outcome.TOGETHER:
                 gather.vector.complete(gather.start_bytes, gather.stop_bytes, self._group.exchange, EXCHANGE_LIMIT_S)
                 return True
         except Exception as error:  # the training thread waits for a gather, whatever ends its exchange
@@ -140,9 +140,9 @@ class NodeGathers:
 
     def _abandon(self, gather: _Gather) -> None:
         """The others need not wait for a part that cannot be fetched."""
-        self._version_apart = gather.turn.version
+        self._version_apart = gather.this_round.version
         try:
-            self._group.call_off(gather.turn)
+            self._group.call_off(gather.this_round)
         except OSError as error:
             self._leave(str(error))
 
@@ -154,23 +154,23 @@ class NodeGathers:
                 gather.whole.set_result(_awaited(whole))
 
         try:
-            whole = fetch(self._traffic, gather.unit, gather.turn.version, gather.target, gather.layout)
+            whole = fetch(self._traffic, gather.unit, gather.this_round.version, gather.target, gather.layout)
         except BaseException as error:
             gather.whole.set_exception(error)
         else:
             whole.add_done_callback(done)
 
     def _go_apart(self, gather: _Gather) -> None:
-        in_a_row = self._version_apart == gather.turn.version - 1
-        self._version_apart, self._num_failures = gather.turn.version, self._num_failures + 1 if in_a_row else 1
+        in_a_row = self._version_apart == gather.this_round.version - 1
+        self._version_apart, self._num_failures = gather.this_round.version, self._num_failures + 1 if in_a_row else 1
         if self._num_failures >= MOST_FAILURES:
             self._leave(f"its trainers asked for different units, or not in time, in {MOST_FAILURES} steps in a row")
             return
         logger.warning(
             "node group: the trainers of this node came to gather %d of step %d with different units, or not within "
             "%.0f s: each fetches the rest of the step for itself",
-            gather.turn.number,
-            gather.turn.version,
+            gather.this_round.number,
+            gather.this_round.version,
             self._patience_s,
         )
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, PrefixStore, Store
 
-from shardwell.data_plane.node_board import NodeBoard, Turn, Verdict
+from shardwell.data_plane.node_rendezvous import NodeRendezvous, Outcome, Round
 from shardwell_wire.layout import ALIGNMENT_BYTES
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
@@ -27,7 +27,7 @@ class NodeGroup:
     """One member's end of the group. All collectives are begun by one thread.
 
     Args:
-        board: Where the members agree; the group closes it.
+        rendezvous: Where the members agree; the group closes it.
         backend: Of ``torch.distributed``; on the device that is current, with NCCL.
         store: Through which the members find each other; all of them are there.
         rank: This member, from 0.
@@ -37,9 +37,9 @@ class NodeGroup:
         RuntimeError: They cannot be connected.
     """
 
-    def __init__(self, board: NodeBoard, backend: str, store: Store, *, rank: int, size: int) -> None:
+    def __init__(self, rendezvous: NodeRendezvous, backend: str, store: Store, *, rank: int, size: int) -> None:
         self.device_type = BACKENDS[backend]
-        self._board, self._rank, self._size = board, rank, size
+        self._rendezvous, self._rank, self._size = rendezvous, rank, size
         store = PrefixStore(backend, store)
         # A backend by itself: a ProcessGroup of torch's would be the process's default group, which is the user's.
         self._backend: Any = _gloo(store, rank, size) if backend == "gloo" else _nccl(store, rank, size)
@@ -57,13 +57,13 @@ class NodeGroup:
         last = self._rank == self._size - 1
         return self._rank * body, size_bytes if last else (self._rank + 1) * body
 
-    def decide(self, turn: Turn, what: int, patience_s: float) -> Verdict:
-        """See ``NodeBoard.decide``."""
-        return self._board.decide(turn, what, patience_s)
+    def decide(self, this_round: Round, what: int, patience_s: float) -> Outcome:
+        """See ``NodeRendezvous.decide``."""
+        return self._rendezvous.decide(this_round, what, patience_s)
 
-    def call_off(self, turn: Turn) -> None:
-        """See ``NodeBoard.call_off``."""
-        self._board.call_off(turn)
+    def call_off(self, this_round: Round) -> None:
+        """See ``NodeRendezvous.call_off``."""
+        self._rendezvous.call_off(this_round)
 
     def exchange(self, vector: torch.Tensor) -> None:
         """Brings every member's part to all of them. On a GPU in the current stream's order; else waits.
@@ -92,11 +92,11 @@ class NodeGroup:
     def close(self) -> None:
         """Leaves, and gives back what the members have in common. Harmless to repeat."""
         self.leave()
-        self._board.close()
+        self._rendezvous.close()
 
     def leave(self) -> None:
         """Ends what is under way, and no member waits for this one any more. Harmless to repeat."""
-        self._board.leave()
+        self._rendezvous.leave()
         backend, self._backend = self._backend, None
         if backend is not None and self.device_type == "cuda":
             backend.abort()

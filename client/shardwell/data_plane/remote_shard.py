@@ -1,4 +1,4 @@
-"""One shard of a unit as this trainer reaches it: which lane its bytes take, and in which dtype."""
+"""One shard of a unit as this trainer reaches it: which transport its bytes take, and in which dtype."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from shardwell.data_plane.encoded_gradients import EncodedGradients
 from shardwell.data_plane.host_cache import CachedShard
-from shardwell.data_plane.lanes import Nearly, unheard
 from shardwell.data_plane.server_connection import ServerConnection
 from shardwell.data_plane.shared_vector import SharedVector
-from shardwell.data_plane.shm_lane import LaidPart
+from shardwell.data_plane.shm_transport import LaidPart
+from shardwell.data_plane.transports import Nearly, unheard
 from shardwell.memory.buffer_pool import BufferPool
 from shardwell_wire import wire_dtypes
-from shardwell_wire.cells import bytes_tensor
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.layout import Segment, UnitLayout
+from shardwell_wire.quantization_blocks import bytes_tensor
 from shardwell_wire.range_plans import RangePlans
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.stream_plan import InParameters, InVector, StreamPlan
@@ -47,8 +47,8 @@ class Wire:
 class RemoteShard:
     """The range of a unit's flat vector that one server owns.
 
-    With a lossy dtype values are rounded on every lane, also where they do not travel: what comes out
-    must not depend on the lane.
+    With a lossy dtype values are rounded on every transport, also where they do not travel: what comes out
+    must not depend on the transport.
 
     Args:
         run: The run.
@@ -93,7 +93,7 @@ class RemoteShard:
         Args:
             version: None: the newest.
             target: Receives the range, padding included. [stop_bytes - start_bytes]
-            nearly: See ``Lane``.
+            nearly: See ``Transport``.
             exact: Without rounding.
         """
         wire_dtype = AS_STORED if exact else self._wire.gather_dtype
@@ -119,7 +119,7 @@ class RemoteShard:
             version: Waited for until it exists.
             layout: The unit's parameters in the dtypes to deliver.
             target: The whole unit's flat vector in that layout; receives this shard's values. [layout.size_bytes]
-            nearly: See ``Lane``.
+            nearly: See ``Transport``.
         """
         outs = self._views(layout, target, 0)
         if (
@@ -181,7 +181,9 @@ class RemoteShard:
             return version
         limit_s = self._wire.wait_limit_s
         there = self.server.through_shm(
-            lambda lane: lane.locate(self._layout.unit, version, timeout_s=limit_s, retry_for_s=min(_RETRY_S, limit_s))
+            lambda transport: transport.locate(
+                self._layout.unit, version, timeout_s=limit_s, retry_for_s=min(_RETRY_S, limit_s)
+            )
         )
         return there.version
 
@@ -206,7 +208,7 @@ class RemoteShard:
         )
         limit_s = self._wire.wait_limit_s
         fetched = self.server.streamed(
-            lambda lane: lane.gather(
+            lambda transport: transport.gather(
                 request, target, timeout_s=limit_s, retry_for_s=min(_RETRY_S, limit_s), nearly=nearly
             )
         )
@@ -280,7 +282,7 @@ class RemoteShard:
         if not self.server.pushes_through_shm:
             return None
         try:
-            laid = self.server.through_shm(lambda lane: lane.lay(header, write))
+            laid = self.server.through_shm(lambda transport: transport.lay(header, write))
         except (CapacityError, OSError) as error:
             self.server.stream_gradients(error)
             return None
@@ -288,16 +290,20 @@ class RemoteShard:
 
     def _hand_over(self, laid: LaidPart, nearly: Nearly) -> None:
         try:
-            self.server.through_shm(lambda lane: lane.hand_over(laid, self._reduce_mailbox))
-        except CapacityError as error:  # its lane broke, and another one has no mailbox for it
+            self.server.through_shm(lambda transport: transport.hand_over(laid, self._reduce_gradient_buffer))
+        except CapacityError as error:  # its transport broke, and another one has no gradient buffer for it
             self.server.stream_gradients(error)
             segments = self._plans.segments(tuple(laid.header.parameter_indices))
             self._stream_out(laid.header, [laid.memory(at.start_bytes, at.stop_bytes) for at in segments], nearly)
 
-    def _reduce_mailbox(self, request: shard_pb2.ReduceMailboxRequest) -> shard_pb2.ReduceMailboxResponse:
+    def _reduce_gradient_buffer(
+        self, request: shard_pb2.ReduceGradientBufferRequest
+    ) -> shard_pb2.ReduceGradientBufferResponse:
         limit_s = self._wire.wait_limit_s
         return self.server.controlled(
-            lambda lane: lane.reduce_mailbox(request, timeout_s=limit_s, retry_for_s=min(_RETRY_S, limit_s))
+            lambda transport: transport.reduce_gradient_buffer(
+                request, timeout_s=limit_s, retry_for_s=min(_RETRY_S, limit_s)
+            )
         )
 
     def _send_as_stored(
@@ -319,7 +325,7 @@ class RemoteShard:
     def _stream_out(self, header: shard_pb2.ReduceScatterHeader, data: Sequence[memoryview], nearly: Nearly) -> None:
         limit_s = self._wire.wait_limit_s
         self.server.streamed(
-            lambda lane: lane.reduce_scatter(
+            lambda transport: transport.reduce_scatter(
                 header, data, timeout_s=limit_s, retry_for_s=min(_RETRY_S, limit_s), nearly=nearly
             )
         )

@@ -1,4 +1,4 @@
-"""This trainer's ways to one shard server: the rpcs, and the best lane there is."""
+"""This trainer's ways to one shard server: the rpcs, and the best transport there is."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from shardwell.data_plane.lanes import Lane
 from shardwell.data_plane.server_guard import ServerGuard
 from shardwell.data_plane.shard_client import ShardClient
-from shardwell.data_plane.shm_lane import ShmLane
-from shardwell.data_plane.socket_lane import SocketLane
+from shardwell.data_plane.shm_transport import ShmTransport
+from shardwell.data_plane.socket_transport import SocketTransport
+from shardwell.data_plane.transports import Transport
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import ConflictError, ShardwellError, UnavailableError
 from shardwell_wire.run_identity import RunIdentity
 
 logger = logging.getLogger(__name__)
 
-AnyLane = TypeVar("AnyLane")
+AnyTransport = TypeVar("AnyTransport")
 Result = TypeVar("Result")
 
 _OPEN_TIMEOUT_S = 60.0
-"""A server that takes in a large upload may be slow to answer; a lane given up too early costs more."""
+"""A server that takes in a large upload may be slow to answer; a transport given up too early costs more."""
 _NOTICE_S = 1.0
-"""A server may know sooner than this trainer that a lane broke."""
+"""A server may know sooner than this trainer that a transport broke."""
 
 _WARMING_BYTES, _MEASURED_BYTES = 64 << 10, 1 << 20
 
@@ -36,14 +36,14 @@ class ServerConnection:
     Args:
         address: host:port.
         run: The run, of which the server holds a unit already.
-        kinds: Lanes to try, in this order.
+        kinds: Transports to try, in this order.
         chunk_bytes: Payload per message over gRPC.
         check: Called while the server is unavailable; raises when trying again is pointless.
         guard: Decides what a failed operation means. By default each fails at once.
         credentials: Of the cluster. None: what ``find_credentials`` finds for the address.
 
     Raises:
-        UnavailableError: None of the lanes can be opened.
+        UnavailableError: None of the transports can be opened.
     """
 
     def __init__(
@@ -61,59 +61,61 @@ class ServerConnection:
         self.address, self._run, self._kinds, self._check = address, run, tuple(kinds), check
         self.client = ShardClient(address, chunk_bytes=chunk_bytes, check=check, credentials=credentials)
         self._count_lock, self._open_lock = threading.Lock(), threading.RLock()
-        self.shm: ShmLane | None = None
-        self._stream: Lane | None = None
+        self.shm: ShmTransport | None = None
+        self._stream: Transport | None = None
         try:
             if self._shm_is_preferred:
                 self.shm = self._try("shm", self._open_shm)
             if self.shm is None:
                 self._stream = self._open_stream()
             self.bytes_per_s = self.shm.measure() if self.shm is not None else self._measure(self.stream)
-            """Of the lane, measured when it was opened."""
+            """Of the transport, measured when it was opened."""
         except BaseException:
-            self._close_lanes()
+            self._close_transports()
             raise
         self.pushes_through_shm = self.shm is not None
         self.received_bytes = self.sent_bytes = 0
         """Streamed, as they travelled."""
-        logger.info("shard server at %s: lane %s, %.2f GB/s", address, self.kind, self.bytes_per_s / 1e9)
+        logger.info("shard server at %s: transport %s, %.2f GB/s", address, self.kind, self.bytes_per_s / 1e9)
 
     @property
     def _shm_is_preferred(self) -> bool:
-        """A lane named before it, once open, would be used for everything."""
+        """A transport named before it, once open, would be used for everything."""
         return self._kinds[0] == "shm"
 
     @property
     def kind(self) -> str:
-        """Of the lane that is used: ``shm``, ``socket`` or ``grpc``."""
+        """Of the transport that is used: ``shm``, ``socket`` or ``grpc``."""
         if self.shm is not None:
             return "shm"
-        # Not self.stream, which opens another lane if this one broke: heartbeats, too, say what is used.
+        # Not self.stream, which opens another transport if this one broke: heartbeats, too, say what is used.
         return self._stream.kind if self._stream is not None else self.stream.kind
 
     @property
-    def stream(self) -> Lane:
-        """The lane for what cannot go through shared memory; another one if it broke."""
+    def stream(self) -> Transport:
+        """The transport for what cannot go through shared memory; another one if it broke."""
         with self._open_lock:
             if self._stream is None or self._stream.broke:
                 self._stream = self._open_stream()
             return self._stream
 
-    def streamed(self, action: Callable[[Lane], Result]) -> Result:
+    def streamed(self, action: Callable[[Transport], Result]) -> Result:
         """Does something over ``stream``, which may be repeated; raises as ``ServerGuard.run`` does."""
         return self.guard.run("a transfer", lambda: self._streamed(action))
 
-    def _streamed(self, action: Callable[[Lane], Result]) -> Result:
-        lane = self.stream
+    def _streamed(self, action: Callable[[Transport], Result]) -> Result:
+        transport = self.stream
         try:
-            return action(lane)
+            return action(transport)
         except UnavailableError as error:
-            if not lane.broke:
+            if not transport.broke:
                 raise
-            logger.warning("shard server at %s: lane %s broke, opening another: %s", self.address, lane.kind, error)
+            logger.warning(
+                "shard server at %s: transport %s broke, opening another: %s", self.address, transport.kind, error
+            )
         return action(self.stream)
 
-    def controlled(self, action: Callable[[Lane], Result]) -> Result:
+    def controlled(self, action: Callable[[Transport], Result]) -> Result:
         """Does something that only messages go to and fro for: over ``stream`` if there may be one, else by an rpc."""
         return self.by_rpc(action) if self._kinds == ("shm",) else self.streamed(action)
 
@@ -121,24 +123,25 @@ class ServerConnection:
         """Does something by rpcs, which may be repeated; raises as ``ServerGuard.run`` does."""
         return self.guard.run("a request", lambda: action(self.client))
 
-    def through_shm(self, action: Callable[[ShmLane], Result]) -> Result:
-        """Does something over the lane through shared memory, which may be repeated; raises as ``ServerGuard.run``."""
+    def through_shm(self, action: Callable[[ShmTransport], Result]) -> Result:
+        """Does something over the transport through shared memory, which may be repeated; raises as
+        ``ServerGuard.run``."""
         return self.guard.run("a transfer through shared memory", lambda: self._through_shm(action))
 
-    def _through_shm(self, action: Callable[[ShmLane], Result]) -> Result:
-        lane = self._require_shm()
+    def _through_shm(self, action: Callable[[ShmTransport], Result]) -> Result:
+        transport = self._require_shm()
         try:
-            return action(lane)
-        except (ConflictError, UnavailableError):  # a server knows nothing any more of a lane that broke
-            if not lane.broke_within(_NOTICE_S):
+            return action(transport)
+        except (ConflictError, UnavailableError):  # a server knows nothing any more of a transport that broke
+            if not transport.broke_within(_NOTICE_S):
                 raise
         return action(self._require_shm())
 
-    def _require_shm(self) -> ShmLane:
+    def _require_shm(self) -> ShmTransport:
         with self._open_lock:
             assert self.shm is not None
             if self.shm.broke:
-                logger.warning("shard server at %s: lane shm broke, opening another", self.address)
+                logger.warning("shard server at %s: transport shm broke, opening another", self.address)
                 self.shm = self._open_shm()
             return self.shm
 
@@ -149,10 +152,10 @@ class ServerConnection:
             self.sent_bytes += sent_bytes
 
     def describe(self) -> dict[str, Any]:
-        """The lane and what it did, for people."""
+        """The transport and what it did, for people."""
         return {
             "server": self.address,
-            "lane": self.kind,
+            "transport": self.kind,
             "bytes_per_s": self.bytes_per_s,
             "received_bytes": self.received_bytes,
             "sent_bytes": self.sent_bytes,
@@ -169,56 +172,56 @@ class ServerConnection:
                 reason,
             )
 
-    def give_mailboxes_back(self) -> None:
-        """Has the server free the mailboxes; those that are needed are opened anew. Nothing may be under way."""
-        if self.shm is None or not self.shm.has_mailboxes:
+    def release_gradient_buffers(self) -> None:
+        """Has the server free the gradient buffers; those that are needed are opened anew. Nothing may be under way."""
+        if self.shm is None or not self.shm.has_gradient_buffers:
             return
-        lane = self._try("shm", self._open_shm)
-        if lane is not None:
-            former, self.shm = self.shm, lane
+        transport = self._try("shm", self._open_shm)
+        if transport is not None:
+            former, self.shm = self.shm, transport
             former.close()
 
     def close(self) -> None:
-        """Closes the lanes and cancels what is in flight."""
+        """Closes the transports and cancels what is in flight."""
         self.guard.close()
-        self._close_lanes()
+        self._close_transports()
 
-    def _close_lanes(self) -> None:
-        for lane in (self.shm, self._stream):
-            if lane is not None:
-                lane.close()
+    def _close_transports(self) -> None:
+        for transport in (self.shm, self._stream):
+            if transport is not None:
+                transport.close()
         self.client.close()
 
-    def _try(self, kind: str, open_lane: Callable[[], AnyLane]) -> AnyLane | None:
+    def _try(self, kind: str, open_transport: Callable[[], AnyTransport]) -> AnyTransport | None:
         try:
-            return open_lane()
+            return open_transport()
         except (ShardwellError, OSError) as error:
             # Elsewhere nobody expects shared memory.
             level = logging.INFO if kind == "shm" and not is_this_host(self.address) else logging.WARNING
-            logger.log(level, "shard server at %s: no lane %s: %s", self.address, kind, error)
+            logger.log(level, "shard server at %s: no transport %s: %s", self.address, kind, error)
             return None
 
-    def _measure(self, lane: Lane) -> float:
-        lane.measure(_WARMING_BYTES, timeout_s=_OPEN_TIMEOUT_S)
-        return lane.measure(_MEASURED_BYTES, timeout_s=_OPEN_TIMEOUT_S)
+    def _measure(self, transport: Transport) -> float:
+        transport.measure(_WARMING_BYTES, timeout_s=_OPEN_TIMEOUT_S)
+        return transport.measure(_MEASURED_BYTES, timeout_s=_OPEN_TIMEOUT_S)
 
-    def _open_shm(self) -> ShmLane:
-        return ShmLane(self.client, self._run, timeout_s=_OPEN_TIMEOUT_S)
+    def _open_shm(self) -> ShmTransport:
+        return ShmTransport(self.client, self._run, timeout_s=_OPEN_TIMEOUT_S)
 
-    def _open_stream(self) -> Lane:
+    def _open_stream(self) -> Transport:
         for kind in self._kinds:
             if kind == "grpc":
                 return self.client
-            if kind == "socket" and (lane := self._try("socket", self._open_socket)) is not None:
-                return lane
+            if kind == "socket" and (transport := self._try("socket", self._open_socket)) is not None:
+                return transport
         self._check()
         raise UnavailableError(
-            f"shard server at {self.address}: none of the lanes {', '.join(self._kinds)} can be opened; "
+            f"shard server at {self.address}: none of the transports {', '.join(self._kinds)} can be opened; "
             "the log says why: allow grpc too"
         )
 
-    def _open_socket(self) -> SocketLane:
-        return SocketLane(self.client, self._run, timeout_s=_OPEN_TIMEOUT_S)
+    def _open_socket(self) -> SocketTransport:
+        return SocketTransport(self.client, self._run, timeout_s=_OPEN_TIMEOUT_S)
 
 
 def is_this_host(address: str) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from shardwell.data_plane.lanes import NEARLY_BYTES, Nearly, unheard
 from shardwell.data_plane.rpc import ServiceClient
+from shardwell.data_plane.transports import NEARLY_BYTES, Nearly, unheard
 from shardwell_wire import codec
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import ShardwellError
@@ -14,7 +14,7 @@ from shardwell_wire.v1 import shard_pb2
 
 
 class ShardClient(ServiceClient):
-    """Calls ``shardwell.v1.ShardService`` at ``host:port``: the lane that is always there.
+    """Calls ``shardwell.v1.ShardService`` at ``host:port``: the transport that is always there.
 
     Args:
         address: host:port.
@@ -38,7 +38,7 @@ class ShardClient(ServiceClient):
         super().__init__(address, shard_pb2.DESCRIPTOR.services_by_name["ShardService"], check, credentials)
         self._chunk_bytes = chunk_bytes
         self._gather = self.byte_response_stub("Gather")
-        self._measure = self.byte_response_stub("MeasureLane")
+        self._measure = self.byte_response_stub("MeasureTransport")
         self._initialize = self.byte_request_stub("InitializeUnit")
         self._reduce_scatter = self.byte_request_stub("ReduceScatter")
 
@@ -51,7 +51,7 @@ class ShardClient(ServiceClient):
         retry_for_s: float,
         nearly: Nearly = unheard,
     ) -> int:
-        """Fetches one version of a shard, waiting until it exists; see ``Lane``. Fills in ``chunk_bytes``."""
+        """Fetches one version of a shard, waiting until it exists; see ``Transport``. Fills in ``chunk_bytes``."""
         request.chunk_bytes = self._chunk_bytes
 
         def fetch() -> int:
@@ -116,7 +116,7 @@ class ShardClient(ServiceClient):
         retry_for_s: float,
         nearly: Nearly = unheard,
     ) -> shard_pb2.ReduceScatterResponse:
-        """Pushes one part of a contribution; see ``Lane``."""
+        """Pushes one part of a contribution; see ``Transport``."""
         first = shard_pb2.ReduceScatterRequest(header=header)
 
         def send() -> shard_pb2.ReduceScatterResponse:
@@ -126,18 +126,18 @@ class ShardClient(ServiceClient):
 
         return self.attempt(send, retry_for_s=retry_for_s)
 
-    def reduce_mailbox(
-        self, request: shard_pb2.ReduceMailboxRequest, *, timeout_s: float, retry_for_s: float
-    ) -> shard_pb2.ReduceMailboxResponse:
-        """Hands a mailbox over; see ``Lane``."""
-        answer: shard_pb2.ReduceMailboxResponse = self.call(
-            "ReduceMailbox", request, timeout_s=timeout_s, retry_for_s=retry_for_s
+    def reduce_gradient_buffer(
+        self, request: shard_pb2.ReduceGradientBufferRequest, *, timeout_s: float, retry_for_s: float
+    ) -> shard_pb2.ReduceGradientBufferResponse:
+        """Hands a gradient buffer over; see ``Transport``."""
+        answer: shard_pb2.ReduceGradientBufferResponse = self.call(
+            "ReduceGradientBuffer", request, timeout_s=timeout_s, retry_for_s=retry_for_s
         )
         return answer
 
     def measure(self, size_bytes: int, *, timeout_s: float) -> float:
         """Receives bytes without meaning; returns bytes per second."""
-        request = shard_pb2.MeasureLaneRequest(size_bytes=size_bytes, chunk_bytes=self._chunk_bytes)
+        request = shard_pb2.MeasureTransportRequest(size_bytes=size_bytes, chunk_bytes=self._chunk_bytes)
         started = time.perf_counter()
 
         def fetch() -> int:

@@ -75,6 +75,7 @@ class GradientPushes:
 
     def _bucket_bytes(self, unit: Unit) -> int | None:
         """How many bytes of gradients are pushed at once; None: all that the unit has when its backward is over."""
-        # What goes through shared memory hides behind nothing, and takes a mailbox of the unit's size for each push.
+        # What goes through shared memory hides behind nothing, and takes a gradient buffer of the unit's size for
+        # each push.
         in_buckets = unit.is_replica and unit.settings.requires_gradient_sync
         return unit.settings.replica.bucket_bytes if in_buckets and self._store.streams_gradients(unit.index) else None

@@ -1,1 +1,1 @@
-"""Optimizers over parameters that are not here: on the servers, or on this trainer's slices."""
+"""Optimizers over parameters that are not here: on the servers, or on this trainer's partitions."""

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from shardwell.data_plane.slice_client import SlicePart
+from shardwell.data_plane.partition_client import PartitionSegment
 from shardwell.module.guards import needs_closure
-from shardwell.optimizers.slice_optimizer import SliceOptimizer
+from shardwell.optimizers.partition_optimizer import PartitionOptimizer
 from shardwell_wire.errors import UsageError
 
 
-class ClientSide(SliceOptimizer):
+class ClientSide(PartitionOptimizer):
     """Any ``torch.optim`` optimizer, or one of your own, on the trainers.
 
-    The optimizer sees, per slice, one 1-d parameter for each part of a parameter that lies in it. One that works
+    The optimizer sees, per partition, one 1-d parameter for each part of a parameter that lies in it. One that works
     element by element computes the bits that it would compute on whole parameters; one that looks at a whole
     parameter (LAMB, Muon, Adafactor) does not. ``optimizer_class`` must be the same on every trainer.
 
@@ -58,8 +58,8 @@ class ClientSide(SliceOptimizer):
             )
         super().__init__(params, dict(example.defaults), name=type(example).__name__, keep_bytes=keep_bytes)
 
-    def _update_part(self, unit: str, part: SlicePart, groups: Sequence[int]) -> None:
-        """One step of the optimizer on one part of a slice."""
+    def _update_part(self, unit: str, part: PartitionSegment, groups: Sequence[int]) -> None:
+        """One step of the optimizer on one part of a partition."""
         parameters = {index: nn.Parameter(value) for index, value in part.values.items() if groups[index] >= 0}
         for index, gradient in part.gradients.items():
             parameters[index].grad = gradient

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from shardwell.data_plane.slice_client import SlicePart
-from shardwell.optimizers.slice_optimizer import SliceOptimizer
+from shardwell.data_plane.partition_client import PartitionSegment
+from shardwell.optimizers.partition_optimizer import PartitionOptimizer
 from shardwell_wire.errors import UsageError
 
 FlatUpdate = Callable[[torch.Tensor, torch.Tensor, dict[str, Any], Mapping[str, Any]], torch.Tensor]
 """Takes values, gradient, state and the settings of the group; returns the new values."""
 
 
-class FlatClientSide(SliceOptimizer):
+class FlatClientSide(PartitionOptimizer):
     """A function that updates this rank's partition of the mean gradient, as flat tensors, on the trainer.
 
     In each step ``update(values, gradient, state, group)`` is called for every part of the partition: once per unit and
@@ -52,7 +52,7 @@ class FlatClientSide(SliceOptimizer):
         self._function, self._name = update, getattr(update, "__name__", type(update).__name__)
         super().__init__(params, options, name=f"flat/{self._name}", keep_bytes=keep_bytes)
 
-    def _update_part(self, unit: str, part: SlicePart, groups: Sequence[int]) -> None:
+    def _update_part(self, unit: str, part: PartitionSegment, groups: Sequence[int]) -> None:
         """Calls the function for the parameters of a part that have a gradient."""
         for members in _alike(part, groups):
             settings = self.param_groups[groups[members[0]]]
@@ -71,7 +71,7 @@ class FlatClientSide(SliceOptimizer):
         part.state = dict(sorted(part.state.items()))  # in the order of the layout
 
 
-def _alike(part: SlicePart, groups: Sequence[int]) -> list[list[int]]:
+def _alike(part: PartitionSegment, groups: Sequence[int]) -> list[list[int]]:
     """The parameters with a gradient, by what one flat tensor or one state cannot hold two of."""
     found: dict[Any, list[int]] = {}
     for index, gradient in part.gradients.items():
@@ -83,7 +83,7 @@ def _alike(part: SlicePart, groups: Sequence[int]) -> list[list[int]]:
     return list(found.values())
 
 
-def _flat_state(part: SlicePart, members: Sequence[int]) -> dict[str, Any]:
+def _flat_state(part: PartitionSegment, members: Sequence[int]) -> dict[str, Any]:
     return {
         name: torch.cat([part.state[index][name] for index in members]) if isinstance(value, torch.Tensor) else value
         for name, value in part.state.get(members[0], {}).items()
@@ -107,7 +107,7 @@ def _check(value: object, size: int, dtype: torch.dtype, what: str, unit: str) -
         )
 
 
-def _put_back(part: SlicePart, members: Sequence[int], values: torch.Tensor, state: Mapping[str, Any]) -> None:
+def _put_back(part: PartitionSegment, members: Sequence[int], values: torch.Tensor, state: Mapping[str, Any]) -> None:
     """Copies flat values and state to the parameters' own. What the function keeps of them is not shared."""
     start = 0
     for index in members:

@@ -17,7 +17,7 @@ from shardwell.session.session import Session
 from shardwell.session.step_end import StepUpdate
 from shardwell.session.step_in_flight import KEPT, UNUSED
 from shardwell_wire.errors import NonFiniteError, UsageError
-from shardwell_wire.slices import runs_on_trainers
+from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
 
 _CLIP_EPSILON = 1e-6

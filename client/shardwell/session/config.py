@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwell.data_plane.lanes import KINDS, parse_kinds
 from shardwell.data_plane.node_group import BACKENDS
+from shardwell.data_plane.transports import KINDS, parse_kinds
 from shardwell.module.strategy import BackwardPrefetch
 from shardwell.session.torchrun import TorchrunPlace
 from shardwell_wire import codec
@@ -20,7 +20,7 @@ from shardwell_wire.topology import AXES, World
 from shardwell_wire.wire_dtypes import NAMES
 
 ENVIRONMENT_PREFIX = "SHARDWELL_"
-_TEXTS = ("ADDRESS", "RUN", "TRAINER", "HOST", "LANES", "GATHER_DTYPE", "PUSH_DTYPE", "NODE_GROUP")
+_TEXTS = ("ADDRESS", "RUN", "TRAINER", "HOST", "TRANSPORTS", "GATHER_DTYPE", "PUSH_DTYPE", "NODE_GROUP")
 _CHOICES = (("gather_dtype", NAMES), ("push_dtype", NAMES), ("node_group", ("none", *BACKENDS)))
 
 
@@ -53,7 +53,7 @@ class JoinConfig:
     """Layers to split over pipeline stages; checked against the world. 0: not known."""
     wait_limit_s: float = 600.0
     """The longest wait for others (trainers to join, a step to finish) before DeadlineError."""
-    lanes: tuple[str, ...] = KINDS
+    transports: tuple[str, ...] = KINDS
     """Ways to the shard servers, the preferred one first; what cannot be opened is passed over."""
     chunk_bytes: int = codec.DEFAULT_CHUNK_BYTES
     """Payload per message on the data plane."""
@@ -121,7 +121,7 @@ class JoinConfig:
     def from_env(cls, explicit: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> JoinConfig:
         """Reads SHARDWELL_* once; arguments that are given (not None) win.
 
-        ADDRESS, RUN, TRAINER, HOST, SEED, MIN_TRAINERS, RANK, WORLD_SIZE, LANES (such as ``shm,grpc``),
+        ADDRESS, RUN, TRAINER, HOST, SEED, MIN_TRAINERS, RANK, WORLD_SIZE, TRANSPORTS (such as ``shm,grpc``),
         GATHER_DTYPE, PUSH_DTYPE, KEEP_BYTES, HOST_CACHE_BYTES, NODE_GROUP, and DP, TP, PP, ORDER (such as
         ``dp,tp,pp``) for the world. Where neither says otherwise, torchrun's RANK and WORLD_SIZE count.
         """
@@ -149,8 +149,8 @@ class JoinConfig:
         values.update({name: value for name, value in explicit.items() if value is not None})
         if (place := TorchrunPlace.from_env(source)) is not None:
             values |= {"torchrun": place, **place.defaults(values)}
-        if isinstance(values.get("lanes"), str):
-            values["lanes"] = parse_kinds(values["lanes"])
+        if isinstance(values.get("transports"), str):
+            values["transports"] = parse_kinds(values["transports"])
         return cls(**values)
 
 

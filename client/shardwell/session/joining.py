@@ -29,7 +29,7 @@ def join(
     backward_prefetch: BackwardPrefetch | str | None = None,
     host_cache_bytes: int | None = None,
     node_group: str | None = None,
-    lanes: str | None = None,
+    transports: str | None = None,
     gather_dtype: str | None = None,
     push_dtype: str | None = None,
     push_error_feedback: bool | None = None,
@@ -70,7 +70,7 @@ def join(
         node_group: ``gloo`` (trainers on CPUs) or ``nccl`` (on GPUs; choose the device before): trainers of one host
             that hold the same units fetch a part of each unit and exchange the parts. By default ``none``. The same
             on all trainers of a host.
-        lanes: Ways to the shard servers to use, the preferred one first; by default ``shm,socket,grpc``:
+        transports: Ways to the shard servers to use, the preferred one first; by default ``shm,socket,grpc``:
             shared memory on the same host, else plain TCP connections, else the rpcs.
         gather_dtype: How 32-bit weights travel: ``float32``, or rounded to ``bfloat16``, ``float16`` or
             ``int8`` (with a scale per 256 values). The servers keep and update what is not rounded.

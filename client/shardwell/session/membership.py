@@ -66,10 +66,10 @@ class Membership:
         self.epoch: int = joined.epoch
         self.world = World.from_proto(joined.config.world)
         self.seed: int = joined.config.seed
-        self.seats: tuple[coordinator_pb2.Seat, ...] = tuple(joined.seats)
+        self.rank_assignments: tuple[coordinator_pb2.RankAssignment, ...] = tuple(joined.rank_assignments)
         self.joined = joined
         self._lease_s: float = joined.lease_s
-        self.transports: Callable[[], Sequence[coordinator_pb2.Transport]] = tuple
+        self.transport_reports: Callable[[], Sequence[coordinator_pb2.TransportReport]] = tuple
         """How this trainer reaches the shard servers; called with each heartbeat, in the thread of heartbeats."""
         self._stop = threading.Event()
         self._heartbeat = threading.Thread(target=self._keep_lease, name="shardwell-heartbeat", daemon=True)
@@ -250,7 +250,7 @@ class Membership:
             run_id=self.identity.run_id,
             trainer=self.trainer,
             epoch=self.epoch,
-            transports=self.transports(),
+            transports=self.transport_reports(),
             unreachable=self._report(),
         )
         self._coordinator.call("Heartbeat", request, timeout_s=timeout_s)

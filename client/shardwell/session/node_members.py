@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import FileStore
 
 from shardwell.data_plane.host_folder import HostFolder
-from shardwell.data_plane.node_board import CONNECTED, MemberGoneError, NodeBoard, Verdict
 from shardwell.data_plane.node_group import NodeGroup
+from shardwell.data_plane.node_rendezvous import CONNECTED, MemberGoneError, NodeRendezvous, Outcome
 from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
 from shardwell_wire.errors import ShardwellError, UnavailableError
@@ -58,10 +58,12 @@ def form_node_group(membership: Membership, config: JoinConfig) -> NodeGroup | N
 
 
 def _find(membership: Membership, config: JoinConfig) -> NodeMembers | None:
-    if len(membership.seats) != 1:
-        logger.info("node group: this trainer plays %d logical ranks and shares no gathers", len(membership.seats))
+    if len(membership.rank_assignments) != 1:
+        logger.info(
+            "node group: this trainer plays %d logical ranks and shares no gathers", len(membership.rank_assignments)
+        )
         return None
-    own, world = membership.seats[0].coordinates, membership.world
+    own, world = membership.rank_assignments[0].coordinates, membership.world
     described: coordinator_pb2.DescribeRunResponse = membership.call(
         "DescribeRun", coordinator_pb2.DescribeRunRequest(run=membership.run)
     )
@@ -83,22 +85,22 @@ def _connect(members: NodeMembers, backend: str) -> NodeGroup:
     rank, size = members.position, len(members.global_ranks)
     folder = HostFolder(members.key)
     try:
-        board = NodeBoard(folder, rank, size)
+        rendezvous = NodeRendezvous(folder, rank, size)
     except BaseException:
         folder.close()
         raise
     group = None
     try:
-        if not board.meet(MEETING_LIMIT_S):
+        if not rendezvous.meet(MEETING_LIMIT_S):
             raise UnavailableError(
                 f"of the trainers with logical ranks {list(members.global_ranks)} not all came within "
                 f"{MEETING_LIMIT_S:.0f} s, or they have no shared memory in common"
             )
         store = FileStore(str(folder.path / "store"), size)
-        group = NodeGroup(board, backend, store, rank=rank, size=size)
-        if board.decide(CONNECTED, 0, _CONNECTING_LIMIT_S) is not Verdict.TOGETHER:
+        group = NodeGroup(rendezvous, backend, store, rank=rank, size=size)
+        if rendezvous.decide(CONNECTED, 0, _CONNECTING_LIMIT_S) is not Outcome.TOGETHER:
             raise UnavailableError("not all of them could be connected")
     except BaseException:
-        board.close() if group is None else group.close()
+        rendezvous.close() if group is None else group.close()
         raise
     return group

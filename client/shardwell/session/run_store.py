@@ -12,15 +12,15 @@ import torch
 
 from shardwell.data_plane.error_feedback import ErrorFeedback
 from shardwell.data_plane.interrupts import uninterrupted
-from shardwell.data_plane.lanes import KIND_NUMBERS
 from shardwell.data_plane.node_gathers import NodeGathers, fetch
+from shardwell.data_plane.partition_client import PartitionSegment
+from shardwell.data_plane.partition_updates import PartitionUpdates
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.server_connection import ServerConnection
 from shardwell.data_plane.server_guard import ServerGuard
 from shardwell.data_plane.shared_vector import SharedVector
-from shardwell.data_plane.slice_client import SlicePart
-from shardwell.data_plane.slice_updates import SliceUpdates
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
+from shardwell.data_plane.transports import KIND_NUMBERS
 from shardwell.memory.completion import Completable
 from shardwell.memory.device_copies import to_host
 from shardwell.module.store import InitialValues
@@ -63,7 +63,7 @@ class RunStore:
         """What a trainer without a logical rank is told that computes a gradient; empty: the usual."""
         self._last_ranks: set[int] = set(progress.items)
         """Logical ranks whose work this trainer did in the step before."""
-        self._slice_updates = SliceUpdates(membership.world.dp, config.wait_limit_s)
+        self._partition_updates = PartitionUpdates(membership.world.dp, config.wait_limit_s)
         self._wire, self._feedback = self._make_wire()
         self._declarations = UnitDeclarations(membership, config.wait_limit_s)
         self._shards_in_place = ShardsInPlace(membership, config)
@@ -93,14 +93,14 @@ class RunStore:
         }
 
     @property
-    def lanes(self) -> list[dict[str, Any]]:
-        """Each shard server's lane and what it did."""
+    def transports(self) -> list[dict[str, Any]]:
+        """Each shard server's transport and what it did."""
         return [server.describe() for server in self._servers.values()]
 
-    def transports(self) -> list[coordinator_pb2.Transport]:
-        """What the coordinator is told of ``lanes``. From any thread."""
+    def transport_reports(self) -> list[coordinator_pb2.TransportReport]:
+        """What the coordinator is told of ``transports``. From any thread."""
         return [
-            coordinator_pb2.Transport(
+            coordinator_pb2.TransportReport(
                 address=server.address, kind=KIND_NUMBERS[server.kind], bytes_per_s=server.bytes_per_s
             )
             for server in list(self._servers.values())
@@ -141,12 +141,12 @@ class RunStore:
         self._last_ranks = set(self.progress.items)
         fewer_ranks = len(progress.items) < len(self.progress.items)
         self.progress = progress
-        self._release_mailboxes()
+        self._release_gradient_buffers()
         if fewer_ranks:
-            self._slice_updates.forget()
+            self._partition_updates.forget()
             # Whoever plays the others now needs the room that is reserved for their gradients.
             for server in self._servers.values():
-                server.give_mailboxes_back()
+                server.release_gradient_buffers()
         if self._feedback is not None:
             self._feedback.commit()
 
@@ -181,10 +181,10 @@ class RunStore:
 
         Not in the work of a trainer that was lost, nor in work that is begun anew, nor where nothing would be saved.
         """
-        current, (seat, *_) = self.progress.current, self._membership.seats
+        current, (rank_assignment, *_) = self.progress.current, self._membership.rank_assignments
         return (
             current is not None
-            and current.item.global_rank == seat.coordinates.global_rank
+            and current.item.global_rank == rank_assignment.coordinates.global_rank
             and current.item.attempt == 0
             and all(shard.is_streamed for shard in unit.shards)
         )
@@ -280,19 +280,19 @@ class RunStore:
             if progress.parts or (empty_too and progress.finished):
                 self._reset(progress)
 
-    def update_slices(
-        self, work: coordinator_pb2.SliceWork, update: Callable[[int, SlicePart], None], *, keep_bytes: float
+    def update_partitions(
+        self, work: coordinator_pb2.PartitionWork, update: Callable[[int, PartitionSegment], None], *, keep_bytes: float
     ) -> None:
-        """Reads, updates and stages one data rank's slices of all units; see ``SliceUpdates.run``.
+        """Reads, updates and stages one data rank's partitions of all units; see ``PartitionUpdates.run``.
 
         Args:
-            work: The lease on the slices.
-            update: Is given a unit's index and a part of its slice, to be changed in place.
+            work: The lease on the partitions.
+            update: Is given a unit's index and a part of its partition, to be changed in place.
             keep_bytes: How much values and state may stay here until the next step.
 
         Raises:
             StepStateError: The step's gradient is another by now, or void.
-            StaleEpochError: The slices went to another trainer.
+            StaleEpochError: The partitions went to another trainer.
         """
 
         def make_context() -> common_pb2.RequestContext:
@@ -300,20 +300,20 @@ class RunStore:
             return self._membership.context(self.progress.number, epoch=work.epoch)
 
         units = self._units.values()
-        self._slice_updates.run(units, work.dp_rank, make_context, update, keep_bytes=keep_bytes)
+        self._partition_updates.run(units, work.dp_rank, make_context, update, keep_bytes=keep_bytes)
 
     def close(self) -> None:
         """Stops the threads and closes the connections; waits for what is under way, as it uses memory of units."""
         self._reachability.close()
         self._traffic.close()
-        self._slice_updates.close()
+        self._partition_updates.close()
         for server in self._servers.values():
             server.close()
         self._shards_in_place.close()
         if self._node is not None:
             self._node.close()
         self._traffic.join(_END_LIMIT_S)
-        self._slice_updates.join(_END_LIMIT_S)
+        self._partition_updates.join(_END_LIMIT_S)
 
     def _reset(self, progress: ItemProgress) -> None:
         self._traffic.forget()
@@ -330,11 +330,11 @@ class RunStore:
         )
         progress.begin_attempt(response.item)
         self.progress.is_complete = False
-        self._release_mailboxes(progress.item.dp_rank)
+        self._release_gradient_buffers(progress.item.dp_rank)
         if self._feedback is not None:
             self._feedback.reset(progress.item.dp_rank)
 
-    def _release_mailboxes(self, dp_rank: int | None = None) -> None:
+    def _release_gradient_buffers(self, dp_rank: int | None = None) -> None:
         for server in self._servers.values():
             if server.shm is not None:
                 server.shm.release(dp_rank)
@@ -357,7 +357,7 @@ class RunStore:
                 lambda: ServerConnection(
                     address,
                     membership.identity,
-                    kinds=config.lanes,
+                    kinds=config.transports,
                     chunk_bytes=config.chunk_bytes,
                     check=membership.check,
                     credentials=membership.credentials,

@@ -66,7 +66,7 @@ class Session:
         self.world, self.seed = self._membership.world, self._membership.seed
         progress = StepProgress(joined.committed_step, joined.work.items)
         self.store = RunStore(self._membership, config, progress)
-        self._membership.transports = self.store.transports
+        self._membership.transport_reports = self.store.transport_reports
         self.units = Units(
             self.store,
             prefetch_bytes=config.prefetch_bytes,
@@ -111,35 +111,39 @@ class Session:
     @property
     def global_rank(self) -> int | None:
         """The logical rank this trainer plays; the lowest of several; None for a spare."""
-        return self._seats[0].global_rank if self._seats else None
+        return self._rank_assignments[0].global_rank if self._rank_assignments else None
 
     @property
     def dp_rank(self) -> int | None:
         """Its place along the data axis; None for a spare."""
-        return self._seats[0].dp_rank if self._seats else None
+        return self._rank_assignments[0].dp_rank if self._rank_assignments else None
 
     @property
     def tp_rank(self) -> int | None:
         """Its place along the tensor axis; None for a spare."""
-        return self._seats[0].tp_rank if self._seats else None
+        return self._rank_assignments[0].tp_rank if self._rank_assignments else None
 
     @property
     def pp_rank(self) -> int | None:
         """Its place along the pipeline axis; None for a spare."""
-        return self._seats[0].pp_rank if self._seats else None
+        return self._rank_assignments[0].pp_rank if self._rank_assignments else None
 
     @property
     def num_ranks(self) -> int:
         """Logical ranks this trainer plays: 0 for a spare."""
-        return len(self._seats)
+        return len(self._rank_assignments)
 
     @property
-    def _seats(self) -> list[common_pb2.Coordinates]:
-        return [seat.coordinates for seat in self._membership.seats]
+    def _rank_assignments(self) -> list[common_pb2.Coordinates]:
+        return [rank_assignment.coordinates for rank_assignment in self._membership.rank_assignments]
 
     def _tell_place(self) -> None:
-        if self._seats:
-            logger.info("trainer %r plays logical ranks %s", self.trainer, [seat.global_rank for seat in self._seats])
+        if self._rank_assignments:
+            logger.info(
+                "trainer %r plays logical ranks %s",
+                self.trainer,
+                [rank_assignment.global_rank for rank_assignment in self._rank_assignments],
+            )
         elif (former := open_sessions.trainer_of(self.run_id)) is not None:
             self.store.spare_hint = (
                 f"this process has joined run {self.run!r} before, as trainer {former!r}. Use that session, or "
@@ -157,7 +161,7 @@ class Session:
 
     def _name_prefix(self) -> str:
         """Ranks that differ in tp or pp hold different units of the same modules."""
-        if self.world.tp == self.world.pp == 1 or not self._seats:
+        if self.world.tp == self.world.pp == 1 or not self._rank_assignments:
             return ""
         return f"pp{self.pp_rank}.tp{self.tp_rank}."
 
@@ -262,14 +266,14 @@ class Session:
         """What this trainer holds of its sharded modules now and held at most, unit by unit; prints as a table."""
         return measure(self.units, self.store.stats)
 
-    def lanes(self) -> list[dict[str, Any]]:
+    def transports(self) -> list[dict[str, Any]]:
         """How this trainer reaches each shard server, one entry per server.
 
         Returns:
-            ``server`` (host:port), ``lane`` (``shm``, ``socket`` or ``grpc``), ``bytes_per_s`` (measured when it
+            ``server`` (host:port), ``transport`` (``shm``, ``socket`` or ``grpc``), ``bytes_per_s`` (measured when it
             was opened), ``received_bytes`` and ``sent_bytes`` (streamed, as they travelled).
         """
-        return self.store.lanes
+        return self.store.transports
 
     def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
         """A ``torch.distributed`` mesh with axes dp, tp, pp in the run's order; see ``mesh.device_mesh``."""

@@ -20,7 +20,7 @@ class GradNorm:
     """Tells the gradient from that of an earlier attempt."""
 
 
-SliceUpdate = Callable[[Sequence[coordinator_pb2.SliceWork]], Sequence[coordinator_pb2.SliceWork]]
+PartitionUpdate = Callable[[Sequence[coordinator_pb2.PartitionWork]], Sequence[coordinator_pb2.PartitionWork]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,9 @@ class StepUpdate:
     """What the gradient is multiplied by."""
     norm_attempts: int | None = None
     """``GradNorm.attempts`` of the norm that the coefficient was computed from; None: of none."""
-    update_slices: SliceUpdate | None = None
-    """Stages the slices that the coordinator assigns to this trainer and returns those that are staged. Needed if the
+    update_partitions: PartitionUpdate | None = None
+    """Stages the partitions that the coordinator assigns to this trainer and returns those that are staged. Needed if
+    the
     optimizer runs on the trainers."""
 
 
@@ -129,8 +130,8 @@ class StepEnd:
         )
         started = time.perf_counter()
         response = self._poll_commit(request)
-        while update.update_slices is not None and response.slices:
-            request.staged_slices.extend(update.update_slices(response.slices))
+        while update.update_partitions is not None and response.partitions:
+            request.staged_partitions.extend(update.update_partitions(response.partitions))
             request.context.CopyFrom(self._membership.context(step))
             response = self._poll_commit(request)
         self._commit_wait_s += time.perf_counter() - started
@@ -140,7 +141,7 @@ class StepEnd:
         response: coordinator_pb2.CommitStepResponse = self._membership.poll(
             "CommitStep",
             request,
-            lambda answer: answer.committed or answer.slices,
+            lambda answer: answer.committed or answer.partitions,
             what=f"the commit of step {request.context.step}",
         )
         return response

@@ -118,33 +118,33 @@ WIRE_DTYPE_INT8: WireDType.ValueType  # 3
 """One signed byte each, with a FLOAT32 scale per block; see docs/wire-format.md."""
 global___WireDType = WireDType
 
-class _LaneKind:
+class _TransportKind:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
 
-class _LaneKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_LaneKind.ValueType], builtins.type):
+class _TransportKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_TransportKind.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    LANE_KIND_UNSPECIFIED: _LaneKind.ValueType  # 0
+    TRANSPORT_KIND_UNSPECIFIED: _TransportKind.ValueType  # 0
     """Not set; refused."""
-    LANE_KIND_GRPC: _LaneKind.ValueType  # 1
+    TRANSPORT_KIND_GRPC: _TransportKind.ValueType  # 1
     """The rpcs themselves. Always there."""
-    LANE_KIND_SOCKET: _LaneKind.ValueType  # 2
+    TRANSPORT_KIND_SOCKET: _TransportKind.ValueType  # 2
     """Plain TCP connections beside the rpcs, opened with a one-time token."""
-    LANE_KIND_SHM: _LaneKind.ValueType  # 3
+    TRANSPORT_KIND_SHM: _TransportKind.ValueType  # 3
     """Memory that both processes map. Only on one host."""
 
-class LaneKind(_LaneKind, metaclass=_LaneKindEnumTypeWrapper):
+class TransportKind(_TransportKind, metaclass=_TransportKindEnumTypeWrapper):
     """A way for bytes between one trainer and one shard server."""
 
-LANE_KIND_UNSPECIFIED: LaneKind.ValueType  # 0
+TRANSPORT_KIND_UNSPECIFIED: TransportKind.ValueType  # 0
 """Not set; refused."""
-LANE_KIND_GRPC: LaneKind.ValueType  # 1
+TRANSPORT_KIND_GRPC: TransportKind.ValueType  # 1
 """The rpcs themselves. Always there."""
-LANE_KIND_SOCKET: LaneKind.ValueType  # 2
+TRANSPORT_KIND_SOCKET: TransportKind.ValueType  # 2
 """Plain TCP connections beside the rpcs, opened with a one-time token."""
-LANE_KIND_SHM: LaneKind.ValueType  # 3
+TRANSPORT_KIND_SHM: TransportKind.ValueType  # 3
 """Memory that both processes map. Only on one host."""
-global___LaneKind = LaneKind
+global___TransportKind = TransportKind
 
 class _Placement:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -204,7 +204,7 @@ class _UnitKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """Parameters: trained, with optimizer state."""
     UNIT_KIND_BUFFERS: _UnitKind.ValueType  # 1
     """Buffers of modules, such as BatchNorm statistics. Data rank 0 pushes the new values of those that its work item
-    changed, with ReduceScatter or ReduceMailbox, and Update stores them. No optimizer and no norm counts them, and
+    changed, with ReduceScatter or ReduceGradientBuffer, and Update stores them. No optimizer and no norm counts them, and
     they may hold NaN and infinity.
     """
 
@@ -215,7 +215,7 @@ UNIT_KIND_UNSPECIFIED: UnitKind.ValueType  # 0
 """Parameters: trained, with optimizer state."""
 UNIT_KIND_BUFFERS: UnitKind.ValueType  # 1
 """Buffers of modules, such as BatchNorm statistics. Data rank 0 pushes the new values of those that its work item
-changed, with ReduceScatter or ReduceMailbox, and Update stores them. No optimizer and no norm counts them, and
+changed, with ReduceScatter or ReduceGradientBuffer, and Update stores them. No optimizer and no norm counts them, and
 they may hold NaN and infinity.
 """
 global___UnitKind = UnitKind
@@ -530,7 +530,7 @@ class OptimizerStep(google.protobuf.message.Message):
     CLIP_VALUE_FIELD_NUMBER: builtins.int
     algorithm: builtins.str
     """Such as "adamw"; docs/optimizers.md has all. Empty: every group names its own. "trainer/NAME": trainers run
-    the optimizer called NAME and stage new values of their slices, and hyperparameters are only compared.
+    the optimizer called NAME and stage new values of their partitions, and hyperparameters are only compared.
     """
     skip_non_finite: builtins.bool
     """Commit the step without any gradient if one is not finite, instead of failing: losses are scaled."""

@@ -343,7 +343,7 @@ class RankGroup(google.protobuf.message.Message):
 global___RankGroup = RankGroup
 
 @typing.final
-class Seat(google.protobuf.message.Message):
+class RankAssignment(google.protobuf.message.Message):
     """One logical rank as the trainer that plays it sees it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -379,7 +379,7 @@ class Seat(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_previous_stage", b"_previous_stage"]) -> typing.Literal["previous_stage"] | None: ...
 
-global___Seat = Seat
+global___RankAssignment = RankAssignment
 
 @typing.final
 class WorkItem(google.protobuf.message.Message):
@@ -521,7 +521,7 @@ class JoinResponse(google.protobuf.message.Message):
     TRAINER_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     LEASE_S_FIELD_NUMBER: builtins.int
-    SEATS_FIELD_NUMBER: builtins.int
+    RANK_ASSIGNMENTS_FIELD_NUMBER: builtins.int
     CONFIG_FIELD_NUMBER: builtins.int
     COMMITTED_STEP_FIELD_NUMBER: builtins.int
     WORK_FIELD_NUMBER: builtins.int
@@ -544,7 +544,7 @@ class JoinResponse(google.protobuf.message.Message):
         """While waiting: what for, one line each."""
 
     @property
-    def seats(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Seat]:
+    def rank_assignments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankAssignment]:
         """Logical ranks of this trainer. Empty: a spare."""
 
     @property
@@ -567,7 +567,7 @@ class JoinResponse(google.protobuf.message.Message):
         trainer: builtins.str = ...,
         epoch: builtins.int = ...,
         lease_s: builtins.float = ...,
-        seats: collections.abc.Iterable[global___Seat] | None = ...,
+        rank_assignments: collections.abc.Iterable[global___RankAssignment] | None = ...,
         config: global___RunConfig | None = ...,
         committed_step: builtins.int = ...,
         work: global___StepWork | None = ...,
@@ -575,7 +575,7 @@ class JoinResponse(google.protobuf.message.Message):
         run_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_state", b"_state", "config", b"config", "state", b"state", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "run_id", b"run_id", "seats", b"seats", "started", b"started", "state", b"state", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "rank_assignments", b"rank_assignments", "run_id", b"run_id", "started", b"started", "state", b"state", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___JoinResponse = JoinResponse
@@ -599,7 +599,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     run_id: builtins.str
     """Id of the run, as Join returned it."""
     @property
-    def transports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Transport]:
+    def transports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TransportReport]:
         """How the trainer reaches the shard servers now; takes the place of what it reported before."""
 
     @property
@@ -613,7 +613,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
         trainer: builtins.str = ...,
         epoch: builtins.int = ...,
         run_id: builtins.str = ...,
-        transports: collections.abc.Iterable[global___Transport] | None = ...,
+        transports: collections.abc.Iterable[global___TransportReport] | None = ...,
         unreachable: collections.abc.Iterable[global___UnreachableServer] | None = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "transports", b"transports", "unreachable", b"unreachable"]) -> None: ...
@@ -621,7 +621,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
 global___HeartbeatRequest = HeartbeatRequest
 
 @typing.final
-class Transport(google.protobuf.message.Message):
+class TransportReport(google.protobuf.message.Message):
     """How a trainer reaches a shard server."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -632,7 +632,7 @@ class Transport(google.protobuf.message.Message):
     SERVER_ID_FIELD_NUMBER: builtins.int
     address: builtins.str
     """host:port of the shard server."""
-    kind: shardwell_wire.v1.common_pb2.LaneKind.ValueType
+    kind: shardwell_wire.v1.common_pb2.TransportKind.ValueType
     """How bytes travel."""
     bytes_per_s: builtins.float
     """Bytes per second, measured when the transport was opened. 0: not measured."""
@@ -642,13 +642,13 @@ class Transport(google.protobuf.message.Message):
         self,
         *,
         address: builtins.str = ...,
-        kind: shardwell_wire.v1.common_pb2.LaneKind.ValueType = ...,
+        kind: shardwell_wire.v1.common_pb2.TransportKind.ValueType = ...,
         bytes_per_s: builtins.float = ...,
         server_id: builtins.str = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["address", b"address", "bytes_per_s", b"bytes_per_s", "kind", b"kind", "server_id", b"server_id"]) -> None: ...
 
-global___Transport = Transport
+global___TransportReport = TransportReport
 
 @typing.final
 class UnreachableServer(google.protobuf.message.Message):
@@ -1100,8 +1100,8 @@ class PrepareGradientsResponse(google.protobuf.message.Message):
 global___PrepareGradientsResponse = PrepareGradientsResponse
 
 @typing.final
-class SliceWork(google.protobuf.message.Message):
-    """The right to stage one data rank's slices of all units in one step."""
+class PartitionWork(google.protobuf.message.Message):
+    """The right to stage one data rank's partitions of all units in one step."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1109,9 +1109,9 @@ class SliceWork(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     ATTEMPTS_FIELD_NUMBER: builtins.int
     dp_rank: builtins.int
-    """Whose slices."""
+    """Whose partitions."""
     epoch: builtins.int
-    """Fences what is staged: rises when the slices go to another trainer."""
+    """Fences what is staged: rises when the partitions go to another trainer."""
     attempts: builtins.int
     """Sum of the attempts at all ranks' work: tells the step's gradient from that of an earlier attempt."""
     def __init__(
@@ -1123,7 +1123,7 @@ class SliceWork(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "dp_rank", b"dp_rank", "epoch", b"epoch"]) -> None: ...
 
-global___SliceWork = SliceWork
+global___PartitionWork = PartitionWork
 
 @typing.final
 class CommitStepRequest(google.protobuf.message.Message):
@@ -1136,7 +1136,7 @@ class CommitStepRequest(google.protobuf.message.Message):
     UNIT_ORDER_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
-    STAGED_SLICES_FIELD_NUMBER: builtins.int
+    STAGED_PARTITIONS_FIELD_NUMBER: builtins.int
     NORM_ATTEMPTS_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
@@ -1165,7 +1165,7 @@ class CommitStepRequest(google.protobuf.message.Message):
         """From the holder of the lowest logical rank; ignored from others."""
 
     @property
-    def staged_slices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SliceWork]:
+    def staged_partitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PartitionWork]:
         """What the caller has staged in this step, as it was given out; repeating it is harmless."""
 
     def __init__(
@@ -1178,11 +1178,11 @@ class CommitStepRequest(google.protobuf.message.Message):
         unit_order: collections.abc.Iterable[builtins.int] | None = ...,
         state: global___RunState | None = ...,
         wait_s: builtins.float = ...,
-        staged_slices: collections.abc.Iterable[global___SliceWork] | None = ...,
+        staged_partitions: collections.abc.Iterable[global___PartitionWork] | None = ...,
         norm_attempts: builtins.int | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_norm_attempts", b"_norm_attempts", "_state", b"_state", "context", b"context", "norm_attempts", b"norm_attempts", "optimizer", b"optimizer", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_norm_attempts", b"_norm_attempts", "_state", b"_state", "clip_coefficient", b"clip_coefficient", "context", b"context", "norm_attempts", b"norm_attempts", "optimizer", b"optimizer", "staged_slices", b"staged_slices", "state", b"state", "trainer", b"trainer", "unit_order", b"unit_order", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_norm_attempts", b"_norm_attempts", "_state", b"_state", "clip_coefficient", b"clip_coefficient", "context", b"context", "norm_attempts", b"norm_attempts", "optimizer", b"optimizer", "staged_partitions", b"staged_partitions", "state", b"state", "trainer", b"trainer", "unit_order", b"unit_order", "wait_s", b"wait_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_norm_attempts", b"_norm_attempts"]) -> typing.Literal["norm_attempts"] | None: ...
     @typing.overload
@@ -1201,7 +1201,7 @@ class CommitStepResponse(google.protobuf.message.Message):
     NEXT_WORK_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     SKIPPED_FIELD_NUMBER: builtins.int
-    SLICES_FIELD_NUMBER: builtins.int
+    PARTITIONS_FIELD_NUMBER: builtins.int
     committed: builtins.bool
     """False: still waiting; ask again."""
     grad_norm: builtins.float
@@ -1223,8 +1223,8 @@ class CommitStepResponse(google.protobuf.message.Message):
         """When buffers changed last, if any has; without tracked objects."""
 
     @property
-    def slices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SliceWork]:
-        """Slices for the caller to update and stage; then it asks again. Only with an optimizer that runs
+    def partitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PartitionWork]:
+        """Partitions for the caller to update and stage; then it asks again. Only with an optimizer that runs
         on the trainers.
         """
 
@@ -1238,10 +1238,10 @@ class CommitStepResponse(google.protobuf.message.Message):
         next_work: global___StepWork | None = ...,
         state: global___RunState | None = ...,
         skipped: builtins.bool = ...,
-        slices: collections.abc.Iterable[global___SliceWork] | None = ...,
+        partitions: collections.abc.Iterable[global___PartitionWork] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_state", b"_state", "next_work", b"next_work", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "next_work", b"next_work", "skipped", b"skipped", "slices", b"slices", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "next_work", b"next_work", "partitions", b"partitions", "skipped", b"skipped", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___CommitStepResponse = CommitStepResponse
@@ -1469,7 +1469,7 @@ class TrainerSummary(google.protobuf.message.Message):
         """Logical ranks that are its own."""
 
     @property
-    def transports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Transport]:
+    def transports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TransportReport]:
         """How it reaches shard servers, as its last heartbeat said. Empty until it has connected to one."""
 
     def __init__(
@@ -1481,7 +1481,7 @@ class TrainerSummary(google.protobuf.message.Message):
         global_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         silent_s: builtins.float = ...,
         live: builtins.bool = ...,
-        transports: collections.abc.Iterable[global___Transport] | None = ...,
+        transports: collections.abc.Iterable[global___TransportReport] | None = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "global_ranks", b"global_ranks", "host", b"host", "live", b"live", "silent_s", b"silent_s", "trainer", b"trainer", "transports", b"transports"]) -> None: ...
 
@@ -1583,10 +1583,10 @@ class DescribeWorldRequest(google.protobuf.message.Message):
 global___DescribeWorldRequest = DescribeWorldRequest
 
 @typing.final
-class SeatSummary(google.protobuf.message.Message):
+class RankAssignmentSummary(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SEAT_FIELD_NUMBER: builtins.int
+    RANK_ASSIGNMENT_FIELD_NUMBER: builtins.int
     TRAINER_FIELD_NUMBER: builtins.int
     HOST_FIELD_NUMBER: builtins.int
     trainer: builtins.str
@@ -1594,20 +1594,20 @@ class SeatSummary(google.protobuf.message.Message):
     host: builtins.str
     """Host of that trainer. Empty: none."""
     @property
-    def seat(self) -> global___Seat:
+    def rank_assignment(self) -> global___RankAssignment:
         """The rank, its groups and neighbours."""
 
     def __init__(
         self,
         *,
-        seat: global___Seat | None = ...,
+        rank_assignment: global___RankAssignment | None = ...,
         trainer: builtins.str = ...,
         host: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["seat", b"seat"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["host", b"host", "seat", b"seat", "trainer", b"trainer"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["rank_assignment", b"rank_assignment"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["host", b"host", "rank_assignment", b"rank_assignment", "trainer", b"trainer"]) -> None: ...
 
-global___SeatSummary = SeatSummary
+global___RankAssignmentSummary = RankAssignmentSummary
 
 @typing.final
 class DescribeWorldResponse(google.protobuf.message.Message):
@@ -1615,7 +1615,7 @@ class DescribeWorldResponse(google.protobuf.message.Message):
 
     WORLD_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
-    SEATS_FIELD_NUMBER: builtins.int
+    RANK_ASSIGNMENTS_FIELD_NUMBER: builtins.int
     world_size: builtins.int
     """Number of logical ranks."""
     @property
@@ -1623,7 +1623,7 @@ class DescribeWorldResponse(google.protobuf.message.Message):
         """The grid of logical ranks."""
 
     @property
-    def seats(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SeatSummary]:
+    def rank_assignments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankAssignmentSummary]:
         """One entry per logical rank."""
 
     def __init__(
@@ -1631,10 +1631,10 @@ class DescribeWorldResponse(google.protobuf.message.Message):
         *,
         world: shardwell_wire.v1.common_pb2.World | None = ...,
         world_size: builtins.int = ...,
-        seats: collections.abc.Iterable[global___SeatSummary] | None = ...,
+        rank_assignments: collections.abc.Iterable[global___RankAssignmentSummary] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["world", b"world"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["seats", b"seats", "world", b"world", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rank_assignments", b"rank_assignments", "world", b"world", "world_size", b"world_size"]) -> None: ...
 
 global___DescribeWorldResponse = DescribeWorldResponse
 

@@ -526,7 +526,7 @@ class ReduceScatterResponse(google.protobuf.message.Message):
 global___ReduceScatterResponse = ReduceScatterResponse
 
 @typing.final
-class HoldVersionRequest(google.protobuf.message.Message):
+class PinVersionRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RUN_FIELD_NUMBER: builtins.int
@@ -551,10 +551,10 @@ class HoldVersionRequest(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["run", b"run", "run_id", b"run_id", "version", b"version", "wait_s", b"wait_s"]) -> None: ...
 
-global___HoldVersionRequest = HoldVersionRequest
+global___PinVersionRequest = PinVersionRequest
 
 @typing.final
-class HoldVersionResponse(google.protobuf.message.Message):
+class PinVersionResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: builtins.int
@@ -571,10 +571,10 @@ class HoldVersionResponse(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["shard_count", b"shard_count", "version", b"version"]) -> None: ...
 
-global___HoldVersionResponse = HoldVersionResponse
+global___PinVersionResponse = PinVersionResponse
 
 @typing.final
-class OpenLaneRequest(google.protobuf.message.Message):
+class OpenTransportRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RUN_FIELD_NUMBER: builtins.int
@@ -582,7 +582,7 @@ class OpenLaneRequest(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
-    kind: shardwell_wire.v1.common_pb2.LaneKind.ValueType
+    kind: shardwell_wire.v1.common_pb2.TransportKind.ValueType
     """Which kind."""
     run_id: builtins.str
     """Id of the run, as Join returned it. Required."""
@@ -590,16 +590,16 @@ class OpenLaneRequest(google.protobuf.message.Message):
         self,
         *,
         run: builtins.str = ...,
-        kind: shardwell_wire.v1.common_pb2.LaneKind.ValueType = ...,
+        kind: shardwell_wire.v1.common_pb2.TransportKind.ValueType = ...,
         run_id: builtins.str = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["kind", b"kind", "run", b"run", "run_id", b"run_id"]) -> None: ...
 
-global___OpenLaneRequest = OpenLaneRequest
+global___OpenTransportRequest = OpenTransportRequest
 
 @typing.final
 class SharedMemoryOffer(google.protobuf.message.Message):
-    """How to use a shm lane."""
+    """How to use a shm transport."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -624,7 +624,7 @@ global___SharedMemoryOffer = SharedMemoryOffer
 
 @typing.final
 class SocketOffer(google.protobuf.message.Message):
-    """How to use a socket lane."""
+    """How to use a socket transport."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -633,7 +633,7 @@ class SocketOffer(google.protobuf.message.Message):
     port: builtins.int
     """TCP port, on the host at which the server was reached."""
     token: builtins.bytes
-    """What each connection of the lane sends first."""
+    """What each connection of the transport sends first."""
     def __init__(
         self,
         *,
@@ -645,14 +645,14 @@ class SocketOffer(google.protobuf.message.Message):
 global___SocketOffer = SocketOffer
 
 @typing.final
-class OpenLaneResponse(google.protobuf.message.Message):
+class OpenTransportResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    LANE_FIELD_NUMBER: builtins.int
+    TRANSPORT_FIELD_NUMBER: builtins.int
     SHM_FIELD_NUMBER: builtins.int
     SOCKET_FIELD_NUMBER: builtins.int
-    lane: builtins.str
-    """Names the lane in other requests."""
+    transport: builtins.str
+    """Names the transport in other requests."""
     @property
     def shm(self) -> global___SharedMemoryOffer:
         """Of kind shm."""
@@ -664,15 +664,15 @@ class OpenLaneResponse(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        lane: builtins.str = ...,
+        transport: builtins.str = ...,
         shm: global___SharedMemoryOffer | None = ...,
         socket: global___SocketOffer | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["offer", b"offer", "shm", b"shm", "socket", b"socket"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lane", b"lane", "offer", b"offer", "shm", b"shm", "socket", b"socket"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offer", b"offer", "shm", b"shm", "socket", b"socket", "transport", b"transport"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["offer", b"offer"]) -> typing.Literal["shm", "socket"] | None: ...
 
-global___OpenLaneResponse = OpenLaneResponse
+global___OpenTransportResponse = OpenTransportResponse
 
 @typing.final
 class LocateShardRequest(google.protobuf.message.Message):
@@ -681,7 +681,7 @@ class LocateShardRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     UNIT_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
-    LANE_FIELD_NUMBER: builtins.int
+    TRANSPORT_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
@@ -689,8 +689,8 @@ class LocateShardRequest(google.protobuf.message.Message):
     """Name of the unit."""
     version: builtins.int
     """Unset: the newest version."""
-    lane: builtins.str
-    """An open shm lane."""
+    transport: builtins.str
+    """An open shm transport."""
     run_id: builtins.str
     """Id of the run, as Join returned it. Required."""
     def __init__(
@@ -699,11 +699,11 @@ class LocateShardRequest(google.protobuf.message.Message):
         run: builtins.str = ...,
         unit: builtins.str = ...,
         version: builtins.int | None = ...,
-        lane: builtins.str = ...,
+        transport: builtins.str = ...,
         run_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "lane", b"lane", "run", b"run", "run_id", b"run_id", "unit", b"unit", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "run", b"run", "run_id", b"run_id", "transport", b"transport", "unit", b"unit", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___LocateShardRequest = LocateShardRequest
@@ -732,19 +732,19 @@ class LocateShardResponse(google.protobuf.message.Message):
 global___LocateShardResponse = LocateShardResponse
 
 @typing.final
-class OpenMailboxRequest(google.protobuf.message.Message):
+class OpenGradientBufferRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RUN_FIELD_NUMBER: builtins.int
     UNIT_FIELD_NUMBER: builtins.int
-    LANE_FIELD_NUMBER: builtins.int
+    TRANSPORT_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     unit: builtins.str
     """Name of the unit."""
-    lane: builtins.str
-    """An open shm lane."""
+    transport: builtins.str
+    """An open shm transport."""
     run_id: builtins.str
     """Id of the run, as Join returned it. Required."""
     def __init__(
@@ -752,44 +752,44 @@ class OpenMailboxRequest(google.protobuf.message.Message):
         *,
         run: builtins.str = ...,
         unit: builtins.str = ...,
-        lane: builtins.str = ...,
+        transport: builtins.str = ...,
         run_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lane", b"lane", "run", b"run", "run_id", b"run_id", "unit", b"unit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["run", b"run", "run_id", b"run_id", "transport", b"transport", "unit", b"unit"]) -> None: ...
 
-global___OpenMailboxRequest = OpenMailboxRequest
+global___OpenGradientBufferRequest = OpenGradientBufferRequest
 
 @typing.final
-class OpenMailboxResponse(google.protobuf.message.Message):
+class OpenGradientBufferResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    MAILBOX_FIELD_NUMBER: builtins.int
+    GRADIENT_BUFFER_FIELD_NUMBER: builtins.int
     PATH_FIELD_NUMBER: builtins.int
-    mailbox: builtins.int
-    """Names the mailbox in ReduceMailbox."""
+    gradient_buffer: builtins.int
+    """Names the gradient buffer in ReduceGradientBuffer."""
     path: builtins.str
     """A file on the server's host, as large as the shard; gradients lie in it like their parameters."""
     def __init__(
         self,
         *,
-        mailbox: builtins.int = ...,
+        gradient_buffer: builtins.int = ...,
         path: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["mailbox", b"mailbox", "path", b"path"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["gradient_buffer", b"gradient_buffer", "path", b"path"]) -> None: ...
 
-global___OpenMailboxResponse = OpenMailboxResponse
+global___OpenGradientBufferResponse = OpenGradientBufferResponse
 
 @typing.final
-class ReduceMailboxRequest(google.protobuf.message.Message):
+class ReduceGradientBufferRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
-    LANE_FIELD_NUMBER: builtins.int
-    MAILBOX_FIELD_NUMBER: builtins.int
-    lane: builtins.str
-    """An open shm lane."""
-    mailbox: builtins.int
-    """Of this lane."""
+    TRANSPORT_FIELD_NUMBER: builtins.int
+    GRADIENT_BUFFER_FIELD_NUMBER: builtins.int
+    transport: builtins.str
+    """An open shm transport."""
+    gradient_buffer: builtins.int
+    """Of this transport."""
     @property
     def header(self) -> global___ReduceScatterHeader:
         """As of ReduceScatter; nothing is encoded, so wire_dtype is unspecified."""
@@ -798,16 +798,16 @@ class ReduceMailboxRequest(google.protobuf.message.Message):
         self,
         *,
         header: global___ReduceScatterHeader | None = ...,
-        lane: builtins.str = ...,
-        mailbox: builtins.int = ...,
+        transport: builtins.str = ...,
+        gradient_buffer: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "lane", b"lane", "mailbox", b"mailbox"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["gradient_buffer", b"gradient_buffer", "header", b"header", "transport", b"transport"]) -> None: ...
 
-global___ReduceMailboxRequest = ReduceMailboxRequest
+global___ReduceGradientBufferRequest = ReduceGradientBufferRequest
 
 @typing.final
-class ReduceMailboxResponse(google.protobuf.message.Message):
+class ReduceGradientBufferResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DUPLICATE_FIELD_NUMBER: builtins.int
@@ -818,7 +818,7 @@ class ReduceMailboxResponse(google.protobuf.message.Message):
     version: builtins.int
     """Version the gradient was taken of: the step."""
     adopted: builtins.bool
-    """The mailbox itself is the contribution now: it must not be written to before the step is
+    """The gradient buffer itself is the contribution now: it must not be written to before the step is
     committed or the contribution withdrawn. Otherwise it is free again.
     """
     def __init__(
@@ -830,10 +830,10 @@ class ReduceMailboxResponse(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["adopted", b"adopted", "duplicate", b"duplicate", "version", b"version"]) -> None: ...
 
-global___ReduceMailboxResponse = ReduceMailboxResponse
+global___ReduceGradientBufferResponse = ReduceGradientBufferResponse
 
 @typing.final
-class MeasureLaneRequest(google.protobuf.message.Message):
+class MeasureTransportRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SIZE_BYTES_FIELD_NUMBER: builtins.int
@@ -850,10 +850,10 @@ class MeasureLaneRequest(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "size_bytes", b"size_bytes"]) -> None: ...
 
-global___MeasureLaneRequest = MeasureLaneRequest
+global___MeasureTransportRequest = MeasureTransportRequest
 
 @typing.final
-class MeasureLaneResponse(google.protobuf.message.Message):
+class MeasureTransportResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CHUNK_FIELD_NUMBER: builtins.int
@@ -869,7 +869,7 @@ class MeasureLaneResponse(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["chunk", b"chunk"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["chunk", b"chunk"]) -> None: ...
 
-global___MeasureLaneResponse = MeasureLaneResponse
+global___MeasureTransportResponse = MeasureTransportResponse
 
 @typing.final
 class RankFence(google.protobuf.message.Message):
@@ -1136,7 +1136,7 @@ global___PrepareUpdateResponse = PrepareUpdateResponse
 
 @typing.final
 class StateTensor(google.protobuf.message.Message):
-    """One entry of an optimizer's state for the part of a parameter that lies in a slice of a shard."""
+    """One entry of an optimizer's state for the part of a parameter that lies in a partition of a shard."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1171,7 +1171,7 @@ class StateTensor(google.protobuf.message.Message):
 global___StateTensor = StateTensor
 
 @typing.final
-class ReadSliceRequest(google.protobuf.message.Message):
+class ReadPartitionRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CONTEXT_FIELD_NUMBER: builtins.int
@@ -1183,16 +1183,16 @@ class ReadSliceRequest(google.protobuf.message.Message):
     unit: builtins.str
     """Name of the unit."""
     dp_rank: builtins.int
-    """Whose slice: the unit's flat vector is cut evenly over the data ranks, on multiples of 4096."""
+    """Whose partition: the unit's flat vector is cut evenly over the data ranks, on multiples of 4096."""
     start_bytes: builtins.int
-    """The part of the slice that lies in this server's shard."""
+    """The part of the partition that lies in this server's shard."""
     stop_bytes: builtins.int
     """End of that part, half-open."""
     held_request_id: builtins.str
-    """Request id of the StageSlice that sent values and state which the trainer still has. Empty: none."""
+    """Request id of the StagePartition that sent values and state which the trainer still has. Empty: none."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
-        """Run, step and request id; epoch of the lease on the slice."""
+        """Run, step and request id; epoch of the lease on the partition."""
 
     def __init__(
         self,
@@ -1207,10 +1207,10 @@ class ReadSliceRequest(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["context", b"context", "dp_rank", b"dp_rank", "held_request_id", b"held_request_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
 
-global___ReadSliceRequest = ReadSliceRequest
+global___ReadPartitionRequest = ReadPartitionRequest
 
 @typing.final
-class ReadSliceHeader(google.protobuf.message.Message):
+class ReadPartitionHeader(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: builtins.int
@@ -1221,7 +1221,7 @@ class ReadSliceHeader(google.protobuf.message.Message):
     version: builtins.int
     """Version of the values; the step."""
     generation: builtins.int
-    """Names the gradient in StageSlice: rises when it is worked out anew."""
+    """Names the gradient in StagePartition: rises when it is worked out anew."""
     held: builtins.bool
     """What the trainer still has is what is here: neither values nor state are sent, and state is empty."""
     @property
@@ -1243,16 +1243,16 @@ class ReadSliceHeader(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["generation", b"generation", "gradient_indices", b"gradient_indices", "held", b"held", "state", b"state", "version", b"version"]) -> None: ...
 
-global___ReadSliceHeader = ReadSliceHeader
+global___ReadPartitionHeader = ReadPartitionHeader
 
 @typing.final
-class ReadSliceResponse(google.protobuf.message.Message):
+class ReadPartitionResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     @property
-    def header(self) -> global___ReadSliceHeader:
+    def header(self) -> global___ReadPartitionHeader:
         """On the first message only. The stream is the values of all parameters as far as they lie in the
         range, then the gradients of those that have one, each in layout order and without padding,
         then the state tensors in the order of the header.
@@ -1265,16 +1265,16 @@ class ReadSliceResponse(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        header: global___ReadSliceHeader | None = ...,
+        header: global___ReadPartitionHeader | None = ...,
         chunk: shardwell_wire.v1.common_pb2.Chunk | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header"]) -> None: ...
 
-global___ReadSliceResponse = ReadSliceResponse
+global___ReadPartitionResponse = ReadPartitionResponse
 
 @typing.final
-class StageSliceHeader(google.protobuf.message.Message):
+class StagePartitionHeader(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CONTEXT_FIELD_NUMBER: builtins.int
@@ -1289,18 +1289,18 @@ class StageSliceHeader(google.protobuf.message.Message):
     unit: builtins.str
     """Name of the unit."""
     dp_rank: builtins.int
-    """Whose slice."""
+    """Whose partition."""
     start_bytes: builtins.int
-    """The part of the slice that lies in this server's shard."""
+    """The part of the partition that lies in this server's shard."""
     stop_bytes: builtins.int
     """End of that part, half-open."""
     generation: builtins.int
     """Of the gradient that the values were computed from."""
     share_state: builtins.bool
-    """The trainer has a shm lane: it would rather find the state in shared memory next time."""
+    """The trainer has a shm transport: it would rather find the state in shared memory next time."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
-        """Run, step and request id; epoch of the lease on the slice."""
+        """Run, step and request id; epoch of the lease on the partition."""
 
     @property
     def parameter_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -1308,7 +1308,7 @@ class StageSliceHeader(google.protobuf.message.Message):
 
     @property
     def state(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StateTensor]:
-        """The whole new state of the slice; what is not named is forgotten."""
+        """The whole new state of the partition; what is not named is forgotten."""
 
     def __init__(
         self,
@@ -1326,16 +1326,16 @@ class StageSliceHeader(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["context", b"context", "dp_rank", b"dp_rank", "generation", b"generation", "parameter_indices", b"parameter_indices", "share_state", b"share_state", "start_bytes", b"start_bytes", "state", b"state", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
 
-global___StageSliceHeader = StageSliceHeader
+global___StagePartitionHeader = StagePartitionHeader
 
 @typing.final
-class StageSliceRequest(google.protobuf.message.Message):
+class StagePartitionRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     @property
-    def header(self) -> global___StageSliceHeader:
+    def header(self) -> global___StagePartitionHeader:
         """On the first message only. The stream is the values of the parameters named, as far as they lie in
         the range, in layout order and without padding, then the state tensors in the order of the header.
         """
@@ -1347,16 +1347,16 @@ class StageSliceRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        header: global___StageSliceHeader | None = ...,
+        header: global___StagePartitionHeader | None = ...,
         chunk: shardwell_wire.v1.common_pb2.Chunk | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header"]) -> None: ...
 
-global___StageSliceRequest = StageSliceRequest
+global___StagePartitionRequest = StagePartitionRequest
 
 @typing.final
-class StageSliceResponse(google.protobuf.message.Message):
+class StagePartitionResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: builtins.int
@@ -1369,45 +1369,45 @@ class StageSliceResponse(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["version", b"version"]) -> None: ...
 
-global___StageSliceResponse = StageSliceResponse
+global___StagePartitionResponse = StagePartitionResponse
 
 @typing.final
-class OpenDeskRequest(google.protobuf.message.Message):
+class OpenStagingBufferRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SLICE_FIELD_NUMBER: builtins.int
-    LANE_FIELD_NUMBER: builtins.int
-    lane: builtins.str
-    """An open shm lane."""
+    PARTITION_FIELD_NUMBER: builtins.int
+    TRANSPORT_FIELD_NUMBER: builtins.int
+    transport: builtins.str
+    """An open shm transport."""
     @property
-    def slice(self) -> global___ReadSliceRequest:
+    def partition(self) -> global___ReadPartitionRequest:
         """What is wanted; held_request_id is empty."""
 
     def __init__(
         self,
         *,
-        slice: global___ReadSliceRequest | None = ...,
-        lane: builtins.str = ...,
+        partition: global___ReadPartitionRequest | None = ...,
+        transport: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["slice", b"slice"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lane", b"lane", "slice", b"slice"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["partition", b"partition"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["partition", b"partition", "transport", b"transport"]) -> None: ...
 
-global___OpenDeskRequest = OpenDeskRequest
+global___OpenStagingBufferRequest = OpenStagingBufferRequest
 
 @typing.final
-class OpenDeskResponse(google.protobuf.message.Message):
+class OpenStagingBufferResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
-    DESK_FIELD_NUMBER: builtins.int
+    STAGING_BUFFER_FIELD_NUMBER: builtins.int
     PATH_FIELD_NUMBER: builtins.int
     STATE_PATH_FIELD_NUMBER: builtins.int
     NEW_STATE_PATH_FIELD_NUMBER: builtins.int
-    desk: builtins.int
-    """Names the desk in StageDesk."""
+    staging_buffer: builtins.int
+    """Names the staging buffer in StageStagingBuffer."""
     path: builtins.str
     """A file on the server's host: the gradients, then, from the next multiple of 4096 on, room for the
-    values. Each lies as in the slice's range of the flat vector.
+    values. Each lies as in the partition's range of the flat vector.
     """
     state_path: builtins.str
     """A file with the present state, not to be written to: the tensors in the order of the header, each
@@ -1416,52 +1416,52 @@ class OpenDeskResponse(google.protobuf.message.Message):
     new_state_path: builtins.str
     """A file with room for the new state, laid out likewise. Empty: there is no state."""
     @property
-    def header(self) -> global___ReadSliceHeader:
-        """As of ReadSlice."""
+    def header(self) -> global___ReadPartitionHeader:
+        """As of ReadPartition."""
 
     def __init__(
         self,
         *,
-        header: global___ReadSliceHeader | None = ...,
-        desk: builtins.int = ...,
+        header: global___ReadPartitionHeader | None = ...,
+        staging_buffer: builtins.int = ...,
         path: builtins.str = ...,
         state_path: builtins.str = ...,
         new_state_path: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["desk", b"desk", "header", b"header", "new_state_path", b"new_state_path", "path", b"path", "state_path", b"state_path"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "new_state_path", b"new_state_path", "path", b"path", "staging_buffer", b"staging_buffer", "state_path", b"state_path"]) -> None: ...
 
-global___OpenDeskResponse = OpenDeskResponse
+global___OpenStagingBufferResponse = OpenStagingBufferResponse
 
 @typing.final
-class StageDeskRequest(google.protobuf.message.Message):
+class StageStagingBufferRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
-    LANE_FIELD_NUMBER: builtins.int
-    DESK_FIELD_NUMBER: builtins.int
-    lane: builtins.str
-    """An open shm lane."""
-    desk: builtins.int
-    """Of this lane. It must not be written to any more until it is opened again."""
+    TRANSPORT_FIELD_NUMBER: builtins.int
+    STAGING_BUFFER_FIELD_NUMBER: builtins.int
+    transport: builtins.str
+    """An open shm transport."""
+    staging_buffer: builtins.int
+    """Of this transport. It must not be written to any more until it is opened again."""
     @property
-    def header(self) -> global___StageSliceHeader:
-        """As of StageSlice; state has the tensors that OpenDesk named, in that order."""
+    def header(self) -> global___StagePartitionHeader:
+        """As of StagePartition; state has the tensors that OpenStagingBuffer named, in that order."""
 
     def __init__(
         self,
         *,
-        header: global___StageSliceHeader | None = ...,
-        lane: builtins.str = ...,
-        desk: builtins.int = ...,
+        header: global___StagePartitionHeader | None = ...,
+        transport: builtins.str = ...,
+        staging_buffer: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["desk", b"desk", "header", b"header", "lane", b"lane"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "staging_buffer", b"staging_buffer", "transport", b"transport"]) -> None: ...
 
-global___StageDeskRequest = StageDeskRequest
+global___StageStagingBufferRequest = StageStagingBufferRequest
 
 @typing.final
-class StageDeskResponse(google.protobuf.message.Message):
+class StageStagingBufferResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: builtins.int
@@ -1474,10 +1474,10 @@ class StageDeskResponse(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["version", b"version"]) -> None: ...
 
-global___StageDeskResponse = StageDeskResponse
+global___StageStagingBufferResponse = StageStagingBufferResponse
 
 @typing.final
-class ConfirmSlicesRequest(google.protobuf.message.Message):
+class ConfirmPartitionsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CONTEXT_FIELD_NUMBER: builtins.int
@@ -1493,17 +1493,17 @@ class ConfirmSlicesRequest(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["context", b"context"]) -> None: ...
 
-global___ConfirmSlicesRequest = ConfirmSlicesRequest
+global___ConfirmPartitionsRequest = ConfirmPartitionsRequest
 
 @typing.final
-class ConfirmSlicesResponse(google.protobuf.message.Message):
+class ConfirmPartitionsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
 
-global___ConfirmSlicesResponse = ConfirmSlicesResponse
+global___ConfirmPartitionsResponse = ConfirmPartitionsResponse
 
 @typing.final
 class UpdateRequest(google.protobuf.message.Message):

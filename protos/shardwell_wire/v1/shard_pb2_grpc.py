@@ -74,35 +74,35 @@ class ShardServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterResponse.FromString,
                 _registered_method=True)
-        self.HoldVersion = channel.unary_stream(
-                '/shardwell.v1.ShardService/HoldVersion',
-                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.HoldVersionRequest.SerializeToString,
-                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.HoldVersionResponse.FromString,
+        self.PinVersion = channel.unary_stream(
+                '/shardwell.v1.ShardService/PinVersion',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.PinVersionRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.PinVersionResponse.FromString,
                 _registered_method=True)
-        self.OpenLane = channel.unary_stream(
-                '/shardwell.v1.ShardService/OpenLane',
-                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneRequest.SerializeToString,
-                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneResponse.FromString,
+        self.OpenTransport = channel.unary_stream(
+                '/shardwell.v1.ShardService/OpenTransport',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenTransportRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenTransportResponse.FromString,
                 _registered_method=True)
         self.LocateShard = channel.unary_unary(
                 '/shardwell.v1.ShardService/LocateShard',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.LocateShardRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.LocateShardResponse.FromString,
                 _registered_method=True)
-        self.OpenMailbox = channel.unary_unary(
-                '/shardwell.v1.ShardService/OpenMailbox',
-                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxRequest.SerializeToString,
-                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxResponse.FromString,
+        self.OpenGradientBuffer = channel.unary_unary(
+                '/shardwell.v1.ShardService/OpenGradientBuffer',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferResponse.FromString,
                 _registered_method=True)
-        self.ReduceMailbox = channel.unary_unary(
-                '/shardwell.v1.ShardService/ReduceMailbox',
-                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceMailboxRequest.SerializeToString,
-                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceMailboxResponse.FromString,
+        self.ReduceGradientBuffer = channel.unary_unary(
+                '/shardwell.v1.ShardService/ReduceGradientBuffer',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferResponse.FromString,
                 _registered_method=True)
-        self.MeasureLane = channel.unary_stream(
-                '/shardwell.v1.ShardService/MeasureLane',
-                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.MeasureLaneRequest.SerializeToString,
-                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.MeasureLaneResponse.FromString,
+        self.MeasureTransport = channel.unary_stream(
+                '/shardwell.v1.ShardService/MeasureTransport',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.MeasureTransportRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.MeasureTransportResponse.FromString,
                 _registered_method=True)
         self.Fence = channel.unary_unary(
                 '/shardwell.v1.ShardService/Fence',
@@ -114,30 +114,30 @@ class ShardServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.PrepareStepRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.PrepareStepResponse.FromString,
                 _registered_method=True)
-        self.ReadSlice = channel.unary_stream(
-                '/shardwell.v1.ShardService/ReadSlice',
-                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadSliceRequest.SerializeToString,
-                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadSliceResponse.FromString,
+        self.ReadPartition = channel.unary_stream(
+                '/shardwell.v1.ShardService/ReadPartition',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadPartitionRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadPartitionResponse.FromString,
                 _registered_method=True)
-        self.StageSlice = channel.stream_unary(
-                '/shardwell.v1.ShardService/StageSlice',
-                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.StageSliceRequest.SerializeToString,
-                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.StageSliceResponse.FromString,
+        self.StagePartition = channel.stream_unary(
+                '/shardwell.v1.ShardService/StagePartition',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.StagePartitionRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.StagePartitionResponse.FromString,
                 _registered_method=True)
-        self.OpenDesk = channel.unary_unary(
-                '/shardwell.v1.ShardService/OpenDesk',
-                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenDeskRequest.SerializeToString,
-                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenDeskResponse.FromString,
+        self.OpenStagingBuffer = channel.unary_unary(
+                '/shardwell.v1.ShardService/OpenStagingBuffer',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenStagingBufferRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenStagingBufferResponse.FromString,
                 _registered_method=True)
-        self.StageDesk = channel.unary_unary(
-                '/shardwell.v1.ShardService/StageDesk',
-                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.StageDeskRequest.SerializeToString,
-                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.StageDeskResponse.FromString,
+        self.StageStagingBuffer = channel.unary_unary(
+                '/shardwell.v1.ShardService/StageStagingBuffer',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.StageStagingBufferRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.StageStagingBufferResponse.FromString,
                 _registered_method=True)
-        self.ConfirmSlices = channel.unary_unary(
-                '/shardwell.v1.ShardService/ConfirmSlices',
-                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesRequest.SerializeToString,
-                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesResponse.FromString,
+        self.ConfirmPartitions = channel.unary_unary(
+                '/shardwell.v1.ShardService/ConfirmPartitions',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmPartitionsRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmPartitionsResponse.FromString,
                 _registered_method=True)
         self.PrepareUpdate = channel.unary_unary(
                 '/shardwell.v1.ShardService/PrepareUpdate',
@@ -243,7 +243,7 @@ class ShardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def HoldVersion(self, request, context):
+    def PinVersion(self, request, context):
         """People: keeps a version of all of a run's shards here readable while training goes on, until the caller
         ends the stream or the run is deleted. Its one message comes when the version is held. What the next step overwrites
         is kept in a copy; copies give way when training needs the memory, and Gather of that version then
@@ -253,8 +253,8 @@ class ShardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def OpenLane(self, request, context):
-        """Trainer: opens a faster way for its bytes. The first message says how to use it; the lane is
+    def OpenTransport(self, request, context):
+        """Trainer: opens a faster way for its bytes. The first message says how to use it; the transport is
         there until the stream ends, on either side. FAILED_PRECONDITION: this server does not offer the kind;
         RESOURCE_EXHAUSTED: no room for it.
         """
@@ -263,33 +263,33 @@ class ShardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LocateShard(self, request, context):
-        """Trainer with a shm lane: where a shard lies in shared memory. Waits until the version exists.
-        FAILED_PRECONDITION: the lane is not open, or the shard is not in shared memory;
+        """Trainer with a shm transport: where a shard lies in shared memory. Waits until the version exists.
+        FAILED_PRECONDITION: the transport is not open, or the shard is not in shared memory;
         OUT_OF_RANGE: the version has been overwritten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def OpenMailbox(self, request, context):
-        """Trainer with a shm lane: memory to lay gradients of a shard in, until the lane is closed.
-        FAILED_PRECONDITION: the lane is not open; RESOURCE_EXHAUSTED: beyond the memory budget, or the
+    def OpenGradientBuffer(self, request, context):
+        """Trainer with a shm transport: memory to lay gradients of a shard in, until the transport is closed.
+        FAILED_PRECONDITION: the transport is not open; RESOURCE_EXHAUSTED: beyond the memory budget, or the
         shared memory is full.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ReduceMailbox(self, request, context):
-        """Trainer with a shm lane: as ReduceScatter, for gradients that lie in a mailbox, each at its
-        parameter's place in the shard, as it is stored. FAILED_PRECONDITION: also if the mailbox is
+    def ReduceGradientBuffer(self, request, context):
+        """Trainer with a shm transport: as ReduceScatter, for gradients that lie in a gradient buffer, each at its
+        parameter's place in the shard, as it is stored. FAILED_PRECONDITION: also if the gradient buffer is
         a contribution already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def MeasureLane(self, request, context):
+    def MeasureTransport(self, request, context):
         """Trainer: bytes without meaning, for measuring the way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -313,16 +313,16 @@ class ShardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ReadSlice(self, request, context):
-        """Trainer: its slice of a shard between prepare and update: the mean gradient, the values that it
+    def ReadPartition(self, request, context):
+        """Trainer: its partition of a shard between prepare and update: the mean gradient, the values that it
         is a gradient of, and the optimizer's state. FAILED_PRECONDITION: the step is not prepared.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def StageSlice(self, request_iterator, context):
-        """Trainer: streams new values and new optimizer state of a slice, computed from what ReadSlice
+    def StagePartition(self, request_iterator, context):
+        """Trainer: streams new values and new optimizer state of a partition, computed from what ReadPartition
         returned. Nothing changes before the update. A higher epoch replaces what a lower one sent; what
         the same epoch sent before is replaced too. DATA_LOSS: checksum mismatch; ABORTED: stale epoch;
         FAILED_PRECONDITION: the step is not prepared, its gradient is another by now, or a value is not
@@ -332,27 +332,27 @@ class ShardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def OpenDesk(self, request, context):
-        """Trainer with a shm lane: as ReadSlice, but the gradient is copied to shared memory, where there is
-        room for the new values and the new state as well: a desk. What is staged on a desk already stays
-        so until it is staged anew, on another desk. FAILED_PRECONDITION: also if there is no such lane; RESOURCE_EXHAUSTED: no
-        room for a desk.
+    def OpenStagingBuffer(self, request, context):
+        """Trainer with a shm transport: as ReadPartition, but the gradient is copied to shared memory, where there is
+        room for the new values and the new state as well: a staging buffer. What is staged on a staging buffer already stays
+        so until it is staged anew, on another staging buffer. FAILED_PRECONDITION: also if there is no such transport; RESOURCE_EXHAUSTED: no
+        room for a staging buffer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def StageDesk(self, request, context):
-        """Trainer with a shm lane: as StageSlice, for new values and state that lie on a desk.
-        FAILED_PRECONDITION: also if the desk is not open any more, or the state has other tensors now.
+    def StageStagingBuffer(self, request, context):
+        """Trainer with a shm transport: as StagePartition, for new values and state that lie on a staging buffer.
+        FAILED_PRECONDITION: also if the staging buffer is not open any more, or the state has other tensors now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ConfirmSlices(self, request, context):
+    def ConfirmPartitions(self, request, context):
         """Coordinator, before the commit record of a step that trainers update by value: confirms that every
-        slice is staged. Changes nothing. FAILED_PRECONDITION: some are not (named).
+        partition is staged. Changes nothing. FAILED_PRECONDITION: some are not (named).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -451,35 +451,35 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterResponse.SerializeToString,
             ),
-            'HoldVersion': grpc.unary_stream_rpc_method_handler(
-                    servicer.HoldVersion,
-                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.HoldVersionRequest.FromString,
-                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.HoldVersionResponse.SerializeToString,
+            'PinVersion': grpc.unary_stream_rpc_method_handler(
+                    servicer.PinVersion,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.PinVersionRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.PinVersionResponse.SerializeToString,
             ),
-            'OpenLane': grpc.unary_stream_rpc_method_handler(
-                    servicer.OpenLane,
-                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneRequest.FromString,
-                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneResponse.SerializeToString,
+            'OpenTransport': grpc.unary_stream_rpc_method_handler(
+                    servicer.OpenTransport,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenTransportRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenTransportResponse.SerializeToString,
             ),
             'LocateShard': grpc.unary_unary_rpc_method_handler(
                     servicer.LocateShard,
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.LocateShardRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.LocateShardResponse.SerializeToString,
             ),
-            'OpenMailbox': grpc.unary_unary_rpc_method_handler(
-                    servicer.OpenMailbox,
-                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxRequest.FromString,
-                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxResponse.SerializeToString,
+            'OpenGradientBuffer': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenGradientBuffer,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferResponse.SerializeToString,
             ),
-            'ReduceMailbox': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReduceMailbox,
-                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceMailboxRequest.FromString,
-                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceMailboxResponse.SerializeToString,
+            'ReduceGradientBuffer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReduceGradientBuffer,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferResponse.SerializeToString,
             ),
-            'MeasureLane': grpc.unary_stream_rpc_method_handler(
-                    servicer.MeasureLane,
-                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.MeasureLaneRequest.FromString,
-                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.MeasureLaneResponse.SerializeToString,
+            'MeasureTransport': grpc.unary_stream_rpc_method_handler(
+                    servicer.MeasureTransport,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.MeasureTransportRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.MeasureTransportResponse.SerializeToString,
             ),
             'Fence': grpc.unary_unary_rpc_method_handler(
                     servicer.Fence,
@@ -491,30 +491,30 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.PrepareStepRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.PrepareStepResponse.SerializeToString,
             ),
-            'ReadSlice': grpc.unary_stream_rpc_method_handler(
-                    servicer.ReadSlice,
-                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadSliceRequest.FromString,
-                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadSliceResponse.SerializeToString,
+            'ReadPartition': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadPartition,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadPartitionRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadPartitionResponse.SerializeToString,
             ),
-            'StageSlice': grpc.stream_unary_rpc_method_handler(
-                    servicer.StageSlice,
-                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.StageSliceRequest.FromString,
-                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.StageSliceResponse.SerializeToString,
+            'StagePartition': grpc.stream_unary_rpc_method_handler(
+                    servicer.StagePartition,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.StagePartitionRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.StagePartitionResponse.SerializeToString,
             ),
-            'OpenDesk': grpc.unary_unary_rpc_method_handler(
-                    servicer.OpenDesk,
-                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenDeskRequest.FromString,
-                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenDeskResponse.SerializeToString,
+            'OpenStagingBuffer': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenStagingBuffer,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenStagingBufferRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenStagingBufferResponse.SerializeToString,
             ),
-            'StageDesk': grpc.unary_unary_rpc_method_handler(
-                    servicer.StageDesk,
-                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.StageDeskRequest.FromString,
-                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.StageDeskResponse.SerializeToString,
+            'StageStagingBuffer': grpc.unary_unary_rpc_method_handler(
+                    servicer.StageStagingBuffer,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.StageStagingBufferRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.StageStagingBufferResponse.SerializeToString,
             ),
-            'ConfirmSlices': grpc.unary_unary_rpc_method_handler(
-                    servicer.ConfirmSlices,
-                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesRequest.FromString,
-                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesResponse.SerializeToString,
+            'ConfirmPartitions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConfirmPartitions,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmPartitionsRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmPartitionsResponse.SerializeToString,
             ),
             'PrepareUpdate': grpc.unary_unary_rpc_method_handler(
                     servicer.PrepareUpdate,
@@ -735,7 +735,7 @@ class ShardService(object):
             _registered_method=True)
 
     @staticmethod
-    def HoldVersion(request,
+    def PinVersion(request,
             target,
             options=(),
             channel_credentials=None,
@@ -748,9 +748,9 @@ class ShardService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/shardwell.v1.ShardService/HoldVersion',
-            shardwell__wire_dot_v1_dot_shard__pb2.HoldVersionRequest.SerializeToString,
-            shardwell__wire_dot_v1_dot_shard__pb2.HoldVersionResponse.FromString,
+            '/shardwell.v1.ShardService/PinVersion',
+            shardwell__wire_dot_v1_dot_shard__pb2.PinVersionRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.PinVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -762,7 +762,7 @@ class ShardService(object):
             _registered_method=True)
 
     @staticmethod
-    def OpenLane(request,
+    def OpenTransport(request,
             target,
             options=(),
             channel_credentials=None,
@@ -775,9 +775,9 @@ class ShardService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/shardwell.v1.ShardService/OpenLane',
-            shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneRequest.SerializeToString,
-            shardwell__wire_dot_v1_dot_shard__pb2.OpenLaneResponse.FromString,
+            '/shardwell.v1.ShardService/OpenTransport',
+            shardwell__wire_dot_v1_dot_shard__pb2.OpenTransportRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.OpenTransportResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -816,7 +816,7 @@ class ShardService(object):
             _registered_method=True)
 
     @staticmethod
-    def OpenMailbox(request,
+    def OpenGradientBuffer(request,
             target,
             options=(),
             channel_credentials=None,
@@ -829,9 +829,9 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/OpenMailbox',
-            shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxRequest.SerializeToString,
-            shardwell__wire_dot_v1_dot_shard__pb2.OpenMailboxResponse.FromString,
+            '/shardwell.v1.ShardService/OpenGradientBuffer',
+            shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -843,7 +843,7 @@ class ShardService(object):
             _registered_method=True)
 
     @staticmethod
-    def ReduceMailbox(request,
+    def ReduceGradientBuffer(request,
             target,
             options=(),
             channel_credentials=None,
@@ -856,9 +856,9 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/ReduceMailbox',
-            shardwell__wire_dot_v1_dot_shard__pb2.ReduceMailboxRequest.SerializeToString,
-            shardwell__wire_dot_v1_dot_shard__pb2.ReduceMailboxResponse.FromString,
+            '/shardwell.v1.ShardService/ReduceGradientBuffer',
+            shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -870,7 +870,7 @@ class ShardService(object):
             _registered_method=True)
 
     @staticmethod
-    def MeasureLane(request,
+    def MeasureTransport(request,
             target,
             options=(),
             channel_credentials=None,
@@ -883,9 +883,9 @@ class ShardService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/shardwell.v1.ShardService/MeasureLane',
-            shardwell__wire_dot_v1_dot_shard__pb2.MeasureLaneRequest.SerializeToString,
-            shardwell__wire_dot_v1_dot_shard__pb2.MeasureLaneResponse.FromString,
+            '/shardwell.v1.ShardService/MeasureTransport',
+            shardwell__wire_dot_v1_dot_shard__pb2.MeasureTransportRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.MeasureTransportResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -951,7 +951,7 @@ class ShardService(object):
             _registered_method=True)
 
     @staticmethod
-    def ReadSlice(request,
+    def ReadPartition(request,
             target,
             options=(),
             channel_credentials=None,
@@ -964,9 +964,9 @@ class ShardService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/shardwell.v1.ShardService/ReadSlice',
-            shardwell__wire_dot_v1_dot_shard__pb2.ReadSliceRequest.SerializeToString,
-            shardwell__wire_dot_v1_dot_shard__pb2.ReadSliceResponse.FromString,
+            '/shardwell.v1.ShardService/ReadPartition',
+            shardwell__wire_dot_v1_dot_shard__pb2.ReadPartitionRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.ReadPartitionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -978,7 +978,7 @@ class ShardService(object):
             _registered_method=True)
 
     @staticmethod
-    def StageSlice(request_iterator,
+    def StagePartition(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -991,9 +991,9 @@ class ShardService(object):
         return grpc.experimental.stream_unary(
             request_iterator,
             target,
-            '/shardwell.v1.ShardService/StageSlice',
-            shardwell__wire_dot_v1_dot_shard__pb2.StageSliceRequest.SerializeToString,
-            shardwell__wire_dot_v1_dot_shard__pb2.StageSliceResponse.FromString,
+            '/shardwell.v1.ShardService/StagePartition',
+            shardwell__wire_dot_v1_dot_shard__pb2.StagePartitionRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.StagePartitionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1005,7 +1005,7 @@ class ShardService(object):
             _registered_method=True)
 
     @staticmethod
-    def OpenDesk(request,
+    def OpenStagingBuffer(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1018,9 +1018,9 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/OpenDesk',
-            shardwell__wire_dot_v1_dot_shard__pb2.OpenDeskRequest.SerializeToString,
-            shardwell__wire_dot_v1_dot_shard__pb2.OpenDeskResponse.FromString,
+            '/shardwell.v1.ShardService/OpenStagingBuffer',
+            shardwell__wire_dot_v1_dot_shard__pb2.OpenStagingBufferRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.OpenStagingBufferResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1032,7 +1032,7 @@ class ShardService(object):
             _registered_method=True)
 
     @staticmethod
-    def StageDesk(request,
+    def StageStagingBuffer(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1045,9 +1045,9 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/StageDesk',
-            shardwell__wire_dot_v1_dot_shard__pb2.StageDeskRequest.SerializeToString,
-            shardwell__wire_dot_v1_dot_shard__pb2.StageDeskResponse.FromString,
+            '/shardwell.v1.ShardService/StageStagingBuffer',
+            shardwell__wire_dot_v1_dot_shard__pb2.StageStagingBufferRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.StageStagingBufferResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1059,7 +1059,7 @@ class ShardService(object):
             _registered_method=True)
 
     @staticmethod
-    def ConfirmSlices(request,
+    def ConfirmPartitions(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1072,9 +1072,9 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/ConfirmSlices',
-            shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesRequest.SerializeToString,
-            shardwell__wire_dot_v1_dot_shard__pb2.ConfirmSlicesResponse.FromString,
+            '/shardwell.v1.ShardService/ConfirmPartitions',
+            shardwell__wire_dot_v1_dot_shard__pb2.ConfirmPartitionsRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.ConfirmPartitionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,7 +15,7 @@ from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class HandIn:
+class StepProposal:
     """One trainer's hyper-parameters for one step."""
 
     trainer: str
@@ -28,7 +28,7 @@ class HandIn:
     norm_attempts: int | None = None
     """``Step.attempts`` of the norm that ``clip_coefficient`` was computed from; None: it was not computed from one."""
 
-    def asks_the_same(self, other: HandIn) -> bool:
+    def asks_the_same(self, other: StepProposal) -> bool:
         """Whether both want the same update: what holds of the one holds of the other."""
         return (self.clip_coefficient, self.unit_order, self.optimizer) == (
             other.clip_coefficient,
@@ -37,23 +37,23 @@ class HandIn:
         )
 
 
-def validate(hand_in: HandIn, layouts: Sequence[UnitLayout], cuts: Sequence[Sequence[int]]) -> None:
+def validate(step_proposal: StepProposal, layouts: Sequence[UnitLayout], cuts: Sequence[Sequence[int]]) -> None:
     """Raises InvalidRequestError if a hand-in could not be applied to the run's units.
 
     Args:
-        hand_in: A trainer's.
+        step_proposal: A trainer's.
         layouts: Of the units.
         cuts: Where each unit's shards begin, in bytes of its flat vector.
     """
-    hyperparameters.validate(hand_in.optimizer)
-    clip = hand_in.clip_coefficient
+    hyperparameters.validate(step_proposal.optimizer)
+    clip = step_proposal.clip_coefficient
     if not math.isfinite(clip) or clip < 0:
         raise InvalidRequestError(
             f"clip_coefficient is {clip}: expected a finite number of at least 0 (1: no clipping)"
         )
-    _check_indices("optimizer.units", [unit.unit_index for unit in hand_in.optimizer.units], len(layouts))
-    _check_indices("unit_order", hand_in.unit_order, len(layouts))
-    for unit in hand_in.optimizer.units:
+    _check_indices("optimizer.units", [unit.unit_index for unit in step_proposal.optimizer.units], len(layouts))
+    _check_indices("unit_order", step_proposal.unit_order, len(layouts))
+    for unit in step_proposal.optimizer.units:
         layout = layouts[unit.unit_index]
         if layout.holds_buffers:
             raise InvalidRequestError(
@@ -66,7 +66,7 @@ def validate(hand_in: HandIn, layouts: Sequence[UnitLayout], cuts: Sequence[Sequ
                 f"{len(unit.group_indices)}",
                 unit=layout.unit,
             )
-        hyperparameters.check_fit(hand_in.optimizer, unit.group_indices, layout, cuts[unit.unit_index])
+        hyperparameters.check_fit(step_proposal.optimizer, unit.group_indices, layout, cuts[unit.unit_index])
 
 
 @lru_cache(maxsize=16)
@@ -108,7 +108,7 @@ def _check_indices(what: str, indices: Sequence[int], count: int) -> None:
         raise InvalidRequestError(f"{what} names a unit index twice: {list(indices)}")
 
 
-def require_same(decider: HandIn, other: HandIn, layouts: Sequence[UnitLayout]) -> None:
+def require_same(decider: StepProposal, other: StepProposal, layouts: Sequence[UnitLayout]) -> None:
     """Raises HyperparameterMismatchError naming the first difference, with both values and both trainers."""
     difference = _first_difference(decider, other, layouts)
     if difference is not None:
@@ -123,7 +123,7 @@ def require_same(decider: HandIn, other: HandIn, layouts: Sequence[UnitLayout]) 
 
 
 def _first_difference(
-    decider: HandIn, other: HandIn, layouts: Sequence[UnitLayout]
+    decider: StepProposal, other: StepProposal, layouts: Sequence[UnitLayout]
 ) -> tuple[str, object, object] | None:
     ours, theirs = decider.optimizer, other.optimizer
     if decider is other or (ours == theirs and decider.clip_coefficient == other.clip_coefficient):

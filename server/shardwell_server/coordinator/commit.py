@@ -16,7 +16,7 @@ from functools import partial
 from itertools import pairwise
 
 from shardwell_server.coordinator import run_buffers
-from shardwell_server.coordinator.agreement import HandIn, committed_optimizer
+from shardwell_server.coordinator.agreement import StepProposal, committed_optimizer
 from shardwell_server.coordinator.events import EventKind
 from shardwell_server.coordinator.records import CommitRecord
 from shardwell_server.coordinator.run import Run
@@ -26,7 +26,7 @@ from shardwell_server.coordinator.trainers import Trainers
 from shardwell_server.coordinator.work import OtherNorm, Prepared, Step
 from shardwell_server.hyperparameters import allocation_key, units_that_count
 from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError, StepStateError
-from shardwell_wire.slices import runs_on_trainers
+from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -188,20 +188,20 @@ class Committer:
             step.skipped, step.failure = True, None
             return await self.prepare(run)
 
-    async def _servers_ready(self, run: Run, step: Step, decision: HandIn) -> bool:
+    async def _servers_ready(self, run: Run, step: Step, decision: StepProposal) -> bool:
         """Has every server confirm that nothing it needs for the update is missing; False if work was begun anew.
 
         Note: before the commit record. What is committed must be applied, so a server must not find out afterwards
-        that it lacks slices, or memory for the optimizer's state.
+        that it lacks partitions, or memory for the optimizer's state.
 
         Raises:
-            IncompleteStepError: Trainers did not stage all slices.
+            IncompleteStepError: Trainers did not stage all partitions.
             CapacityError: A server has no memory for the update.
         """
         generation, context = step.generation, self._servers.context(run, step.number)
-        request: shard_pb2.ConfirmSlicesRequest | shard_pb2.PrepareUpdateRequest
+        request: shard_pb2.ConfirmPartitionsRequest | shard_pb2.PrepareUpdateRequest
         if runs_on_trainers(decision.optimizer.algorithm):
-            rpc_name, request = "ConfirmSlices", shard_pb2.ConfirmSlicesRequest(context=context)
+            rpc_name, request = "ConfirmPartitions", shard_pb2.ConfirmPartitionsRequest(context=context)
         elif step.prepared is not None and step.prepared.ready_for == allocation_key(decision.optimizer):
             return True
         else:

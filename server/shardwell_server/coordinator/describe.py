@@ -17,18 +17,18 @@ MAX_LISTED_ENTRIES = 1 << 20
 """Group members in one answer; a larger world is refused rather than cut short."""
 
 
-class SeatView:
+class RankAssignmentView:
     """Describes logical ranks of one world; a group that many ranks share is worked out once."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._groups: dict[tuple[str, int], tuple[int, ...]] = {}
 
-    def seat(self, global_rank: int) -> coordinator_pb2.Seat:
+    def rank_assignment(self, global_rank: int) -> coordinator_pb2.RankAssignment:
         """A logical rank with its coordinates, groups and neighbours."""
         at = self._world.coordinates(global_rank)
         previous_stage, next_stage = self._world.stage_neighbours(global_rank)
-        return coordinator_pb2.Seat(
+        return coordinator_pb2.RankAssignment(
             coordinates=common_pb2.Coordinates(
                 global_rank=at.global_rank, dp_rank=at.dp_rank, tp_rank=at.tp_rank, pp_rank=at.pp_rank
             ),
@@ -55,16 +55,20 @@ def world(of: World, run: Run | None) -> coordinator_pb2.DescribeWorldResponse:
     """
     if of.size * (of.dp + of.tp + of.pp) > MAX_LISTED_ENTRIES:
         raise InvalidRequestError(f"{of} is too large to be listed: {of.size} ranks with their groups")
-    view, seats = SeatView(of), []
+    view, rank_assignments = RankAssignmentView(of), []
     for rank in range(of.size):
-        member = run.members.members.get(run.seats.get(rank, "")) if run is not None else None
+        member = run.members.members.get(run.rank_assignments.get(rank, "")) if run is not None else None
         live = member if member is not None and member.live else None
-        seats.append(
-            coordinator_pb2.SeatSummary(
-                seat=view.seat(rank), trainer=live.name if live else "", host=live.host if live else ""
+        rank_assignments.append(
+            coordinator_pb2.RankAssignmentSummary(
+                rank_assignment=view.rank_assignment(rank),
+                trainer=live.name if live else "",
+                host=live.host if live else "",
             )
         )
-    return coordinator_pb2.DescribeWorldResponse(world=of.to_proto(), world_size=of.size, seats=seats)
+    return coordinator_pb2.DescribeWorldResponse(
+        world=of.to_proto(), world_size=of.size, rank_assignments=rank_assignments
+    )
 
 
 def summary(run: Run) -> coordinator_pb2.RunSummary:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from shardwell_server.coordinator.transports import Transport
+from shardwell_server.coordinator.transport_reports import TransportReport
 from shardwell_wire.errors import DuplicateError, NotFoundError, StaleEpochError
 
 REMEMBERED = 256
@@ -43,7 +43,7 @@ class Member:
     """Whether it computes other trainers' items; None: it has not said."""
     joined_step: int = 0
     """Committed steps when it joined; of one that joined in an earlier term, when the term began."""
-    transports: tuple[Transport, ...] = ()
+    transports: tuple[TransportReport, ...] = ()
     """How it reaches shard servers, as its last heartbeat said."""
     unreachable: tuple[Unreachable, ...] = ()
     """As its last heartbeat says."""

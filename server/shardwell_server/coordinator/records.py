@@ -35,7 +35,7 @@ class MemberRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """A logical rank's seat and lease, as stored."""
+    """A logical rank's rank assignment and lease, as stored."""
 
     global_rank: int
     owner: str

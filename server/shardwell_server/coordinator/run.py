@@ -1,4 +1,4 @@
-"""One run: its trainers, seats, units and the step in flight. The state machine, without any I/O.
+"""One run: its trainers, rank assignments, units and the step in flight. The state machine, without any I/O.
 
 Methods change state at once; who waits for a change waits on ``changed``. What must be durable
 before anybody is told is marked by ``touch`` and written by ``CoordinatorState.save``.
@@ -11,8 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from shardwell_server.coordinator.agreement import HandIn, committed_optimizer, require_same, require_same_algorithms
-from shardwell_server.coordinator.assignment import Applicant, Seats, assign, claim, distribute, natural_key
+from shardwell_server.coordinator.agreement import (
+    StepProposal,
+    committed_optimizer,
+    require_same,
+    require_same_algorithms,
+)
+from shardwell_server.coordinator.assignment import Applicant, RankAssignments, assign, claim, distribute, natural_key
 from shardwell_server.coordinator.declared_units import DeclaredUnits, Unit
 from shardwell_server.coordinator.membership import Member, Membership
 from shardwell_server.coordinator.records import CommitRecord
@@ -61,7 +66,7 @@ class Run:
         self.created_s = clock()
         self.changed = Signal()
         self.members = Membership(name)
-        self.seats: Seats = {}
+        self.rank_assignments: RankAssignments = {}
         """Owner of each logical rank, gone or not; empty until the run starts."""
         self.step: Step | None = None
         """The step in flight; None until the run starts."""
@@ -109,14 +114,14 @@ class Run:
     # Trainers
 
     def admit(self, applicant: Applicant, incarnation: str) -> Member:
-        """Takes a new process in as a member, under a new epoch, and gives it its seats.
+        """Takes a new process in as a member, under a new epoch, and gives it its rank assignments.
 
         Raises:
             DuplicateError: The name or the requested rank is taken by a live trainer.
         """
         self.members.check_name(applicant.name)
         if self.step is not None:
-            self.seats.update(self._claim(applicant))
+            self.rank_assignments.update(self._claim(applicant))
         elif applicant.requested_rank is not None and applicant.requested_rank in self._pinned():
             raise DuplicateError(
                 f"rank {applicant.requested_rank} of run {self.name!r} is asked for by another trainer already: "
@@ -143,11 +148,11 @@ class Run:
     def _involved(self) -> set[str]:
         """Trainers that own a rank or were the last to hold one."""
         items = self.step.items.values() if self.step is not None else ()
-        return {*self.seats.values(), *(item.holder for item in items)}
+        return {*self.rank_assignments.values(), *(item.holder for item in items)}
 
-    def _claim(self, applicant: Applicant) -> Seats:
+    def _claim(self, applicant: Applicant) -> RankAssignments:
         return claim(
-            self.seats,
+            self.rank_assignments,
             self.members.live,
             applicant,
             pinned=self._pinned(),
@@ -161,7 +166,7 @@ class Run:
     def _start(self) -> None:
         live = self.members.live.values()
         applicants = [Applicant(at.name, at.host, at.requested_rank) for at in live]
-        self.seats = assign(self.settings.world, applicants)
+        self.rank_assignments = assign(self.settings.world, applicants)
         self.begin_step(0, {})
 
     def lapse(self, member: Member) -> None:
@@ -178,7 +183,7 @@ class Run:
         self.changed.notify()
 
     def drop(self, member: Member) -> None:
-        """A trainer is gone: its seats become vacant, though its name keeps its claim to them.
+        """A trainer is gone: its rank assignments become vacant, though its name keeps its claim to them.
 
         Its items get a new epoch and are vacant; they must be fenced before they are offered.
         """
@@ -220,7 +225,7 @@ class Run:
 
     def ranks_of(self, name: str) -> list[int]:
         """The logical ranks that are a trainer's own."""
-        return sorted(rank for rank, owner in self.seats.items() if owner == name)
+        return sorted(rank for rank, owner in self.rank_assignments.items() if owner == name)
 
     def who(self, name: str) -> str:
         """A trainer and the ranks it plays, for messages."""
@@ -240,7 +245,7 @@ class Run:
         return self.initializer
 
     def _first_player(self) -> str | None:
-        ranks = {name: min(self.ranks_of(name), default=len(self.seats)) for name in self.members.live}
+        ranks = {name: min(self.ranks_of(name), default=len(self.rank_assignments)) for name in self.members.live}
         return min(ranks, key=lambda name: (ranks[name], natural_key(name)), default=None)
 
     # The step in flight
@@ -253,9 +258,9 @@ class Run:
         """Leases the items of a step; ``former`` are those of the step before."""
         now = self.clock()
         live = self.members.live
-        holders = distribute(self.seats, live, lambda name: live[name].accepts_work is not False)
+        holders = distribute(self.rank_assignments, live, lambda name: live[name].accepts_work is not False)
         lapsed = {member.name for member in self.members.lapsed}
-        for rank, owner in self.seats.items():
+        for rank, owner in self.rank_assignments.items():
             if holders[rank] is None and owner in lapsed:  # nobody else takes it
                 holders[rank] = owner
         items = {}
@@ -263,7 +268,7 @@ class Run:
             before, dp_rank = former.get(rank), self.settings.world.coordinates(rank).dp_rank
             # A lease that goes on keeps its epoch: nobody else knows of it.
             epoch = before.epoch if before is not None and before.holder == holder else self.next_epoch()
-            item = Item(rank, dp_rank, holder or self.seats[rank], epoch, since_s=now)
+            item = Item(rank, dp_rank, holder or self.rank_assignments[rank], epoch, since_s=now)
             item.fenced = before is None or before.fenced
             if holder is None:
                 item.state, item.fenced = WorkState.VACANT, False
@@ -280,7 +285,7 @@ class Run:
         offered = self._require_step().offered
         if not offered or not self.ready_to_work:
             return []
-        owners = set(self.seats.values())
+        owners = set(self.rank_assignments.values())
         waiting = sorted(self.ready_to_work, key=lambda name: name in owners)
         pairs = list(zip(waiting, offered, strict=False))
         for name, item in pairs:
@@ -299,7 +304,7 @@ class Run:
         own = [
             item
             for item in step.items.values()
-            if item.state is WorkState.VACANT and self.seats[item.global_rank] == name
+            if item.state is WorkState.VACANT and self.rank_assignments[item.global_rank] == name
         ]
         if not all(item.fenced for item in own):
             return False
@@ -331,34 +336,34 @@ class Run:
             if len(units_that_count(former, len(self.units))) == len(self.units):
                 return  # else other optimizers took the steps before
 
-    def decision(self) -> HandIn | None:
+    def decision(self) -> StepProposal | None:
         """The hyper-parameters that count: those of whoever plays the lowest logical rank."""
         decider = self.decider()
-        return None if decider is None else self._require_step().hand_ins.get(decider)
+        return None if decider is None else self._require_step().step_proposals.get(decider)
 
     def decider(self) -> str | None:
         """Name of the trainer whose hyper-parameters count in the step in flight."""
         step = self._require_step()
         holder = step.items[0].holder
         member = self.members.members.get(holder)
-        if (member is not None and member.live) or holder in step.hand_ins:
+        if (member is not None and member.live) or holder in step.step_proposals:
             return holder
         return self._first_player()
 
-    def hand_in(self, hand_in: HandIn) -> None:
+    def step_proposal(self, step_proposal: StepProposal) -> None:
         """Takes a trainer's hyper-parameters.
 
         Raises:
             HyperparameterMismatchError: They differ from those that count.
         """
-        hand_ins = self._require_step().hand_ins
-        hand_ins[hand_in.trainer] = hand_in
+        step_proposals = self._require_step().step_proposals
+        step_proposals[step_proposal.trainer] = step_proposal
         if (decision := self.decision()) is not None:
             try:
-                require_same(decision, hand_in, self.units.layouts)
+                require_same(decision, step_proposal, self.units.layouts)
             except HyperparameterMismatchError:
                 # It must not count later, should its trainer come to decide.
-                del hand_ins[hand_in.trainer]
+                del step_proposals[step_proposal.trainer]
                 raise
 
     def advance(self, record: CommitRecord, state: coordinator_pb2.RunState | None) -> None:

@@ -56,7 +56,7 @@ def _rank_records(run: Run) -> tuple[RankRecord, ...]:
     if run.step is None:
         return ()
     return tuple(
-        RankRecord(rank, run.seats[rank], item.holder, item.epoch, run.step.number, item.attempt)
+        RankRecord(rank, run.rank_assignments[rank], item.holder, item.epoch, run.step.number, item.attempt)
         for rank, item in sorted(run.step.items.items())
     )
 
@@ -123,7 +123,7 @@ def from_stored(stored: StoredRun, clock: Callable[[], float]) -> Run:
 
 def _restore_step(run: Run, stored: StoredRun) -> None:
     record, now, number = stored.record, run.clock(), run.committed_step
-    run.seats = {rank.global_rank: rank.owner for rank in record.ranks}
+    run.rank_assignments = {rank.global_rank: rank.owner for rank in record.ranks}
     there = {member.name for member in run.members if member.live or member.lapsed}
     items = {}
     for rank in record.ranks:

@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from shardwell_server.coordinator import describe, describe_weights
-from shardwell_server.coordinator.agreement import HandIn
+from shardwell_server.coordinator.agreement import StepProposal
 from shardwell_server.coordinator.assignment import Applicant
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.lost_shards import check_kept
@@ -19,7 +19,7 @@ from shardwell_server.coordinator.membership import Member, heard
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.settings import RunSettings, check_layers
 from shardwell_server.coordinator.stall import explain
-from shardwell_server.coordinator.transports import Transport
+from shardwell_server.coordinator.transport_reports import TransportReport
 from shardwell_server.coordinator.waiting import poll
 from shardwell_server.request_log import RequestLog
 from shardwell_server.rpc import MAX_WAIT_S, Call
@@ -89,7 +89,7 @@ class CoordinatorServicer:
             return coordinator_pb2.JoinResponse(waiting_for=[former])
         with heard(member, self._state.clock):
             remaining = max(0.0, give_up - monotonic())
-            started = await self._coordinator.trainers.wait_for_seats(run, member, remaining)
+            started = await self._coordinator.trainers.wait_for_rank_assignments(run, member, remaining)
             await self._state.save(run)
             response = coordinator_pb2.JoinResponse(
                 started=started,
@@ -103,8 +103,8 @@ class CoordinatorServicer:
             if not started:
                 response.waiting_for.extend(explain(run, self._state.cluster, self._state.clock()).lines)
                 return response
-            view = describe.SeatView(run.settings.world)
-            response.seats.extend(view.seat(rank) for rank in run.ranks_of(member.name))
+            view = describe.RankAssignmentView(run.settings.world)
+            response.rank_assignments.extend(view.rank_assignment(rank) for rank in run.ranks_of(member.name))
             response.work.CopyFrom(run.work_of(member.name))
             if run.state is not None:
                 response.state.CopyFrom(run.state)
@@ -113,7 +113,7 @@ class CoordinatorServicer:
     async def Heartbeat(
         self, request: coordinator_pb2.HeartbeatRequest, call: Call
     ) -> coordinator_pb2.HeartbeatResponse:
-        run, transports = self._exact_run(request), Transport.from_proto(request.transports)
+        run, transports = self._exact_run(request), TransportReport.from_proto(request.transports)
         member = self._coordinator.trainers.hear(run, request.trainer, request.epoch)
         with heard(member, self._state.clock):
             member.transports = transports
@@ -224,7 +224,7 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.CommitStepRequest, call: Call
     ) -> coordinator_pb2.CommitStepResponse:
         run, member = self._member(request)
-        hand_in = HandIn(
+        step_proposal = StepProposal(
             trainer=member.name,
             who=run.who(member.name),
             optimizer=request.optimizer,
@@ -235,7 +235,12 @@ class CoordinatorServicer:
         )
         with heard(member, self._state.clock):
             return await self._coordinator.steps.commit(
-                run, member, request.context.step, hand_in, _wait_s(call, request.wait_s), request.staged_slices
+                run,
+                member,
+                request.context.step,
+                step_proposal,
+                _wait_s(call, request.wait_s),
+                request.staged_partitions,
             )
 
     # People

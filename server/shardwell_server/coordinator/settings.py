@@ -10,8 +10,8 @@ from shardwell_wire.v1 import coordinator_pb2
 
 MAX_LAYERS = 1 << 16
 
-MAX_SEAT_ENTRIES = 1 << 20
-"""A trainer's seats name the members of their groups; more than this many do not fit a message."""
+MAX_RANK_ASSIGNMENT_ENTRIES = 1 << 20
+"""A trainer's rank assignments name the members of their groups; more than this many do not fit a message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,10 +81,11 @@ class RunSettings:
                 "since only data ranks can share one"
             )
         entries = -(-world.size // min_trainers) * (world.dp + world.tp + world.pp)
-        if entries > MAX_SEAT_ENTRIES:
+        if entries > MAX_RANK_ASSIGNMENT_ENTRIES:
             raise WorldError(
                 f"{world} with min_trainers={min_trainers} gives one trainer {-(-world.size // min_trainers)} ranks "
-                f"with {entries} group members, more than the limit of {MAX_SEAT_ENTRIES}: raise min_trainers"
+                f"with {entries} group members, more than the limit of {MAX_RANK_ASSIGNMENT_ENTRIES}: "
+                "raise min_trainers"
             )
         return cls(world=world, seed=config.seed, min_trainers=min_trainers, num_layers=config.num_layers)
 

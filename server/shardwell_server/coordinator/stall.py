@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwell_server.coordinator import slices
+from shardwell_server.coordinator import partitions
 from shardwell_server.coordinator.cluster import Cluster, ServerState
 from shardwell_server.coordinator.lost_shards import problems
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.work import Item, Step, WorkState
-from shardwell_wire.slices import runs_on_trainers
+from shardwell_wire.partitions import runs_on_trainers
 
 MAX_LINES = 64
 
@@ -118,8 +118,8 @@ def _decision(run: Run, step: Step) -> list[str]:
         return ["hyper-parameters: every trainer of the run is gone; the step goes on when one joins"]
     if decision is None:
         return [f"hyper-parameters from rank 0: trainer {decider!r} has not called optimizer.step()"]
-    if runs_on_trainers(decision.optimizer.algorithm) and not slices.all_staged(step):
-        return slices.waiting_for(run, step)
+    if runs_on_trainers(decision.optimizer.algorithm) and not partitions.all_staged(step):
+        return partitions.waiting_for(run, step)
     return [f"hyper-parameters from rank 0 are there: the next poll of CommitStep commits step {step.number}"]
 
 

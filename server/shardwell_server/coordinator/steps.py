@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwell_server.coordinator import run_buffers, slices
-from shardwell_server.coordinator.agreement import HandIn, committed_optimizer, require_same, validate
+from shardwell_server.coordinator import partitions, run_buffers
+from shardwell_server.coordinator.agreement import StepProposal, committed_optimizer, require_same, validate
 from shardwell_server.coordinator.commit import Committer, norms_of
 from shardwell_server.coordinator.events import EventKind
 from shardwell_server.coordinator.membership import Member
@@ -24,7 +24,7 @@ from shardwell_wire.errors import (
     StepStateError,
     VersionGoneError,
 )
-from shardwell_wire.slices import runs_on_trainers
+from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.v1 import coordinator_pb2
 
 
@@ -195,13 +195,13 @@ class Steps:
         run: Run,
         member: Member,
         number: int,
-        hand_in: HandIn,
+        step_proposal: StepProposal,
         wait_s: float,
-        staged: Sequence[coordinator_pb2.SliceWork] = (),
+        staged: Sequence[coordinator_pb2.PartitionWork] = (),
     ) -> coordinator_pb2.CommitStepResponse:
         """Takes a trainer's hyper-parameters and waits until the step is committed.
 
-        If the optimizer runs on the trainers it answers with slices to update when there are some for this one.
+        If the optimizer runs on the trainers it answers with partitions to update when there are some for this one.
         Those in ``staged`` are done.
 
         Raises:
@@ -209,50 +209,54 @@ class Steps:
             StepStateError: The trainer's own work is not finished.
         """
         step = _step_in_flight(run, number)
-        if step is None or not any(hand_in.asks_the_same(known) for known in step.hand_ins.values()):
-            validate(hand_in, run.units.layouts, run.units.cuts)
+        if step is None or not any(step_proposal.asks_the_same(known) for known in step.step_proposals.values()):
+            validate(step_proposal, run.units.layouts, run.units.cuts)
         if step is not None:
-            run.check_algorithms(hand_in.optimizer)
-            _check_ready(step, member, hand_in)
-            step.hand_ins[member.name] = hand_in
-            slices.note_staged(run, step, staged)
+            run.check_algorithms(step_proposal.optimizer)
+            _check_ready(step, member, step_proposal)
+            step.step_proposals[member.name] = step_proposal
+            partitions.note_staged(run, step, staged)
 
         async def look() -> coordinator_pb2.CommitStepResponse | None:
             run.require(member.name, member.epoch)
             if step is None or step is not run.step:
-                return self._committed(run, member, number, hand_in)
+                return self._committed(run, member, number, step_proposal)
             self._servers.check(run)
-            _check_ready(step, member, hand_in)
+            _check_ready(step, member, step_proposal)
             if step.all_finished:
-                self._trainers.reclaim_for_commit(run, step, on_trainers=runs_on_trainers(hand_in.optimizer.algorithm))
+                self._trainers.reclaim_for_commit(
+                    run, step, on_trainers=runs_on_trainers(step_proposal.optimizer.algorithm)
+                )
             # Again: the one that decides may have come, and work that was begun anew clears all.
-            run.hand_in(step.hand_ins.get(member.name, hand_in))
+            run.step_proposal(step.step_proposals.get(member.name, step_proposal))
             if run.decision() is not None and step.all_finished:
-                if runs_on_trainers(hand_in.optimizer.algorithm):
-                    if work := await self._slices_for(run, member, step):
-                        return coordinator_pb2.CommitStepResponse(slices=work)
-                    if not slices.all_staged(step):
+                if runs_on_trainers(step_proposal.optimizer.algorithm):
+                    if work := await self._partitions_for(run, member, step):
+                        return coordinator_pb2.CommitStepResponse(partitions=work)
+                    if not partitions.all_staged(step):
                         return None
                 await self._committer.commit(run)
-            return self._committed(run, member, number, hand_in) if step is not run.step else None
+            return self._committed(run, member, number, step_proposal) if step is not run.step else None
 
         answer = await poll(run.changed, look, wait_s)
         await self._state.save(run)
         return answer or coordinator_pb2.CommitStepResponse(waiting_for=self._explain(run))
 
-    async def _slices_for(self, run: Run, member: Member, step: Step) -> list[coordinator_pb2.SliceWork]:
-        """The slices for a trainer to update, once the gradient is complete."""
+    async def _partitions_for(self, run: Run, member: Member, step: Step) -> list[coordinator_pb2.PartitionWork]:
+        """The partitions for a trainer to update, once the gradient is complete."""
         if await self._committer.prepare_or_skip(run) is None or step is not run.step:
             return []
-        return slices.work_for(run, run.require(member.name, member.epoch), step)
+        return partitions.work_for(run, run.require(member.name, member.epoch), step)
 
-    def _committed(self, run: Run, member: Member, number: int, hand_in: HandIn) -> coordinator_pb2.CommitStepResponse:
+    def _committed(
+        self, run: Run, member: Member, number: int, step_proposal: StepProposal
+    ) -> coordinator_pb2.CommitStepResponse:
         """The answer for a committed step; work and state are what is current."""
         record = run.commit_of(number)
         if record is not None:
             # A trainer that joined later goes through the step without having seen its gradients.
-            clip = record.clip_coefficient if number >= member.joined_step else hand_in.clip_coefficient
-            require_same(_hand_in_of(record, clip), hand_in, run.units.layouts)
+            clip = record.clip_coefficient if number >= member.joined_step else step_proposal.clip_coefficient
+            require_same(_step_proposal_of(record, clip), step_proposal, run.units.layouts)
         response = coordinator_pb2.CommitStepResponse(
             committed=True,
             grad_norm=record.grad_norm if record is not None else 0.0,
@@ -297,7 +301,7 @@ def _held_item(step: Step, member: Member, request: coordinator_pb2.ResetWorkReq
     return item
 
 
-def _check_ready(step: Step, member: Member, hand_in: HandIn) -> None:
+def _check_ready(step: Step, member: Member, step_proposal: StepProposal) -> None:
     """Raises StepStateError if a trainer commits too early, or by a norm that is out of date."""
     if items := step.held_by(member.name):
         ranks = ", ".join(str(item.global_rank) for item in items)
@@ -306,7 +310,7 @@ def _check_ready(step: Step, member: Member, hand_in: HandIn) -> None:
             "finish it first",
             ranks=ranks,
         )
-    if hand_in.norm_attempts is not None and hand_in.norm_attempts != step.attempts:
+    if step_proposal.norm_attempts is not None and step_proposal.norm_attempts != step.attempts:
         raise StepStateError(
             f"trainer {member.name!r} clips step {step.number} by a gradient norm that is out of date: a rank has "
             "begun its work anew since; call clip_grad_norm_ again"
@@ -330,6 +334,6 @@ def _other_norm(record: CommitRecord) -> OtherNorm | None:
     return OtherNorm(record.norm_type, record.other_norm)
 
 
-def _hand_in_of(record: CommitRecord, clip_coefficient: float) -> HandIn:
+def _step_proposal_of(record: CommitRecord, clip_coefficient: float) -> StepProposal:
     optimizer = committed_optimizer(record.optimizer)
-    return HandIn(record.decider, record.decider, optimizer, clip_coefficient, record.unit_order, None)
+    return StepProposal(record.decider, record.decider, optimizer, clip_coefficient, record.unit_order, None)

@@ -88,7 +88,7 @@ class Trainers:
             return False
         return True
 
-    async def wait_for_seats(self, run: Run, member: Member, wait_s: float) -> bool:
+    async def wait_for_rank_assignments(self, run: Run, member: Member, wait_s: float) -> bool:
         """Waits until the run has started and the vacant items of the member's own ranks are its."""
 
         async def seated() -> bool | None:
@@ -103,8 +103,10 @@ class Trainers:
         member = run.admit(applicant, incarnation)
         self._state.events.add(EventKind.TRAINER_JOINED, f"{member}, epoch {member.epoch}", run=run.name)
         if run.step is not None and not started:
-            seats = ", ".join(f"{rank}: {owner!r}" for rank, owner in sorted(run.seats.items())[:64])
-            self._state.events.add(EventKind.RUN_STARTED, f"ranks {seats}", run=run.name)
+            rank_assignments = ", ".join(
+                f"{rank}: {owner!r}" for rank, owner in sorted(run.rank_assignments.items())[:64]
+            )
+            self._state.events.add(EventKind.RUN_STARTED, f"ranks {rank_assignments}", run=run.name)
         return member
 
     def hear(self, run: Run, name: str, epoch: int) -> Member:
@@ -136,12 +138,16 @@ class Trainers:
         Args:
             run: The run.
             step: The step in flight.
-            on_trainers: Whether the optimizer runs on the trainers, each of which then updates its slices.
+            on_trainers: Whether the optimizer runs on the trainers, each of which then updates its partitions.
         """
         decider = step.items[0].holder
         self.reclaim(
             run,
-            [at for at in run.members.lapsed if on_trainers or (at.name == decider and decider not in step.hand_ins)],
+            [
+                at
+                for at in run.members.lapsed
+                if on_trainers or (at.name == decider and decider not in step.step_proposals)
+            ],
         )
 
     def note_unreachable(self, member: Member, reports: Iterable[coordinator_pb2.UnreachableServer]) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from shardwell_server.coordinator.agreement import HandIn
-from shardwell_server.coordinator.slice_book import SliceBook
+from shardwell_server.coordinator.agreement import StepProposal
+from shardwell_server.coordinator.partition_book import PartitionBook
 from shardwell_wire.errors import InvalidRequestError, ShardwellError, StaleEpochError, StepStateError
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
@@ -103,15 +103,15 @@ class Step:
     """Clock time since which every item is finished."""
     recorded: bool = False
     """Whether the finished items are durable, so that trainers may be told."""
-    hand_ins: dict[str, HandIn] = field(default_factory=dict)
+    step_proposals: dict[str, StepProposal] = field(default_factory=dict)
     """Hyper-parameters by trainer."""
     prepared: Prepared | None = None
     failure: ShardwellError | None = None
     """Why the step cannot be prepared as its contributions are."""
     skipped: bool = False
     """Whether a gradient is not finite, and the step goes on without any."""
-    slices: SliceBook = field(default_factory=SliceBook)
-    """Who updates which slice, if the optimizer runs on the trainers."""
+    partitions: PartitionBook = field(default_factory=PartitionBook)
+    """Who updates which partition, if the optimizer runs on the trainers."""
 
     def __post_init__(self) -> None:
         self._given: dict[str, dict[int, Item]] = {}
@@ -222,8 +222,8 @@ class Step:
         self.finished_s, self.recorded = None, False
         self.prepared = self.failure = None
         self.skipped = False
-        self.hand_ins.clear()
-        self.slices = SliceBook()
+        self.step_proposals.clear()
+        self.partitions = PartitionBook()
 
     def _item_of(self, global_rank: int) -> Item:
         if global_rank not in self.items:

@@ -10,22 +10,22 @@ from google.protobuf.message import Message
 
 from shardwell_server.rpc import Call
 from shardwell_server.shard.concurrency import first_of, uninterrupted
-from shardwell_server.shard.lanes.offer import LaneOffer
-from shardwell_server.shard.lanes.shm_lane import ShmLanes
 from shardwell_server.shard.requests import (
-    desk_transfers,
     initial_values,
     inspection,
-    slice_transfers,
+    partition_transfers,
+    staging_buffer_transfers,
     steps,
     transfers,
 )
-from shardwell_server.shard.requests.holds import holding
+from shardwell_server.shard.requests.pins import holding
 from shardwell_server.shard.requests.standing import StandingStreams
 from shardwell_server.shard.requests.streams import IncomingMessages
 from shardwell_server.shard.state.coordinator_term import CoordinatorTerm
 from shardwell_server.shard.state.runs import Run
 from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.transports.offer import TransportOffer
+from shardwell_server.shard.transports.shm_transport import ShmTransports
 from shardwell_wire import codec
 from shardwell_wire.errors import ConflictError, InvalidRequestError
 from shardwell_wire.layout import UnitLayout
@@ -40,7 +40,7 @@ class ShardServicer:
         incarnation: Of this process.
         store: What it holds.
         term: Which coordinator it obeys.
-        lanes: What it offers beside the rpcs.
+        transports: What it offers beside the rpcs.
     """
 
     def __init__(
@@ -49,17 +49,17 @@ class ShardServicer:
         incarnation: str,
         store: ShardStore,
         term: CoordinatorTerm,
-        lanes: Mapping[int, LaneOffer] | None = None,
+        transports: Mapping[int, TransportOffer] | None = None,
     ) -> None:
         self._server_id, self._incarnation, self._store, self._term = server_id, incarnation, store, term
-        self._lanes = lanes or {}
-        self._lanes_end = asyncio.Event()
+        self._transports = transports or {}
+        self._transports_end = asyncio.Event()
         self._standing = StandingStreams()
         self._started_s = asyncio.get_running_loop().time()
 
-    def end_lanes(self) -> None:
-        """Closes every lane, now and from now on: the server is about to stop."""
-        self._lanes_end.set()
+    def end_transports(self) -> None:
+        """Closes every transport, now and from now on: the server is about to stop."""
+        self._transports_end.set()
 
     # ---- the coordinator's ----
 
@@ -103,11 +103,11 @@ class ShardServicer:
         run = await self._coordinated(request, call)
         return await run.alone(lambda: steps.prepare(run, self._store.in_thread, request))
 
-    async def ConfirmSlices(
-        self, request: shard_pb2.ConfirmSlicesRequest, call: Call
-    ) -> shard_pb2.ConfirmSlicesResponse:
+    async def ConfirmPartitions(
+        self, request: shard_pb2.ConfirmPartitionsRequest, call: Call
+    ) -> shard_pb2.ConfirmPartitionsResponse:
         run = await self._coordinated(request, call)
-        return await run.alone(lambda: slice_transfers.confirm(run, request))
+        return await run.alone(lambda: partition_transfers.confirm(run, request))
 
     async def PrepareUpdate(
         self, request: shard_pb2.PrepareUpdateRequest, call: Call
@@ -157,8 +157,8 @@ class ShardServicer:
         assert isinstance(header, shard_pb2.ReduceScatterHeader)
         return await transfers.push(self._store, header, incoming, call.remaining_s())
 
-    async def ReadSlice(self, request: shard_pb2.ReadSliceRequest, call: Call) -> AsyncIterator[bytes]:
-        messages = slice_transfers.read(self._store, request, call.remaining_s())
+    async def ReadPartition(self, request: shard_pb2.ReadPartitionRequest, call: Call) -> AsyncIterator[bytes]:
+        messages = partition_transfers.read(self._store, request, call.remaining_s())
         async with aclosing(messages):
             while True:
                 async with self._message(call, codec.DEFAULT_CHUNK_BYTES):
@@ -166,57 +166,61 @@ class ShardServicer:
                         return
                     yield message
 
-    async def StageSlice(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.StageSliceResponse:
-        incoming = IncomingMessages(stream, shard_pb2.StageSliceRequest)
+    async def StagePartition(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.StagePartitionResponse:
+        incoming = IncomingMessages(stream, shard_pb2.StagePartitionRequest)
         header = await incoming.header()
-        assert isinstance(header, shard_pb2.StageSliceHeader)
+        assert isinstance(header, shard_pb2.StagePartitionHeader)
         self._note(call, header.context, header)
-        return await slice_transfers.stage(self._store, header, incoming)
+        return await partition_transfers.stage(self._store, header, incoming)
 
-    async def OpenDesk(self, request: shard_pb2.OpenDeskRequest, call: Call) -> shard_pb2.OpenDeskResponse:
-        run = self._store.exact_run(request.slice.context)
-        lane = self._shm_lanes().lane(request.lane, run.identity)
-        return await desk_transfers.open_desk(self._store, run, lane, request.slice)
+    async def OpenStagingBuffer(
+        self, request: shard_pb2.OpenStagingBufferRequest, call: Call
+    ) -> shard_pb2.OpenStagingBufferResponse:
+        run = self._store.exact_run(request.partition.context)
+        transport = self._shm_transports().transport(request.transport, run.identity)
+        return await staging_buffer_transfers.open_staging_buffer(self._store, run, transport, request.partition)
 
-    async def StageDesk(self, request: shard_pb2.StageDeskRequest, call: Call) -> shard_pb2.StageDeskResponse:
+    async def StageStagingBuffer(
+        self, request: shard_pb2.StageStagingBufferRequest, call: Call
+    ) -> shard_pb2.StageStagingBufferResponse:
         header = request.header
         self._note(call, header.context, request)
         run = self._store.exact_run(header.context)
-        lane = self._shm_lanes().lane(request.lane, run.identity)
-        desk = lane.opened_desk(request.desk, run.shard(header.unit), header.dp_rank)
-        await desk_transfers.stage_desk(self._store, run, desk, header)
-        return shard_pb2.StageDeskResponse(version=header.context.step)
+        transport = self._shm_transports().transport(request.transport, run.identity)
+        staging_buffer = transport.opened_staging_buffer(request.staging_buffer, run.shard(header.unit), header.dp_rank)
+        await staging_buffer_transfers.stage_staging_buffer(self._store, run, staging_buffer, header)
+        return shard_pb2.StageStagingBufferResponse(version=header.context.step)
 
-    async def HoldVersion(
-        self, request: shard_pb2.HoldVersionRequest, call: Call
-    ) -> AsyncIterator[shard_pb2.HoldVersionResponse]:
+    async def PinVersion(
+        self, request: shard_pb2.PinVersionRequest, call: Call
+    ) -> AsyncIterator[shard_pb2.PinVersionResponse]:
         run = self._store.run(request.run, request.run_id)
         with self._standing.one(call.peer):
             async with holding(run, request.version, call.remaining_s(request.wait_s)) as shard_count:
-                yield shard_pb2.HoldVersionResponse(version=request.version, shard_count=shard_count)
-                await first_of(self._lanes_end, run.dropped)  # or until the caller is gone
+                yield shard_pb2.PinVersionResponse(version=request.version, shard_count=shard_count)
+                await first_of(self._transports_end, run.dropped)  # or until the caller is gone
 
-    async def OpenLane(
-        self, request: shard_pb2.OpenLaneRequest, call: Call
-    ) -> AsyncIterator[shard_pb2.OpenLaneResponse]:
+    async def OpenTransport(
+        self, request: shard_pb2.OpenTransportRequest, call: Call
+    ) -> AsyncIterator[shard_pb2.OpenTransportResponse]:
         run = self._store.exact_run(request)
-        offer = self._lanes.get(request.kind)
+        offer = self._transports.get(request.kind)
         if offer is None:
-            raise ConflictError(f"{self._server_id} offers no lane of kind {request.kind}")
+            raise ConflictError(f"{self._server_id} offers no transport of kind {request.kind}")
         with self._standing.one(call.peer):
             async with offer.open(run.identity) as answer:
                 yield answer
-                await first_of(self._lanes_end, run.dropped)  # or until the trainer is gone
+                await first_of(self._transports_end, run.dropped)  # or until the trainer is gone
 
-    async def MeasureLane(self, request: shard_pb2.MeasureLaneRequest, call: Call) -> AsyncIterator[bytes]:
-        encoder = codec.StreamEncoder(shard_pb2.MeasureLaneResponse(), request.size_bytes)
+    async def MeasureTransport(self, request: shard_pb2.MeasureTransportRequest, call: Call) -> AsyncIterator[bytes]:
+        encoder = codec.StreamEncoder(shard_pb2.MeasureTransportResponse(), request.size_bytes)
         for piece in transfers.meaningless(request, codec.DEFAULT_CHUNK_BYTES):
             async with self._message(call, len(piece)):
                 yield encoder.encode([piece])
 
     async def LocateShard(self, request: shard_pb2.LocateShardRequest, call: Call) -> shard_pb2.LocateShardResponse:
         run = self._store.exact_run(request)
-        self._shm_lanes().lane(request.lane, run.identity)
+        self._shm_transports().transport(request.transport, run.identity)
         shard = run.shard(request.unit)
         wanted = request.version if request.HasField("version") else None
         version, parameters = await shard.values.read(wanted, call.remaining_s())
@@ -228,16 +232,18 @@ class ShardServicer:
         segment = shard_pb2.SharedSegment(path=home.segment.path, size_bytes=shard.size_bytes)
         return shard_pb2.LocateShardResponse(version=version, segment=segment)
 
-    async def OpenMailbox(self, request: shard_pb2.OpenMailboxRequest, call: Call) -> shard_pb2.OpenMailboxResponse:
+    async def OpenGradientBuffer(
+        self, request: shard_pb2.OpenGradientBufferRequest, call: Call
+    ) -> shard_pb2.OpenGradientBufferResponse:
         run = self._store.exact_run(request)
-        lane = self._shm_lanes().lane(request.lane, run.identity)
-        number, mailbox = lane.open_mailbox(run.shard(request.unit))
-        return shard_pb2.OpenMailboxResponse(mailbox=number, path=mailbox.path)
+        transport = self._shm_transports().transport(request.transport, run.identity)
+        number, gradient_buffer = transport.open_gradient_buffer(run.shard(request.unit))
+        return shard_pb2.OpenGradientBufferResponse(gradient_buffer=number, path=gradient_buffer.path)
 
-    async def ReduceMailbox(
-        self, request: shard_pb2.ReduceMailboxRequest, call: Call
-    ) -> shard_pb2.ReduceMailboxResponse:
-        return await transfers.reduce_mailbox(self._store, self._shm_lanes(), request)
+    async def ReduceGradientBuffer(
+        self, request: shard_pb2.ReduceGradientBufferRequest, call: Call
+    ) -> shard_pb2.ReduceGradientBufferResponse:
+        return await transfers.reduce_gradient_buffer(self._store, self._shm_transports(), request)
 
     # ---- people's ----
 
@@ -268,17 +274,17 @@ class ShardServicer:
         """Room for one message of a stream until the client takes it. Twice: gRPC keeps a copy of its own."""
         return self._store.memory.sending.message(2 * size_bytes, call.peer, call.remaining_s())
 
-    def _shm_lanes(self) -> ShmLanes:
-        offer = self._lanes.get(common_pb2.LANE_KIND_SHM)
-        if not isinstance(offer, ShmLanes):
-            raise ConflictError(f"{self._server_id} offers no lane through shared memory")
+    def _shm_transports(self) -> ShmTransports:
+        offer = self._transports.get(common_pb2.TRANSPORT_KIND_SHM)
+        if not isinstance(offer, ShmTransports):
+            raise ConflictError(f"{self._server_id} offers no transport through shared memory")
         return offer
 
     async def _coordinated(
         self,
         request: shard_pb2.FenceRequest
         | shard_pb2.PrepareStepRequest
-        | shard_pb2.ConfirmSlicesRequest
+        | shard_pb2.ConfirmPartitionsRequest
         | shard_pb2.PrepareUpdateRequest
         | shard_pb2.UpdateRequest,
         call: Call,

@@ -14,15 +14,15 @@ from pathlib import Path
 import torch
 
 from shardwell_server import authentication, process
-from shardwell_server.shard.lanes.offer import LaneOffer
-from shardwell_server.shard.lanes.shm_lane import ShmLanes
-from shardwell_server.shard.lanes.socket_lane import SocketLanes, listen
 from shardwell_server.shard.memory.budget import default_budget_bytes
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.process.process_group import ProcessGroup, member_settings
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.transports.offer import TransportOffer
+from shardwell_server.shard.transports.shm_transport import ShmTransports
+from shardwell_server.shard.transports.socket_transport import SocketTransports, listen
 from shardwell_server.shm_folders import DEFAULT_DIRECTORY
 from shardwell_server.sizes import parse_size
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -169,20 +169,20 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
         store = ShardStore(arguments.memory_budget or default_budget_bytes(arguments.servers_on_host), threads, shared)
         registration = Registration(arguments.coordinator, server_id, store, credentials)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
-        shm = ShmLanes(shared, store.memory) if shared is not None else None
-        sockets = SocketLanes(store, listen(endpoint.host), shm)
-        lanes: dict[int, LaneOffer] = {common_pb2.LANE_KIND_SOCKET: sockets}
+        shm = ShmTransports(shared, store.memory) if shared is not None else None
+        sockets = SocketTransports(store, listen(endpoint.host), shm)
+        transports: dict[int, TransportOffer] = {common_pb2.TRANSPORT_KIND_SOCKET: sockets}
         if shm is not None:
-            lanes[common_pb2.LANE_KIND_SHM] = shm
+            transports[common_pb2.TRANSPORT_KIND_SHM] = shm
         async with sockets.accepting():
-            servicer = ShardServicer(server_id, registration.incarnation, store, registration.term, lanes)
+            servicer = ShardServicer(server_id, registration.incarnation, store, registration.term, transports)
             await process.serve(
                 service,
                 servicer,
                 endpoint,
                 registration.running,
                 credentials=credentials,
-                end_standing=servicer.end_lanes,
+                end_standing=servicer.end_transports,
             )
 
 

@@ -122,7 +122,7 @@ async def peek(store: ShardStore, request: shard_pb2.PeekRequest) -> shard_pb2.P
     if response is None:
         raise StepStateError(
             f"{shard.what} changed {_PEEK_ATTEMPTS} times while parameter {request.parameter!r} was read: ask again, "
-            "or keep a version with HoldVersion"
+            "or keep a version with PinVersion"
         )
     return response
 
@@ -144,7 +144,7 @@ async def _look(
             raise InvalidRequestError(f"{request.parameter!r} is complex: only real numbers are shown")
         if request.start >= here.numel():
             raise InvalidRequestError(f"start is {request.start}: this server has {here.numel()} elements of it")
-        now = (here.data_ptr(), version, shard.slices.generation)
+        now = (here.data_ptr(), version, shard.partitions.generation)
         if source is None:
             source = now
             values.extend(here[request.start : request.start + count].double().tolist())

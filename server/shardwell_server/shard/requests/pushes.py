@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 
 from shardwell_server.shard.concurrency import uninterrupted
-from shardwell_server.shard.lanes.mailboxes import Mailbox
 from shardwell_server.shard.memory.budget import IncomingBuffer
 from shardwell_server.shard.requests.streams import IncomingStream
 from shardwell_server.shard.state.contributions import Contribution
 from shardwell_server.shard.state.runs import Run
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.transports.gradient_buffers import GradientBuffer
 from shardwell_wire import codec
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError, VersionGoneError
 from shardwell_wire.layout import Segment
@@ -22,7 +22,7 @@ from shardwell_wire.stream_plan import StreamPlan
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 
-class GradientBuffer(Protocol):
+class ContributionMemory(Protocol):
     """Where a gradient lies, laid out like its shard."""
 
     @property
@@ -86,19 +86,21 @@ class Push:
 
         return await self._shard.streams.replace(self._dp_rank, (self._epoch, self._attempt), self._what, take)
 
-    async def adopt(self, mailbox: Mailbox) -> bool:
-        """Takes the gradient that lies in a mailbox; returns whether it was here already.
+    async def adopt(self, gradient_buffer: GradientBuffer) -> bool:
+        """Takes the gradient that lies in a gradient buffer; returns whether it was here already.
 
         Raises:
             InvalidRequestError, StaleEpochError, VersionGoneError, StepStateError: As ``receive``.
-            StepStateError: Also if the mailbox is a contribution already.
-            ConflictError: Its lane is closed.
+            StepStateError: Also if the gradient buffer is a contribution already.
+            ConflictError: Its transport is closed.
         """
         self._check_form()
         if self._header.wire_dtype:
-            raise InvalidRequestError(f"{self._what}: in a mailbox gradients lie as they are stored, not encoded")
+            raise InvalidRequestError(
+                f"{self._what}: in a gradient buffer gradients lie as they are stored, not encoded"
+            )
         self._check_wanted()
-        return await self._hand_over(mailbox, None)
+        return await self._hand_over(gradient_buffer, None)
 
     async def _receive(self, incoming: IncomingStream, received: IncomingBuffer) -> int:
         shard, memory = self._shard, codec.memory_at(received.buffer.data_ptr(), self._shard.size_bytes)
@@ -110,7 +112,7 @@ class Push:
         await self._store.in_thread(lambda: plan.decode_in_place(memory, shard.start_bytes))
         return checksum
 
-    async def _hand_over(self, source: GradientBuffer, checksum: int | None) -> bool:
+    async def _hand_over(self, source: ContributionMemory, checksum: int | None) -> bool:
         duplicate = await self._run.alone(lambda: self._accept(source, checksum))
         if self._shard.seems_complete:
             self._run.soon(lambda: self._shard.reduce_ahead(self._store.in_thread))
@@ -163,15 +165,15 @@ class Push:
         self._count_duplicate(await incoming.checksum(self._plan().size_bytes, self._what))
         return True
 
-    async def _accept(self, source: GradientBuffer, checksum: int | None) -> bool:
+    async def _accept(self, source: ContributionMemory, checksum: int | None) -> bool:
         """Takes a complete push if it is still wanted; returns whether it was here already."""
         self._check_wanted()
         if self._is_here():
             self._count_duplicate(checksum)
             return True
         shard, contributions = self._shard, self._shard.contributions
-        if isinstance(source, Mailbox):
-            source.check(shard)  # here and not earlier: its lane may have been closed while this waited
+        if isinstance(source, GradientBuffer):
+            source.check(shard)  # here and not earlier: its transport may have been closed while this waited
         views = shard.views(source.buffer)
         chosen = [shard.segment_of[segment.parameter_index] for segment in self._packed]
         shard.forget_reduced()

@@ -1,4 +1,4 @@
-"""Answers the requests on one connection of a socket lane."""
+"""Answers the requests on one connection of a socket transport."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack, nullcontext
 from google.protobuf.message import Message
 
 from shardwell_server.rpc import DEADLINE_MARGIN_S
-from shardwell_server.shard.lanes.shm_lane import ShmLanes
-from shardwell_server.shard.lanes.socket_connection import Connection
 from shardwell_server.shard.requests import transfers
 from shardwell_server.shard.state.store import NamesRun, ShardStore
+from shardwell_server.shard.transports.shm_transport import ShmTransports
+from shardwell_server.shard.transports.socket_connection import Connection
 from shardwell_wire import frames
 from shardwell_wire.errors import AccessError, ConflictError, DeadlineError
 from shardwell_wire.frames import Kind
@@ -27,11 +27,11 @@ class Requests:
         store: Of the server.
         run: What they may be about: this very run, not another one of its name.
         connection: Where they come from.
-        shm: The lanes whose mailboxes they may name, if there are any.
+        shm: The transports whose gradient buffers they may name, if there are any.
     """
 
     def __init__(
-        self, store: ShardStore, run: RunIdentity, connection: Connection, shm: ShmLanes | None = None
+        self, store: ShardStore, run: RunIdentity, connection: Connection, shm: ShmTransports | None = None
     ) -> None:
         self._store, self._run, self._connection, self._shm = store, run, connection, shm
 
@@ -57,10 +57,10 @@ class Requests:
         check_names(request)
         if isinstance(request, shard_pb2.GatherRequest):
             await self._gather(request, wait_s)
-        elif isinstance(request, shard_pb2.MeasureLaneRequest):
+        elif isinstance(request, shard_pb2.MeasureTransportRequest):
             await self._connection.send_stream(transfers.meaningless(request, frames.DATA_BYTES))
-        elif isinstance(request, shard_pb2.ReduceMailboxRequest):
-            await self._reduce_mailbox(request)
+        elif isinstance(request, shard_pb2.ReduceGradientBufferRequest):
+            await self._reduce_gradient_buffer(request)
         else:
             assert isinstance(request, shard_pb2.ReduceScatterHeader)
             await self._push(request, wait_s)
@@ -78,17 +78,18 @@ class Requests:
         response = await transfers.push(self._store, header, self._connection, wait_s)
         await self._connection.send(frames.encode(Kind.REDUCE_SCATTERED, response.SerializeToString()))
 
-    async def _reduce_mailbox(self, request: shard_pb2.ReduceMailboxRequest) -> None:
+    async def _reduce_gradient_buffer(self, request: shard_pb2.ReduceGradientBufferRequest) -> None:
         self._check(request.header.context)
         if self._shm is None:
-            raise ConflictError("this server offers no lane through shared memory")
-        response = await transfers.reduce_mailbox(self._store, self._shm, request)
-        await self._connection.send(frames.encode(Kind.MAILBOX_REDUCED, response.SerializeToString()))
+            raise ConflictError("this server offers no transport through shared memory")
+        response = await transfers.reduce_gradient_buffer(self._store, self._shm, request)
+        await self._connection.send(frames.encode(Kind.GRADIENT_BUFFER_REDUCED, response.SerializeToString()))
 
     def _check(self, request: NamesRun) -> None:
         if (request.run, request.run_id) != (self._run.name, self._run.run_id):
             raise AccessError(
-                f"the lane was opened for run {self._run.name!r} with id {self._run.run_id}, not for {request.run!r} "
+                f"the transport was opened for run {self._run.name!r} with id {self._run.run_id}, "
+                f"not for {request.run!r} "
                 f"with id {request.run_id or 'none'}",
                 run=request.run,
             )

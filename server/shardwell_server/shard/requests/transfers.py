@@ -1,4 +1,5 @@
-"""What Gather, ReduceScatter and ReduceMailbox check and do, whichever way the bytes and messages come and go."""
+"""What Gather, ReduceScatter and ReduceGradientBuffer check and do, whichever way the bytes and messages come and
+go."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from shardwell_server.shard.lanes.shm_lane import ShmLanes
 from shardwell_server.shard.requests import average_reading
 from shardwell_server.shard.requests.pushes import Push, check_wire_dtype
 from shardwell_server.shard.requests.streams import IncomingStream
 from shardwell_server.shard.state.parameters import Parameters
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.transports.shm_transport import ShmTransports
 from shardwell_wire import codec
 from shardwell_wire.errors import InvalidRequestError, VersionGoneError
 from shardwell_wire.v1 import shard_pb2
@@ -138,27 +139,29 @@ async def push(
     return shard_pb2.ReduceScatterResponse(duplicate=duplicate, version=header.context.step)
 
 
-async def reduce_mailbox(
-    store: ShardStore, lanes: ShmLanes, request: shard_pb2.ReduceMailboxRequest
-) -> shard_pb2.ReduceMailboxResponse:
-    """Takes one part of a contribution out of a mailbox; raises as ``Push.adopt`` does.
+async def reduce_gradient_buffer(
+    store: ShardStore, transports: ShmTransports, request: shard_pb2.ReduceGradientBufferRequest
+) -> shard_pb2.ReduceGradientBufferResponse:
+    """Takes one part of a contribution out of a gradient buffer; raises as ``Push.adopt`` does.
 
     Raises:
         DuplicateError: The request id was used for another request.
         NotFoundError: The run or unit is not here.
-        ConflictError: The lane is not open, or has no such mailbox.
+        ConflictError: The transport is not open, or has no such gradient buffer.
     """
     header = request.header
-    # The same push as over any other way, or from another mailbox.
+    # The same push as over any other way, or from another gradient buffer.
     store.requests.check_content("ReduceScatter", header.context, header)
     run = store.exact_run(header.context)
-    mailbox = lanes.lane(request.lane, run.identity).mailbox(request.mailbox)
-    duplicate = await Push(store, run, run.shard(header.unit), header).adopt(mailbox)
-    return shard_pb2.ReduceMailboxResponse(duplicate=duplicate, version=header.context.step, adopted=mailbox.held)
+    gradient_buffer = transports.transport(request.transport, run.identity).gradient_buffer(request.gradient_buffer)
+    duplicate = await Push(store, run, run.shard(header.unit), header).adopt(gradient_buffer)
+    return shard_pb2.ReduceGradientBufferResponse(
+        duplicate=duplicate, version=header.context.step, adopted=gradient_buffer.held
+    )
 
 
-def meaningless(request: shard_pb2.MeasureLaneRequest, default_bytes: int) -> Iterator[memoryview]:
-    """What MeasureLane sends, in chunks as asked for.
+def meaningless(request: shard_pb2.MeasureTransportRequest, default_bytes: int) -> Iterator[memoryview]:
+    """What MeasureTransport sends, in chunks as asked for.
 
     Args:
         request: What the trainer wants.

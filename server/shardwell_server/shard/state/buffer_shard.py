@@ -77,7 +77,7 @@ class BufferShard(UnitShard):
         if self.reduced is None:
             self.reduced = Reduced([None] * len(self.segments), None, [])
 
-    def check_slices(self) -> None:
+    def check_partitions(self) -> None:
         """Optimizers that run on the trainers stage nothing for buffers."""
 
     async def prepare_update(

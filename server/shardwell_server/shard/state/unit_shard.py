@@ -18,8 +18,8 @@ from shardwell_server.shard.state import segments
 from shardwell_server.shard.state.contributions import Contribution, Contributions
 from shardwell_server.shard.state.encoded_versions import EncodedVersions
 from shardwell_server.shard.state.kept_gradients import KeptGradients
+from shardwell_server.shard.state.partitions import Partitions
 from shardwell_server.shard.state.reader_copies import ReaderCopies
-from shardwell_server.shard.state.slices import Slices
 from shardwell_server.shard.state.values import Values
 from shardwell_server.shard.threads import InThread
 from shardwell_wire.errors import (
@@ -30,9 +30,9 @@ from shardwell_wire.errors import (
     StepStateError,
 )
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.range_plans import RangePlans
 from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.slices import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
 
 Result = TypeVar("Result")
@@ -78,7 +78,7 @@ class UnitShard:
         """Of initial values and, by rank, of contributions."""
         self.contributions = Contributions()
         self.reduced: Reduced | None = None
-        self.slices = Slices(self.what, layout.size_bytes, start_bytes, stop_bytes, dp, memory, shared)
+        self.partitions = Partitions(self.what, layout.size_bytes, start_bytes, stop_bytes, dp, memory, shared)
         self.optimizer: ShardOptimizer | None = None
         self.optimizer_bytes = 0
         self.initial_cover, self.contribution_cover = Cover(1), Cover(dp)
@@ -127,14 +127,14 @@ class UnitShard:
         self.encoded.forget()
         self.copies.make_room()
         self.values.make_room()
-        self.slices.make_room()
+        self.partitions.make_room()
 
     def drop(self, why: NotFoundError) -> None:
         """Forgets everything; those who wait, read or send are told why."""
         self.streams.end_all(why)
         self.drop_contributions()
         self.kept.drop()
-        self.slices.close()
+        self.partitions.close()
         self.encoded.forget()
         self.copies.drop(why)
         self.values.drop(why)
@@ -231,7 +231,7 @@ class UnitShard:
         if self.reduced is not None and self.reduced.buffer is not None:
             self._memory.pool.give(self.reduced.buffer)
         self.reduced = None
-        self.slices.void()
+        self.partitions.void()
 
     def drop_older(self, dp_rank: int, attempt: int) -> None:
         """Drops a rank's contribution, and with it the mean, if it is of an older attempt."""
@@ -266,7 +266,7 @@ class UnitShard:
                 unit=self.unit,
             )
         if runs_on_trainers(optimizer.algorithm):
-            self.check_slices()
+            self.check_partitions()
         if groups is not None and len(groups) != len(self.layout.parameters):
             raise InvalidRequestError(
                 f"{self.what} has {len(self.layout.parameters)} parameters, but the optimizer names groups "
@@ -275,9 +275,9 @@ class UnitShard:
         if groups is not None:
             hyperparameters.check_fit(optimizer, groups, self.layout, (self.start_bytes, self.stop_bytes))
 
-    def check_slices(self) -> None:
-        """Raises IncompleteStepError unless the slices of all data ranks are staged."""
-        self.slices.check_staged()
+    def check_partitions(self) -> None:
+        """Raises IncompleteStepError unless the partitions of all data ranks are staged."""
+        self.partitions.check_staged()
 
     async def prepare_update(
         self, in_thread: InThread, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, key: bytes
@@ -309,7 +309,7 @@ class UnitShard:
         try:
             state_bytes, workspace_bytes = applied.needs(present, optimizer, chosen)
             self._memory.reserve_optimizer(
-                str(self.run), self.unit, self.slices.state_bytes + state_bytes, workspace_bytes
+                str(self.run), self.unit, self.partitions.state_bytes + state_bytes, workspace_bytes
             )
             await self._work(in_thread, lambda: applied.prepare(present, optimizer, chosen, key))
         except (RuntimeError, MemoryError) as error:
@@ -344,7 +344,7 @@ class UnitShard:
         async with self.values.becoming(step + 1, in_thread):
             await self._work(in_thread, lambda: self.compute_update(optimizer, groups, clip_coefficient, key))
         if runs_on_trainers(optimizer.algorithm):
-            self.slices.settle()
+            self.partitions.settle()
         self.forget_reduced()
         self.contributions.end_step()
         self._note_optimizer()
@@ -356,11 +356,12 @@ class UnitShard:
         assert self.reduced is not None and self.values.home is not None
         numbers = self._kept_numbers(groups)
         if numbers or self.kept.ranks:
-            # Before anybody can read the next version: then trainers write to their mailboxes again. And before the
+            # Before anybody can read the next version: then trainers write to their gradient buffers again. And
+            # before the
             # optimizer: this can be repeated, a step of the optimizer that has succeeded can not.
             self.kept.compute_keep(self.contributions.by_rank, numbers)
         if runs_on_trainers(optimizer.algorithm):
-            self.slices.compute_apply(self.values.home.buffer)
+            self.partitions.compute_apply(self.values.home.buffer)
         else:
             assert self.optimizer is not None
             self.optimizer.step(self.reduced.gradients, optimizer, self._chosen_groups(groups), clip_coefficient, key)
@@ -393,7 +394,9 @@ class UnitShard:
         return frozenset(number for number, segment in at if groups[segment.parameter_index] == hyperparameters.KEPT)
 
     def _note_optimizer(self) -> None:
-        self.optimizer_bytes = self.slices.state_bytes + (0 if self.optimizer is None else self.optimizer.size_bytes)
+        self.optimizer_bytes = self.partitions.state_bytes + (
+            0 if self.optimizer is None else self.optimizer.size_bytes
+        )
         self._memory.note_optimizer(str(self.run), self.unit, self.optimizer_bytes)
 
 

@@ -1,0 +1,263 @@
+"""A transport through shared memory breaks while a gradient lies in its gradient buffer: the step goes on, with the
+same bits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.data_plane.server_connection import ServerConnection
+from shardwell.data_plane.shm_transport import ShmTransport
+from shardwell.data_plane.transports import unheard
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.requests.pushes import Push
+from shardwell_server.shard.transports.gradient_buffers import GradientBuffer
+from shardwell_wire.errors import CapacityError, ConflictError, UnavailableError
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.v1 import shard_pb2
+from tests.support.shard_server import MIXED, ShardServer, layout_of, unit
+
+EMPTY = layout_of(a=((0,), "float32"))
+PARTS = 2
+
+
+@pytest.fixture
+def shared() -> Iterator[SharedMemory]:
+    with closing(SharedMemory()) as made:
+        yield made
+
+
+@pytest.fixture
+def server(shared: SharedMemory) -> Iterator[ShardServer]:
+    with ShardServer(shared=shared) as running:
+        yield running
+        running.until(lambda: not running.shm._open, "the transports are closed")
+
+
+class Trainer:
+    """Plays the only rank of a run: pushes its gradients in two parts per step."""
+
+    def __init__(self, server: ShardServer, *, run: str = "r", layout: UnitLayout = MIXED, kinds: str = "shm") -> None:
+        self.server, self.one = server, unit(server, layout, run=run)
+        address = server.client.address
+        self.connection = ServerConnection(address, self.one.identity, kinds=kinds.split(","), chunk_bytes=64 << 10)
+        run = self.one.identity
+        self.shard = RemoteShard(run, layout, self.connection, self.one.start, self.one.stop, Wire(wait_limit_s=20.0))
+        self._generator = torch.Generator().manual_seed(7)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+    @property
+    def transport(self) -> ShmTransport:
+        assert self.connection.shm is not None
+        return self.connection.shm
+
+    def break_transport(self) -> None:
+        """As if its connection had been lost; returns when the server knows, and has forgotten the transport."""
+        self.transport._rpc._call.cancel()
+        self.server.until(lambda: not self.server.shm._open, "the transport is closed")
+
+    def lay(self, step: int, part: int) -> Callable[[], None]:
+        """Lays a part of the next gradient in a gradient buffer; returns what hands it over."""
+        header = shard_pb2.ReduceScatterHeader(
+            context=self.one.context(step, 1, f"{self.one.run}, step {step}, part {part}"),
+            unit=self.one.layout.unit,
+            part=part,
+            parameter_indices=[segment.parameter_index for segment in self.one.segments],
+        )
+        flats = {
+            segment.parameter_index: torch.randn(each.shape, generator=self._generator).to(each.dtype)
+            for segment, each in zip(self.one.segments, self.one.zeros(), strict=True)
+        }
+        return partial(self.shard.begin_send(header, flats), unheard)
+
+    def end(self, step: int) -> None:
+        self.one.prepare(step, (0, 0, PARTS))
+        self.one.update(step)
+        self.transport.release()
+
+    def weights(self, steps: int) -> torch.Tensor:
+        return self.one.flat(self.one.gather(steps)[1])
+
+
+def undisturbed(server: ShardServer, layout: UnitLayout, steps: int) -> torch.Tensor:
+    with Trainer(server, run="undisturbed", layout=layout) as trainer:
+        for step in range(steps):
+            for part in range(PARTS):
+                trainer.lay(step, part)()
+            trainer.end(step)
+        return trainer.weights(steps)
+
+
+def assert_nothing_is_left(trainer: Trainer) -> None:
+    """No gradient buffer counts against the budget once the transports are closed."""
+    trainer.connection.close()
+    server, one = trainer.server, trainer.one
+    server.until(
+        lambda: not server.shm._open, "the transports are closed"
+    )  # an empty gradient buffer has no bytes to wait for
+    others = sum(shard.size_bytes for run in server.store.runs.values() for shard in run.shards.values())
+    server.until(lambda: server.store.memory._shared_bytes == others, "gradient buffers are given back")
+    assert (server.taken_bytes(), server.staged_bytes()) == (0, 0)
+    assert server.look(lambda: one.shard.contribution_cover._free_count) == one.dp
+
+
+@pytest.mark.parametrize("layout", [MIXED, EMPTY], ids=["mixed", "empty"])
+@pytest.mark.parametrize("broken_part", range(PARTS))
+def test_a_gradient_in_a_gradient_buffer_of_a_transport_that_is_gone(
+    server: ShardServer, layout: UnitLayout, broken_part: int
+) -> None:
+    expected = undisturbed(server, layout, 2)
+    server.until(lambda: not server.shm._open, "the other trainer is gone")
+    with Trainer(server, layout=layout) as trainer:
+        for step in range(2):
+            for part in range(PARTS):
+                hand_over = trainer.lay(step, part)
+                if part == broken_part:
+                    before = trainer.transport
+                    trainer.break_transport()
+                hand_over()
+            assert trainer.transport is not before
+            trainer.end(step)
+        assert trainer.connection.pushes_through_shm
+        assert torch.equal(trainer.weights(2), expected)
+        assert_nothing_is_left(trainer)
+
+
+def break_once(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Has the transport break while the server answers the next ReduceGradientBuffer."""
+    adopt, shm, calls = Push.adopt, trainer.server.shm, [trainer.transport._rpc._call]
+
+    async def breaking(push: Push, gradient_buffer: GradientBuffer) -> bool:
+        if not calls:
+            return await adopt(push, gradient_buffer)
+        if when == "the answer is lost":
+            await adopt(push, gradient_buffer)
+        calls.pop().cancel()
+        async with asyncio.timeout(20.0):
+            while shm._open:
+                await asyncio.sleep(0)
+        if when == "the push meets a closed transport":
+            return await adopt(push, gradient_buffer)
+        raise UnavailableError("the connection was lost")
+
+    monkeypatch.setattr(Push, "adopt", breaking)
+
+
+@pytest.mark.parametrize("when", ["the request is lost", "the push meets a closed transport", "the answer is lost"])
+@pytest.mark.parametrize("broken_part", range(PARTS))
+def test_a_transport_that_breaks_while_a_gradient_buffer_is_handed_over(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch, broken_part: int, when: str
+) -> None:
+    expected = undisturbed(server, MIXED, 2)
+    server.until(lambda: not server.shm._open, "the other trainer is gone")
+    with Trainer(server) as trainer:
+        for step in range(2):
+            for part in range(PARTS):
+                if part == broken_part:
+                    before = trainer.transport
+                    break_once(trainer, monkeypatch, when)
+                trainer.lay(step, part)()
+                monkeypatch.undo()
+            assert trainer.transport is not before
+            trainer.end(step)
+        run = server.store.run("r")
+        assert server.look(lambda: run.duplicate_count) == (2 if when == "the answer is lost" else 0)
+        assert torch.equal(trainer.weights(2), expected)
+        assert_nothing_is_left(trainer)
+
+
+@pytest.mark.parametrize("refused", ["a gradient buffer", "a transport"])
+@pytest.mark.parametrize("when", ["nothing was sent", "the request is lost", "the answer is lost"])
+def test_without_room_for_it_in_another_gradient_buffer_it_is_streamed(
+    server: ShardServer,
+    shared: SharedMemory,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: str,
+    when: str,
+) -> None:
+    expected, create = undisturbed(server, MIXED, 1), shared.create
+
+    def full(size_bytes: int, what: str) -> Any:
+        if what.startswith(refused):
+            raise CapacityError("the shared memory is full")
+        return create(size_bytes, what)
+
+    server.until(lambda: not server.shm._open, "the other trainer is gone")
+    with Trainer(server, kinds="shm,grpc") as trainer:
+        hand_over = trainer.lay(0, 0)
+        if when == "nothing was sent":
+            trainer.break_transport()
+        else:
+            break_once(trainer, monkeypatch, when)
+        monkeypatch.setattr(shared, "create", full)
+        hand_over()
+        assert not trainer.connection.pushes_through_shm
+        trainer.lay(0, 1)()
+        trainer.end(0)
+        assert torch.equal(trainer.weights(1), expected)
+        assert_nothing_is_left(trainer)
+    assert "no shared memory for gradients, sending them over grpc: the shared memory is full" in caplog.text
+
+
+def test_a_transport_that_breaks_while_a_gradient_buffer_is_opened(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Trainer(server) as trainer:
+        first = trainer.transport
+
+        def breaking(name: str) -> Any:
+            trainer.break_transport()
+            return first._open_gradient_buffer(name)
+
+        monkeypatch.setattr(first._gradient_buffers, "_make", breaking)
+        for part in range(PARTS):
+            trainer.lay(0, part)()
+        trainer.end(0)
+        assert trainer.transport is not first
+        assert trainer.one.gather()[0] == 1
+        assert_nothing_is_left(trainer)
+
+
+def test_a_transport_that_breaks_while_a_version_is_looked_for(server: ShardServer) -> None:
+    with Trainer(server) as trainer:
+        first, seen = trainer.transport, []
+
+        def locate(transport: ShmTransport) -> int:
+            seen.append(transport)
+            if transport is first:
+                trainer.break_transport()
+            return transport.locate(trainer.one.layout.unit, 0, timeout_s=20.0, retry_for_s=0.0).version
+
+        assert trainer.connection.through_shm(locate) == 0
+        assert seen == [first, trainer.transport]
+
+
+def test_what_is_refused_on_a_transport_that_stands_is_not_tried_again(
+    server: ShardServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwell.data_plane.server_connection._NOTICE_S", 0.0)
+    with Trainer(server) as trainer:
+        seen = []
+
+        def refused(transport: ShmTransport) -> None:
+            seen.append(transport)
+            raise ConflictError("no")
+
+        with pytest.raises(ConflictError, match=r"^no$"):
+            trainer.connection.through_shm(refused)
+        assert seen == [trainer.transport]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -1,0 +1,334 @@
+"""The socket transport and who may not connect, bytes that are wrong, and connections that break."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import pytest
+
+from shardwell.data_plane.shard_client import ShardClient
+from shardwell.data_plane.socket_transport import SocketTransport
+from shardwell.data_plane.transport_connection import TransportConnection
+from shardwell_server.shard.requests import streams
+from shardwell_server.shard.transports import socket_transport
+from shardwell_server.shard.transports.socket_connection import Connection
+from shardwell_wire import frames
+from shardwell_wire.errors import (
+    AccessError,
+    ChunkError,
+    CorruptDataError,
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    ShardwellError,
+    UnavailableError,
+)
+from shardwell_wire.frames import Kind
+from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.v1 import common_pb2
+from tests.support.shard_server import (
+    BIG,
+    PLAIN,
+    ShardServer,
+    error_of,
+    in_background,
+    train,
+    unit,
+)
+from tests.support.socket_transport import ConnectedUnit, Peer, closing_transport, data, end_of
+
+
+@pytest.fixture
+def connected(server: ShardServer) -> Iterator[ConnectedUnit]:
+    with closing_transport(ConnectedUnit(server)) as made:
+        yield made
+
+
+@pytest.fixture
+def big(server: ShardServer) -> Iterator[ConnectedUnit]:
+    """More than a connection's buffers hold."""
+    with closing_transport(ConnectedUnit(server, BIG)) as made:
+        yield made
+
+
+# Who may connect.
+
+
+@pytest.mark.parametrize(
+    ("hello", "error"),
+    [
+        (frames.hello(bytes(32)), AccessError),
+        (b"GET / HTTP/1.1\r\nHost: here\r\n".ljust(frames.HELLO_BYTES), InvalidRequestError),
+        (b"shrdlane" + struct.pack("<I", 7) + bytes(32), InvalidRequestError),
+    ],
+)
+def test_who_has_no_token_is_told_and_cut_off(
+    connected: ConnectedUnit, hello: bytes, error: type[ShardwellError]
+) -> None:
+    with Peer(connected, hello=hello) as peer:
+        assert type(peer.error()) is error
+        assert peer.is_closed()
+    assert connected.gather()[0] == 0
+
+
+def test_a_token_is_worth_nothing_once_its_transport_is_closed(connected: ConnectedUnit) -> None:
+    other = SocketTransport(connected.server.client, connected.one.identity)
+    hello = frames.hello(other._offer.token)
+    with Peer(connected, hello=hello) as peer:
+        assert peer.frame() == (Kind.WELCOME, b"")
+        other.close()
+        assert peer.is_closed()
+    with Peer(connected, hello=hello) as peer:
+        assert type(peer.error()) is AccessError
+        assert peer.is_closed()
+    assert connected.gather()[0] == 0
+
+
+def test_who_says_nothing_is_cut_off(connected: ConnectedUnit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_transport, "HELLO_LIMIT_S", 0.05)
+    with Peer(connected, hello=b"shrd") as peer:
+        assert "no token within 0.05 s" in str(peer.error())
+        assert peer.is_closed()
+
+
+def test_opening_is_given_up_in_time() -> None:
+    silent = socket.create_server(("127.0.0.1", 0))
+    with silent, closing(ShardClient(f"127.0.0.1:{silent.getsockname()[1]}")) as client:
+        error = error_of(lambda: SocketTransport(client, RunIdentity("r", "id-of-r"), timeout_s=0.1))
+    assert isinstance(error, DeadlineError)
+    assert "did not answer OpenTransport within 0.1 s" in str(error)
+
+
+def test_a_port_out_of_reach_is_noticed_when_the_transport_is_opened(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = unit(server)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(server.sockets, "_port", nobody.getsockname()[1])
+        error = error_of(lambda: SocketTransport(server.client, one.identity))
+    assert isinstance(error, UnavailableError)
+    server.until(lambda: not server.sockets._transports, "the transport is closed")
+
+
+def test_a_transport_needs_a_run(server: ShardServer) -> None:
+    assert isinstance(error_of(lambda: SocketTransport(server.client, RunIdentity("nowhere", "id"))), NotFoundError)
+
+
+# Bytes that are wrong.
+
+
+@pytest.mark.parametrize(
+    ("sent", "complaint"),
+    [
+        (struct.pack("<IB", 1 << 31, Kind.GATHER), "a GATHER frame of 2147483648 bytes: at most"),
+        (struct.pack("<IB", 0, 99), "a frame of kind 99: expected GATHER or REDUCE_SCATTER"),
+        (data(b"abc"), "a frame of kind 7: expected GATHER or REDUCE_SCATTER"),
+        (frames.encode(Kind.GATHER, b"\0"), "a GATHER frame of 1 bytes"),
+        (frames.encode(Kind.GATHER, b"\0\0\0\0\xff\xff"), "do not decode as shardwell.v1.GatherRequest"),
+        (bytes(range(256)) * 512, "a frame of kind 4: expected GATHER or REDUCE_SCATTER"),
+    ],
+)
+def test_garbage_closes_its_connection_and_no_other(connected: ConnectedUnit, sent: bytes, complaint: str) -> None:
+    with Peer(connected) as peer:
+        peer.send(sent)
+        error = peer.error()
+        assert isinstance(error, InvalidRequestError)
+        assert complaint in str(error)
+        assert peer.is_closed()
+    assert connected.gather()[0] == 0
+
+
+def test_an_endless_name_is_refused_in_few_words(connected: ConnectedUnit) -> None:
+    with Peer(connected) as peer:
+        peer.push(connected, context=common_pb2.RequestContext(run="r" * 2_000_000))
+        error = peer.error()
+    assert isinstance(error, InvalidRequestError)
+    assert str(error).startswith("run is 'rrr")
+    assert "(2000000 characters): expected 1 to 200 printable characters" in str(error)
+
+
+RIGHT = bytes(PLAIN.size_bytes)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "duplicate"])
+@pytest.mark.parametrize(
+    ("stream", "error", "complaint"),
+    [
+        (data(RIGHT[1:]) + end_of(RIGHT[1:]), ChunkError, "ended after 239999 of 240000 bytes"),
+        (data(RIGHT, b"\0") + end_of(RIGHT + b"\0"), ChunkError, "240001 bytes or more, expected 240000"),
+        (data(b"", RIGHT) + end_of(RIGHT), ChunkError, "an empty frame at byte 0"),
+        (struct.pack("<IB", (4 << 20) + 1, Kind.DATA), InvalidRequestError, "a DATA frame of 4194305 bytes"),
+        (data(RIGHT) + end_of(b"other"), CorruptDataError, "was announced"),
+        (data(RIGHT[1:]) + frames.encode(Kind.GATHER), InvalidRequestError, "expected DATA or END"),
+    ],
+    ids=["short", "long", "empty frame", "large frame", "checksum", "request within"],
+)
+def test_nothing_is_kept_of_a_stream_that_is_wrong(
+    connected: ConnectedUnit, stream: bytes, error: type[ShardwellError], complaint: str, known: bool
+) -> None:
+    if known:
+        connected.push(connected.one.zeros())
+    with Peer(connected) as peer:
+        peer.push(connected, stream)
+        refused = peer.error()
+        assert peer.is_closed()
+    assert type(refused) is error
+    assert complaint in str(refused)
+    if not known:
+        connected.assert_nothing_came()
+    assert connected.push(connected.one.zeros()).duplicate == known
+
+
+# Connections that break.
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", struct.pack("<IB", 4096, Kind.DATA)[:3], struct.pack("<IB", 4096, Kind.DATA), data(bytes(64))]
+)
+def test_a_push_that_falls_silent_is_given_up(
+    connected: ConnectedUnit, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    with Peer(connected) as peer:
+        monkeypatch.setattr(streams, "IDLE_LIMIT_S", 0.05)
+        peer.push(connected, sent)
+        error = peer.error()
+        assert isinstance(error, DeadlineError)
+        assert "nothing came or went for 0.05 s in mid-stream" in str(error)
+    connected.assert_nothing_came()
+
+
+def test_a_reader_that_falls_silent_is_cut_off(big: ConnectedUnit, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = big.connections()
+    with Peer(big) as peer:
+        assert big.connections() == before + 1
+        monkeypatch.setattr(streams, "IDLE_LIMIT_S", 0.05)
+        peer.request(Kind.GATHER, big.one.gather_request(0))
+        big.server.until(lambda: len(big.server.sockets._connections) == before, "the connection is given up")
+
+
+def with_connection(scenario: Callable[[Connection, socket.socket], Coroutine[Any, Any, None]]) -> None:
+    """Runs a scenario with the server's end of a connection, and the peer's, which blocks."""
+
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            peer = socket.create_connection(listener.getsockname(), 20.0)
+            accepted, _ = listener.accept()
+            with peer, accepted:
+                await asyncio.wait_for(scenario(Connection(accepted), peer), 20.0)
+
+    asyncio.run(run())
+
+
+def test_a_push_over_a_slow_link_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_s = 0.4
+    monkeypatch.setattr(streams, "IDLE_LIMIT_S", limit_s)
+    sent, received = bytes([1]) * 300, bytearray(300)
+    stream = data(sent) + end_of(sent)
+
+    async def scenario(connection: Connection, peer: socket.socket) -> None:
+        began_s = asyncio.get_running_loop().time()
+        receiving = asyncio.ensure_future(connection.into([memoryview(received)], "a stream"))
+        for came in (100, 200):
+            peer.sendall(stream[:105] if came == 100 else stream[105:205])
+            while sum(received) < came and not receiving.done():
+                await asyncio.sleep(0.002)
+        peer.sendall(stream[205:])
+        await receiving
+        assert asyncio.get_running_loop().time() > began_s + limit_s
+
+    with_connection(scenario)
+    assert received == sent
+
+
+def test_many_small_frames_leave_others_their_turn() -> None:
+    count = 4000
+    sent, received = bytes(count), bytearray(count)
+
+    async def scenario(connection: Connection, peer: socket.socket) -> None:
+        peer.sendall(data(*[b"\0"] * count) + end_of(sent))
+        receiving, turns = asyncio.ensure_future(connection.into([memoryview(received)], "a stream")), 0
+        while not receiving.done():
+            await asyncio.sleep(0)
+            turns += 1
+        await receiving
+        assert turns > count // 200
+
+    with_connection(scenario)
+
+
+@pytest.mark.parametrize("sent", [0, 1, 3 << 20])
+def test_a_push_cut_in_mid_stream_leaves_no_trace(big: ConnectedUnit, sent: int) -> None:
+    with Peer(big) as peer:
+        peer.push(big, data(bytes(4 << 20))[: frames.HEAD_BYTES + sent])
+        big.server.until(lambda: len(big.one.shard.streams) == 1, "the stream is open")
+    big.assert_nothing_came()
+    assert not big.push(big.one.filled(1.0)).duplicate
+
+
+def test_a_reader_that_vanishes_releases_what_it_read(big: ConnectedUnit) -> None:
+    with Peer(big) as peer:
+        peer.request(Kind.GATHER, big.one.gather_request())
+        assert peer.frame()[0] is Kind.GATHERING
+        parameters = big.one.shard.values.parameters
+        assert parameters is not None
+        assert big.server.look(lambda: parameters.readers) == 1
+    big.server.until(lambda: parameters.readers == 0, "nobody reads")
+
+
+def test_a_deadline_within_a_frame_ends_the_connection_and_nothing_else(big: ConnectedUnit) -> None:
+    with Peer(big) as slow:
+        slow.send(frames.encode_request(Kind.GATHER, big.one.gather_request(), 1.0))
+        assert slow.frame()[0] is Kind.GATHERING
+        parameters = big.one.shard.values.parameters
+        assert parameters is not None
+        big.server.until(lambda: parameters.readers == 0, "nobody reads")
+        rest = slow.read(big.one.size)
+        frame_bytes = frames.HEAD_BYTES + frames.DATA_BYTES
+        heads = {
+            rest[start : start + frames.HEAD_BYTES] for start in range(0, len(rest) - frames.HEAD_BYTES, frame_bytes)
+        }
+    assert heads == {struct.pack("<IB", frames.DATA_BYTES, Kind.DATA)}
+    assert len(rest) < big.one.size
+    assert big.gather()[0] == 0
+
+
+def cut(connected: ConnectedUnit) -> None:
+    """Has the server drop every connection."""
+    connected.server.look(lambda: [task.cancel() for task in connected.server.sockets._connections])
+
+
+def test_a_connection_that_broke_while_idle_is_replaced(connected: ConnectedUnit) -> None:
+    connected.gather()
+    cut(connected)
+    connected.server.until(lambda: not connected.server.sockets._connections, "every connection is closed")
+    assert connected.gather()[0] == 0
+
+
+def test_a_connection_that_breaks_is_tried_again_for_as_long_as_asked(connected: ConnectedUnit) -> None:
+    for retry_for_s, outcome in ((0.0, "fails"), (20.0, "succeeds")):
+        waiting = in_background(partial(connected.gather, 1, retry_for_s=retry_for_s))
+        connected.server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "somebody waits")
+        cut(connected)
+        if outcome == "fails":
+            assert isinstance(error_of(partial(next, waiting)), UnavailableError)
+            continue
+        connected.server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "it waits again")
+        train(connected.one, 0)
+        assert next(waiting)[0] == 1
+
+
+def test_a_server_that_does_not_answer_is_given_up_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        connect = partial(TransportConnection, "127.0.0.1", port, bytes(32), peer="socket transport", timeout_s=0.1)
+        error = error_of(connect)
+        assert isinstance(error, DeadlineError)
+        assert "socket transport did not finish it within 0.1 s" in str(error)
+    assert isinstance(error_of(connect), UnavailableError)

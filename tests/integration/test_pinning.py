@@ -1,0 +1,95 @@
+"""Versions that a shard server keeps readable while training goes on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_wire.errors import DeadlineError, NotFoundError, VersionGoneError
+from shardwell_wire.v1 import shard_pb2
+from tests.support.shard_server import (
+    BIG,
+    PLAIN,
+    OneUnit,
+    ShardServer,
+    assert_all,
+    error_of,
+    in_background,
+    train,
+    unit,
+)
+
+
+@contextmanager
+def held(one: OneUnit, version: int) -> Iterator[shard_pb2.PinVersionResponse]:
+    request = shard_pb2.PinVersionRequest(run="r", version=version, wait_s=20.0)
+    standing = one.server.client.open("PinVersion", request, timeout_s=20.0)
+    yield standing.answer
+    standing.end()
+
+
+def test_a_held_version_can_be_read_until_it_is_let_go(server: ShardServer) -> None:
+    one = unit(server, PLAIN)
+    with held(one, 0) as answer:
+        assert (answer.version, answer.shard_count) == (0, 1)
+        train(one, 0)
+        with held(one, 1):
+            for step in (1, 2):
+                train(one, step)
+            for version, value in ((0, 0.0), (1, -1.0), (3, -3.0)):
+                got, values = one.gather(version)
+                assert got == version
+                assert_all(values, value)
+            assert isinstance(error_of(lambda: one.gather(2)), VersionGoneError)
+            assert server.staged_bytes() == 2 * one.size
+    server.until(lambda: server.store.memory.staging.used_bytes == 0, "nothing is held")
+    for version in (0, 1):
+        error = error_of(lambda version=version: one.gather(version))
+        assert isinstance(error, VersionGoneError) and error.data["newest"] == "3"
+
+
+def test_a_version_to_come_is_held_when_it_comes(server: ShardServer) -> None:
+    one = unit(server, PLAIN)
+    holding = in_background(lambda: held(one, 1).__enter__())
+    server.until(lambda: len(one.shard.values._changed._waiters) == 1, "somebody waits")
+    train(one, 0)
+    assert next(holding).version == 1
+
+
+def test_nothing_of_a_deleted_run_is_held() -> None:
+    with closing(SharedMemory()) as shared, ShardServer(shared=shared) as server:
+        one = unit(server, PLAIN)
+        values = weakref.ref(one.shard.values.parameters)
+        with held(one, 0):
+            one.drop()
+            server.until(lambda: values() is None, "the memory is given back while the caller is still there")
+
+
+def test_what_can_not_be_held_is_named(server: ShardServer) -> None:
+    one = unit(server, PLAIN)
+    train(one, 0)
+    requests = {
+        VersionGoneError: shard_pb2.PinVersionRequest(run="r", version=0),
+        DeadlineError: shard_pb2.PinVersionRequest(run="r", version=2, wait_s=0.1),
+        NotFoundError: shard_pb2.PinVersionRequest(run="nowhere"),
+    }
+    for kind, request in requests.items():
+        assert isinstance(
+            error_of(lambda request=request: server.client.open("PinVersion", request, timeout_s=20)), kind
+        )
+
+
+def test_a_held_version_gives_way_to_training_but_not_to_other_readers() -> None:
+    with ShardServer(budget_bytes=BIG.size_bytes * 5) as server:
+        one = unit(server, BIG)
+        with held(one, 0):
+            train(one, 0)
+            reader = iter(one.open_gather())
+            next(reader)
+            train(one, 1)
+            assert isinstance(error_of(lambda: list(reader)), VersionGoneError)
+            assert_all(one.gather(0)[1], 0.0)
+            server.look(server.store.memory.staging.make_room)
+            assert isinstance(error_of(lambda: one.gather(0)), VersionGoneError)

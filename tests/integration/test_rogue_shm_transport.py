@@ -1,0 +1,97 @@
+"""A rogue shard server names files of the trainer's user: the trainer does not map them, and streams instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.data_plane.server_connection import ServerConnection
+from shardwell.data_plane.transports import unheard
+from shardwell_server.shard.memory.shared_memory import Segment, SharedBuffer, SharedMemory
+from shardwell_server.shard.transports.gradient_buffers import GradientBuffer
+from shardwell_wire.errors import UnavailableError
+from shardwell_wire.shared_files import UntrustedFileError
+from shardwell_wire.v1 import shard_pb2
+from tests.support.shard_server import PLAIN, OneUnit, ShardServer, error_of, unit
+from tests.support.shm_transport import ConnectedUnit
+
+
+@pytest.fixture
+def server() -> Iterator[ShardServer]:
+    with closing(SharedMemory()) as shared, ShardServer(shared=shared) as running:
+        yield running
+
+
+@pytest.fixture(params=["elsewhere", "a folder with a server's name", "linked"])
+def victim(request: pytest.FixtureRequest, tmp_path: Path, server: ShardServer) -> tuple[Path, str]:
+    """A file of this user's, of the size that the trainer expects, and the path under which a rogue names it."""
+    folder = tmp_path / ("shardwell-a" if request.param == "a folder with a server's name" else "work")
+    folder.mkdir(mode=0o700)
+    path = folder / "thesis"
+    path.write_bytes(b"precious".ljust(PLAIN.size_bytes, b"!"))
+    if request.param != "linked":
+        return path, str(path)
+    assert server._shared is not None
+    link = Path(server._shared.create(1, "a file").path).with_name("link")
+    link.symlink_to(path)
+    return path, str(link)
+
+
+def push(connection: ServerConnection, one: OneUnit) -> None:
+    shard = RemoteShard(one.identity, PLAIN, connection, one.start, one.stop, Wire(wait_limit_s=20.0))
+    header = shard_pb2.ReduceScatterHeader(
+        context=one.context(0, 1, "push"),
+        unit=one.layout.unit,
+        parameter_indices=[segment.parameter_index for segment in one.segments],
+    )
+    flats = {at.parameter_index: torch.ones_like(each) for at, each in zip(one.segments, one.zeros(), strict=True)}
+    shard.begin_send(header, flats)(unheard)
+
+
+def test_a_gradient_buffer_that_is_another_file(
+    server: ShardServer, victim: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, named = victim
+    before, one = path.read_bytes(), unit(server)
+    connection = ServerConnection(server.client.address, one.identity, kinds=("shm", "socket"), chunk_bytes=64 << 10)
+    with closing(connection), monkeypatch.context() as patched:
+        patched.setattr(GradientBuffer, "path", property(lambda _: named))
+        push(connection, one)
+        assert not connection.pushes_through_shm, "the gradient was streamed"
+    one.prepare(0, (0, 0, 1))
+    assert path.read_bytes() == before
+
+
+def test_a_shard_that_is_another_file(
+    server: ShardServer, victim: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ConnectedUnit(unit(server)) as connected, monkeypatch.context() as patched:
+        patched.setattr(Segment, "path", property(lambda _: victim[1]))
+        with pytest.raises(UntrustedFileError):
+            connected.vector()
+
+
+def test_a_proof_that_is_another_file(
+    server: ShardServer, victim: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its beginning can be known to the rogue, so it proves nothing by itself."""
+    path, named = victim
+    if path.parent.name.startswith("shardwell-"):
+        path.parent.chmod(0o755)
+    one, make = unit(server), server.shm._shared.create
+
+    def make_elsewhere(size_bytes: int, what: str) -> SharedBuffer:
+        return SharedBuffer(named, make(size_bytes, what).tensor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.shm._shared, "create", make_elsewhere)
+        patched.setattr("secrets.token_bytes", lambda count: path.read_bytes()[:count])
+        error = error_of(partial(ConnectedUnit, one))
+    assert isinstance(error, UnavailableError)
+    assert "offers shared memory at" in str(error)

@@ -1,0 +1,423 @@
+"""The transport through shared memory on a real server: the same bits and errors as over gRPC, and nothing left
+behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwell.data_plane.socket_transport import SocketTransport
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.transports.shm_transport import PROOF_FILE_BYTES
+from shardwell_wire.errors import (
+    AccessError,
+    CapacityError,
+    ConflictError,
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    ShardwellError,
+    StaleEpochError,
+    StepStateError,
+    VersionGoneError,
+)
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.v1 import common_pb2, shard_pb2
+from tests.support.shard_server import (
+    MIXED,
+    PLAIN,
+    ShardServer,
+    assert_all,
+    error_of,
+    in_background,
+    layout_of,
+    train,
+    unit,
+)
+from tests.support.shm_transport import ConnectedUnit, assert_only_parameters, header, shared_bytes
+
+EMPTY = layout_of(a=((0,), "float32"))
+
+
+@pytest.fixture
+def shared() -> Iterator[SharedMemory]:
+    with closing(SharedMemory()) as made:
+        yield made
+
+
+@pytest.fixture
+def server(shared: SharedMemory) -> Iterator[ShardServer]:
+    with ShardServer(shared=shared) as running:
+        yield running
+        running.until(lambda: not running.shm._open, "the transports are closed")
+
+
+@pytest.fixture(params=["grpc", "socket"])
+def connected(server: ShardServer, request: pytest.FixtureRequest) -> Iterator[ConnectedUnit]:
+    with ConnectedUnit(unit(server, dp=2), request.param) as made:
+        yield made
+
+
+def fill(path: str, value: float) -> None:
+    """Fills a gradient buffer as a trainer does."""
+    size = Path(path).stat().st_size
+    torch.from_file(path, shared=True, size=size, dtype=torch.uint8).view(torch.float32).fill_(value)
+
+
+# Reading.
+
+
+def test_a_shard_is_read_where_it_lies_and_seen_to_change(connected: ConnectedUnit) -> None:
+    one = connected.one
+    vector = connected.vector()
+    assert vector.shows(0)
+    train(one, 0)
+    assert connected.locate(1).version == 1
+    assert vector.shows(1)
+    assert_all(one.split(vector.bytes), -1.0)
+    with pytest.raises(VersionGoneError):
+        vector.check(0)
+    assert connected.locate().segment.path == connected.locate(1).segment.path
+
+
+def test_locating_waits_for_the_version(connected: ConnectedUnit) -> None:
+    waiting = in_background(partial(connected.locate, 1))
+    connected.server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "somebody waits")
+    train(connected.one, 0)
+    assert next(waiting).version == 1
+
+
+def test_a_version_that_does_not_come_or_is_gone(connected: ConnectedUnit) -> None:
+    error = error_of(lambda: connected.locate(1, timeout_s=0.2))
+    assert isinstance(error, DeadlineError)
+    train(connected.one, 0)
+    assert isinstance(error_of(lambda: connected.locate(0)), VersionGoneError)
+
+
+def test_a_deleted_run_is_seen_in_the_segment(connected: ConnectedUnit) -> None:
+    vector, path = connected.vector(), connected.locate().segment.path
+    connected.one.drop()
+    assert not vector.shows(0)
+    assert not Path(path).exists()
+    assert isinstance(error_of(connected.locate), NotFoundError)
+
+
+# Pushing.
+
+
+@pytest.mark.parametrize("layout", [MIXED, PLAIN, EMPTY], ids=["mixed", "plain", "empty"])
+def test_bits_are_those_of_grpc(server: ShardServer, layout: UnitLayout) -> None:
+    """Two parts of two ranks, of which each goes one way in one run and the other way in the other."""
+    generator = torch.Generator().manual_seed(1)
+    results = []
+    gradients: list[list[torch.Tensor]] = []
+    for run in ("streams", "gradient_buffers", "both"):
+        with ConnectedUnit(unit(server, layout, dp=2, run=run)) as connected:
+            one = connected.one
+            gradients = gradients or [
+                [torch.randn(each.shape, generator=generator).to(each.dtype) for each in one.zeros()] for _ in range(4)
+            ]
+            for number, (part, rank) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
+                through_gradient_buffer = run == "gradient_buffers" or (run == "both" and part != rank)
+                push = connected.push if through_gradient_buffer else one.push
+                push(gradients[number], rank=rank, part=part)
+            one.prepare(0, (0, 0, 2), (1, 0, 2))
+            one.update(0)
+            results.append(one.flat(one.gather(1)[1]))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_later_parts_leave_their_gradient_buffer_free(connected: ConnectedUnit) -> None:
+    for part in range(4):
+        connected.push(connected.one.filled(1.0), part=part)
+    assert sorted(gradient_buffer.held for gradient_buffer in connected.gradient_buffers()) == [False, True]
+    connected.push(connected.one.filled(1.0), rank=1)
+    connected.one.prepare(0, (0, 0, 4), (1, 0, 1))
+    connected.one.update(0)
+    assert_all(connected.one.gather(1)[1], -2.5)
+    assert [gradient_buffer.held for gradient_buffer in connected.gradient_buffers()] == [False, False]
+
+
+def test_gradient_buffers_are_used_again_in_the_next_step(connected: ConnectedUnit) -> None:
+    for step in range(3):
+        for rank in (0, 1):
+            connected.push(connected.one.filled(1.0), step=step, rank=rank)
+        connected.one.prepare(step)
+        connected.one.update(step)
+        connected.transport.release()
+    assert len(connected.gradient_buffers()) == 2
+    assert_all(connected.one.gather(3)[1], -3.0)
+
+
+def test_a_gradient_buffer_that_is_never_handed_over_is_used_again(connected: ConnectedUnit) -> None:
+    def interrupt(_: memoryview) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            connected.transport.lay(connected.header(), interrupt)
+        connected.transport.lay(connected.header(rank=1), lambda memory: None)
+        connected.transport.release(0)
+        connected.transport.release(1)
+    assert len(connected.gradient_buffers()) == 2
+
+
+def test_a_duplicate_is_acknowledged_and_its_gradient_buffer_stays_free(connected: ConnectedUnit) -> None:
+    connected.one.push(connected.one.filled(1.0))
+    gradient_buffer = connected.open_gradient_buffer()
+    fill(gradient_buffer.path, 5.0)
+    answer = connected.reduce(gradient_buffer.gradient_buffer)
+    assert (answer.duplicate, answer.adopted) == (True, False)
+    connected.one.push(connected.one.filled(1.0), rank=1)
+    connected.one.prepare(0)
+    connected.one.update(0)
+    assert_all(connected.one.gather(1)[1], -1.0)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_the_same_again_after_the_answer_was_lost(connected: ConnectedUnit, part: int) -> None:
+    for number in range(part):
+        connected.one.push(connected.one.filled(1.0), part=number)
+    gradient_buffer = connected.open_gradient_buffer()
+    fill(gradient_buffer.path, 1.0)
+    answers = [connected.reduce(gradient_buffer.gradient_buffer, part=part) for _ in range(2)]
+    assert [answer.duplicate for answer in answers] == [False, True]
+    assert [answer.adopted for answer in answers] == [part == 0] * 2
+    connected.one.push(connected.one.zeros(), rank=1)
+    connected.one.prepare(0, (0, 0, part + 1), (1, 0, 1))
+    connected.one.update(0)
+    assert_all(connected.one.gather(1)[1], -(part + 1) / 2)
+
+
+def test_a_gradient_buffer_is_one_contribution_only(connected: ConnectedUnit) -> None:
+    gradient_buffer = connected.open_gradient_buffer()
+    assert connected.reduce(gradient_buffer.gradient_buffer).adopted
+    for changes in ({"rank": 1}, {"part": 1}, {"attempt": 1}):
+        error = error_of(partial(connected.reduce, gradient_buffer.gradient_buffer, **changes))
+        assert isinstance(error, StepStateError)
+        assert "is a contribution: take another one" in str(error)
+    connected.one.fence(0, (0, 1, 1))  # withdrawn
+    assert connected.reduce(gradient_buffer.gradient_buffer, attempt=1).adopted
+
+
+def test_stale_epochs_attempts_and_steps_are_refused_and_change_nothing(connected: ConnectedUnit) -> None:
+    one = connected.one
+    one.fence(0, (0, 5, 3))
+    gradient_buffer = connected.open_gradient_buffer()
+    refused: list[tuple[type[ShardwellError], dict[str, Any]]] = [
+        (StaleEpochError, {"epoch": 4, "attempt": 3}),
+        (StaleEpochError, {"epoch": 5, "attempt": 2}),
+        (StepStateError, {"epoch": 5, "attempt": 3, "step": 1}),
+        (StepStateError, {"epoch": 5, "attempt": 3, "part": 1}),
+    ]
+    for kind, changes in refused:
+        assert type(error_of(partial(connected.reduce, gradient_buffer.gradient_buffer, **changes))) is kind
+    assert connected.server.look(lambda: one.shard.contributions.by_rank) == {}
+    assert connected.reduce(gradient_buffer.gradient_buffer, epoch=5, attempt=3).adopted
+    one.push(one.filled(1.0), rank=1)
+    one.prepare(0, (0, 3, 1), (1, 0, 1))
+    assert isinstance(error_of(lambda: connected.push(one.zeros(), epoch=5, attempt=3, part=1)), StepStateError)
+    one.update(0)
+    assert (
+        type(error_of(lambda: connected.reduce(gradient_buffer.gradient_buffer, epoch=5, attempt=3)))
+        is VersionGoneError
+    )
+
+
+def test_a_gradient_buffer_of_another_unit_or_transport(connected: ConnectedUnit) -> None:
+    server, gradient_buffer = connected.server, connected.open_gradient_buffer()
+    with ConnectedUnit(unit(server, layout_of("other", a=((60_000,), "float32")), index=1)) as other:
+        error = error_of(lambda: other.reduce(gradient_buffer.gradient_buffer, transport=connected.transport._name))
+        assert isinstance(error, InvalidRequestError)
+        assert "is for unit 'u' of run 'r', not for unit 'other'" in str(error)
+        assert isinstance(error_of(lambda: other.reduce(gradient_buffer.gradient_buffer)), ConflictError)
+    assert connected.server.look(lambda: connected.one.shard.contributions.by_rank) == {}
+
+
+def test_a_transport_is_for_one_run(connected: ConnectedUnit) -> None:
+    with ConnectedUnit(unit(connected.server, run="other")) as other:
+        for use in (
+            lambda: connected.open_gradient_buffer(run="other", run_id="id-of-other"),
+            lambda: other.reduce(1, transport=connected.transport._name),
+            lambda: connected.server.call(
+                "LocateShard",
+                shard_pb2.LocateShardRequest(
+                    run="other", run_id="id-of-other", unit="u", transport=connected.transport._name
+                ),
+            ),
+        ):
+            error = error_of(use)
+            assert isinstance(error, ConflictError)
+            assert "open for run 'r' with id id-of-r, not for 'other' with id id-of-other" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"unit": "nothing"}, NotFoundError),
+        ({"rank": 2}, InvalidRequestError),
+        ({"rank": (1 << 32) - 1}, InvalidRequestError),
+        ({"stop_bytes": 64}, InvalidRequestError),
+        ({"start_bytes": 1 << 63}, InvalidRequestError),
+        ({"parameter_indices": [1, 0]}, InvalidRequestError),
+        ({"parameter_indices": [0, 0]}, InvalidRequestError),
+        ({"parameter_indices": [7]}, InvalidRequestError),
+        ({"wire_dtype": 99}, InvalidRequestError),
+        ({"wire_dtype": common_pb2.WIRE_DTYPE_BFLOAT16}, InvalidRequestError),
+        ({"transport": ""}, ConflictError),
+        ({"transport": "nowhere"}, ConflictError),
+        ({"part": 1}, StepStateError),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    connected: ConnectedUnit, changes: dict[str, Any], error: type[ShardwellError]
+) -> None:
+    gradient_buffer = connected.open_gradient_buffer()
+    assert type(error_of(lambda: connected.reduce(gradient_buffer.gradient_buffer, **changes))) is error
+    assert type(error_of(lambda: connected.reduce(gradient_buffer.gradient_buffer + 1))) is ConflictError
+    assert connected.server.look(lambda: connected.one.shard.contributions.by_rank) == {}
+    assert [each.held for each in connected.gradient_buffers()] == [False]
+
+
+def test_nothing_at_all_is_refused(connected: ConnectedUnit) -> None:
+    for rpc_name, request in (
+        ("ReduceGradientBuffer", shard_pb2.ReduceGradientBufferRequest()),
+        ("OpenGradientBuffer", shard_pb2.OpenGradientBufferRequest()),
+        ("LocateShard", shard_pb2.LocateShardRequest()),
+        ("OpenTransport", shard_pb2.OpenTransportRequest()),
+    ):
+        error = error_of(lambda: list(connected.server.client.stream(rpc_name, request, timeout_s=20.0)))  # noqa: B023
+        assert isinstance(error, InvalidRequestError)
+
+
+# The end of a transport.
+
+
+def test_closing_the_transport_gives_the_gradient_buffers_back(connected: ConnectedUnit) -> None:
+    paths = [connected.open_gradient_buffer().path for _ in range(3)]
+    assert shared_bytes(connected.server) == 4 * connected.one.size
+    assert connected.server.staged_bytes() == connected.one.size, "two are covered by the reservation"
+    connected.transport.close()
+    assert_only_parameters(connected.one)
+    assert not any(Path(path).exists() for path in paths)
+    assert isinstance(error_of(connected.open_gradient_buffer), ConflictError)
+
+
+def test_many_transports_take_one_file_which_ends_with_the_last(connected: ConnectedUnit) -> None:
+    server, one = connected.server, connected.one
+    memory, folder = server.store.memory, Path(server.look(lambda: server.shm._proof.path)).parent  # type: ignore[union-attr]
+    request = shard_pb2.OpenTransportRequest(
+        run=one.run, run_id=one.identity.run_id, kind=common_pb2.TRANSPORT_KIND_SHM
+    )
+    before, count = server.look(lambda: memory.used_bytes), len(list(folder.iterdir()))
+    transports = [server.client.open("OpenTransport", request, timeout_s=20.0) for _ in range(20)]
+    assert len({transport.answer.transport for transport in transports}) == 20
+    assert {transport.answer.shm.path for transport in transports} == {server.look(lambda: server.shm._proof.path)}  # type: ignore[union-attr]
+    assert (server.look(lambda: memory.used_bytes), len(list(folder.iterdir()))) == (before, count)
+    for transport in transports:
+        transport.end()
+    connected.transport.close()
+    server.until(lambda: not server.shm._open, "all transports are closed")
+    assert (server.look(lambda: memory.used_bytes), len(list(folder.iterdir()))) == (
+        before - PROOF_FILE_BYTES,
+        count - 1,
+    )
+
+
+def test_a_contribution_outlives_its_transport(connected: ConnectedUnit) -> None:
+    one = connected.one
+    connected.push(one.filled(3.0))
+    (path,) = [gradient_buffer.path for gradient_buffer in connected.gradient_buffers()]
+    connected.transport.close()
+    connected.server.until(lambda: not Path(path).exists(), "the gradient buffer's name is gone")
+    assert shared_bytes(connected.server) == 2 * one.size, "its memory is still in use"
+    one.push(one.filled(1.0), rank=1)
+    one.prepare(0)
+    one.update(0)
+    assert_all(one.gather(1)[1], -2.0)
+    assert_only_parameters(one)
+
+
+def test_a_transport_that_closes_while_its_push_waits_its_turn(connected: ConnectedUnit) -> None:
+    """The push is void, and its gradient buffer is given back once."""
+    one, server = connected.one, connected.server
+    gradient_buffer, run = connected.open_gradient_buffer(), server.store.run("r")
+
+    async def lock() -> None:
+        await run._lock.acquire()
+
+    asyncio.run_coroutine_threadsafe(lock(), server._loop).result(20)
+    pushing = in_background(lambda: connected.reduce(gradient_buffer.gradient_buffer))
+    server.until(lambda: bool(run._lock._waiters), "the push waits")
+    connected.transport.close()
+    server.until(lambda: not server.shm._open, "the transport is closed")
+    server.look(run._lock.release)
+    assert type(error_of(partial(next, pushing))) is ConflictError
+    assert server.look(lambda: one.shard.contributions.by_rank) == {}
+    assert_only_parameters(one)
+
+
+def test_a_run_is_deleted_under_open_transports(connected: ConnectedUnit) -> None:
+    one, server = connected.one, connected.server
+    connected.push(one.filled(1.0))
+    connected.open_gradient_buffer()
+    one.drop()
+    assert isinstance(error_of(lambda: connected.push(one.filled(1.0), rank=1)), ShardwellError)
+    again = unit(server, dp=2, run_id="the-next")
+    assert_only_parameters(again)
+    assert server.look(lambda: again.shard.contributions.by_rank) == {}
+    again.drop()
+    assert shared_bytes(server) == server.staged_bytes() == server.taken_bytes() == 0
+    assert server.look(lambda: server.store.memory.reserved_bytes) == 0
+
+
+def test_a_gradient_buffer_of_a_run_that_is_not_here(server: ShardServer) -> None:
+    with ConnectedUnit(unit(server)) as connected:
+        context = common_pb2.RequestContext(run="nowhere", run_id="id", epoch=1)
+        assert type(error_of(lambda: connected.reduce(1, context=context))) is NotFoundError
+
+
+def test_a_connection_goes_on_after_a_refusal_and_hands_over_for_its_own_run_only(server: ShardServer) -> None:
+    with ConnectedUnit(unit(server), "socket") as connected, ConnectedUnit(unit(server, run="other")) as other:
+        mine, theirs = connected.open_gradient_buffer(), other.open_gradient_buffer()
+        assert type(error_of(lambda: connected.reduce(99))) is ConflictError
+        context = other.one.context(0, 1)
+        error = error_of(
+            lambda: connected.reduce(theirs.gradient_buffer, transport=other.transport._name, context=context)
+        )
+        assert type(error) is AccessError
+        assert "the transport was opened for run 'r' with id id-of-r, not for 'other' with id id-of-other" in str(error)
+        assert connected.reduce(mine.gradient_buffer).adopted
+        assert server.look(lambda: len(server.sockets._connections)) == 1
+
+
+def test_a_server_without_shared_memory_refuses_gradient_buffers_over_a_socket() -> None:
+    with ShardServer() as server:
+        one = unit(server)
+        with closing(SocketTransport(server.client, one.identity)) as transport:
+            request = shard_pb2.ReduceGradientBufferRequest(header=header(one), transport="none", gradient_buffer=1)
+            error = error_of(lambda: transport.reduce_gradient_buffer(request, timeout_s=20.0, retry_for_s=0.0))
+    assert type(error) is ConflictError
+    assert "this server offers no transport through shared memory" in str(error)
+
+
+def test_a_gradient_buffer_beyond_the_budget_is_refused() -> None:
+    need = PLAIN.size_bytes * 4
+    with closing(SharedMemory()) as shared, ShardServer(need + PLAIN.size_bytes, shared) as server:
+        with ConnectedUnit(unit(server)) as connected:
+            for _ in range(2):  # one that is reserved for, and one in the staging room
+                connected.open_gradient_buffer()
+            error = error_of(connected.open_gradient_buffer)
+            assert isinstance(error, CapacityError)
+            assert len(connected.gradient_buffers()) == 2
+        assert_only_parameters(connected.one)
+        with ConnectedUnit(connected.one) as again:
+            again.open_gradient_buffer()

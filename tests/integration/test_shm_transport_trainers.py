@@ -1,0 +1,187 @@
+"""What trainers make of a server's shared memory: where it offers less, and where several share it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.data_plane.server_connection import ServerConnection
+from shardwell.data_plane.transports import unheard
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_wire.errors import (
+    CapacityError,
+    ConflictError,
+    UnavailableError,
+)
+from shardwell_wire.v1 import common_pb2, shard_pb2
+from tests.support.shard_server import (
+    PLAIN,
+    OneUnit,
+    ShardServer,
+    assert_all,
+    error_of,
+    layout_of,
+    unit,
+)
+from tests.support.shm_transport import ConnectedUnit, assert_only_parameters, header, shared_bytes
+
+
+@pytest.fixture
+def shared() -> Iterator[SharedMemory]:
+    with closing(SharedMemory()) as made:
+        yield made
+
+
+@pytest.fixture
+def server(shared: SharedMemory) -> Iterator[ShardServer]:
+    with ShardServer(shared=shared) as running:
+        yield running
+        running.until(lambda: not running.shm._open, "the transports are closed")
+
+
+@pytest.fixture
+def connected(server: ShardServer) -> Iterator[ConnectedUnit]:
+    with ConnectedUnit(unit(server, dp=2)) as made:
+        yield made
+
+
+# What a trainer makes of a server that offers less.
+
+
+def connect(one: OneUnit, kinds: str = "shm,grpc") -> ServerConnection:
+    return ServerConnection(one.server.client.address, one.identity, kinds=kinds.split(","), chunk_bytes=64 << 10)
+
+
+def remote(one: OneUnit, connection: ServerConnection) -> RemoteShard:
+    return RemoteShard(one.identity, one.layout, connection, one.start, one.stop, Wire(wait_limit_s=20.0))
+
+
+def flats(one: OneUnit, value: float) -> dict[int, torch.Tensor]:
+    return dict(enumerate(one.filled(value)))
+
+
+def test_no_room_for_gradient_buffers_is_said_once_and_gradients_are_streamed(
+    connected: ConnectedUnit, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise CapacityError("the shared memory is full")
+
+    assert connected.server._shared is not None
+    one = connected.one
+    with closing(connect(one)) as connection:
+        monkeypatch.setattr(connected.server._shared, "create", full)
+        for rank in (0, 1):
+            remote(one, connection).begin_send(connected.header(rank=rank), flats(one, 1.0))(unheard)
+    one.prepare(0)
+    one.update(0)
+    assert_all(one.gather(1)[1], -1.0)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert "no shared memory for gradients, sending them over grpc" in warnings[0]
+    assert_only_parameters(one)
+
+
+def test_a_server_without_shared_memory(caplog: pytest.LogCaptureFixture) -> None:
+    with ShardServer() as server, closing(connect(one := unit(server))) as connection:
+        assert (connection.kind, connection.shm, connection.pushes_through_shm) == ("grpc", None, False)
+        assert "offers no transport" in caplog.text
+        assert isinstance(error_of(lambda: connect(one, "shm")), UnavailableError)
+
+
+def test_another_file_where_the_proof_should_be(
+    server: ShardServer, shared: SharedMemory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a host of the same name, or with another /dev/shm."""
+    real, one = shared.create, unit(server)
+
+    def elsewhere(size_bytes: int, what: str) -> Any:
+        made = real(size_bytes, what)
+        made.unlink()
+        Path(made.path).write_bytes(bytes(size_bytes))
+        return made
+
+    monkeypatch.setattr(shared, "create", elsewhere)
+    with closing(connect(one)) as connection:
+        assert connection.kind == "grpc"
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "is another file here" in warning
+    server.until(lambda: not server.shm._open, "the transport that was of no use is closed")
+
+
+def test_a_shard_that_found_no_room_in_shared_memory(
+    server: ShardServer, shared: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise CapacityError("the shared memory is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shared, "create_segment", full)
+        one = unit(server)
+    with ConnectedUnit(one) as connected:
+        error = error_of(connected.locate)
+        assert isinstance(error, ConflictError)
+        assert "is not in shared memory: the shared memory is full" in str(error)
+        connected.push(one.filled(1.0))
+        one.prepare(0)
+        one.update(0)
+    assert_all(one.gather(1)[1], -1.0)
+    one.drop()
+    assert server.taken_bytes() == shared_bytes(server) == 0
+
+
+# Several trainers.
+
+
+def test_two_trainers_and_one_that_plays_two_ranks(server: ShardServer) -> None:
+    one = unit(server, dp=3)
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(ConnectedUnit(one)) for _ in range(2))
+        assert first.transport._name != second.transport._name
+        for step in range(2):
+            first.push(one.filled(1.0), step=step, rank=0)
+            second.push(one.filled(2.0), step=step, rank=1)
+            second.push(one.filled(6.0), step=step, rank=2)
+            one.prepare(step)
+            one.update(step)
+            for connected in (first, second):
+                connected.transport.release()
+        assert [len(connected.gradient_buffers()) for connected in (first, second)] == [1, 2]
+        assert torch.equal(first.vector().bytes, second.vector().bytes)
+        assert_all(one.gather(2)[1], -6.0)
+    assert_only_parameters(one)
+
+
+def test_a_trainer_that_gives_ranks_up_gives_their_gradient_buffers_back() -> None:
+    """Else whoever plays the ranks from now on finds no room where a server has none to spare."""
+    budget = PLAIN.size_bytes * 2 * 6 + PLAIN.size_bytes  # two units, and one more buffer
+    second = layout_of("v", a=((40_000,), "float32"), b=((20_000,), "float32"))
+    with closing(SharedMemory()) as shared, ShardServer(budget, shared) as server:
+        units = [unit(server, PLAIN, dp=2), unit(server, second, dp=2, index=1)]
+        with closing(connect(units[0], "shm")) as both, closing(connect(units[0], "shm")) as late:
+            for step, owners in enumerate([(both, both), (both, late)]):
+                for one, (rank, owner) in product(units, enumerate(owners)):
+                    remote(one, owner).begin_send(header(one, step=step, rank=rank), flats(one, 1.0))(unheard)
+                manifests = [
+                    shard_pb2.RankManifest(
+                        dp_rank=rank,
+                        units=[common_pb2.UnitParts(unit_index=index, part_count=1) for index in (0, 1)],
+                    )
+                    for rank in (0, 1)
+                ]
+                prepare = shard_pb2.PrepareStepRequest(context=units[0].context(step), ranks=manifests, dp=2)
+                server.call("PrepareStep", prepare)
+                units[0].update(step)
+                assert both.shm is not None
+                both.shm.release()
+                both.release_gradient_buffers()
+            assert late.pushes_through_shm
+        assert [one.gather()[0] for one in units] == [2, 2]
+        assert_all(units[0].gather()[1], -2.0)

@@ -1,0 +1,403 @@
+"""Partitions in shared memory, and what a trainer keeps of those it streams: nothing stale counts, nothing is lost."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwell.data_plane.partition_client import PartitionLocation, PartitionSegment
+from shardwell.data_plane.partition_updates import RemotePartition
+from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.data_plane.server_connection import ServerConnection
+from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
+from shardwell.data_plane.staging_buffer import StagingBufferPart
+from shardwell_server.shard.memory.budget import Memory
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.state.partitions import Partitions
+from shardwell_wire.errors import (
+    ConflictError,
+    IncompleteStepError,
+    InvalidRequestError,
+    NonFiniteError,
+    StaleEpochError,
+    StepStateError,
+)
+from shardwell_wire.partitions import TRAINER_PREFIX, part_in
+from shardwell_wire.v1 import common_pb2, shard_pb2
+from tests.support.shard_server import MIXED, PLAIN, OneUnit, ShardServer, assert_all, error_of, unit
+
+
+@pytest.fixture
+def server() -> Iterator[ShardServer]:
+    with closing(SharedMemory()) as shared, ShardServer(shared=shared) as running:
+        yield running
+
+
+class Trainer:
+    """One trainer's way to partitions of a unit; each has transports of its own."""
+
+    def __init__(self, one: OneUnit, transports: tuple[str, ...] = ("shm", "grpc")) -> None:
+        self._one, self._partitions = one, {}
+        self.server = ServerConnection(one.server.client.address, one.identity, kinds=transports, chunk_bytes=64 << 10)
+        self._shard = RemoteShard(one.identity, one.layout, self.server, one.start, one.stop, Wire())
+        if self.server.shm is not None:
+            answer = self.server.shm.locate(one.layout.unit, None, timeout_s=20, retry_for_s=0)
+            place = SegmentPlace(answer.segment.path, one.start, one.stop)
+            self._shard.window = SharedVector(one.layout.unit, [place])
+
+    def slice(self, rank: int = 0) -> RemotePartition:
+        if rank not in self._partitions:
+            one = self._one
+            place = PartitionLocation(
+                one.layout, rank, *part_in(one.layout.size_bytes, one.dp, rank, one.start, one.stop)
+            )
+            self._partitions[rank] = RemotePartition(0, place, self._shard, 20)
+        return self._partitions[rank]
+
+    def read(self, step: int = 0, rank: int = 0, epoch: int = 1) -> PartitionSegment:
+        return self.partition(rank).read(self._one.context(step, epoch))
+
+    def stage(self, part: PartitionSegment, step: int = 0, rank: int = 0, epoch: int = 1, keep: bool = True) -> None:
+        self.partition(rank).stage(lambda: self._one.context(step, epoch, uuid.uuid4().hex), part, keep=keep)
+
+    def update(self, step: int = 0, rank: int = 0, epoch: int = 1) -> PartitionSegment:
+        """Descends along the gradient, and sums up gradients in the state."""
+        part = self.read(step, rank, epoch)
+        descend(part)
+        self.stage(part, step, rank, epoch)
+        return part
+
+
+def descend(part: PartitionSegment) -> None:
+    for index, gradient in part.gradients.items():
+        part.values[index].sub_(gradient)
+        state = part.state.setdefault(index, {"step": torch.tensor(0.0), "sum": torch.zeros_like(gradient), "count": 0})
+        state["step"] += 1
+        state["sum"] += gradient
+        state["count"] += 1
+
+
+@contextmanager
+def trainer(one: OneUnit, *transports: str) -> Iterator[Trainer]:
+    with closing_transports(Trainer(one, transports or ("shm", "grpc"))) as made:
+        yield made
+
+
+@contextmanager
+def closing_transports(made: Trainer) -> Iterator[Trainer]:
+    with closing(made.server):
+        yield made
+
+
+def newest_epoch(one: OneUnit, rank: int) -> int:
+    return max(1, one.server.look(lambda: one.server.store.run(one.run).fences.epoch(rank)))
+
+
+def prepare(one: OneUnit, step: int, gradient: float = 1.0) -> None:
+    for rank in range(one.dp):
+        one.push(one.filled(gradient), step=step, rank=rank, epoch=newest_epoch(one, rank))
+    one.prepare(step)
+
+
+def commit(one: OneUnit, step: int) -> None:
+    one.server.call("ConfirmPartitions", shard_pb2.ConfirmPartitionsRequest(context=one.context(step)))
+    optimizer = common_pb2.OptimizerStep(algorithm=f"{TRAINER_PREFIX}Descent")
+    request = shard_pb2.UpdateRequest(context=one.context(step), optimizer=optimizer, clip_coefficient=1.0)
+    one.server.call("Update", request)
+
+
+def sums(part: PartitionSegment) -> set[float]:
+    return {value for state in part.state.values() for value in state["sum"].tolist()}
+
+
+def files(shared: ShardServer) -> set[Path]:
+    (folder,) = {Path(shared.shm._shared._directory)}
+    return set(folder.iterdir())
+
+
+@pytest.mark.parametrize(("layout", "dp"), [(PLAIN, 2), (MIXED, 1)], ids=["plain", "mixed"])
+def test_steps_on_a_staging_buffer(server: ShardServer, layout: Any, dp: int) -> None:
+    """The first step streams the state; from then on it changes place between two files."""
+    one = unit(server, layout, dp=dp)
+    with trainer(one) as own:
+        paths = []
+        for step in range(4):
+            prepare(one, step)
+            parts = [own.update(step, rank) for rank in range(dp)]
+            assert all(isinstance(part, StagingBufferPart) for part in parts)
+            commit(one, step)
+            paths.append(frozenset(files(server)))
+        assert all(state["count"] == 4 for part in parts for state in part.state.values())
+        assert sums(parts[0]) == {4.0}
+        assert paths[2] == paths[3], "nothing is made anew once the state is there"
+        assert_all([value for value in one.gather(4)[1] if value.numel()], -4.0)
+        one.drop()
+    assert server.staged_bytes() == 0
+    assert server.look(lambda: server.store.memory.used_bytes) == 0
+
+
+def test_nothing_changes_before_the_update_and_the_state_only_with_it(server: ShardServer) -> None:
+    one = unit(server)
+    with trainer(one) as own, trainer(one, "grpc") as other:
+        for step in range(2):
+            prepare(one, step)
+            own.update(step)
+            assert_all(one.gather(step)[1], -float(step))
+            seen = other.read(step)
+            assert sums(seen) == ({1.0} if step else set())
+            commit(one, step)
+
+
+def test_what_is_staged_stays_so_while_its_staging_buffer_is_asked_for_again(server: ShardServer) -> None:
+    """As by a trainer whose coordinator was restarted; the step may be about to commit, or be in its update."""
+    one = unit(server)
+    with trainer(one) as own:
+        for step in range(3):
+            prepare(one, step)
+            first = own.update(step)
+            again = own.read(step)
+            for state in again.state.values():
+                state["sum"].fill_(7.0)
+            for value in again.values.values():
+                value.fill_(7.0)
+            if step == 2:
+                again = own.update(step)
+                assert sums(again) == {3.0}
+            commit(one, step)
+            if step > 0:  # the first state is streamed
+                assert isinstance(first, StagingBufferPart)
+                assert isinstance(again, StagingBufferPart)
+                assert again.staging_buffer != first.staging_buffer
+            assert_all(one.gather(step + 1)[1], -float(step + 1))
+        prepare(one, 3)
+        assert sums(own.read(3)) == {3.0}
+        one.drop()
+    assert server.staged_bytes() == 0
+    assert server.look(lambda: server.store.memory.used_bytes) == 0
+
+
+def test_work_begun_anew_voids_what_lies_on_a_staging_buffer(server: ShardServer) -> None:
+    one = unit(server)
+    with trainer(one) as own:
+        prepare(one, 0)
+        own.update(0)
+        commit(one, 0)
+        prepare(one, 1, gradient=5.0)
+        old = own.update(1)
+        one.fence(1, (0, 1, 1))
+        assert isinstance(error_of(lambda: own.read(1)), StepStateError)
+        one.push(one.filled(1.0), step=1, attempt=1)
+        one.prepare(1, (0, 1, 1))
+        error = error_of(lambda: own.stage(old, 1))
+        assert isinstance(error, StepStateError)
+        assert "read it again" in str(error)
+        assert sums(own.update(1)) == {2.0}
+        commit(one, 1)
+        assert_all(one.gather(2)[1], -2.0)
+
+
+@pytest.mark.parametrize("transports", [("shm", "grpc"), ("grpc",)])
+def test_a_trainer_that_dies_once_its_staging_buffer_is_staged(
+    server: ShardServer, transports: tuple[str, ...]
+) -> None:
+    """What it staged counts; the next trainer finds the state, and its own staging buffer."""
+    one = unit(server)
+    with trainer(one) as lost:
+        for step in range(2):
+            prepare(one, step)
+            lost.update(step)
+            if step == 0:
+                commit(one, step)
+    server.until(lambda: not one.shard.partitions._staging_buffers, "the end of the lost trainer's transport")
+    commit(one, 1)
+    with trainer(one, *transports) as heir:
+        for step in (2, 3):
+            prepare(one, step)
+            part = heir.update(step, epoch=2)
+            commit(one, step)
+        assert sums(part) == {4.0}
+        assert_all(one.gather(4)[1], -4.0)
+        one.drop()
+    assert server.look(lambda: server.store.memory.used_bytes) == 0
+
+
+def test_a_trainer_that_dies_before_it_stages_leaves_nothing(server: ShardServer) -> None:
+    one = unit(server)
+    with trainer(one) as lost:
+        prepare(one, 0)
+        lost.update(0)
+        commit(one, 0)
+        prepare(one, 1)
+        part = lost.read(1)
+        for value in part.values.values():
+            value.fill_(7.0)
+        for state in part.state.values():
+            state["sum"].fill_(7.0)
+    with trainer(one) as heir:
+        assert sums(heir.update(1, epoch=2)) == {2.0}
+        commit(one, 1)
+    assert_all(one.gather(2)[1], -2.0)
+
+
+def test_one_that_was_taken_for_lost_changes_nothing(server: ShardServer) -> None:
+    one = unit(server)
+    with trainer(one) as lost, trainer(one) as heir:
+        prepare(one, 0)
+        heir.update(0, epoch=1)
+        commit(one, 0)
+        prepare(one, 1)
+        part = lost.read(1, epoch=2)
+        one.fence(1, (0, 3, 0))
+        heir.update(1, epoch=3)
+        for value in part.values.values():
+            value.fill_(7.0)
+        for state in part.state.values():
+            state["sum"].fill_(7.0)
+        for action in (lambda: lost.stage(part, 1, epoch=2), lambda: lost.read(1, epoch=2)):
+            assert isinstance(error_of(action), StaleEpochError)
+        commit(one, 1)
+        prepare(one, 2)
+        assert sums(heir.update(2, epoch=3)) == {3.0}
+        for value in part.values.values():
+            value.fill_(8.0)
+        commit(one, 2)
+        assert_all(one.gather(3)[1], -3.0)
+
+
+def test_kept_values_and_state_are_not_sent_again(server: ShardServer) -> None:
+    one = unit(server)
+    with trainer(one, "grpc") as own:
+        prepare(one, 0)
+        first = own.update(0)
+        commit(one, 0)
+        prepare(one, 1)
+        second = own.read(1)
+        assert all(second.values[index] is first.values[index] for index in first.values)
+        descend(second)
+        own.stage(second, 1, keep=False)
+        commit(one, 1)
+        assert own.partition().held_bytes == 0
+        prepare(one, 2)
+        third = own.update(2)
+        assert third.values[0] is not first.values[0]
+        commit(one, 2)
+        assert sums(third) == {3.0}
+        assert_all(one.gather(3)[1], -3.0)
+
+
+@pytest.mark.parametrize("transports", [("shm", "grpc"), ("grpc",)])
+def test_what_was_kept_is_stale_once_another_trainer_stood_in(server: ShardServer, transports: tuple[str, ...]) -> None:
+    one = unit(server)
+    with trainer(one, "grpc") as own, trainer(one, *transports) as other:
+        prepare(one, 0)
+        own.update(0, epoch=1)
+        commit(one, 0)
+        prepare(one, 1, gradient=5.0)
+        other.update(1, epoch=2)
+        commit(one, 1)
+        prepare(one, 2)
+        assert own.partition().held_bytes
+        assert sums(own.update(2, epoch=3)) == {7.0}
+        commit(one, 2)
+        assert_all(one.gather(3)[1], -7.0)
+
+
+def test_what_was_kept_is_stale_if_it_was_staged_but_void(server: ShardServer) -> None:
+    one = unit(server)
+    with trainer(one, "grpc") as own:
+        prepare(one, 0)
+        own.update(0)
+        commit(one, 0)
+        prepare(one, 1, gradient=5.0)
+        own.update(1)
+        one.fence(1, (0, 1, 1))
+        one.push(one.filled(1.0), step=1, attempt=1)
+        one.prepare(1, (0, 1, 1))
+        assert sums(own.update(1, epoch=2)) == {2.0}
+        commit(one, 1)
+        assert_all(one.gather(2)[1], -2.0)
+
+
+def test_without_room_for_a_staging_buffer_partitions_are_streamed() -> None:
+    """Parameters, two moments, a contribution, and room for a shard more: not for gradients and values on a staging
+    buffer."""
+    with closing(SharedMemory()) as shared, ShardServer(5 * PLAIN.size_bytes, shared) as small:
+        one = unit(small)
+        with trainer(one) as own:
+            prepare(one, 0)
+            part = own.read(0)
+            assert not isinstance(part, StagingBufferPart)
+            own.stage(PartitionSegment(part.generation, part.values, part.gradients), 0)
+            commit(one, 0)
+        assert_all(one.gather(1)[1], 0.0)
+
+
+def test_a_staging_buffer_is_given_up_when_room_is_needed(server: ShardServer) -> None:
+    one = unit(server)
+    with trainer(one) as own:
+        for step in range(2):
+            prepare(one, step)
+            own.update(step)
+            commit(one, step)
+        prepare(one, 2)
+        part = own.read(2)
+        server.look(one.shard.make_room)
+        assert server.staged_bytes() == 0
+        descend(part)
+        own.stage(part, 2)
+        assert server.staged_bytes() > 0, "it was streamed"
+        commit(one, 2)
+        prepare(one, 3)
+        part = own.update(3)
+        assert isinstance(part, StagingBufferPart)
+        assert sums(part) == {4.0}
+        commit(one, 3)
+        assert_all(one.gather(4)[1], -4.0)
+
+
+def test_a_staging_buffer_that_is_given_up_for_its_own_state_leaves_nothing() -> None:
+    """There is room for gradients and values, or for the state, but not for both."""
+    size = 4096
+    with closing(SharedMemory()) as shared:
+        memory = Memory(8 * size)
+        memory.reserve("r", "u", size, 1)
+        assert memory.free_bytes == 3 * size
+        partitions = Partitions("u", size, 0, size, 1, memory, shared)
+        memory.staging.make_room = partitions.make_room
+        staging_buffer, before = partitions.open_staging_buffer(0), set(Path(shared._directory).iterdir())
+        with pytest.raises(ConflictError, match="stream the partition"):
+            staging_buffer.room_for_state(3 * size)
+        assert memory.staging.used_bytes == memory.used_bytes == 0
+        assert set(Path(shared._directory).iterdir()) == before - {Path(staging_buffer.path)}
+
+
+def test_what_is_refused(server: ShardServer) -> None:
+    one = unit(server)
+    with trainer(one) as own:
+        prepare(one, 0)
+        own.update(0)
+        commit(one, 0)
+        prepare(one, 1)
+        part = own.read(1)
+        part.values[1][17] = float("inf")
+        error = error_of(lambda: own.stage(part, 1))
+        assert isinstance(error, NonFiniteError)
+        assert error.data["parameter"] == "u.b"
+        assert isinstance(error_of(lambda: commit(one, 1)), IncompleteStepError)
+        one.fence(1, (0, 1, 0))
+        assert isinstance(error_of(lambda: own.read(1, rank=0, epoch=0)), StaleEpochError)
+        transport = own.server.shm
+        assert transport is not None
+        wrong = shard_pb2.ReadPartitionRequest(context=one.context(1), unit="u", stop_bytes=4096)
+        assert isinstance(
+            error_of(lambda: transport.open_staging_buffer(wrong, timeout_s=20, retry_for_s=0)), InvalidRequestError
+        )
+        header = shard_pb2.StagePartitionHeader(context=one.context(1), unit="u", stop_bytes=one.size)
+        error = error_of(lambda: transport.stage_staging_buffer(header, 999, timeout_s=20, retry_for_s=0))
+        assert "the transport has no staging buffer 999" in str(error)

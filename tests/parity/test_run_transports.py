@@ -1,0 +1,239 @@
+"""The same bits whichever way the bytes take: transports, servers with and without shared memory, dtypes, caches."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import shardwell
+from shardwell.processes.server_process import ServerProcess
+from tests.support import transformer
+from tests.support.processes import TrainerProcess
+from tests.support.reference import ADAMW, sha256, train_plain
+from tests.support.trainer import train
+
+STEPS = 4
+TRANSPORTS = ("grpc", "socket,grpc", "shm,grpc")
+PLENTY = 1 << 30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def single(cluster_of_one: shardwell.LocalCluster) -> str:
+    """Address of a cluster with one server."""
+    return cluster_of_one.address
+
+
+@pytest.fixture
+def triple(cluster_of_three: shardwell.LocalCluster) -> str:
+    """Address of a cluster with three servers."""
+    return cluster_of_three.address
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a cluster of two servers, of which one offers no shared memory."""
+    with shardwell.LocalCluster(num_shards=1, min_shard_bytes=4096) as running:
+        arguments = ["shard", "--coordinator", running.address, "--token-file", str(running.token_file)]
+        arguments += ["--listen", "127.0.0.1:0", "--shm-dir", "none"]
+        log_path = tmp_path_factory.mktemp("mixed") / "log"
+        without = ServerProcess("without", [*arguments, "--id", "without", "--exit-with-parent"], log_path)
+        try:
+            without.wait_ready(time.monotonic() + 60.0)
+            yield running.address
+        finally:
+            without.kill()
+
+
+@cache
+def plain_hash(dp: int, steps: int = STEPS) -> str:
+    model = transformer.build()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    train_plain(model, optimizer, transformer.batch, dp=dp, steps=steps)
+    return sha256(model.state_dict())
+
+
+def trained(address: str, *, dp: int = 2, steps: int = STEPS, clip: float | None = None, **options: Any) -> str:
+    """The weights' hash after training on one trainer that plays all ranks."""
+    with shardwell.join(
+        address, run=uuid.uuid4().hex, world=shardwell.World(dp=dp), min_trainers=1, **options
+    ) as session:
+        return sha256(train(session, steps=steps, clip=clip)[1])
+
+
+# Exact dtypes: as plain PyTorch.
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+@pytest.mark.parametrize("dp", [2, 3])
+@pytest.mark.parametrize("where", ["single", "triple", "mixed"])
+def test_every_transport_gives_the_bits_of_plain_pytorch(
+    request: pytest.FixtureRequest, where: str, dp: int, transports: str
+) -> None:
+    assert trained(request.getfixturevalue(where), dp=dp, transports=transports) == plain_hash(dp)
+
+
+@pytest.mark.parametrize("where", ["triple", "mixed"])
+@pytest.mark.parametrize("prefetch_bytes", [0, PLENTY])
+@pytest.mark.parametrize("keep_bytes", [0, PLENTY])
+def test_what_is_kept_and_fetched_ahead_changes_no_bit_in_shared_memory(
+    request: pytest.FixtureRequest, where: str, prefetch_bytes: int, keep_bytes: int
+) -> None:
+    address = request.getfixturevalue(where)
+    assert trained(address, transports="shm,grpc", prefetch_bytes=prefetch_bytes, keep_bytes=keep_bytes) == plain_hash(
+        2
+    )
+
+
+def test_three_trainers_of_one_host_in_shared_memory(triple: str) -> None:
+    run, options = uuid.uuid4().hex, ("--dp", 3, "--steps", STEPS, "--transports", "shm,grpc")
+    with (
+        TrainerProcess(triple, run, *options, "--global-rank", 2) as third,
+        TrainerProcess(triple, run, *options, "--global-rank", 1) as second,
+        TrainerProcess(triple, run, *options, "--global-rank", 0) as first,
+    ):
+        results = [each.finish() for each in (first, second, third)]
+    assert [result.get("sha256") for result in results] == [plain_hash(3)] * 3, results
+
+
+def test_a_trainer_that_plays_two_of_three_ranks_in_shared_memory(triple: str) -> None:
+    run, options = uuid.uuid4().hex, ("--dp", 3, "--min-trainers", 2, "--steps", STEPS, "--transports", "shm,grpc")
+    with (
+        TrainerProcess(triple, run, *options) as second,
+        TrainerProcess(triple, run, *options) as first,
+    ):
+        results = [each.finish() for each in (first, second)]
+    assert [result.get("sha256") for result in results] == [plain_hash(3)] * 2, results
+    assert sorted(len(result["losses"]) for result in results) == [STEPS, 2 * STEPS]
+
+
+def test_trainers_on_different_transports_train_together(mixed: str) -> None:
+    run, options = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS)
+    with (
+        TrainerProcess(mixed, run, *options, "--transports", "shm,socket") as second,
+        TrainerProcess(mixed, run, *options, "--transports", "grpc") as first,
+    ):
+        results = [each.finish() for each in (first, second)]
+    assert [result.get("sha256") for result in results] == [plain_hash(2)] * 2, results
+
+
+def test_clipping_gives_the_same_bits_on_every_transport_and_server_count(single: str, triple: str, mixed: str) -> None:
+    hashes = {
+        trained(address, clip=0.05, steps=3, transports=transports)
+        for address in (single, triple, mixed)
+        for transports in TRANSPORTS
+    }
+    assert len(hashes) == 1
+
+
+# Rounded on their way: the same rounding everywhere.
+
+
+@pytest.mark.parametrize(
+    ("gather_dtype", "push_dtype"),
+    [("bfloat16", "bfloat16"), ("float16", "float16"), ("int8", "int8"), ("float32", "int8")],
+)
+def test_lossy_dtypes_give_the_same_bits_on_every_transport_and_server_count(
+    single: str, triple: str, mixed: str, gather_dtype: str, push_dtype: str
+) -> None:
+    hashes = {
+        trained(address, steps=2, transports=transports, gather_dtype=gather_dtype, push_dtype=push_dtype)
+        for address in (single, triple, mixed)
+        for transports in TRANSPORTS
+    }
+    assert len(hashes) == 1
+    assert hashes != {plain_hash(2, steps=2)}, "nothing was rounded"
+
+
+def test_error_feedback_gives_the_same_bits_on_every_transport(triple: str, mixed: str) -> None:
+    hashes = {
+        trained(address, steps=3, transports=transports, push_dtype="int8", push_error_feedback=True)
+        for address in (triple, mixed)
+        for transports in TRANSPORTS
+    }
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+@pytest.mark.parametrize("where", ["triple", "mixed"])
+def test_a_full_state_dict_is_exact_where_gathers_are_not(
+    request: pytest.FixtureRequest, where: str, transports: str
+) -> None:
+    assert trained(request.getfixturevalue(where), dp=1, steps=0, transports=transports, gather_dtype="int8") == sha256(
+        transformer.build().state_dict()
+    )
+
+
+def test_units_lie_in_shared_memory_where_all_their_servers_offer_it(triple: str, mixed: str) -> None:
+    """What the other tests here are about does happen."""
+    peaks = {}
+    for name, address, transports in (
+        ("shm", triple, "shm,grpc"),
+        ("mixed", mixed, "shm,grpc"),
+        ("grpc", triple, "grpc"),
+    ):
+        with shardwell.join(address, run=uuid.uuid4().hex, transports=transports) as session:
+            train(session, steps=1)
+            peaks[name] = max(unit.own_bytes for unit in session.units)
+            kinds = {server.kind for server in session.store._servers.values()}
+            vectors = [unit.vector for unit in session.store._units.values()]
+            windows = [shard.window for unit in session.store._units.values() for shard in unit.shards]
+        if name == "shm":
+            assert (kinds, peaks[name]) == ({"shm"}, 0)
+            assert all(vectors)
+        elif name == "mixed":
+            assert kinds == {"shm", "grpc"}
+            assert any(windows) and not all(windows)
+        else:
+            assert kinds == {"grpc"}
+            assert not any(vectors) and not any(windows)
+
+
+# Transports that break.
+
+
+@pytest.mark.parametrize(
+    ("transports", "when"),
+    [
+        ("socket", "before the forward"),
+        ("socket", "after the backward"),
+        ("shm,grpc", "before the forward"),
+        ("shm,grpc", "after the backward"),
+        ("shm", "after the backward"),
+    ],
+)
+def test_a_transport_that_breaks_is_opened_anew(single: str, transports: str, when: str) -> None:
+    with shardwell.join(single, run=uuid.uuid4().hex, world=shardwell.World(), transports=transports) as session:
+        model = transformer.build()
+        shardwell.fully_shard(model.blocks[0], session)
+        shardwell.fully_shard(model, session)
+        optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
+        (server,) = session.store._servers.values()
+        seen = set()
+        for step in session.steps(STEPS):
+            for tokens in step.batches(transformer.batch):
+                if when == "after the backward":
+                    model(tokens).backward()
+                transport: Any = server.shm or server.stream
+                seen.add(transport)
+                transport._rpc._call.cancel()  # as if its connection had been lost
+                if when == "before the forward":
+                    model(tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(seen) == STEPS
+        assert server.kind == transports.partition(",")[0]
+        assert sha256(shardwell.full_state_dict(model)) == plain_hash(1)

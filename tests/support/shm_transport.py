@@ -1,0 +1,130 @@
+"""Units reached over a shm transport."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from typing import Any, Literal
+
+import torch
+
+from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
+from shardwell.data_plane.shm_transport import ShmTransport
+from shardwell.data_plane.socket_transport import SocketTransport
+from shardwell.data_plane.transports import Transport
+from shardwell_server.shard.transports.gradient_buffers import GradientBuffer
+from shardwell_server.shard.transports.shm_transport import PROOF_FILE_BYTES
+from shardwell_wire.codec import memory_at
+from shardwell_wire.v1 import shard_pb2
+from tests.support.shard_server import (
+    OneUnit,
+    ShardServer,
+)
+
+
+def header(
+    one: OneUnit, *, step: int = 0, rank: int = 0, epoch: int = 1, **changes: Any
+) -> shard_pb2.ReduceScatterHeader:
+    fields = {
+        "context": one.context(step, epoch),
+        "unit": one.layout.unit,
+        "dp_rank": rank,
+        "parameter_indices": [segment.parameter_index for segment in one.segments],
+        "start_bytes": one.start,
+        "stop_bytes": one.stop,
+    }
+    return shard_pb2.ReduceScatterHeader(**{**fields, **changes})
+
+
+class ConnectedUnit:
+    """One unit of a server, reached over a shm transport.
+
+    Args:
+        one: The unit.
+        control: How gradient buffers are handed over: by rpcs, or over a socket transport.
+    """
+
+    def __init__(self, one: OneUnit, control: Literal["grpc", "socket"] = "grpc") -> None:
+        self.one, self.server = one, one.server
+        self.transport = ShmTransport(self.server.client, one.identity, timeout_s=20.0)
+        self._ends = ExitStack()
+        self._ends.callback(self.transport.close)
+        self.control: Transport = self.server.client
+        if control == "socket":
+            self.control = self._ends.enter_context(closing(SocketTransport(self.server.client, one.identity)))
+
+    def __enter__(self) -> ConnectedUnit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.close()
+
+    def locate(self, version: int | None = None, *, timeout_s: float = 20.0) -> shard_pb2.LocateShardResponse:
+        return self.transport.locate(self.one.layout.unit, version, timeout_s=timeout_s, retry_for_s=0.0)
+
+    def vector(self) -> SharedVector:
+        path = self.locate().segment.path
+        return SharedVector(self.one.layout.unit, [SegmentPlace(path, self.one.start, self.one.stop)])
+
+    def header(self, **options: Any) -> shard_pb2.ReduceScatterHeader:
+        return header(self.one, **options)
+
+    def push(self, gradients: list[torch.Tensor], **changes: Any) -> None:
+        flats = {at.parameter_index: own for at, own in zip(self.one.segments, gradients, strict=True)}
+
+        def write(memory: memoryview) -> None:
+            for at in self.one.segments:
+                own = flats[at.parameter_index]
+                memory[at.start_bytes - self.one.start : at.stop_bytes - self.one.start] = memory_at(
+                    own.data_ptr(), own.nbytes
+                )
+
+        laid = self.transport.lay(self.header(**changes), write)
+        self.transport.hand_over(laid, self._hand_over)
+
+    def _hand_over(self, request: shard_pb2.ReduceGradientBufferRequest) -> shard_pb2.ReduceGradientBufferResponse:
+        return self.control.reduce_gradient_buffer(request, timeout_s=20.0, retry_for_s=0.0)
+
+    def open_gradient_buffer(self, **changes: Any) -> shard_pb2.OpenGradientBufferResponse:
+        identity = self.one.identity
+        fields = {
+            "run": identity.name,
+            "run_id": identity.run_id,
+            "unit": self.one.layout.unit,
+            "transport": self.transport._name,
+        }
+        answer: shard_pb2.OpenGradientBufferResponse = self.server.call(
+            "OpenGradientBuffer", shard_pb2.OpenGradientBufferRequest(**{**fields, **changes})
+        )
+        return answer
+
+    def reduce(
+        self, gradient_buffer: int, *, transport: str | None = None, **changes: Any
+    ) -> shard_pb2.ReduceGradientBufferResponse:
+        request = shard_pb2.ReduceGradientBufferRequest(
+            header=self.header(**changes),
+            transport=self.transport._name if transport is None else transport,
+            gradient_buffer=gradient_buffer,
+        )
+        return self._hand_over(request)
+
+    def gradient_buffers(self) -> list[GradientBuffer]:
+        """Those that the server has for the transport."""
+        return self.server.look(lambda: list(self.server.shm._open[self.transport._name]._gradient_buffers.values()))
+
+
+def shared_bytes(server: ShardServer) -> int:
+    """What shards and gradient buffers take, without the file that all transports share."""
+    return server.look(lambda: _bytes_of_units(server))
+
+
+def _bytes_of_units(server: ShardServer) -> int:
+    """As ``shared_bytes``, on the server's event loop."""
+    return server.store.memory._shared_bytes - bool(server.shm._open) * PROOF_FILE_BYTES
+
+
+def assert_only_parameters(one: OneUnit) -> None:
+    """No gradient buffer counts against the budget, and nothing is staged."""
+    server = one.server
+    server.until(lambda: _bytes_of_units(server) == one.size, "gradient buffers are given back")
+    assert (server.taken_bytes(), server.staged_bytes()) == (0, 0)
+    assert server.look(lambda: one.shard.contribution_cover._free_count) == one.dp

@@ -1,0 +1,164 @@
+"""Steps whose optimizer runs on the trainers: who is given which partitions, and when the step is committed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwell_wire.errors import HyperparameterMismatchError, IncompleteStepError
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+from tests.support.coordinator import Harness, Trainer, finished_item, harness, run_async
+from tests.support.fake_shards import fail_times
+
+
+def on_trainers(lr: float = 0.1) -> common_pb2.OptimizerStep:
+    return common_pb2.OptimizerStep(
+        algorithm="trainer/Rprop", groups=[common_pb2.ParameterGroup(hyperparameters={"lr": lr, "etas.0": 0.5})]
+    )
+
+
+async def commit(
+    trainer: Trainer, staged: Sequence[coordinator_pb2.PartitionWork] = (), *, step: int = 0, **changes: Any
+) -> coordinator_pb2.CommitStepResponse:
+    return await trainer.commit(step, **({"optimizer": on_trainers(), "staged_partitions": staged} | changes))
+
+
+async def finished_team(cluster: Harness) -> tuple[Trainer, Trainer]:
+    a, b = await cluster.team("a", "b")
+    await cluster.publish_unit([a, b])
+    for trainer in (a, b):
+        await trainer.finish(0)
+    return a, b
+
+
+def ranks(response: coordinator_pb2.CommitStepResponse) -> list[int]:
+    return [work.dp_rank for work in response.partitions]
+
+
+def test_each_trainer_stages_its_own_and_the_last_report_commits(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await finished_team(cluster)
+            assert not (await commit(b)).partitions, "rank 0 decides, and has not handed in"
+            first, second = await commit(a, wait_s=5), await commit(b, wait_s=5)
+            assert (ranks(first), ranks(second)) == ([0], [1])
+            assert ranks(await commit(a)) == [0], "given again until it is reported"
+            waiting = await commit(a, first.partitions)
+            assert not waiting.committed
+            assert list(waiting.waiting_for) == ["partition of rank 1: trainer 'b' updates it"]
+            assert all(shard.calls["ConfirmPartitions"] == 0 for shard in cluster.shards.values())
+            both = await asyncio.gather(commit(a, first.partitions, wait_s=5), commit(b, second.partitions, wait_s=5))
+            assert [response.committed for response in both] == [True, True]
+            await cluster.settle()
+            for shard in cluster.shards.values():
+                assert shard.calls["ConfirmPartitions"] == 1
+                assert len(shard.runs["r"].updates) == 1
+
+    run_async(scenario())
+
+
+def test_partitions_of_a_lost_trainer_go_to_one_that_waits(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await finished_team(cluster)
+            own, lost = await commit(a, wait_s=5), await commit(b, wait_s=5)
+            await cluster.pass_time(20, a)
+            await cluster.settle()
+            response = await commit(a, own.partitions, wait_s=5)
+            assert ranks(response) == [1]
+            assert response.partitions[0].epoch > lost.partitions[0].epoch
+            for shard in cluster.shards.values():
+                assert shard.runs["r"].epochs[1] > lost.partitions[0].epoch
+            stale = await commit(a, [*own.partitions, *lost.partitions])
+            assert ranks(stale) == [1], "what the lost one says does not count"
+            assert (await commit(a, [*own.partitions, *response.partitions], wait_s=5)).committed
+
+    run_async(scenario())
+
+
+def test_a_trainer_that_stands_in_may_be_lost_too(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await finished_team(cluster)
+            own = await commit(a, wait_s=5)
+            await b.leave()
+            await cluster.settle()
+            first = await commit(a, own.partitions, wait_s=5)
+            assert ranks(first) == [1]
+            spare = await cluster.join("c", config=common_config())
+            await cluster.pass_time(20, spare)
+            await cluster.settle()
+            second = await commit(spare, wait_s=5)
+            # What the first trainer had staged of its own rank stays staged; the other partition is to be done again.
+            assert ranks(second) == [1]
+            assert second.partitions[0].epoch > first.partitions[0].epoch
+            assert (await commit(spare, second.partitions, wait_s=5)).committed
+
+    run_async(scenario())
+
+
+def common_config() -> coordinator_pb2.RunConfig:
+    return coordinator_pb2.RunConfig(world=common_pb2.World(dp=2, tp=1, pp=1), min_trainers=2)
+
+
+def test_work_begun_anew_voids_what_is_staged(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await finished_team(cluster)
+            first = await commit(a, wait_s=5)
+            await commit(a, first.partitions)
+            item = await b.reset(0, 1)
+            assert not (await commit(a, first.partitions)).partitions, "the gradient is not complete"
+            await b.finish(0, [finished_item(item)])
+            again = await commit(a, first.partitions, wait_s=5)
+            assert ranks(again) == [0]
+            assert again.partitions[0].attempts == first.partitions[0].attempts + 1
+
+    run_async(scenario())
+
+
+def test_a_restarted_coordinator_learns_what_is_staged_from_the_polls(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await finished_team(cluster)
+            first, second = await commit(a, wait_s=5), await commit(b, wait_s=5)
+            await cluster.restart()
+            for name in cluster.shards:
+                await cluster.register(name)
+            assert ranks(await commit(a, wait_s=5)) == [0]
+            responses = await asyncio.gather(
+                commit(a, first.partitions, wait_s=5), commit(b, second.partitions, wait_s=5)
+            )
+            assert all(response.committed for response in responses)
+
+    run_async(scenario())
+
+
+def test_a_server_that_lacks_a_partition_keeps_the_step_from_its_commit(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await finished_team(cluster)
+            first, second = await commit(a, wait_s=5), await commit(b, wait_s=5)
+            cluster.shards["s0"].fail = fail_times("ConfirmPartitions", 1, IncompleteStepError("rank 1 is not staged"))
+            await commit(a, first.partitions)
+            with pytest.raises(IncompleteStepError, match=r"'s0'.*rank 1 is not staged"):
+                await commit(b, second.partitions, wait_s=5)
+            assert not any(shard.runs["r"].updates for shard in cluster.shards.values())
+            assert (await commit(b, second.partitions, wait_s=5)).committed
+
+    run_async(scenario())
+
+
+def test_trainers_must_agree_before_they_are_given_partitions(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await finished_team(cluster)
+            await commit(a, wait_s=5)
+            with pytest.raises(HyperparameterMismatchError, match=r"lr of parameter group 0: 0.1 .* but 0.2"):
+                await commit(b, optimizer=on_trainers(0.2), wait_s=5)
+
+    run_async(scenario())

@@ -1,0 +1,187 @@
+"""Gradient buffers on both sides: which may be written to, which are contributions, what is given back and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardwell.data_plane import gradient_buffers as client
+from shardwell_server.shard.memory.budget import Memory
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.transports import gradient_buffers as server
+from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError
+from shardwell_wire.run_identity import RunIdentity
+from tests.support.shard_server import PLAIN, layout_of
+
+# The trainer's.
+
+
+class Made:
+    """Gradient buffers made so far, and the bookkeeping under test."""
+
+    def __init__(self) -> None:
+        self.made: list[client.GradientBuffer] = []
+        self.gradient_buffers = client.GradientBuffers(self._make)
+
+    def _make(self, unit: str) -> client.GradientBuffer:
+        self.made.append(client.GradientBuffer(len(self.made), memoryview(unit.encode())))
+        return self.made[-1]
+
+
+def test_a_gradient_buffer_that_was_given_back_is_taken_again() -> None:
+    made = Made()
+    first = made.gradient_buffers.take("u", 0)
+    assert made.gradient_buffers.take("u", 0) is not first
+    for _ in range(2):
+        made.gradient_buffers.give(first)
+    assert made.gradient_buffers.take("u", 1) is first
+    assert made.gradient_buffers.take("u", 1) not in made.made[:2]
+
+
+def test_units_do_not_share_gradient_buffers() -> None:
+    made = Made()
+    made.gradient_buffers.give(made.gradient_buffers.take("u", 0))
+    assert bytes(made.gradient_buffers.take("v", 0).memory) == b"v"
+    assert len(made.made) == 2
+
+
+def test_what_was_taken_and_not_given_back_is_free_when_the_step_is_committed() -> None:
+    made = Made()
+    taken = [made.gradient_buffers.take(unit, rank) for unit, rank in (("u", 0), ("u", 1), ("v", 0))]
+    for _ in range(2):
+        made.gradient_buffers.release()
+    assert {made.gradient_buffers.take("u", 0).number for _ in range(2)} == {0, 1}
+    assert made.gradient_buffers.take("v", 0) is taken[2]
+    assert len(made.made) == 3
+
+
+def test_withdrawing_a_rank_frees_its_gradient_buffers_only() -> None:
+    made = Made()
+    for unit, rank in (("u", 0), ("u", 1), ("v", 1)):
+        made.gradient_buffers.take(unit, rank)
+    made.gradient_buffers.release(1)
+    assert made.gradient_buffers.take("u", 0) is made.made[1]
+    assert made.gradient_buffers.take("v", 0) is made.made[2]
+    assert made.gradient_buffers.take("u", 0) is not made.made[0]
+    made.gradient_buffers.release()
+    assert made.made[0] in [made.gradient_buffers.take("u", 0) for _ in range(3)]
+
+
+def test_what_is_laid_in_a_gradient_buffer_is_in_the_file_that_the_server_maps(tmp_path: Path) -> None:
+    path = tmp_path / "gradient_buffer"
+    path.write_bytes(b"\xff" * 8192)
+    gradient_buffer = client.GradientBuffer.open(7, str(path), 8192)
+    gradient_buffer.memory[256:260] = b"abcd"
+    assert path.read_bytes() == b"\xff" * 256 + b"abcd" + b"\xff" * 7932
+
+
+def test_an_open_gradient_buffer_keeps_no_file_open(tmp_path: Path) -> None:
+    """Those of a large model would be more than a process may have."""
+    path = tmp_path / "gradient_buffer"
+    path.write_bytes(bytes(8192))
+    gradient_buffer = client.GradientBuffer.open(7, str(path), 8192)
+    assert str(path) not in [file.path for file in psutil.Process().open_files()]
+    assert str(path) in [mapped.path for mapped in psutil.Process().memory_maps()]
+    del gradient_buffer
+    assert str(path) not in [mapped.path for mapped in psutil.Process().memory_maps()]
+
+
+# The server's.
+
+
+class Serving:
+    """A shard, and gradient buffers for it."""
+
+    def __init__(self, shared: SharedMemory, dp: int = 1) -> None:
+        self.memory, self._shared = Memory(1 << 30), shared
+        self.memory.reserve("r#id", PLAIN.unit, PLAIN.size_bytes, dp)
+        self.shard = self.of(PLAIN.unit, dp)
+
+    def of(self, unit: str, dp: int = 1) -> UnitShard:
+        layout = layout_of(unit, a=((40_000,), "float32"), b=((20_000,), "float32"))
+        return UnitShard(RunIdentity("r", "id"), layout, 0, 0, layout.size_bytes, dp, self.memory)
+
+    def gradient_buffer(self) -> server.GradientBuffer:
+        size = self.shard.size_bytes
+        room = self.memory.try_room(size, self.shard.contribution_cover, "a gradient buffer")
+        return server.GradientBuffer(self.shard, self._shared.create(size, "a gradient buffer"), room)
+
+    @property
+    def used(self) -> tuple[int, int, int]:
+        """Of shared memory, staging room, and the reservation."""
+        return (
+            self.memory._shared_bytes // self.shard.size_bytes,
+            self.memory.staging.used_bytes // self.shard.size_bytes,
+            self.shard.dp - self.shard.contribution_cover._free_count,
+        )
+
+
+@pytest.fixture
+def serving() -> Iterator[Serving]:
+    with closing(SharedMemory()) as shared:
+        yield Serving(shared)
+
+
+def test_a_gradient_buffer_counts_until_it_is_closed(serving: Serving) -> None:
+    covered, staged = serving.gradient_buffer(), serving.gradient_buffer()
+    assert serving.used == (2, 1, 1)
+    staged.close()
+    assert serving.used == (1, 0, 1)
+    covered.close()
+    assert serving.used == (0, 0, 0)
+    assert not Path(covered.path).exists()
+
+
+def test_a_contribution_is_covered_as_soon_as_that_is_possible(serving: Serving) -> None:
+    covered, staged = serving.gradient_buffer(), serving.gradient_buffer()
+    covered.close()
+    staged.keep()
+    assert serving.used == (1, 0, 1)
+    staged.give_back()
+    staged.close()
+    assert serving.used == (0, 0, 0)
+
+
+def test_a_contribution_cannot_become_another_one(serving: Serving) -> None:
+    gradient_buffer = serving.gradient_buffer()
+    gradient_buffer.check(serving.shard)
+    assert gradient_buffer.keep() is gradient_buffer.buffer
+    assert gradient_buffer.held
+    with pytest.raises(StepStateError, match="is a contribution: take another one"):
+        gradient_buffer.check(serving.shard)
+    gradient_buffer.give_back()
+    gradient_buffer.check(serving.shard)
+    assert not gradient_buffer.held
+    assert serving.used == (1, 0, 1), "it stays open"
+
+
+def test_a_gradient_buffer_is_for_one_shard(serving: Serving) -> None:
+    for other in (serving.of("other"), serving.of(PLAIN.unit)):
+        with pytest.raises(InvalidRequestError, match="the gradient buffer is for unit 'u'"):
+            serving.gradient_buffer().check(other)
+
+
+def test_a_contribution_that_is_closed_is_freed_when_it_is_used_up(serving: Serving) -> None:
+    gradient_buffer = serving.gradient_buffer()
+    kept = gradient_buffer.keep().fill_(5)
+    gradient_buffer.close()
+    assert not Path(gradient_buffer.path).exists()
+    assert serving.used == (1, 0, 1)
+    assert int(kept[-1]) == 5
+    gradient_buffer.give_back()
+    assert serving.used == (0, 0, 0)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_closed_gradient_buffer_takes_nothing_any_more(serving: Serving, held: bool) -> None:
+    gradient_buffer = serving.gradient_buffer()
+    if held:
+        gradient_buffer.keep()
+    gradient_buffer.close()
+    with pytest.raises(ConflictError, match="is closed"):
+        gradient_buffer.check(serving.shard)

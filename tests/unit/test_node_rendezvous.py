@@ -1,0 +1,156 @@
+"""The rendezvous of a node: a round ends the same way for everybody, and nobody waits for who is not there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
+
+import pytest
+
+from shardwell.data_plane.host_folder import HostFolder
+from shardwell.data_plane.node_rendezvous import CONNECTED, MemberGoneError, NodeRendezvous, Outcome, Round
+
+LONG_S, SHORT_S = 60.0, 0.05
+MakeRendezvous = Callable[[int], list[NodeRendezvous]]
+
+
+@pytest.fixture
+def make() -> Iterator[MakeRendezvous]:
+    """Makes the rendezvous of a group in which everybody is there."""
+    made: list[NodeRendezvous] = []
+
+    def make_rendezvous(size: int) -> list[NodeRendezvous]:
+        key = uuid.uuid4().hex
+        made.extend(NodeRendezvous(HostFolder(key), rank, size) for rank in range(size))
+        return made
+
+    yield make_rendezvous
+    for rendezvous in made:
+        rendezvous.close()
+
+
+def decide_all(rendezvous_points: list[NodeRendezvous], this_round: Round, what: list[int]) -> list[Outcome]:
+    with ThreadPoolExecutor(len(rendezvous_points)) as threads:
+        return list(
+            threads.map(
+                lambda pair: pair[0].decide(this_round, pair[1], LONG_S), zip(rendezvous_points, what, strict=True)
+            )
+        )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_who_wants_the_same_goes_together(make: MakeRendezvous, size: int) -> None:
+    rendezvous_points = make(size)
+    for this_round in (CONNECTED, Round(0, 0), Round(0, 1), Round(1, 0)):
+        assert decide_all(rendezvous_points, this_round, [0] * size) == [Outcome.TOGETHER] * size
+
+
+def test_who_wants_different_things_goes_apart(make: MakeRendezvous) -> None:
+    rendezvous_points = make(3)
+    assert decide_all(rendezvous_points, Round(0, 0), [4, 5, 4]) == [Outcome.APART] * 3
+    assert decide_all(rendezvous_points, Round(1, 0), [4, 4, 4]) == [Outcome.TOGETHER] * 3
+
+
+def test_who_comes_too_late_finds_that_the_turn_is_off(make: MakeRendezvous) -> None:
+    first, second = make(2)
+    assert first.decide(Round(0, 0), 7, SHORT_S) is Outcome.APART
+    assert second.decide(Round(0, 0), 7, LONG_S) is Outcome.APART
+    assert decide_all([first, second], Round(1, 0), [7, 7]) == [Outcome.TOGETHER] * 2
+
+
+def test_who_waits_for_one_that_is_further_goes_on(make: MakeRendezvous) -> None:
+    rendezvous_points = make(2)
+    rounds = (Round(0, 3), Round(1, 0))
+    with ThreadPoolExecutor(2) as threads:
+        behind, ahead = threads.map(
+            lambda pair: pair[0].decide(pair[1], 7, 1.0), zip(rendezvous_points, rounds, strict=True)
+        )
+    assert (behind, ahead) == (Outcome.APART, Outcome.APART)
+
+
+def test_a_turn_that_is_called_off_needs_no_waiting(make: MakeRendezvous) -> None:
+    first, second = make(2)
+    assert first.call_off(Round(0, 0)) is Outcome.APART
+    assert second.decide(Round(0, 0), 7, LONG_S) is Outcome.APART
+
+
+def test_a_turn_that_all_have_come_to_cannot_be_called_off(make: MakeRendezvous) -> None:
+    rendezvous_points = make(2)
+    assert decide_all(rendezvous_points, Round(0, 0), [7, 7]) == [Outcome.TOGETHER] * 2
+    assert rendezvous_points[0].call_off(Round(0, 0)) is Outcome.TOGETHER
+
+
+def test_nobody_waits_for_one_that_left(make: MakeRendezvous) -> None:
+    rendezvous_points = make(3)
+    rendezvous_points[1].close()
+    with pytest.raises(MemberGoneError, match="member 1 of 3 is gone"):
+        rendezvous_points[0].decide(Round(0, 0), 7, LONG_S)
+    assert rendezvous_points[2].decide(Round(0, 0), 7, LONG_S) is Outcome.APART
+
+
+_COME = """
+import sys
+from shardwell.data_plane.host_folder import HostFolder
+from shardwell.data_plane.node_rendezvous import NodeRendezvous
+rendezvous = NodeRendezvous(HostFolder(sys.argv[1]), 1, 2)
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_nobody_waits_for_one_that_was_killed() -> None:
+    key = uuid.uuid4().hex
+    rendezvous = NodeRendezvous(HostFolder(key), 0, 2)
+    process = subprocess.Popen([sys.executable, "-c", _COME, key], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert rendezvous.meet(LONG_S)
+        process.kill()
+        with pytest.raises(MemberGoneError):
+            rendezvous.decide(Round(0, 0), 7, LONG_S)
+    finally:
+        process.kill()
+        process.communicate()
+        rendezvous.close()
+
+
+def test_a_meeting_ends_when_somebody_does_not_come(make: MakeRendezvous) -> None:
+    (alone,) = make(1)
+    other = NodeRendezvous(HostFolder(uuid.uuid4().hex), 0, 2)
+    assert alone.meet(SHORT_S)
+    assert not other.meet(SHORT_S)
+    other.close()
+
+
+def test_two_processes_cannot_be_the_same_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwell.data_plane.node_rendezvous._LOCK_LIMIT_S", SHORT_S)
+    key = uuid.uuid4().hex
+    rendezvous, folder = NodeRendezvous(HostFolder(key), 0, 2), HostFolder(key)
+    with pytest.raises(BlockingIOError, match="another process is this member"):
+        NodeRendezvous(folder, 0, 2)
+    folder.close()
+    rendezvous.close()
+
+
+def test_who_looks_while_another_writes_sees_no_half_of_it(make: MakeRendezvous) -> None:
+    rendezvous, _ = make(2)
+    with rendezvous._changing() as record:
+        record.version, record.number, record.what, record.num_there = 7, 3, 5, 1
+    writing = (
+        "import sys; from shardwell.data_plane.host_folder import HostFolder; "
+        "from shardwell.data_plane.node_rendezvous import NodeRendezvous; "
+        "rendezvous = NodeRendezvous(HostFolder(sys.argv[1]), 2, 3); print('there', flush=True)\n"
+        "while True:\n with rendezvous._changing(): pass"
+    )
+    key = rendezvous._folder.path.name.rpartition("-")[2]
+    process = subprocess.Popen([sys.executable, "-c", writing, key], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"there\n"
+        seen = {astuple(rendezvous._read()) for _ in range(200_000)}
+    finally:
+        process.kill()
+        process.communicate()
+    assert seen == {(7, 3, 5, 1, Outcome.OPEN)}
