@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.server_connection import ServerConnection
-from shardwell.data_plane.shm_transport import ShmTransport
-from shardwell.data_plane.transports import unheard
+from shardwell.transport.base import unheard
+from shardwell.transport.selector import ServerConnection
+from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.requests.pushes import Push
 from shardwell_server.shard.transports.gradient_buffers import GradientBuffer
@@ -249,7 +249,7 @@ def test_a_transport_that_breaks_while_a_version_is_looked_for(server: ShardServ
 def test_what_is_refused_on_a_transport_that_stands_is_not_tried_again(
     server: ShardServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwell.data_plane.server_connection._NOTICE_S", 0.0)
+    monkeypatch.setattr("shardwell.transport.selector._NOTICE_S", 0.0)
     with Trainer(server) as trainer:
         seen = []
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from shardwell.data_plane.shard_client import ShardClient
-from shardwell.data_plane.socket_transport import SocketTransport
-from shardwell.data_plane.transport_connection import TransportConnection
+from shardwell.transport.grpc_transport import ShardClient
+from shardwell.transport.socket_connection import SocketConnection
+from shardwell.transport.socket_transport import SocketTransport
 from shardwell_server.shard.requests import streams
 from shardwell_server.shard.transports import socket_transport
 from shardwell_server.shard.transports.socket_connection import Connection
@@ -327,7 +327,7 @@ def test_a_connection_that_breaks_is_tried_again_for_as_long_as_asked(connected:
 def test_a_server_that_does_not_answer_is_given_up_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        connect = partial(TransportConnection, "127.0.0.1", port, bytes(32), peer="socket transport", timeout_s=0.1)
+        connect = partial(SocketConnection, "127.0.0.1", port, bytes(32), peer="socket transport", timeout_s=0.1)
         error = error_of(connect)
         assert isinstance(error, DeadlineError)
         assert "socket transport did not finish it within 0.1 s" in str(error)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from shardwell.data_plane.shm_transport import ShmTransport
+from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.encoded_versions import EncodedVersions
 from shardwell_wire import wire_dtypes

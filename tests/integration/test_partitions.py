@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.data_plane.partition_client import PartitionLocation, PartitionSegment, read_partition, stage_partition
+from shardwell.transport.partitions import PartitionLocation, PartitionSegment, read_partition, stage_partition
 from shardwell_wire import codec
 from shardwell_wire.errors import (
     CapacityError,

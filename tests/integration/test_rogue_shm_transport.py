@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.server_connection import ServerConnection
-from shardwell.data_plane.transports import unheard
+from shardwell.transport.base import unheard
+from shardwell.transport.selector import ServerConnection
 from shardwell_server.shard.memory.shared_memory import Segment, SharedBuffer, SharedMemory
 from shardwell_server.shard.transports.gradient_buffers import GradientBuffer
 from shardwell_wire.errors import UnavailableError

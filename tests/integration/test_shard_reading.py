@@ -11,7 +11,7 @@ import grpc
 import pytest
 import torch
 
-from shardwell.data_plane.shard_client import ShardClient
+from shardwell.transport.grpc_transport import ShardClient
 from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
 from shardwell_server.shard.memory import buffer_pool
 from shardwell_server.shard.memory import sending as sending_module

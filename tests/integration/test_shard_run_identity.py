@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shardwell.data_plane.shm_transport import ShmTransport
-from shardwell.data_plane.socket_transport import SocketTransport
+from shardwell.transport.shm_transport import ShmTransport
+from shardwell.transport.socket_transport import SocketTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.state.store import ShardStore

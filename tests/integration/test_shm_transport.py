@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.data_plane.socket_transport import SocketTransport
+from shardwell.transport.socket_transport import SocketTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.transports.shm_transport import PROOF_FILE_BYTES
 from shardwell_wire.errors import (

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.server_connection import ServerConnection
-from shardwell.data_plane.transports import unheard
+from shardwell.transport.base import unheard
+from shardwell.transport.selector import ServerConnection
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_wire.errors import (
     CapacityError,

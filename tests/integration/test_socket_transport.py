@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.data_plane.shard_client import ShardClient
-from shardwell.data_plane.socket_transport import SocketTransport
-from shardwell.data_plane.transport_connection import TransportConnection
-from shardwell.data_plane.transports import NEARLY_BYTES, Transport
 from shardwell.processes.server_process import ServerProcess
+from shardwell.transport.base import NEARLY_BYTES, Transport
+from shardwell.transport.grpc_transport import ShardClient
+from shardwell.transport.socket_connection import SocketConnection
+from shardwell.transport.socket_transport import SocketTransport
 from shardwell_wire import codec, frames
 from shardwell_wire.errors import (
     AccessError,
@@ -252,7 +252,7 @@ def test_a_refused_push_is_not_sent_to_its_end() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         connecting = in_background(
-            partial(TransportConnection, "127.0.0.1", port, bytes(32), peer="socket transport", timeout_s=20.0)
+            partial(SocketConnection, "127.0.0.1", port, bytes(32), peer="socket transport", timeout_s=20.0)
         )
         peer, _ = listener.accept()
         with peer:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.data_plane.partition_client import PartitionLocation, PartitionSegment
 from shardwell.data_plane.partition_updates import RemotePartition
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.server_connection import ServerConnection
-from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
-from shardwell.data_plane.staging_buffer import StagingBufferPart
+from shardwell.transport.partitions import PartitionLocation, PartitionSegment
+from shardwell.transport.selector import ServerConnection
+from shardwell.transport.shared_vector import SegmentPlace, SharedVector
+from shardwell.transport.staging_buffer import StagingBufferPart
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.partitions import Partitions

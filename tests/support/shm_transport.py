@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import torch
 
-from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
-from shardwell.data_plane.shm_transport import ShmTransport
-from shardwell.data_plane.socket_transport import SocketTransport
-from shardwell.data_plane.transports import Transport
+from shardwell.transport.base import Transport
+from shardwell.transport.shared_vector import SegmentPlace, SharedVector
+from shardwell.transport.shm_transport import ShmTransport
+from shardwell.transport.socket_transport import SocketTransport
 from shardwell_server.shard.transports.gradient_buffers import GradientBuffer
 from shardwell_server.shard.transports.shm_transport import PROOF_FILE_BYTES
 from shardwell_wire.codec import memory_at

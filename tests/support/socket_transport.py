@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwell.data_plane.socket_transport import SocketTransport
+from shardwell.transport.socket_transport import SocketTransport
 from shardwell_wire import codec, frames
 from shardwell_wire.errors import (
     ShardwellError,

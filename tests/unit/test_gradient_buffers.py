@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardwell.data_plane import gradient_buffers as client
+from shardwell.transport import gradient_buffers as client
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.unit_shard import UnitShard

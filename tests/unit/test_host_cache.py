@@ -20,7 +20,7 @@ import pytest
 from shardwell.data_plane import host_folder
 from shardwell.data_plane.host_cache import CachedShard, HostCache, ShardRange
 from shardwell.data_plane.host_folder import MEMORY, HostFolder
-from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
+from shardwell.transport.shared_vector import SegmentPlace, SharedVector
 from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneError
 from shardwell_wire.layout import BLOCK_BYTES
 from tests.support.processes import ROOT

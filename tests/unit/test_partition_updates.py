@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from shardwell.data_plane import partition_updates
-from shardwell.data_plane.partition_client import PartitionSegment
 from shardwell.data_plane.partition_updates import PartitionUpdates
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.traffic import RemoteUnit
+from shardwell.transport.partitions import PartitionSegment
 from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardwell.data_plane.server_guard import ServerGuard
+from shardwell.transport.server_guard import ServerGuard
 from shardwell_wire.errors import (
     ConflictError,
     NotFoundError,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwell.data_plane.shared_vector import SegmentPlace, SharedVector
+from shardwell.transport.shared_vector import SegmentPlace, SharedVector
 from shardwell_server.shard.memory.shared_memory import Segment, SharedMemory
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import BLOCK_BYTES

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwell.data_plane.transfer_queue import TransferQueue
-from shardwell.data_plane.transports import NEARLY_BYTES, Nearly
+from shardwell.transport.base import NEARLY_BYTES, Nearly
 from shardwell_wire.errors import UnavailableError
 
 MIB = 1 << 20

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from shardwell.data_plane.rpc import ServiceClient
 from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.transport.rpc import ServiceClient
 from shardwell_wire.errors import NotFoundError, UnavailableError
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 

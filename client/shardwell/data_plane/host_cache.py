@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwell.data_plane.host_folder import MEMORY, HostFolder, locked, polls, try_lock, unlock
-from shardwell.data_plane.shared_vector import SegmentPlace, map_shared
+from shardwell.transport.shared_vector import SegmentPlace, map_shared
 from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneError
 from shardwell_wire.quantization_blocks import bytes_tensor
 from shardwell_wire.shared_files import open_file, open_in_folder, opened

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 
 from shardwell.data_plane.host_folder import HostFolder, locked, polls, try_lock
-from shardwell.data_plane.shared_vector import map_shared
+from shardwell.transport.shared_vector import map_shared
 from shardwell_wire.shared_files import open_file
 
 _RENDEZVOUS, _MEMBER = "rendezvous", "member-"

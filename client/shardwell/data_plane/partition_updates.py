@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 
 from shardwell.data_plane.daemon_threads import DaemonThreads
-from shardwell.data_plane.partition_client import (
+from shardwell.data_plane.remote_shard import RemoteShard
+from shardwell.data_plane.traffic import RemoteUnit
+from shardwell.transport.partitions import (
     CachedPartition,
     PartitionLocation,
     PartitionSegment,
@@ -19,9 +21,7 @@ from shardwell.data_plane.partition_client import (
     stage_header,
     stage_partition,
 )
-from shardwell.data_plane.remote_shard import RemoteShard
-from shardwell.data_plane.staging_buffer import StagingBuffer, StagingBufferPart
-from shardwell.data_plane.traffic import RemoteUnit
+from shardwell.transport.staging_buffer import StagingBuffer, StagingBufferPart
 from shardwell_wire.errors import CapacityError, ConflictError
 from shardwell_wire.partitions import part_in
 from shardwell_wire.v1 import common_pb2

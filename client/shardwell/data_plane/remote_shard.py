@@ -10,11 +10,11 @@ import torch
 
 from shardwell.data_plane.encoded_gradients import EncodedGradients
 from shardwell.data_plane.host_cache import CachedShard
-from shardwell.data_plane.server_connection import ServerConnection
-from shardwell.data_plane.shared_vector import SharedVector
-from shardwell.data_plane.shm_transport import LaidPart
-from shardwell.data_plane.transports import Nearly, unheard
 from shardwell.memory.buffer_pool import BufferPool
+from shardwell.transport.base import Nearly, unheard
+from shardwell.transport.selector import ServerConnection
+from shardwell.transport.shared_vector import SharedVector
+from shardwell.transport.shm_transport import LaidPart
 from shardwell_wire import wire_dtypes
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import CapacityError

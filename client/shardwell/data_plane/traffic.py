@@ -16,11 +16,11 @@ from shardwell.data_plane.daemon_threads import DaemonThreads
 from shardwell.data_plane.encoded_gradients import EncodedGradients
 from shardwell.data_plane.interrupts import uninterrupted
 from shardwell.data_plane.remote_shard import RemoteShard
-from shardwell.data_plane.server_connection import ServerConnection
-from shardwell.data_plane.shared_vector import SharedVector
 from shardwell.data_plane.transfer_queue import TransferQueue
-from shardwell.data_plane.transports import Nearly
 from shardwell.memory.device_copies import to_host
+from shardwell.transport.base import Nearly
+from shardwell.transport.selector import ServerConnection
+from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import shard_pb2

@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from shardwell.data_plane.transports import NEARLY_BYTES, Nearly
+from shardwell.transport.base import NEARLY_BYTES, Nearly
 from shardwell_wire.errors import UnavailableError
 
 Result = TypeVar("Result")

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from shardwell.data_plane.partition_client import PartitionSegment
 from shardwell.module.guards import needs_closure
 from shardwell.optimizers.partition_optimizer import PartitionOptimizer
+from shardwell.transport.partitions import PartitionSegment
 from shardwell_wire.errors import UsageError
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from shardwell.data_plane.partition_client import PartitionSegment
 from shardwell.optimizers.partition_optimizer import PartitionOptimizer
+from shardwell.transport.partitions import PartitionSegment
 from shardwell_wire.errors import UsageError
 
 FlatUpdate = Callable[[torch.Tensor, torch.Tensor, dict[str, Any], Mapping[str, Any]], torch.Tensor]

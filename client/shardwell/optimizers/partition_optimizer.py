@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from shardwell.data_plane.partition_client import PartitionSegment
 from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
 from shardwell.session.step_end import StepUpdate
+from shardwell.transport.partitions import PartitionSegment
 from shardwell_wire.errors import StepStateError, UsageError
 from shardwell_wire.partitions import TRAINER_PREFIX
 from shardwell_wire.v1 import common_pb2, coordinator_pb2

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwell.data_plane.node_group import BACKENDS
-from shardwell.data_plane.transports import KINDS, parse_kinds
 from shardwell.module.strategy import BackwardPrefetch
 from shardwell.session.torchrun import TorchrunPlace
+from shardwell.transport.base import KINDS, parse_kinds
 from shardwell_wire import codec
 from shardwell_wire.errors import InvalidRequestError, UsageError, WorldError
 from shardwell_wire.names import check_name

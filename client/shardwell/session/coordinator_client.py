@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwell.data_plane.rpc import ServiceClient
+from shardwell.transport.rpc import ServiceClient
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.v1 import coordinator_pb2
 

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from shardwell.data_plane.server_guard import ServerGuard
-from shardwell.data_plane.shard_client import ShardClient
+from shardwell.transport.grpc_transport import ShardClient
+from shardwell.transport.server_guard import ServerGuard
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2

@@ -13,14 +13,9 @@ import torch
 from shardwell.data_plane.error_feedback import ErrorFeedback
 from shardwell.data_plane.interrupts import uninterrupted
 from shardwell.data_plane.node_gathers import NodeGathers, fetch
-from shardwell.data_plane.partition_client import PartitionSegment
 from shardwell.data_plane.partition_updates import PartitionUpdates
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.data_plane.server_connection import ServerConnection
-from shardwell.data_plane.server_guard import ServerGuard
-from shardwell.data_plane.shared_vector import SharedVector
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
-from shardwell.data_plane.transports import KIND_NUMBERS
 from shardwell.memory.completion import Completable
 from shardwell.memory.device_copies import to_host
 from shardwell.module.store import InitialValues
@@ -32,6 +27,11 @@ from shardwell.session.progress import ItemProgress, StepProgress
 from shardwell.session.reachability import Reachability
 from shardwell.session.shards_in_place import ShardsInPlace
 from shardwell.session.unit_declaration import UnitDeclarations
+from shardwell.transport.base import KIND_NUMBERS
+from shardwell.transport.partitions import PartitionSegment
+from shardwell.transport.selector import ServerConnection
+from shardwell.transport.server_guard import ServerGuard
+from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from shardwell.data_plane.host_cache import HostCache, ShardRange
 from shardwell.data_plane.remote_shard import RemoteShard
-from shardwell.data_plane.shared_vector import CAN_MAP, SegmentPlace, SharedVector
 from shardwell.data_plane.traffic import RemoteUnit
 from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
+from shardwell.transport.shared_vector import CAN_MAP, SegmentPlace, SharedVector
 from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import ConflictError
 

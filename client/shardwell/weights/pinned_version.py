@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwell.data_plane.rpc import StandingRpc
 from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.transport.rpc import StandingRpc
 from shardwell.weights.unit_reader import PlacedUnit, UnitReader, unreachable
 from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneError
 from shardwell_wire.run_identity import RunIdentity

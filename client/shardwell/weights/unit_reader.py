@@ -8,7 +8,7 @@ from types import TracebackType
 
 import torch
 
-from shardwell.data_plane.shard_client import ShardClient
+from shardwell.transport.grpc_transport import ShardClient
 from shardwell_wire.codec import memory_at
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import UnavailableError

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from shardwell.data_plane.server_guard import ServerGuard
-from shardwell.data_plane.shard_client import ShardClient
-from shardwell.data_plane.shm_transport import ShmTransport
-from shardwell.data_plane.socket_transport import SocketTransport
-from shardwell.data_plane.transports import Transport
+from shardwell.transport.base import Transport
+from shardwell.transport.grpc_transport import ShardClient
+from shardwell.transport.server_guard import ServerGuard
+from shardwell.transport.shm_transport import ShmTransport
+from shardwell.transport.socket_transport import SocketTransport
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import ConflictError, ShardwellError, UnavailableError
 from shardwell_wire.run_identity import RunIdentity

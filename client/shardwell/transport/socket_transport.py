@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from shardwell.data_plane.rpc import retry
-from shardwell.data_plane.shard_client import ShardClient
-from shardwell.data_plane.transport_connection import TransportConnection
-from shardwell.data_plane.transports import Nearly, unheard
+from shardwell.transport.base import Nearly, unheard
+from shardwell.transport.grpc_transport import ShardClient
+from shardwell.transport.rpc import retry
+from shardwell.transport.socket_connection import SocketConnection
 from shardwell_wire.errors import AccessError, UnavailableError
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -44,8 +44,8 @@ class SocketTransport:
         self._peer = f"socket transport to {client.address}"
         self._host = client.address.rpartition(":")[0].strip("[]")
         self._lock = threading.Lock()
-        self._connections: set[TransportConnection] = set()
-        self._idle: list[TransportConnection] = []
+        self._connections: set[SocketConnection] = set()
+        self._idle: list[SocketConnection] = []
         self._open = True
         request = shard_pb2.OpenTransportRequest(run=run.name, run_id=run.run_id, kind=common_pb2.TRANSPORT_KIND_SOCKET)
         self._rpc = client.open("OpenTransport", request, timeout_s=timeout_s)
@@ -131,9 +131,7 @@ class SocketTransport:
         for connection in idle:
             connection.close()
 
-    def _attempt(
-        self, action: Callable[[TransportConnection], Result], *, timeout_s: float, retry_for_s: float
-    ) -> Result:
+    def _attempt(self, action: Callable[[SocketConnection], Result], *, timeout_s: float, retry_for_s: float) -> Result:
         def once() -> Result:
             connection = self._take(timeout_s)
             try:
@@ -143,7 +141,7 @@ class SocketTransport:
 
         return retry(once, retry_for_s=retry_for_s, while_open=lambda: self._open)
 
-    def _take(self, timeout_s: float) -> TransportConnection:
+    def _take(self, timeout_s: float) -> SocketConnection:
         """A connection without a request: one that was used before, or a new one."""
         while True:
             with self._lock:
@@ -156,7 +154,7 @@ class SocketTransport:
                 return connection
             self._forget(connection)
         try:
-            connection = TransportConnection(
+            connection = SocketConnection(
                 self._host, self._offer.port, self._offer.token, peer=self._peer, timeout_s=timeout_s
             )
         except AccessError as error:
@@ -168,14 +166,14 @@ class SocketTransport:
         connection.close()
         raise UnavailableError(f"{self._peer} is closed")
 
-    def _give(self, connection: TransportConnection) -> None:
+    def _give(self, connection: SocketConnection) -> None:
         with self._lock:
             if self._open and connection.in_step and len(self._idle) < _MAX_IDLE:
                 self._idle.append(connection)
                 return
         self._forget(connection)
 
-    def _forget(self, connection: TransportConnection) -> None:
+    def _forget(self, connection: SocketConnection) -> None:
         with self._lock:
             self._connections.discard(connection)
         connection.close()

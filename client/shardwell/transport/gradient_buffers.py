@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwell.data_plane.shared_vector import map_shared
+from shardwell.transport.shared_vector import map_shared
 from shardwell_wire.shared_files import file_size, open_in_folder, opened
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwell.data_plane.shard_client import ShardClient
+from shardwell.transport.grpc_transport import ShardClient
 from shardwell_wire import codec
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import DTYPE_NAMES, DTYPE_NUMBERS, Segment, UnitLayout

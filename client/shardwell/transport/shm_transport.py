@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwell.data_plane.gradient_buffers import GradientBuffer, GradientBuffers
-from shardwell.data_plane.shard_client import ShardClient
+from shardwell.transport.gradient_buffers import GradientBuffer, GradientBuffers
+from shardwell.transport.grpc_transport import ShardClient
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.shared_files import open_in_folder, opened, require_folder, server_folder

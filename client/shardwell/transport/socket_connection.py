@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from shardwell.data_plane.transports import NEARLY_BYTES, Nearly, unheard
+from shardwell.transport.base import NEARLY_BYTES, Nearly, unheard
 from shardwell_wire import codec, frames
 from shardwell_wire.codec import Buffer
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, from_status_details
@@ -31,7 +31,7 @@ _MAX_BUFFERS = 512
 """Per system call; the least limit of the systems in use is 1024."""
 
 
-class TransportConnection:
+class SocketConnection:
     """Sends one request after the other. For one thread at a time, except ``abort``.
 
     Args:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from shardwell.data_plane.partition_client import PartitionLocation, PartitionSegment
-from shardwell.data_plane.shared_vector import map_shared
+from shardwell.transport.partitions import PartitionLocation, PartitionSegment
+from shardwell.transport.shared_vector import map_shared
 from shardwell_wire.layout import DTYPE_NAMES, Segment
 from shardwell_wire.partitions import state_places, values_offset
 from shardwell_wire.shared_files import file_size, open_in_folder, opened

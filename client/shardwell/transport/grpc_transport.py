@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from shardwell.data_plane.rpc import ServiceClient
-from shardwell.data_plane.transports import NEARLY_BYTES, Nearly, unheard
+from shardwell.transport.base import NEARLY_BYTES, Nearly, unheard
+from shardwell.transport.rpc import ServiceClient
 from shardwell_wire import codec
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import ShardwellError
