@@ -51,7 +51,7 @@ class Trainer:
             place = SegmentPlace(answer.segment.path, one.start, one.stop)
             self._shard.window = SharedVector(one.layout.unit, [place])
 
-    def slice(self, rank: int = 0) -> RemotePartition:
+    def partition(self, rank: int = 0) -> RemotePartition:
         if rank not in self._partitions:
             one = self._one
             place = PartitionLocation(
