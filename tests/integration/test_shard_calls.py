@@ -10,8 +10,8 @@ import sys
 import grpc.aio
 import pytest
 
-from shardwell_server.coordinator.cluster import Server
-from shardwell_server.coordinator.shard_client import GrpcShardCalls
+from shardwell_server.coordinator.servers.cluster import Server
+from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
 from shardwell_wire.errors import UnavailableError
 from tests.support.shard_server import ShardServer, shared_loop
 

@@ -16,7 +16,7 @@ from typing import Any
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
-from shardwell_server.coordinator.storage import Storage
+from shardwell_server.coordinator.storage.storage import Storage
 from shardwell_server.coordinator.waiting import TaskGroup
 from shardwell_wire.names import check_names
 from shardwell_wire.topology import World

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc.aio
 
-from shardwell_server.coordinator.cluster import Server
+from shardwell_server.coordinator.servers.cluster import Server
 from shardwell_server.rpc import Call, add_service
 from shardwell_wire.channel import SERVER_OPTIONS
 from shardwell_wire.errors import (

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from shardwell_server.coordinator.assignment import Applicant, assign, claim, distribute, natural_key
+from shardwell_server.coordinator.runs.rank_assignment import Applicant, assign, claim, distribute, natural_key
 from shardwell_wire.errors import DuplicateError
 from shardwell_wire.topology import World
 

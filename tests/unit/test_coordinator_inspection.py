@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_server.coordinator.events import KEPT_EVENTS, EventKind, EventLog
+from shardwell_server.coordinator.inspection.events import KEPT_EVENTS, EventKind, EventLog
 from shardwell_wire.errors import InvalidRequestError, WorldError
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
@@ -106,7 +106,7 @@ def test_events_tell_the_story_of_a_run(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_event_is_documented() -> None:
-    source = Path(__file__).parents[2] / "server/shardwell_server/coordinator/events.py"
+    source = Path(__file__).parents[2] / "server/shardwell_server/coordinator/inspection/events.py"
     text = source.read_text()
     assert all(f'= "{kind.value}"' in text for kind in EventKind)
 

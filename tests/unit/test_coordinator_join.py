@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.membership import REMEMBERED
+from shardwell_server.coordinator.runs.members import REMEMBERED
 from shardwell_wire.errors import (
     ConflictError,
     DuplicateError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from shardwell_server.coordinator.placement import Candidate, place
+from shardwell_server.coordinator.placement.ranges import Candidate, place
 from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
 
 MIB = 1 << 20

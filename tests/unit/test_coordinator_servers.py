@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_server.coordinator.cluster import ServerState
+from shardwell_server.coordinator.servers.cluster import ServerState
 from shardwell_server.process_identity import has_ended
 from shardwell_wire.errors import ConflictError, DuplicateError, NotFoundError, StaleEpochError, UnavailableError
 from shardwell_wire.v1 import coordinator_pb2

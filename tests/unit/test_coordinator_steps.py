@@ -709,7 +709,7 @@ def test_work_begun_anew_while_the_last_update_is_under_way_is_not_prepared(tmp_
 
 
 def test_a_norm_of_a_type_near_0_may_be_beyond_all_numbers() -> None:
-    from shardwell_server.coordinator.commit import combine_norms
+    from shardwell_server.coordinator.commit.committer import combine_norms
 
     prepared = combine_norms([shard_pb2.UnitNorm(square_partials=[4.0], power_partials=[1e5])], 1e-3)
     assert prepared.grad_norm == 2.0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwell_server.coordinator.command import until_lost
-from shardwell_server.coordinator.records import (
+from shardwell_server.coordinator.storage.records import (
     CommitRecord,
     FinishedRecord,
     MemberRecord,
@@ -21,7 +21,7 @@ from shardwell_server.coordinator.records import (
     ShardRecord,
     UnitRecord,
 )
-from shardwell_server.coordinator.storage import FILE_NAME, KEPT_COMMITS, SCHEMA_VERSION, Storage
+from shardwell_server.coordinator.storage.storage import FILE_NAME, KEPT_COMMITS, SCHEMA_VERSION, Storage
 from shardwell_wire.errors import ConflictError, UnavailableError
 from shardwell_wire.topology import World
 from tests.support.coordinator import Harness, Trainer, config, harness, optimizer, run_async

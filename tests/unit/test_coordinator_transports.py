@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_server.coordinator.transport_reports import MAX_TRANSPORTS
+from shardwell_server.coordinator.runs.transport_reports import MAX_TRANSPORTS
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.coordinator import harness, run_async

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.cluster import ServerState
+from shardwell_server.coordinator.servers.cluster import ServerState
 from shardwell_server.coordinator.waiting import Signal
 from shardwell_wire.errors import (
     CapacityError,

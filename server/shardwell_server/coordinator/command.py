@@ -12,10 +12,10 @@ from pathlib import Path
 
 from shardwell_server import authentication, process
 from shardwell_server.coordinator.coordinator import Coordinator
+from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
 from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
-from shardwell_server.coordinator.shard_client import GrpcShardCalls
-from shardwell_server.coordinator.storage import Storage
+from shardwell_server.coordinator.storage.storage import Storage
 from shardwell_server.sizes import parse_size
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.temporary_folder import temporary_folder

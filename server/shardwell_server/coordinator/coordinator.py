@@ -8,18 +8,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
-from shardwell_server.coordinator.commit import Committer
-from shardwell_server.coordinator.events import EventKind
-from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.server_leases import ServerLeases
-from shardwell_server.coordinator.servers import ShardServers
+from shardwell_server.coordinator.commit.committer import Committer
+from shardwell_server.coordinator.commit.step_requests import Steps
+from shardwell_server.coordinator.inspection.events import EventKind
+from shardwell_server.coordinator.leases.servers import ServerLeases
+from shardwell_server.coordinator.leases.trainers import Trainers
+from shardwell_server.coordinator.placement.placer import Units
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.servers.shard_client import ShardCalls
+from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.settings import Settings
-from shardwell_server.coordinator.shard_client import ShardCalls
 from shardwell_server.coordinator.state import CoordinatorState
-from shardwell_server.coordinator.steps import Steps
-from shardwell_server.coordinator.storage import Storage
-from shardwell_server.coordinator.trainers import Trainers
-from shardwell_server.coordinator.units import Units
+from shardwell_server.coordinator.storage.storage import Storage
 from shardwell_wire.errors import ConflictError, ShardwellError
 from shardwell_wire.v1 import shard_pb2
 

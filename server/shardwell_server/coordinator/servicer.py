@@ -10,16 +10,16 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from shardwell_server.coordinator import describe, describe_weights
-from shardwell_server.coordinator.agreement import StepProposal
-from shardwell_server.coordinator.assignment import Applicant
 from shardwell_server.coordinator.coordinator import Coordinator
-from shardwell_server.coordinator.lost_shards import check_kept
-from shardwell_server.coordinator.membership import Member, heard
-from shardwell_server.coordinator.run import Run
+from shardwell_server.coordinator.inspection import describe, describe_weights
+from shardwell_server.coordinator.inspection.stall import explain
+from shardwell_server.coordinator.runs.members import Member, heard
+from shardwell_server.coordinator.runs.proposals import StepProposal
+from shardwell_server.coordinator.runs.rank_assignment import Applicant
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.transport_reports import TransportReport
+from shardwell_server.coordinator.servers.lost_shards import check_kept
 from shardwell_server.coordinator.settings import RunSettings, check_layers
-from shardwell_server.coordinator.stall import explain
-from shardwell_server.coordinator.transport_reports import TransportReport
 from shardwell_server.coordinator.waiting import poll
 from shardwell_server.request_log import RequestLog
 from shardwell_server.rpc import MAX_WAIT_S, Call

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from shardwell_server.coordinator.cluster import Cluster
-from shardwell_server.coordinator.events import EventLog
-from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.run_records import from_stored, to_record
+from shardwell_server.coordinator.inspection.events import EventLog
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.run_records import from_stored, to_record
+from shardwell_server.coordinator.servers.cluster import Cluster
 from shardwell_server.coordinator.settings import RunSettings, Settings
-from shardwell_server.coordinator.storage import Storage
+from shardwell_server.coordinator.storage.storage import Storage
 from shardwell_server.coordinator.waiting import TaskGroup
 from shardwell_wire.errors import NotFoundError, RunDeletedError, ShardwellError
 from shardwell_wire.run_identity import RunIdentity, new_run_id

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwell_server.coordinator import partitions, run_buffers
-from shardwell_server.coordinator.agreement import StepProposal, committed_optimizer, require_same, validate
-from shardwell_server.coordinator.commit import Committer, norms_of
-from shardwell_server.coordinator.events import EventKind
-from shardwell_server.coordinator.membership import Member
-from shardwell_server.coordinator.records import CommitRecord
-from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.run_records import finished_records
-from shardwell_server.coordinator.servers import ShardServers
-from shardwell_server.coordinator.stall import explain
+from shardwell_server.coordinator.commit.committer import Committer, norms_of
+from shardwell_server.coordinator.inspection.events import EventKind
+from shardwell_server.coordinator.inspection.stall import explain
+from shardwell_server.coordinator.leases.trainers import Trainers
+from shardwell_server.coordinator.runs import buffers as run_buffers
+from shardwell_server.coordinator.runs import partitions
+from shardwell_server.coordinator.runs.members import Member
+from shardwell_server.coordinator.runs.proposals import StepProposal, committed_optimizer, require_same, validate
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.run_records import finished_records
+from shardwell_server.coordinator.runs.step import Item, OtherNorm, Prepared, Step, WorkState
+from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
-from shardwell_server.coordinator.trainers import Trainers
+from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.coordinator.waiting import poll
-from shardwell_server.coordinator.work import Item, OtherNorm, Prepared, Step, WorkState
 from shardwell_wire.errors import (
     InvalidRequestError,
     StaleEpochError,

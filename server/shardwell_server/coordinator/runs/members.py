@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from shardwell_server.coordinator.transport_reports import TransportReport
+from shardwell_server.coordinator.runs.transport_reports import TransportReport
 from shardwell_wire.errors import DuplicateError, NotFoundError, StaleEpochError
 
 REMEMBERED = 256

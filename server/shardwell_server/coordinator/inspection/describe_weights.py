@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwell_server.coordinator import describe
-from shardwell_server.coordinator.cluster import Cluster
-from shardwell_server.coordinator.run import Run
+from shardwell_server.coordinator.inspection import describe
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.servers.cluster import Cluster
 from shardwell_server.coordinator.waiting import poll
 from shardwell_wire.errors import DeadlineError, StepStateError, VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2

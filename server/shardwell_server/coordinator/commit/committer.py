@@ -15,15 +15,15 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-from shardwell_server.coordinator import run_buffers
-from shardwell_server.coordinator.agreement import StepProposal, committed_optimizer
-from shardwell_server.coordinator.events import EventKind
-from shardwell_server.coordinator.records import CommitRecord
-from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.servers import ShardServers
+from shardwell_server.coordinator.inspection.events import EventKind
+from shardwell_server.coordinator.leases.trainers import Trainers
+from shardwell_server.coordinator.runs import buffers as run_buffers
+from shardwell_server.coordinator.runs.proposals import StepProposal, committed_optimizer
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.step import OtherNorm, Prepared, Step
+from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
-from shardwell_server.coordinator.trainers import Trainers
-from shardwell_server.coordinator.work import OtherNorm, Prepared, Step
+from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.hyperparameters import allocation_key, units_that_count
 from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError, StepStateError
 from shardwell_wire.partitions import runs_on_trainers

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwell_server.coordinator.declared_units import Unit
-from shardwell_server.coordinator.membership import Member
-from shardwell_server.coordinator.records import (
+from shardwell_server.coordinator.runs.members import Member
+from shardwell_server.coordinator.runs.run import PendingUpdate, Run
+from shardwell_server.coordinator.runs.step import Item, Step, WorkState
+from shardwell_server.coordinator.runs.units import Unit
+from shardwell_server.coordinator.settings import RunSettings
+from shardwell_server.coordinator.storage.records import (
     FinishedRecord,
     MemberRecord,
     RankRecord,
@@ -14,9 +17,6 @@ from shardwell_server.coordinator.records import (
     StoredRun,
     UnitRecord,
 )
-from shardwell_server.coordinator.run import PendingUpdate, Run
-from shardwell_server.coordinator.settings import RunSettings
-from shardwell_server.coordinator.work import Item, Step, WorkState
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2

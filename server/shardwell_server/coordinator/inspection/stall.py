@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwell_server.coordinator import partitions
-from shardwell_server.coordinator.cluster import Cluster, ServerState
-from shardwell_server.coordinator.lost_shards import problems
-from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.work import Item, Step, WorkState
+from shardwell_server.coordinator.runs import partitions
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.step import Item, Step, WorkState
+from shardwell_server.coordinator.servers.cluster import Cluster, ServerState
+from shardwell_server.coordinator.servers.lost_shards import problems
 from shardwell_wire.partitions import runs_on_trainers
 
 MAX_LINES = 64

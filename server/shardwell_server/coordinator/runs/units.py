@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from shardwell_server.coordinator.records import ShardRecord
+from shardwell_server.coordinator.storage.records import ShardRecord
 from shardwell_server.coordinator.waiting import SharedCall
 from shardwell_wire.errors import NotFoundError
 from shardwell_wire.layout import UnitLayout

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardwell_server.coordinator.cluster import Cluster
-from shardwell_server.coordinator.declared_units import Unit
-from shardwell_server.coordinator.events import timestamp
-from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.work import Item, WorkState
+from shardwell_server.coordinator.inspection.events import timestamp
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.step import Item, WorkState
+from shardwell_server.coordinator.runs.units import Unit
+from shardwell_server.coordinator.servers.cluster import Cluster
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.topology import AXES, AXIS_NUMBERS, Coordinates, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2

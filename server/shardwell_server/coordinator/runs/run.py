@@ -11,20 +11,27 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from shardwell_server.coordinator.agreement import (
+from shardwell_server.coordinator.runs.members import Member, Membership
+from shardwell_server.coordinator.runs.proposals import (
     StepProposal,
     committed_optimizer,
     require_same,
     require_same_algorithms,
 )
-from shardwell_server.coordinator.assignment import Applicant, RankAssignments, assign, claim, distribute, natural_key
-from shardwell_server.coordinator.declared_units import DeclaredUnits, Unit
-from shardwell_server.coordinator.membership import Member, Membership
-from shardwell_server.coordinator.records import CommitRecord
+from shardwell_server.coordinator.runs.rank_assignment import (
+    Applicant,
+    RankAssignments,
+    assign,
+    claim,
+    distribute,
+    natural_key,
+)
+from shardwell_server.coordinator.runs.step import Item, Step, WorkState
+from shardwell_server.coordinator.runs.units import DeclaredUnits, Unit
 from shardwell_server.coordinator.settings import RunSettings
-from shardwell_server.coordinator.storage import KEPT_COMMITS
+from shardwell_server.coordinator.storage.records import CommitRecord
+from shardwell_server.coordinator.storage.storage import KEPT_COMMITS
 from shardwell_server.coordinator.waiting import SharedCall, Signal
-from shardwell_server.coordinator.work import Item, Step, WorkState
 from shardwell_server.hyperparameters import units_that_count
 from shardwell_wire.errors import DuplicateError, HyperparameterMismatchError, RunDeletedError
 from shardwell_wire.run_identity import RunIdentity

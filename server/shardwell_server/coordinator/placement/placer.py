@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from shardwell_server.coordinator.declared_units import Unit
-from shardwell_server.coordinator.events import EventKind
-from shardwell_server.coordinator.lost_shards import check_kept
-from shardwell_server.coordinator.placement import place
-from shardwell_server.coordinator.records import ShardRecord
-from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.run_records import unit_record
-from shardwell_server.coordinator.servers import ShardServers
+from shardwell_server.coordinator.inspection.events import EventKind
+from shardwell_server.coordinator.placement.ranges import place
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.run_records import unit_record
+from shardwell_server.coordinator.runs.units import Unit
+from shardwell_server.coordinator.servers.lost_shards import check_kept
+from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
+from shardwell_server.coordinator.storage.records import ShardRecord
 from shardwell_server.coordinator.waiting import SharedCall, poll
 from shardwell_wire.errors import (
     ConflictError,

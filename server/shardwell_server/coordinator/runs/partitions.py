@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardwell_server.coordinator.membership import Member
-from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.work import Item, Step
+from shardwell_server.coordinator.runs.members import Member
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.step import Item, Step
 from shardwell_wire.v1 import coordinator_pb2
 
 

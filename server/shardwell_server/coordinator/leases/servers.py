@@ -14,9 +14,9 @@ import asyncio
 import logging
 from weakref import WeakValueDictionary
 
-from shardwell_server.coordinator.cluster import Server, ServerState
-from shardwell_server.coordinator.events import EventKind
-from shardwell_server.coordinator.shard_client import ShardCalls
+from shardwell_server.coordinator.inspection.events import EventKind
+from shardwell_server.coordinator.servers.cluster import Server, ServerState
+from shardwell_server.coordinator.servers.shard_client import ShardCalls
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_wire.errors import ConflictError, DuplicateError, ShardwellError, StaleEpochError, UnavailableError
 

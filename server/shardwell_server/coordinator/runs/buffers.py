@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.work import Item, Step, WorkState
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.step import Item, Step, WorkState
 from shardwell_wire.errors import ConflictError, InvalidRequestError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2

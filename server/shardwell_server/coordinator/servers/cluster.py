@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from shardwell_server.coordinator.placement import Candidate
-from shardwell_server.coordinator.records import ServerRecord
+from shardwell_server.coordinator.placement.ranges import Candidate
+from shardwell_server.coordinator.storage.records import ServerRecord
 from shardwell_server.coordinator.waiting import Signal
 from shardwell_wire.errors import (
     DuplicateError,

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwell_server.coordinator.database import Database, Write
-from shardwell_server.coordinator.records import (
+from shardwell_server.coordinator.storage.database import Database, Write
+from shardwell_server.coordinator.storage.records import (
     CommitRecord,
     FinishedRecord,
     MemberRecord,

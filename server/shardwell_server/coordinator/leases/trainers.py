@@ -8,15 +8,15 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
-from shardwell_server.coordinator.assignment import Applicant
-from shardwell_server.coordinator.events import EventKind
-from shardwell_server.coordinator.membership import Member, Unreachable
-from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.servers import ShardServers
+from shardwell_server.coordinator.inspection.events import EventKind
+from shardwell_server.coordinator.runs.members import Member, Unreachable
+from shardwell_server.coordinator.runs.rank_assignment import Applicant
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.step import Item, Step
+from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.waiting import poll
-from shardwell_server.coordinator.work import Item, Step
 from shardwell_wire.channel import RECONNECT_S
 from shardwell_wire.errors import NotFoundError, ShardwellError
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwell_server.coordinator.cluster import Cluster, ServerState
-from shardwell_server.coordinator.declared_units import Unit
-from shardwell_server.coordinator.run import Run
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.units import Unit
+from shardwell_server.coordinator.servers.cluster import Cluster, ServerState
 from shardwell_wire.errors import ConflictError, ShardwellError, UnavailableError
 
 _MAX_NAMES = 5

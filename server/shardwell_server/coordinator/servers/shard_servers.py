@@ -8,9 +8,9 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from shardwell_server.coordinator.lost_shards import problems
-from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.shard_client import ShardCalls
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.servers.lost_shards import problems
+from shardwell_server.coordinator.servers.shard_client import ShardCalls
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_wire.errors import ConflictError, ShardwellError, StaleEpochError, UnavailableError
 from shardwell_wire.v1 import common_pb2

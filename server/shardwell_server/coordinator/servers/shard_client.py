@@ -13,7 +13,7 @@ import grpc.aio
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from shardwell_server.coordinator.cluster import Server
+from shardwell_server.coordinator.servers.cluster import Server
 from shardwell_server.process_identity import has_ended
 from shardwell_wire.channel import open_aio_channel
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from shardwell_server.coordinator.agreement import StepProposal
-from shardwell_server.coordinator.partition_book import PartitionBook
+from shardwell_server.coordinator.runs.partition_book import PartitionBook
+from shardwell_server.coordinator.runs.proposals import StepProposal
 from shardwell_wire.errors import InvalidRequestError, ShardwellError, StaleEpochError, StepStateError
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 

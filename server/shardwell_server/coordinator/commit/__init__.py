@@ -1,0 +1,1 @@
+"""The rpcs of a step and its two-phase commit."""

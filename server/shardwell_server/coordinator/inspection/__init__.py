@@ -1,0 +1,1 @@
+"""Descriptions, events and stall explanations."""

@@ -1,0 +1,1 @@
+"""Leases of trainers and shard servers."""

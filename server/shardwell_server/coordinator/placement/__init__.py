@@ -1,0 +1,1 @@
+"""Placement of units on shard servers."""

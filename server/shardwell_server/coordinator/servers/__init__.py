@@ -1,0 +1,1 @@
+"""The shard servers as the coordinator sees and calls them."""

@@ -1,0 +1,1 @@
+"""Durable state of the coordinator, in one SQLite file."""
