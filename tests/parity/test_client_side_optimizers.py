@@ -1,4 +1,4 @@
-"""Optimizers on the trainers: the bits of the same optimizer on whole parameters, also when trainers die."""
+"""Client-side optimizers match the same optimizer on whole parameters, even when a trainer dies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 5
 
 
 class Momentum(torch.optim.Optimizer):
-    """One of a user's own: keeps a tensor, a Python number and a flag, and takes a tuple."""
+    """Custom optimizer with a tensor, a Python number and a flag as state, and a tuple as setting."""
 
     def __init__(self, params: Any, lr: float, mix: tuple[float, float] = (0.7, 0.3)) -> None:
         super().__init__(params, {"lr": lr, "mix": mix})
@@ -62,7 +62,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def clusters(cluster_of_one: shardwell.LocalCluster) -> Iterator[dict[int, shardwell.LocalCluster]]:
-    """By number of shard servers; of three, trainers may be killed."""
+    """Returns clusters by number of shard servers. Trainers of the cluster with three may be killed."""
     with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096, lease_s=4) as triple:
         yield {1: cluster_of_one, 3: triple}
 
@@ -86,7 +86,7 @@ def joined(cluster: shardwell.LocalCluster, *, dp: int = 1, transports: str | No
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize(("num_servers", "dp"), [(1, 1), (3, 2)])
-def test_bits_of_the_optimizer_on_whole_parameters(
+def test_weights_match_the_optimizer_on_whole_parameters(
     clusters: dict[int, shardwell.LocalCluster], name: str, num_servers: int, dp: int
 ) -> None:
     with joined(clusters[num_servers], dp=dp) as session:
@@ -96,7 +96,7 @@ def test_bits_of_the_optimizer_on_whole_parameters(
 
 
 @pytest.mark.parametrize("keep_bytes", [float("inf"), 40_000, 0])
-def test_bits_over_the_network_whatever_is_kept_here(
+def test_weights_match_over_grpc_for_any_keep_bytes(
     clusters: dict[int, shardwell.LocalCluster], keep_bytes: float
 ) -> None:
     optimizer_class, options = MAKERS["own"]
@@ -110,8 +110,8 @@ def test_bits_over_the_network_whatever_is_kept_here(
     assert [key for key in expected if not torch.equal(expected[key], state[key])] == []
 
 
-def processes(cluster: shardwell.LocalCluster, *options: object) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two trainers; the options are those of the one with rank 1."""
+def train_in_two_processes(cluster: shardwell.LocalCluster, *options: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Runs two trainers and returns their results; the options apply to the one with rank 1."""
     run, common = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS, "--client-side", "Rprop")
     with (
         TrainerProcess(cluster.address, run, *common, "--global-rank", 1, *options) as other,
@@ -135,11 +135,11 @@ def rprop_hash() -> str:
         ("grpc", ("--kill-in-update", 2, "--after", 7)),
     ],
 )
-def test_a_trainer_that_dies_leaves_its_partitions_and_their_state_to_another(
+def test_partitions_of_a_killed_trainer_are_updated_by_the_other(
     clusters: dict[int, shardwell.LocalCluster], rprop_hash: str, death: tuple[object, ...], transports: str
 ) -> None:
-    """In mid-update some partitions are staged, some are being staged, and others were read ahead."""
-    first, other = processes(clusters[3], *death, "--transports", transports)
+    """A kill in the update leaves some partitions staged, some half staged and some only prefetched."""
+    first, other = train_in_two_processes(clusters[3], *death, "--transports", transports)
     assert other["returncode"] == -9, other
     assert first.get("sha256") == rprop_hash, first
 
@@ -149,8 +149,8 @@ def small_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(17, 64), nn.Tanh(), nn.Linear(64, 3))
 
 
-def test_groups_a_scheduler_and_unused_parameters(clusters: dict[int, shardwell.LocalCluster]) -> None:
-    """The state of a parameter without a gradient does not advance; group settings change between steps."""
+def test_groups_scheduler_and_unused_parameters_match_torch(clusters: dict[int, shardwell.LocalCluster]) -> None:
+    """The state of a parameter without a gradient does not advance. Group settings change between steps."""
 
     def run(model: Any, make: Any, finish: Any) -> None:
         groups = [
@@ -182,7 +182,7 @@ def test_groups_a_scheduler_and_unused_parameters(clusters: dict[int, shardwell.
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-def test_clipping_is_by_the_norm_over_all_servers(clusters: dict[int, shardwell.LocalCluster]) -> None:
+def test_clipping_uses_the_norm_over_all_servers(clusters: dict[int, shardwell.LocalCluster]) -> None:
     hashes = []
     for cluster in clusters.values():
         with joined(cluster, dp=2) as session:
@@ -204,7 +204,7 @@ def test_clipping_is_by_the_norm_over_all_servers(clusters: dict[int, shardwell.
         assert torch.allclose(value, state[name], rtol=1e-5, atol=1e-6), name
 
 
-# What is refused.
+# Errors.
 
 
 @pytest.fixture
@@ -215,17 +215,17 @@ def sharded(clusters: dict[int, shardwell.LocalCluster]) -> Iterator[tuple[shard
         yield session, model
 
 
-def test_an_optimizer_that_needs_a_closure(sharded: tuple[shardwell.Session, nn.Sequential]) -> None:
+def test_optimizer_that_needs_a_closure_is_rejected(sharded: tuple[shardwell.Session, nn.Sequential]) -> None:
     with pytest.raises(shardwell.UsageError, match=r"LBFGS.step needs a closure"):
         shardwell.ClientSide(sharded[1].parameters(), torch.optim.LBFGS, lr=0.1)
 
 
-def test_parameters_that_are_not_sharded() -> None:
+def test_unsharded_parameters_are_rejected() -> None:
     with pytest.raises(shardwell.UsageError, match="got no sharded parameter"):
         shardwell.ClientSide(small_model().parameters(), torch.optim.SGD, lr=0.1)
 
 
-def test_state_that_can_not_be_kept(sharded: tuple[shardwell.Session, nn.Sequential]) -> None:
+def test_optimizer_state_of_unsupported_type_is_rejected(sharded: tuple[shardwell.Session, nn.Sequential]) -> None:
     class Remembers(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             super().step()
@@ -239,7 +239,7 @@ def test_state_that_can_not_be_kept(sharded: tuple[shardwell.Session, nn.Sequent
         optimizer.step()
 
 
-def test_values_that_are_not_finite_change_nothing(sharded: tuple[shardwell.Session, nn.Sequential]) -> None:
+def test_non_finite_values_change_nothing(sharded: tuple[shardwell.Session, nn.Sequential]) -> None:
     session, model = sharded
     before = shardwell.full_state_dict(model)
     optimizer = shardwell.ClientSide(model.parameters(), torch.optim.SGD, lr=3e38)
@@ -254,7 +254,7 @@ def test_values_that_are_not_finite_change_nothing(sharded: tuple[shardwell.Sess
     assert session.step == 1
 
 
-def test_another_optimizer_needs_another_run(sharded: tuple[shardwell.Session, nn.Sequential]) -> None:
+def test_changing_the_optimizer_of_a_run_is_rejected(sharded: tuple[shardwell.Session, nn.Sequential]) -> None:
     _, model = sharded
     model(torch.ones(4, 17)).sum().backward()
     shardwell.ClientSide(model.parameters(), torch.optim.SGD, lr=0.1).step()

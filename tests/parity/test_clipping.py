@@ -1,4 +1,4 @@
-"""Clipping by norms of any type and by value, against torch: the norm does not depend on how units are cut."""
+"""Clipping by norm and by value matches torch; the norm does not depend on how units are cut."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAKERS: dict[str, Callable[[Iterable[nn.Parameter]], Any]] = {
 def clusters(
     cluster_of_one: shardwell.LocalCluster, cluster_of_three: shardwell.LocalCluster
 ) -> dict[int, shardwell.LocalCluster]:
-    """By number of shard servers."""
+    """Returns clusters by number of shard servers."""
     return {1: cluster_of_one, 3: cluster_of_three}
 
 
@@ -49,11 +49,11 @@ def plain_step(model: OddModel, clip: Callable[[list[nn.Parameter]], Any], numbe
 
 
 @pytest.mark.parametrize("norm_type", [1, 2.0, 3, 0.5, "inf"])
-def test_norms_of_any_type(clusters: dict[int, shardwell.LocalCluster], norm_type: Any) -> None:
+def test_clipping_by_any_norm_matches_torch(clusters: dict[int, shardwell.LocalCluster], norm_type: Any) -> None:
     norms, states, plain = [], [], OddModel()
-    # torch finds no largest value of a parameter without elements.
+    # torch's inf norm fails for a parameter without elements.
     expected = plain_step(plain, lambda p: nn.utils.clip_grad_norm_([q for q in p if q.numel()], 0.3, norm_type))
-    exact = torch.cat([p.grad.double().flatten() for p in gradients_of(OddModel())]).norm(float(norm_type))
+    exact = torch.cat([p.grad.double().flatten() for p in parameters_after_backward(OddModel())]).norm(float(norm_type))
     for cluster in clusters.values():
         with shardwell.join(cluster.address, run=uuid.uuid4().hex) as session:
             model = shardwell.fully_shard(OddModel(), session)
@@ -71,14 +71,14 @@ def test_norms_of_any_type(clusters: dict[int, shardwell.LocalCluster], norm_typ
         torch.testing.assert_close(states[0][name], value, rtol=1e-5, atol=1e-7)
 
 
-def gradients_of(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters, with the gradients of step 0."""
+def parameters_after_backward(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters with their gradients in step 0."""
     backward(model)
     return list(model.parameters())
 
 
 @pytest.mark.parametrize("where", MAKERS)
-def test_by_value_the_bits_are_torchs(session: shardwell.Session, where: str) -> None:
+def test_clipping_by_value_matches_torch_bit_for_bit(session: shardwell.Session, where: str) -> None:
     model, plain = shardwell.fully_shard(OddModel(), session), OddModel()
     optimizer = MAKERS[where](model.parameters())
     for number, value in enumerate((0.01, 1e-3, None, 0.02)):
@@ -94,7 +94,7 @@ def test_by_value_the_bits_are_torchs(session: shardwell.Session, where: str) ->
     compare_weights(model, plain)
 
 
-def test_another_norm_may_be_asked_for_after_the_first(session: shardwell.Session) -> None:
+def test_norms_of_several_types_can_be_requested_in_one_step(session: shardwell.Session) -> None:
     model = shardwell.fully_shard(OddModel(), session)
     optimizer = MAKERS["servers"](model.parameters())
     backward(model)
@@ -102,7 +102,7 @@ def test_another_norm_may_be_asked_for_after_the_first(session: shardwell.Sessio
     assert norms[0] == norms[2] > norms[1] == norms[4] > norms[3]
 
 
-def test_what_is_refused(session: shardwell.Session) -> None:
+def test_invalid_clipping_arguments_are_rejected(session: shardwell.Session) -> None:
     model = shardwell.fully_shard(OddModel(), session)
     optimizer = MAKERS["servers"](model.parameters())
     backward(model)
@@ -124,7 +124,7 @@ def test_what_is_refused(session: shardwell.Session) -> None:
         optimizer.clip_grad_value_(1.0)
 
 
-def test_a_norm_beyond_a_double(session: shardwell.Session) -> None:
+def test_norm_that_overflows_a_double_is_rejected(session: shardwell.Session) -> None:
     model = shardwell.fully_shard(OddModel(), session)
     optimizer = MAKERS["servers"](model.parameters())
     (model(torch.ones(5, 101), use_rare=False) * 1e30).backward()

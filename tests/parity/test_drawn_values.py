@@ -1,4 +1,4 @@
-"""Initial values drawn on the servers: torch's distributions, whatever the units and servers."""
+"""Initial values drawn on the servers follow torch's distributions for any units and any number of servers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def drawn_gpt(policy: Any, num_shards: int = 1, **options: Any) -> Gpt:
     return auto_wrap(model, session, policy, source=init.drawn())  # type: ignore[no-any-return]
 
 
-def test_values_depend_on_seed_and_name_only() -> None:
+def test_drawn_values_depend_on_seed_and_name_only() -> None:
     expected = full_state_dict(drawn_gpt(NoWrapPolicy()))
     for policy, num_shards, prefix in ((SizePolicy(1000), 3, ""), (SizePolicy(20), 7, "pp0.tp1.")):
         got = full_state_dict(drawn_gpt(policy, num_shards, name_prefix=prefix))
         assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
-def test_distributions_are_those_of_torch() -> None:
+def test_distributions_match_torch() -> None:
     model = drawn_gpt(SizePolicy(1000))
     got, torchs = full_state_dict(model), gpt().state_dict()
     assert model.head.weight is model.tokens.weight
@@ -81,7 +81,7 @@ def test_default_rule_has_the_bounds_of_torch(module: nn.Module) -> None:
             assert parameter.max() > 0.95 * high and parameter.min() < 0.95 * low, name
 
 
-def test_rule_of_ones_own_and_what_it_leaves_out() -> None:
+def test_custom_rule_falls_back_to_the_default_rule() -> None:
     def rule(module: nn.Module, name: str, parameter: nn.Parameter) -> init.Draw | None:
         return init.constant(0.25) if name == "Sequential-0.1.weight" else None
 
@@ -93,7 +93,7 @@ def test_rule_of_ones_own_and_what_it_leaves_out() -> None:
     assert state["2.running_var"].tolist() == [1, 1, 1]
 
 
-def test_modules_without_a_rule_are_named() -> None:
+def test_module_without_a_rule_is_rejected_by_name() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -109,7 +109,7 @@ def test_modules_without_a_rule_are_named() -> None:
 
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_row_for_padding_is_zero_and_the_others_are_as_without(kind: Any, num_shards: int) -> None:
+def test_padding_row_is_zero_and_other_rows_are_unchanged(kind: Any, num_shards: int) -> None:
     def drawn(padding_idx: int | None, source: Any = None) -> torch.Tensor:
         with torch.device("meta"):
             module = kind(1000, 7, padding_idx=padding_idx)

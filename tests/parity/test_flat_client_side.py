@@ -1,4 +1,4 @@
-"""A function over flat partitions of the mean gradient: torch's bits, and what it may not return."""
+"""FlatClientSide matches torch bit for bit and rejects invalid results of the update function."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sgd(values: Values, gradient: torch.Tensor, state: dict[str, Any], group: Se
 def clusters(
     cluster_of_one: shardwell.LocalCluster, cluster_of_three: shardwell.LocalCluster
 ) -> dict[int, shardwell.LocalCluster]:
-    """By number of shard servers."""
+    """Returns clusters by number of shard servers."""
     return {1: cluster_of_one, 3: cluster_of_three}
 
 
@@ -43,10 +43,10 @@ def joined(cluster: shardwell.LocalCluster, *, dp: int = 1, transports: str | No
 
 
 @pytest.mark.parametrize("num_servers", [1, 3])
-def test_bits_of_torch_with_groups_clipping_and_a_scheduler(
+def test_weights_match_torch_with_groups_clipping_and_scheduler(
     clusters: dict[int, shardwell.LocalCluster], num_servers: int
 ) -> None:
-    """Also of a parameter without a gradient in some steps: its count differs from the others'."""
+    """One parameter has no gradient in some steps, which gives it a lower step count."""
     with joined(clusters[num_servers]) as session:
         compare(
             session,
@@ -56,7 +56,7 @@ def test_bits_of_torch_with_groups_clipping_and_a_scheduler(
 
 
 @pytest.mark.parametrize(("transports", "keep_bytes"), [(None, float("inf")), ("grpc", float("inf")), ("grpc", 0)])
-def test_bits_of_torch_with_two_ranks(
+def test_weights_match_torch_with_two_ranks(
     clusters: dict[int, shardwell.LocalCluster], transports: str | None, keep_bytes: float
 ) -> None:
     def make(parameters: Any) -> shardwell.FlatClientSide:
@@ -74,7 +74,7 @@ def adam_hash() -> str:
     return sha256(model.state_dict())
 
 
-def test_a_trainer_that_dies_in_its_update_leaves_its_partition_to_another() -> None:
+def test_partition_of_a_trainer_killed_in_its_update_is_updated_by_the_other() -> None:
     run = uuid.uuid4().hex
     common = ("--dp", 2, "--steps", STEPS, "--client-side", "flat_adam")
     with (
@@ -100,7 +100,7 @@ def backward(model: nn.Module) -> None:
 def test_every_rank_gets_its_partition_of_the_mean_gradient_as_flat_tensors(
     clusters: dict[int, shardwell.LocalCluster], num_servers: int, dp: int
 ) -> None:
-    """One trainer plays all ranks here, so it gets all partitions: in their order they are the whole gradient."""
+    """One trainer plays all ranks and gets all partitions. Together they are the whole gradient."""
     plain, gradients, values = small_model(), [], []
     start = torch.cat([parameter.detach().flatten() for parameter in plain.parameters()])
     backward(plain)
@@ -136,8 +136,10 @@ def sorted_parts(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transports", [None, "grpc"])
-def test_a_function_may_return_what_it_keeps(cluster_of_three: shardwell.LocalCluster, transports: str | None) -> None:
-    """The values that it is given next share no memory with its state, and it may destroy them."""
+def test_update_may_return_a_tensor_of_its_state(
+    cluster_of_three: shardwell.LocalCluster, transports: str | None
+) -> None:
+    """The values of the next call share no memory with the state, and the function may overwrite them."""
 
     def update(values: Values, gradient: torch.Tensor, state: dict[str, Any], group: Settings) -> Values:
         state["kept"] = sgd(state.get("kept", values), gradient, state, group)
@@ -163,7 +165,7 @@ def test_a_function_may_return_what_it_keeps(cluster_of_three: shardwell.LocalCl
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
 
 
-# What is refused.
+# Errors.
 
 
 @pytest.fixture
@@ -172,8 +174,8 @@ def sharded(cluster_of_three: shardwell.LocalCluster) -> Iterator[nn.Sequential]
         yield shardwell.fully_shard(nn.Sequential(nn.Linear(16, 6, bias=False)), session, name="small")
 
 
-def refused(model: nn.Module, update: Callable[..., Any], error: type[Exception], match: str) -> None:
-    """Raises unless a step with ``update`` raises, changes nothing, and another can be taken after it."""
+def check_rejected(model: nn.Module, update: Callable[..., Any], error: type[Exception], match: str) -> None:
+    """Checks that a step with ``update`` raises and changes nothing, and that the next step succeeds."""
     before, good = shardwell.full_state_dict(model), [False]
 
     def maybe(values: Values, gradient: torch.Tensor, state: dict[str, Any], group: Settings) -> Any:
@@ -202,23 +204,27 @@ def refused(model: nn.Module, update: Callable[..., Any], error: type[Exception]
     ],
     ids=["short", "long", "shape", "dtype", "nothing"],
 )
-def test_an_update_that_returns_something_else(sharded: nn.Sequential, update: Any, got: str) -> None:
+def test_invalid_result_of_the_update_is_rejected(sharded: nn.Sequential, update: Any, got: str) -> None:
     match = rf"update 'maybe' of unit 'small' returned {got}: expected a torch.float32 tensor of shape \[96\]"
-    refused(sharded, update, shardwell.UsageError, match)
+    check_rejected(sharded, update, shardwell.UsageError, match)
 
 
-def test_state_of_another_size(sharded: nn.Sequential) -> None:
+def test_state_of_another_shape_is_rejected(sharded: nn.Sequential) -> None:
     def update(values: Values, gradient: torch.Tensor, state: dict[str, Any], group: Settings) -> Values:
         state["total"] = gradient.sum()
         return values
 
-    refused(sharded, update, shardwell.UsageError, r"left in state\['total'\] .* of shape \[\]: expected .* \[96\]")
+    check_rejected(
+        sharded, update, shardwell.UsageError, r"left in state\['total'\] .* of shape \[\]: expected .* \[96\]"
+    )
 
 
-def test_values_that_are_not_finite(sharded: nn.Sequential) -> None:
-    refused(sharded, lambda values, *_: values.fill_(float("nan")), shardwell.NonFiniteError, "has NaN or infinity")
+def test_non_finite_values_are_rejected(sharded: nn.Sequential) -> None:
+    check_rejected(
+        sharded, lambda values, *_: values.fill_(float("nan")), shardwell.NonFiniteError, "has NaN or infinity"
+    )
 
 
-def test_a_class_is_not_a_function(sharded: nn.Sequential) -> None:
+def test_optimizer_class_is_rejected(sharded: nn.Sequential) -> None:
     with pytest.raises(shardwell.UsageError, match=r"expected a function update\(.*use ClientSide for a class"):
         shardwell.FlatClientSide(sharded.parameters(), torch.optim.SGD, lr=LR)  # type: ignore[arg-type]

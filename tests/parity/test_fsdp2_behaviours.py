@@ -1,4 +1,4 @@
-"""Behaviours that PyTorch's tests of FSDP2 assert and no other ``test_module_*`` file has yet, each rewritten."""
+"""Behaviours that FSDP2's tests assert and that no ``test_module_*`` file covers."""
 
 from __future__ import annotations
 
@@ -36,37 +36,37 @@ from tests.support.module_parity import (
 
 
 def layers(*widths: int) -> nn.Sequential:
-    """Linear layers; the same weights every time."""
+    """Returns linear layers with the same weights on every call."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(before, after) for before, after in pairwise(widths)))
 
 
-def square(model: nn.Module, number: int) -> torch.Tensor:
+def squared_loss(model: nn.Module, number: int) -> torch.Tensor:
     return model(inputs(number, 4, 7)).square().mean()
 
 
-def both(pair: Pair, action: Callable[[Any], Any]) -> list[Any]:
-    """Does the same with the plain and with the sharded model; returns both results."""
+def apply_to_both(pair: Pair, action: Callable[[Any], Any]) -> list[Any]:
+    """Applies ``action`` to the plain and to the sharded model and returns apply_to_both results."""
     return [action(model) for model in (pair.plain, pair.sharded.model)]
 
 
 # Forwards of parts of a model.
 
 
-def test_root_then_a_child_alone() -> None:
-    """``test_non_root_forward_backward``."""
+def test_child_may_train_alone_after_the_root() -> None:
+    """Mirrors FSDP2's ``test_non_root_forward_backward``."""
     pair = Pair(layers(7, 15, 16, 3), wrap_children)
-    pair.backward(square, 0)
+    pair.backward(squared_loss, 0)
     pair.step()
     pair.backward(lambda model, number: model[1](inputs(number, 4, 15)).square().mean(), 1)
     pair.step()
-    pair.backward(square, 2)
+    pair.backward(squared_loss, 2)
     pair.step()
     pair.compare()
 
 
 class Chunked(nn.Module):
-    """Norm and head are one unit of two modules; the loss runs the head once per chunk."""
+    """Norm and head form one unit of two modules. The loss runs the head once per chunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,8 +87,8 @@ def wrap_chunked(model: Any, session: Any) -> None:
     fully_shard(model, session)
 
 
-def test_one_module_of_a_group_alone() -> None:
-    """``test_partial_group_forward_then_standalone``."""
+def test_one_module_of_a_group_may_run_alone() -> None:
+    """Mirrors FSDP2's ``test_partial_group_forward_then_standalone``."""
     pair = Pair(chunked(), wrap_chunked)
     for number in range(2):
         pair.backward(lambda model, at: model.norm(model.body(inputs(at, 6, 7))).square().mean(), number)
@@ -98,8 +98,8 @@ def test_one_module_of_a_group_alone() -> None:
 
 
 @pytest.mark.parametrize("push_each", [False, True])
-def test_one_backward_per_chunk(push_each: bool) -> None:
-    """``test_partial_group_grad_accum_chunked``: every chunk contributes, whichever backward pushes it."""
+def test_each_chunk_may_have_its_own_backward(push_each: bool) -> None:
+    """Mirrors FSDP2's ``test_partial_group_grad_accum_chunked``. Every chunk contributes, whichever backward pushes."""
     pair = Pair(chunked(), wrap_chunked)
     head: Any = pair.sharded.model.head
     for number in range(3):
@@ -113,15 +113,15 @@ def test_one_backward_per_chunk(push_each: bool) -> None:
             assert detached.grad is not None
             hidden.backward(detached.grad)
 
-        both(pair, run)
+        apply_to_both(pair, run)
         pair.step()
     pair.compare()
     assert pair.sharded.store.pushes["LayerNorm+Linear-0"] == (3 * 4 if push_each else 3)
 
 
 @pytest.mark.parametrize("toggles", [(True, False, True), (False, True, False)])
-def test_reshard_is_toggled_between_chunks(toggles: tuple[bool, ...]) -> None:
-    """``test_partial_group_reshard_toggle``."""
+def test_reshard_may_be_toggled_between_chunks(toggles: tuple[bool, ...]) -> None:
+    """Mirrors FSDP2's ``test_partial_group_reshard_toggle``."""
     pair = Pair(chunked(), wrap_chunked, prefetch_bytes=0)
     head: Any = pair.sharded.model.head
     for number in range(2):
@@ -139,8 +139,8 @@ def test_reshard_is_toggled_between_chunks(toggles: tuple[bool, ...]) -> None:
     pair.compare()
 
 
-def test_two_partial_forwards_then_one_backward() -> None:
-    """``test_double_partial_forward_then_backward``."""
+def test_two_partial_forwards_then_one_backward_match_torch() -> None:
+    """Mirrors FSDP2's ``test_double_partial_forward_then_backward``."""
     pair = Pair(chunked(), wrap_chunked)
 
     def loss(model: Any, number: int) -> torch.Tensor:
@@ -152,8 +152,11 @@ def test_two_partial_forwards_then_one_backward() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
-def test_two_forwards_with_nested_units_and_checkpoints(use_reentrant: bool | None) -> None:
-    """``test_double_forward_with_nested_fsdp_and_checkpoint``: preference losses run the model twice."""
+def test_two_forwards_with_nested_units_and_checkpoints_match_torch(use_reentrant: bool | None) -> None:
+    """Mirrors FSDP2's ``test_double_forward_with_nested_fsdp_and_checkpoint``.
+
+    Preference losses run the model twice.
+    """
 
     def wrap(model: Any, session: Any) -> None:
         for block in model.blocks:
@@ -168,7 +171,7 @@ def test_two_forwards_with_nested_units_and_checkpoints(use_reentrant: bool | No
     Pair(gpt(use_reentrant), wrap).train(loss, steps=3)
 
 
-# Activation checkpointing by other means than a call of ``checkpoint``.
+# Activation checkpointing without a direct call of ``checkpoint``.
 
 
 def checkpoint_blocks_by_wrapper(model: Gpt, impl: CheckpointImpl) -> None:
@@ -184,7 +187,7 @@ def wrap_tied(model: Any, session: Any) -> None:
 
 
 def wrap_small_parts(model: Any, session: Any) -> None:
-    """Attention and feed-forward as units of their own."""
+    """Wraps attention and feed-forward as separate units."""
     for block in model.blocks:
         inner = getattr(block, "_checkpoint_wrapped_module", block)
         fully_shard([inner.qkv, inner.proj], session)
@@ -194,8 +197,8 @@ def wrap_small_parts(model: Any, session: Any) -> None:
 
 @pytest.mark.parametrize("wrap", [wrap_blocks, wrap_small_parts, wrap_tied])
 @pytest.mark.parametrize("kind", ["composable", CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT])
-def test_kinds_of_activation_checkpointing(kind: Any, wrap: Any) -> None:
-    """``test_train_parity_with_activation_checkpointing``."""
+def test_every_kind_of_activation_checkpointing_matches_torch(kind: Any, wrap: Any) -> None:
+    """Mirrors FSDP2's ``test_train_parity_with_activation_checkpointing``."""
 
     def prepare(model: Gpt) -> Gpt:
         if kind == "composable":
@@ -218,7 +221,7 @@ def test_kinds_of_activation_checkpointing(kind: Any, wrap: Any) -> None:
 
 
 def test_every_row_of_a_tied_embedding_is_updated() -> None:
-    """``test_train_shared_params_uneven_shard``: the vocabulary is a prime."""
+    """Mirrors FSDP2's ``test_train_shared_params_uneven_shard``. The vocabulary size is a prime."""
     pair = Pair(gpt(), wrap_tied, store=InMemoryStore(num_shards=4))
     before = pair.sharded.state()["tokens.weight"]
     pair.train(gpt_loss, steps=1)
@@ -231,14 +234,14 @@ def test_every_row_of_a_tied_embedding_is_updated() -> None:
 
 
 def freeze_some(model: Gpt) -> Gpt:
-    """The first linear layer of every block is frozen, the rest of it trains."""
+    """Freezes the first linear layer of every block."""
     for block in model.blocks:
         block.qkv.requires_grad_(False)
     return model
 
 
-def test_frozen_parameters_in_every_group_push_during_the_backward() -> None:
-    """``test_train_mixed_requires_grad_per_group``: what trains is pushed as soon as its unit is through."""
+def test_partly_frozen_units_push_during_the_backward() -> None:
+    """Mirrors FSDP2's ``test_train_mixed_requires_grad_per_group``. A unit is pushed when its backward ends."""
     pair = Pair(freeze_some(gpt()), wrap_blocks, prefetch_bytes=0)
     pair.train(gpt_loss, steps=1)
     events = pair.sharded.store.events[: pair.sharded.store.events.index("push Gpt-0") + 1]
@@ -248,8 +251,8 @@ def test_frozen_parameters_in_every_group_push_during_the_backward() -> None:
     ]
 
 
-def test_several_forwards_of_partly_frozen_modules() -> None:
-    """``test_multi_forward_mixed_requires_grad``."""
+def test_several_forwards_of_partly_frozen_modules_match_torch() -> None:
+    """Mirrors FSDP2's ``test_multi_forward_mixed_requires_grad``."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -263,12 +266,12 @@ def test_several_forwards_of_partly_frozen_modules() -> None:
             return x
 
     torch.manual_seed(0)
-    pair = Pair(Model(), wrap_children).train(square)
+    pair = Pair(Model(), wrap_children).train(squared_loss)
     assert set(pair.sharded.store.pushes) == {"Linear-0", "Linear-1"}
 
 
-def test_unit_of_two_modules_of_which_one_is_unused() -> None:
-    """``test_fully_shard_multi_module_unused_module``."""
+def test_unused_module_of_a_unit_sends_no_gradient() -> None:
+    """Mirrors FSDP2's ``test_fully_shard_multi_module_unused_module``."""
 
     def wrap(model: Any, session: Any) -> None:
         fully_shard([model[1], model[2]], session)
@@ -289,8 +292,8 @@ def test_unit_of_two_modules_of_which_one_is_unused() -> None:
     assert not sent & unused
 
 
-def test_ranks_that_use_different_parameters() -> None:
-    """A parameter has a gradient if any rank has one; the others count as zero. One that none uses is skipped."""
+def test_ranks_may_use_different_parameters() -> None:
+    """A rank without a gradient for a parameter contributes zero. A parameter that no rank used is skipped."""
     pair = Pair(layers(7, 7, 7, 7), wrap_children)
     used = {0: [[0, 1], [0]], 1: [[1], [1, 0]], 2: [[0], [0]]}
     for step, chosen in used.items():
@@ -323,8 +326,8 @@ def test_ranks_that_use_different_parameters() -> None:
 # When units are gathered and freed.
 
 
-def test_prefetch_that_guesses_wrong() -> None:
-    """``test_backward_misprefetch``: the order changes from step to step."""
+def test_wrong_prefetch_order_changes_no_bit() -> None:
+    """Mirrors FSDP2's ``test_backward_misprefetch``. The order of layers changes from step to step."""
 
     def loss(model: Any, number: int) -> torch.Tensor:
         x = inputs(number, 4, 7)
@@ -337,8 +340,8 @@ def test_prefetch_that_guesses_wrong() -> None:
     assert pair.sharded.units.live_bytes == 0
 
 
-def test_reshard_by_hand_with_weights_kept_after_the_forward() -> None:
-    """``test_manual_reshard_with_reshard_after_forward_false``: gathered again for the backward, once."""
+def test_manual_reshard_of_kept_weights_costs_one_more_gather() -> None:
+    """Mirrors FSDP2's ``test_manual_reshard_with_reshard_after_forward_false``."""
 
     def wrap(model: Any, session: Any) -> None:
         for layer in model:
@@ -358,8 +361,8 @@ def test_reshard_by_hand_with_weights_kept_after_the_forward() -> None:
     pair.compare()
 
 
-def test_unshard_before_the_first_forward() -> None:
-    """``test_unshard_without_lazy_init``."""
+def test_unshard_works_before_the_first_forward() -> None:
+    """Mirrors FSDP2's ``test_unshard_without_lazy_init``."""
     sharded = Sharded(layers(7, 15), wrap_children)
     layer: Any = sharded.model[0]
     expected = layers(7, 15).state_dict()
@@ -370,7 +373,7 @@ def test_unshard_before_the_first_forward() -> None:
 
 
 def test_1f1b_pushes_on_the_last_micro_batch_only() -> None:
-    """``test_1f1b_microbatching``: as a schedule does it that says which backward is the last."""
+    """Mirrors FSDP2's ``test_1f1b_microbatching``. The schedule marks the last backward."""
     pair = Pair(gpt(), wrap_blocks, prefetch_bytes=0)
     model: Any = pair.sharded.model
     for step in range(2):
@@ -388,23 +391,23 @@ def test_1f1b_pushes_on_the_last_micro_batch_only() -> None:
             model.set_reshard_after_backward(True)
             waiting.pop(0).backward()
 
-        both(pair, schedule)
+        apply_to_both(pair, schedule)
         assert pair.sharded.store.pushes == dict.fromkeys(pair.sharded.unit_bytes(), step + 1)
         pair.step()
     pair.compare()
 
 
-# Clipping and local optimizers on parameters that are gathered, not freed.
+# Clipping and local optimizers on gathered parameters.
 
 
 @pytest.fixture
 def gathered(monkeypatch: pytest.MonkeyPatch) -> Sharded:
-    """A model after a backward: its gradients are pushed, its weights are still here."""
-    monkeypatch.setattr(clip_guards, "_sharded", WeakSet())  # not those that other tests left with gradients
+    """Returns a model after a backward: its gradients are pushed and its weights are still gathered."""
+    monkeypatch.setattr(clip_guards, "_sharded", WeakSet())  # ignores the models of other tests
     sharded = Sharded(layers(7, 15, 3), wrap_children)
     model: Any = sharded.model
     model.set_reshard_after_backward(False)
-    square(model, 0).backward()
+    squared_loss(model, 0).backward()
     assert all(unit.state is UnitState.UNSHARDED for unit in sharded.units)
     return sharded
 
@@ -420,12 +423,12 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> Sharded:
     ],
 )
 def test_torch_clipping_of_gathered_parameters_raises(gathered: Sharded, clip: Any) -> None:
-    """Without the guard it would return a norm of 0.0 and clip nothing: the gradients are on the servers."""
+    """Without the guard, clipping would return a norm of 0.0, because the gradients are on the servers."""
     with pytest.raises(UsageError, match=r"'Linear-0.weight'.*optimizer.clip_grad_norm_\(max_norm\)"):
         clip(gathered.model)
 
 
-def test_norm_of_no_gradient_raises_while_gradients_are_on_the_servers(gathered: Sharded) -> None:
+def test_total_norm_raises_while_gradients_are_on_the_servers(gathered: Sharded) -> None:
     present = [parameter.grad for parameter in gathered.model.parameters() if parameter.grad is not None]
     with pytest.raises(UsageError, match=r"get_total_norm.*'Linear-0'.*optimizer.clip_grad_norm_"):
         nn.utils.get_total_norm(present)
@@ -443,7 +446,7 @@ def test_torch_clipping_of_ordinary_parameters_works(gathered: Sharded) -> None:
         nn.utils.clip_grad_norm_((parameter for parameter in ()), 1.0)
 
 
-def test_error_of_a_local_optimizer_names_what_there_is(gathered: Sharded) -> None:
+def test_error_of_a_local_optimizer_names_the_alternative(gathered: Sharded) -> None:
     with pytest.raises(UsageError, match=r"shardwell.optim.Adam$"):
         torch.optim.Adam(gathered.model.parameters()).step()
     with pytest.raises(UsageError, match=r"shardwell.ClientSide\(parameters, Rprop, ...\)"):
@@ -472,8 +475,8 @@ def compile_forwards(model: Any, backend: str) -> None:
 
 @ignore_compiler_warning
 @pytest.mark.parametrize("recompute", [None, False])
-def test_compiled_inner_forward(recompute: bool | None) -> None:
-    """No graph break inside; gathered, freed and pushed as without."""
+def test_compiled_inner_forward_has_no_graph_break(recompute: bool | None) -> None:
+    """Gradients are pushed as often as without compilation."""
     pair, eager = Pair(gpt(recompute), wrap_blocks, prefetch_bytes=0), Sharded(gpt(recompute), wrap_blocks)
     compile_forwards(pair.sharded.model, "aot_eager")
     for number in range(3):
@@ -486,8 +489,8 @@ def test_compiled_inner_forward(recompute: bool | None) -> None:
 
 
 @ignore_compiler_warning
-def test_module_compiled_in_place() -> None:
-    """``module.compile()`` is about the whole call; the hooks are left out of the graph all the same."""
+def test_module_compiled_in_place_has_no_graph_break() -> None:
+    """``module.compile()`` compiles the whole call, but the hooks stay outside the graph."""
     pair = Pair(gpt(), wrap_blocks)
     for block in pair.sharded.model.blocks:
         block.compile(backend="aot_eager")
@@ -497,7 +500,7 @@ def test_module_compiled_in_place() -> None:
 
 
 @ignore_compiler_warning
-def test_compiled_before_it_is_sharded() -> None:
+def test_module_compiled_before_sharding_has_no_graph_break() -> None:
     def wrap(model: Any, session: Any) -> None:
         compile_forwards(model, "aot_eager")
         wrap_blocks(model, session)
@@ -509,8 +512,8 @@ def test_compiled_before_it_is_sharded() -> None:
 # Failures.
 
 
-def test_next_step_is_right_after_an_exception_inside_a_checkpoint() -> None:
-    """``test_reset_iter_state_after_exception``, with the exception in the recomputed forward."""
+def test_next_step_is_correct_after_an_exception_in_a_checkpoint() -> None:
+    """Mirrors FSDP2's ``test_reset_iter_state_after_exception``. The exception is raised in the recomputed forward."""
 
     class Once(nn.Module):
         def __init__(self) -> None:
@@ -535,16 +538,16 @@ def test_next_step_is_right_after_an_exception_inside_a_checkpoint() -> None:
     pair = Pair(Model(), wrap_children)
     for model in (pair.plain, pair.sharded.model):
         with pytest.raises(ArithmeticError):
-            square(model, 0).backward()
+            squared_loss(model, 0).backward()
     pair.optimizer.zero_grad()
     pair.sharded.units.zero_grad()
     assert pair.sharded.units.live_bytes == 0
-    pair.train(square, steps=2)
+    pair.train(squared_loss, steps=2)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_explicit_prefetch_inside_checkpoints(use_reentrant: bool) -> None:
-    """``test_set_modules_to_backward_prefetch_inside_ac``: the block named is gathered before the push."""
+def test_explicit_prefetch_inside_checkpoints_precedes_the_push(use_reentrant: bool) -> None:
+    """Mirrors FSDP2's ``test_set_modules_to_backward_prefetch_inside_ac``."""
     pair = Pair(gpt(use_reentrant), wrap_blocks)
     blocks: Any = pair.sharded.model.blocks
     for before, block in pairwise(blocks):
@@ -559,8 +562,8 @@ def test_explicit_prefetch_inside_checkpoints(use_reentrant: bool) -> None:
     assert all(events.count(f"gather Block-{number}") == 2 for number in range(3))
 
 
-def test_reduce_dtype_when_the_first_step_was_frozen() -> None:
-    """``test_reduce_dtype_after_frozen_first_forward``."""
+def test_reduce_dtype_applies_after_a_frozen_first_step() -> None:
+    """Mirrors FSDP2's ``test_reduce_dtype_after_frozen_first_forward``."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     torch.manual_seed(0)
     masters = nn.Linear(5, 3)

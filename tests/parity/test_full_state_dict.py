@@ -1,4 +1,4 @@
-"""``full_state_dict`` against ``state_dict`` of the plain model."""
+"""``full_state_dict`` matches ``state_dict`` of the plain model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardwell.weights.state_dict import full_state_dict, iter_full_state_dict
 from tests.support.module_parity import Pair, Sharded, gpt, gpt_loss, inputs, wrap_blocks, wrap_children
 
 
-def test_loads_into_the_plain_model() -> None:
+def test_full_state_dict_loads_into_the_plain_model() -> None:
     pair = Pair(gpt(), wrap_blocks).train(gpt_loss)
     fresh = gpt()
     assert str(fresh.load_state_dict(pair.sharded.state(), strict=True)) == "<All keys matched successfully>"
     assert torch.equal(fresh.head.weight, pair.plain.tokens.weight)
 
 
-def test_buffers_extra_state_hooks_and_tied_names() -> None:
+def test_buffers_extra_state_hooks_and_tied_names_are_kept() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -56,7 +56,7 @@ def test_buffers_extra_state_hooks_and_tied_names() -> None:
         assert torch.equal(got[name], expected[name])
 
 
-def test_one_unit_at_a_time_and_copies() -> None:
+def test_units_are_gathered_one_at_a_time_and_values_are_copies() -> None:
     sharded = Sharded(gpt(), wrap_blocks, prefetch_bytes=0)
     peak, before = sharded.units.peak_bytes, sharded.store.gathers.total()
     seen: dict[str, int] = {}
@@ -73,8 +73,7 @@ def test_one_unit_at_a_time_and_copies() -> None:
     assert full_state_dict(sharded.model)["tokens.weight"].abs().sum() > 0
 
 
-def test_between_forward_and_backward() -> None:
-    """The units' own memory is left alone."""
+def test_full_state_dict_between_forward_and_backward_changes_no_unit() -> None:
     pair = Pair(gpt(), wrap_blocks)
     for number in range(3):
         for model in (pair.plain, pair.sharded.model):
@@ -90,7 +89,7 @@ def test_between_forward_and_backward() -> None:
     pair.compare()
 
 
-def test_part_of_a_model_and_model_with_ordinary_parts() -> None:
+def test_submodules_and_partly_sharded_models_have_a_full_state_dict() -> None:
     sharded = Sharded(gpt(), wrap_blocks)
     assert list(full_state_dict(sharded.model.blocks[1])) == list(gpt().blocks[1].state_dict())
 

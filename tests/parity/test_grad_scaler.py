@@ -1,4 +1,4 @@
-"""Loss scaling against torch's own GradScaler: the same scales, the same skipped steps, the same bits."""
+"""Loss scaling gives the scales, the skipped steps and the weights of torch's GradScaler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.reference import ADAMW, sha256
 
 STEPS, INTERVAL = 8, 2
 OVERFLOWS = {(1, 1), (4, 0)}
-"""(step, dp rank) whose loss is too large to be scaled."""
+"""(step, dp_rank) pairs whose scaled loss overflows."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,7 +33,7 @@ def _one_thread() -> Iterator[None]:
 
 
 _building = threading.Lock()
-"""Trainers that are threads of one process share torch's generator."""
+"""Held while a model is built, because trainers in threads share torch's generator."""
 
 
 def build() -> nn.Sequential:
@@ -43,7 +43,7 @@ def build() -> nn.Sequential:
 
 
 def batch(step: int, dp_rank: int) -> tuple[torch.Tensor, float]:
-    """Values, and what the loss is multiplied by."""
+    """Returns the inputs and the factor of the loss."""
     values = torch.randn(5, 7, generator=torch.Generator().manual_seed(100 * step + dp_rank))
     return values, 1e38 if (step, dp_rank) in OVERFLOWS else 1.0
 
@@ -61,7 +61,7 @@ class Outcome:
 
 
 def plain(dp: int, clip: float | None = None, *, fused: bool = True, **options: Any) -> Outcome:
-    """What torch does, with the gradients of the ranks added in order."""
+    """Trains with plain torch and adds the gradients of the ranks in order."""
     model, outcome = build(), Outcome()
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused, foreach=False, **ADAMW)
     scaler = torch.amp.GradScaler("cpu", growth_interval=INTERVAL, **options)
@@ -131,7 +131,7 @@ def sharded(
 
 @pytest.mark.parametrize("transports", ["shm,grpc", "grpc"])
 @pytest.mark.parametrize("dp", [1, 2])
-def test_scales_skips_and_bits_are_those_of_torch(
+def test_scales_skipped_steps_and_weights_match_torch(
     cluster_of_three: shardwell.LocalCluster, dp: int, transports: str
 ) -> None:
     expected = plain(dp)
@@ -142,14 +142,14 @@ def test_scales_skips_and_bits_are_those_of_torch(
     assert sha256(got.state) == sha256(expected.state)
 
 
-def test_an_optimizer_that_runs_on_the_trainers_skips_too(cluster_of_three: shardwell.LocalCluster) -> None:
+def test_client_side_optimizer_skips_the_same_steps(cluster_of_three: shardwell.LocalCluster) -> None:
     expected = plain(2, fused=False)
     got = sharded(cluster_of_three.address, uuid.uuid4().hex, 2, make=on_trainers, min_trainers=1)
     assert got.scales == expected.scales
     assert sha256(got.state) == sha256(expected.state)
 
 
-def test_every_trainer_skips_when_one_of_them_overflowed(cluster_of_three: shardwell.LocalCluster) -> None:
+def test_every_trainer_skips_when_one_overflows(cluster_of_three: shardwell.LocalCluster) -> None:
     expected, run = plain(2), uuid.uuid4().hex
     with ThreadPoolExecutor(2) as trainers:
         pending = [trainers.submit(sharded, cluster_of_three.address, run, 2, global_rank=rank) for rank in range(2)]
@@ -158,7 +158,7 @@ def test_every_trainer_skips_when_one_of_them_overflowed(cluster_of_three: shard
     assert [sha256(outcome.state) for outcome in outcomes] == [sha256(expected.state)] * 2
 
 
-def test_norms_are_of_the_unscaled_gradient_and_clip_as_torch_does(cluster_of_three: shardwell.LocalCluster) -> None:
+def test_clipping_uses_the_norm_of_the_unscaled_gradient(cluster_of_three: shardwell.LocalCluster) -> None:
     expected = plain(2, clip=0.1)
     got = sharded(cluster_of_three.address, uuid.uuid4().hex, 2, clip=0.1, min_trainers=1)
     assert got.scales == expected.scales
@@ -173,10 +173,8 @@ def test_norms_are_of_the_unscaled_gradient_and_clip_as_torch_does(cluster_of_th
 
 
 @pytest.mark.parametrize("until", [2, 3])
-def test_a_trainer_that_joins_later_has_the_scale_of_the_others(
-    cluster_of_three: shardwell.LocalCluster, until: int
-) -> None:
-    """Also right after a step that was skipped, whose end it goes through itself."""
+def test_late_trainer_continues_with_the_scale_of_the_run(cluster_of_three: shardwell.LocalCluster, until: int) -> None:
+    """With ``until=2`` the trainer joins right after a skipped step and runs the end of that step itself."""
     expected, run = plain(2), uuid.uuid4().hex
     first = sharded(cluster_of_three.address, run, 2, min_trainers=1, steps=until)
     second = sharded(cluster_of_three.address, run, 2, min_trainers=1)
@@ -185,8 +183,8 @@ def test_a_trainer_that_joins_later_has_the_scale_of_the_others(
     assert sha256(second.state) == sha256(expected.state)
 
 
-def test_float16_computes_as_the_loop_written_by_hand(cluster_of_three: shardwell.LocalCluster) -> None:
-    """fp32 masters, an fp16 copy that computes, gradients that vanish without a scale."""
+def test_float16_matches_a_manual_loop(cluster_of_three: shardwell.LocalCluster) -> None:
+    """Masters are fp32, the copy that computes is fp16, and gradients vanish without a scale."""
     small, policy = 2.0**-20, shardwell.MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32)
     master, moved = build(), False
     optimizer = torch.optim.AdamW(master.parameters(), fused=True, **ADAMW)
@@ -226,13 +224,13 @@ def session(cluster_of_three: shardwell.LocalCluster) -> Iterator[shardwell.Sess
 
 @pytest.fixture
 def local(session: shardwell.Session) -> tuple[nn.Module, shardwell.optim.AdamW]:
-    """A small model in a run of its own trainer."""
+    """Returns a small model and its optimizer in a run with one trainer."""
     torch.manual_seed(1)
     model = shardwell.fully_shard(nn.Linear(3, 2), session)
     return model, shardwell.optim.AdamW(model.parameters(), **ADAMW)
 
 
-def test_what_is_called_twice_raises_as_in_torch(local: tuple[nn.Module, shardwell.optim.AdamW]) -> None:
+def test_repeated_calls_raise_as_in_torch(local: tuple[nn.Module, shardwell.optim.AdamW]) -> None:
     model, optimizer = local
     scaler = shardwell.amp.GradScaler()
     scaler.scale(model(torch.ones(1, 3)).sum()).backward()
@@ -252,7 +250,7 @@ def test_what_is_called_twice_raises_as_in_torch(local: tuple[nn.Module, shardwe
     scaler.update()
 
 
-def test_zero_grad_after_unscale_begins_anew(local: tuple[nn.Module, shardwell.optim.AdamW]) -> None:
+def test_zero_grad_after_unscale_resets_the_step(local: tuple[nn.Module, shardwell.optim.AdamW]) -> None:
     model, optimizer = local
     scaler = shardwell.amp.GradScaler()
     scaler.unscale_(optimizer)
@@ -264,7 +262,7 @@ def test_zero_grad_after_unscale_begins_anew(local: tuple[nn.Module, shardwell.o
     optimizer.step()
 
 
-def test_disabled_it_does_nothing(local: tuple[nn.Module, shardwell.optim.AdamW]) -> None:
+def test_disabled_scaler_does_nothing(local: tuple[nn.Module, shardwell.optim.AdamW]) -> None:
     model, optimizer = local
     scaler = shardwell.amp.GradScaler(enabled=False)
     loss = model(torch.ones(1, 3)).sum()
@@ -276,7 +274,7 @@ def test_disabled_it_does_nothing(local: tuple[nn.Module, shardwell.optim.AdamW]
     scaler.update()
 
 
-def test_its_state_is_plain_and_torchs(session: shardwell.Session) -> None:
+def test_scaler_state_is_interchangeable_with_torch(session: shardwell.Session) -> None:
     ours, theirs = shardwell.amp.GradScaler(init_scale=8.0), torch.amp.GradScaler("cpu")
     session.track(scaler=ours)
     theirs.load_state_dict(ours.state_dict())
@@ -285,7 +283,7 @@ def test_its_state_is_plain_and_torchs(session: shardwell.Session) -> None:
     assert isinstance(ours, torch.amp.GradScaler)
 
 
-def test_a_local_optimizer_is_treated_as_torch_does() -> None:
+def test_local_optimizer_skips_an_overflow_as_in_torch() -> None:
     model = nn.Linear(3, 2)
     before = model.weight.detach().clone()
     scaler, optimizer = shardwell.amp.GradScaler(), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -296,7 +294,7 @@ def test_a_local_optimizer_is_treated_as_torch_does() -> None:
     assert scaler.get_scale() == 2.0**15
 
 
-def test_trainers_that_disagree_about_scaling_are_told(cluster_of_three: shardwell.LocalCluster) -> None:
+def test_trainers_that_disagree_about_scaling_are_rejected(cluster_of_three: shardwell.LocalCluster) -> None:
     run = uuid.uuid4().hex
 
     def train(rank: int) -> str:

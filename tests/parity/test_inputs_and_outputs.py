@@ -1,4 +1,4 @@
-"""Sharded against plain PyTorch, bit for bit: what modules are given, change, return and keep."""
+"""Sharded modules match plain PyTorch bit for bit, whatever they receive, modify, return or keep."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _seed() -> None:
 # Inputs.
 
 
-def test_unit_changes_its_input_in_place() -> None:
+def test_unit_may_change_its_input_in_place() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -49,8 +49,8 @@ def test_unit_changes_its_input_in_place() -> None:
     run(InPlace(), 4, 7)
 
 
-def test_output_is_changed_in_place() -> None:
-    """Also where the output is a view, whose node an in-place operation replaces."""
+def test_output_may_be_changed_in_place() -> None:
+    """One output is a view, whose autograd node an in-place operation replaces."""
 
     class InPlace(nn.Module):
         def __init__(self) -> None:
@@ -76,8 +76,8 @@ def test_output_is_changed_in_place() -> None:
     run(InPlace(), 4, 7)
 
 
-def test_inputs_that_need_no_gradient() -> None:
-    """Nothing marks the end of such a unit's backward but the end of all."""
+def test_unit_whose_input_needs_no_gradient_pushes_every_step() -> None:
+    """Only the end of the whole backward marks the end of the unit's backward."""
     pair = run(nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 3)), 4, 7, requires_grad=False)
     assert pair.sharded.store.pushes["Linear-0"] == 4
 
@@ -120,7 +120,7 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize("kind", CONTAINERS)
-def test_containers_of_inputs_and_outputs(kind: str) -> None:
+def test_inputs_and_outputs_may_be_in_any_container(kind: str) -> None:
     pack, unpack = CONTAINERS[kind]
 
     class Splitting(nn.Module):
@@ -149,7 +149,7 @@ def test_containers_of_inputs_and_outputs(kind: str) -> None:
     run(Model(), 4, 7)
 
 
-def test_module_appends_to_its_callers_list() -> None:
+def test_module_may_append_to_a_list_of_its_caller() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -175,7 +175,7 @@ def test_module_appends_to_its_callers_list() -> None:
 # Outputs.
 
 
-def test_unused_output_and_unused_module() -> None:
+def test_unused_output_and_unused_module_match_torch() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -196,8 +196,8 @@ def test_unused_output_and_unused_module() -> None:
     assert pair.sharded.store.pushes["Linear-1"] == 0
 
 
-def test_result_kept_as_an_attribute() -> None:
-    """As the auxiliary loss of a mixture of experts; its nodes may be the youngest of the unit."""
+def test_result_may_be_kept_as_an_attribute() -> None:
+    """Mixtures of experts keep their auxiliary loss this way. Its nodes may be the youngest of the unit."""
 
     class Routed(nn.Module):
         def __init__(self) -> None:
@@ -217,7 +217,7 @@ def test_result_kept_as_an_attribute() -> None:
     Pair(Residual(Routed(), Routed()), wrap_children, prefetch_bytes=0).train(loss)
 
 
-def test_returned_parameter_and_view_of_one() -> None:
+def test_module_may_return_a_parameter_or_a_view_of_one() -> None:
     class Positions(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -241,8 +241,8 @@ def test_returned_parameter_and_view_of_one() -> None:
     assert torch.equal(rows, pair.plain.positions.table[:3])
 
 
-def test_partial_use_of_a_group_in_a_chunked_head() -> None:
-    """Norm and head are one unit; the head runs once per chunk."""
+def test_chunked_head_may_use_part_of_a_group() -> None:
+    """Norm and head form one unit, and the head runs once per chunk."""
 
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Parts of a state put together again, and what does not fit."""
+"""Parts of a state join to the whole state; parts that do not fit are rejected."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.support.module_parity import Pair, Sharded, gpt, gpt_loss, wrap_block
 
 @pytest.fixture(scope="module")
 def trained() -> Pair:
-    """After two steps."""
+    """Returns a model after two steps."""
     return Pair(gpt(), wrap_blocks).train(gpt_loss, 2)
 
 
-def test_joined_parts_are_the_state(trained: Pair) -> None:
+def test_joined_parts_equal_the_state(trained: Pair) -> None:
     model, expected = trained.sharded.model, trained.plain.state_dict()
     for num_parts in (1, 3, 50):
         parts = [shardwell.sharded_state_dict(model, part=part, num_parts=num_parts) for part in range(num_parts)]
@@ -31,8 +31,8 @@ def test_joined_parts_are_the_state(trained: Pair) -> None:
         assert_same(expected, joined)
 
 
-def test_joined_parts_of_every_kind_of_value() -> None:
-    """A scalar, an empty tensor, extra state that is no tensor."""
+def test_every_kind_of_value_can_be_joined() -> None:
+    """Covers a scalar, an empty tensor and extra state that is not a tensor."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -58,7 +58,7 @@ def test_joined_parts_of_every_kind_of_value() -> None:
             shardwell.join_state_dicts([again, again])
 
 
-def test_parts_that_do_not_fit_are_named(trained: Pair) -> None:
+def test_parts_that_do_not_fit_are_rejected(trained: Pair) -> None:
     cut = functools.partial(shardwell.sharded_state_dict, trained.sharded.model)
     first, second, third = (cut(part=part, num_parts=3) for part in range(3))
     rows = second["tokens.weight"].offsets[0], third["tokens.weight"].offsets[0]

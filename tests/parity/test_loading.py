@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors files as the source of a model's values; the original libraries write the files."""
+"""Models load from safetensors files that the original libraries wrote."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def assert_same(expected: dict[str, Any], got: dict[str, Any]) -> None:
 
 
 def write(path: Path, state: dict[str, torch.Tensor]) -> Path:
-    """As the original library does, which refuses tensors that share memory."""
+    """Writes a state with the original library, which rejects tensors that share memory."""
     unique = {name: value for name, value in state.items() if name != "head.weight"}
     safetensors.torch.save_file(unique, path, metadata={"format": "pt"})
     return path
@@ -59,7 +59,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("window_bytes", [64, 1 << 20])
 @pytest.mark.parametrize("meta", [True, False])
-def test_a_file_with_tied_weights_once(
+def test_file_that_stores_tied_weights_once_loads(
     checkpoint: Path, meta: bool, window_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "WINDOW_BYTES", window_bytes)
@@ -70,7 +70,7 @@ def test_a_file_with_tied_weights_once(
     gpt_loss(model, 0).backward()
 
 
-def test_units_without_names_of_the_model(checkpoint: Path) -> None:
+def test_units_load_when_their_names_differ_from_the_model(checkpoint: Path) -> None:
     model, held = meta_gpt(), session()
     source = from_safetensors(model, checkpoint.parent)
     for block in model.blocks:
@@ -79,7 +79,7 @@ def test_units_without_names_of_the_model(checkpoint: Path) -> None:
     assert_same(gpt().state_dict(), full_state_dict(model))
 
 
-def test_renamed_cast_and_left_out(tmp_path: Path) -> None:
+def test_tensors_may_be_renamed_cast_and_left_out(tmp_path: Path) -> None:
     state = {f"model.{name}": value.half() for name, value in gpt().state_dict().items() if name != "head.weight"}
     path = write(tmp_path / "half.safetensors", {**state, "optimizer.step": torch.ones(3)})
     model = meta_gpt()
@@ -91,7 +91,7 @@ def test_renamed_cast_and_left_out(tmp_path: Path) -> None:
     assert_same({name: value.half().float() for name, value in gpt().state_dict().items()}, full_state_dict(model))
 
 
-def test_buffers_and_ignored_parameters(tmp_path: Path) -> None:
+def test_buffers_and_ignored_parameters_are_loaded(tmp_path: Path) -> None:
     plain = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
     plain(torch.randn(5, 3))
     path = write(tmp_path / "m.safetensors", plain.state_dict())
@@ -105,7 +105,7 @@ def test_buffers_and_ignored_parameters(tmp_path: Path) -> None:
 
 
 class Rotary(nn.Module):
-    """A buffer that is in no checkpoint and that nothing but the constructor makes."""
+    """Has a buffer that is in no checkpoint and that only the constructor creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Rotary(nn.Module):
         return x * self.weight * self.frequencies
 
 
-def test_buffers_outside_the_checkpoint(tmp_path: Path) -> None:
+def test_buffer_outside_the_checkpoint_needs_init(tmp_path: Path) -> None:
     plain = Rotary()
     path = write(tmp_path / "m.safetensors", plain.state_dict())
     with torch.device("meta"):
@@ -130,7 +130,7 @@ def test_buffers_outside_the_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_folder_that_transformers_wrote(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_written_by_transformers_loads(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model_class, config = hugging_face(family)
     torch.manual_seed(0)
@@ -159,7 +159,7 @@ def hugging_face(family: str) -> tuple[Any, Any]:
     return transformers.LlamaForCausalLM, llama
 
 
-def test_everything_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
+def test_one_error_names_every_mismatch(tmp_path: Path) -> None:
     path = write(
         tmp_path / "m.safetensors",
         {
@@ -185,7 +185,7 @@ def test_everything_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
         from_safetensors(many, path)
 
 
-def test_mistakes_of_use_are_named(checkpoint: Path) -> None:
+def test_wrong_use_is_rejected(checkpoint: Path) -> None:
     model, held = Gpt(), session()
     with pytest.raises(UsageError, match=r"rename gives 'blocks.0.down.bias' and .* the same name 'x'"):
         from_safetensors(model, checkpoint, rename=lambda name: "x")
@@ -197,7 +197,7 @@ def test_mistakes_of_use_are_named(checkpoint: Path) -> None:
         from_safetensors(model, checkpoint)
 
 
-def test_missing_files_are_named(tmp_path: Path) -> None:
+def test_missing_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"no safetensors file or index at .*nowhere"):
         from_safetensors(gpt(), tmp_path / "nowhere")
     with pytest.raises(NotFoundError, match=r"has no model.safetensors and no .*\(none\)"):
@@ -226,17 +226,17 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         (lambda data: (4).to_bytes(8, "little") + b"1234", "its header does not parse"),
     ],
 )
-def test_damaged_files_are_named(checkpoint: Path, damage: Any, message: str) -> None:
+def test_damaged_file_is_rejected(checkpoint: Path, damage: Any, message: str) -> None:
     checkpoint.write_bytes(damage(checkpoint.read_bytes()))
     with pytest.raises(CorruptDataError, match=message) as caught:
         from_safetensors(gpt(), checkpoint)
     assert str(checkpoint) in str(caught.value)
 
 
-def test_a_file_that_becomes_shorter_while_it_is_uploaded(
+def test_file_truncated_during_the_upload_is_rejected(
     checkpoint: Path, cluster: shardwell.LocalCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What reading raises comes through the rpc as it is, and the run can go on."""
+    """The read error passes through the RPC unchanged, and the run can continue."""
     model, data = Gpt(), checkpoint.read_bytes()
     with shardwell.join(cluster.address, run=uuid.uuid4().hex) as joined:
         source = from_safetensors(model, checkpoint)
@@ -248,7 +248,7 @@ def test_a_file_that_becomes_shorter_while_it_is_uploaded(
         assert_same(gpt().state_dict(), full_state_dict(model))
 
 
-def test_boxes_are_where_slices_are() -> None:
+def test_box_runs_match_tensor_slices() -> None:
     whole = torch.arange(4 * 5 * 6).view(4, 5, 6)
     for slices in (
         (slice(1, 3), slice(2, 5), slice(0, 6)),
@@ -270,11 +270,11 @@ def cluster() -> Iterable[shardwell.LocalCluster]:
         yield running
 
 
-BIG_BYTES, ROOM_BYTES = 256 << 20, 40 << 20
+BIG_BYTES, LIMIT_BYTES = 256 << 20, 40 << 20
 
 
 class Big(nn.Module):
-    """One unit of two tensors, each larger than the trainer may hold."""
+    """One unit of two tensors, each larger than the memory limit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class Big(nn.Module):
         pass
 
 
-def test_memory_of_a_file_larger_than_the_trainer_may_hold(
+def test_large_file_loads_within_a_memory_limit(
     tmp_path: Path, cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "big.safetensors"
@@ -302,13 +302,13 @@ def test_memory_of_a_file_larger_than_the_trainer_may_hold(
 
     monkeypatch.setattr(StoredTensor, "read", measured)
     with shardwell.join(cluster.address, run=uuid.uuid4().hex) as joined:
-        fully_shard(nn.Linear(8, 8), joined)  # what a first use costs once
+        fully_shard(nn.Linear(8, 8), joined)  # takes one-time costs out of the measurement
         with torch.device("meta"):
             model = Big()
         source = from_safetensors(model, path)
         before = psutil.Process().memory_full_info().uss
         fully_shard(model, joined, source=source)
-        assert max(used) - before < ROOM_BYTES, f"{(max(used) - before) / 1e6:.1f} MB"
+        assert max(used) - before < LIMIT_BYTES, f"{(max(used) - before) / 1e6:.1f} MB"
         assert len(used) >= BIG_BYTES // loading.WINDOW_BYTES
         sample = next(shardwell.iter_full_state_dict(model))[1][::100_003]
         assert torch.equal(sample, torch.arange(0, BIG_BYTES // 8, 100_003, dtype=torch.float32))
@@ -316,7 +316,7 @@ def test_memory_of_a_file_larger_than_the_trainer_may_hold(
 
 @pytest.fixture
 def two_process_mesh() -> Iterable[Any]:
-    """The second of two processes, the first of which is not there: nothing is communicated."""
+    """Returns the mesh of the second of two processes. The first does not exist: nothing is communicated."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
@@ -325,7 +325,7 @@ def two_process_mesh() -> Iterable[Any]:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_parts_of_parameters_that_tensor_parallelism_splits(two_process_mesh: Any, dim: int, tmp_path: Path) -> None:
+def test_tensor_parallel_parameter_loads_its_part(two_process_mesh: Any, dim: int, tmp_path: Path) -> None:
     plain = nn.Linear(6, 5, bias=False)
     path = write(tmp_path / "m.safetensors", plain.state_dict())
     expected = plain.weight.detach().tensor_split([3], dim)[1]

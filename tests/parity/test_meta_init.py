@@ -1,4 +1,4 @@
-"""Models built on the meta device: their modules' own initialisation, one unit at a time."""
+"""Models on the meta device are initialised by their own modules, one unit at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def meta_gpt() -> Gpt:
 
 
 def initialised_gpt(seed: int = SEED) -> Gpt:
-    """The plain model as a run with that seed initialises it."""
+    """Returns the plain model with the initial values of a run with that seed."""
     model, seen = gpt(), set()
     for name, _ in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])
@@ -51,14 +51,14 @@ def assert_same(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor])
 
 
 @pytest.mark.parametrize("policy", [NoWrapPolicy(), SizePolicy(1000), SizePolicy(20)])
-def test_values_do_not_depend_on_units(policy: Any) -> None:
+def test_initial_values_do_not_depend_on_units(policy: Any) -> None:
     model = auto_wrap(meta_gpt(), session(name_prefix="pp0.tp0."), policy)
     assert_same(initialised_gpt().state_dict(), full_state_dict(model))
 
 
-def test_trains_as_the_plain_model() -> None:
+def test_meta_model_trains_as_the_plain_model() -> None:
     plain = initialised_gpt()
-    sharded = Sharded(meta_gpt(), lambda model, held: auto_wrap(model, session_of(held), SizePolicy(1000)))
+    sharded = Sharded(meta_gpt(), lambda model, held: auto_wrap(model, with_unit_names(held), SizePolicy(1000)))
     optimizer = fused_adamw(plain.parameters())
     for number in range(3):
         losses = []
@@ -74,7 +74,7 @@ def test_trains_as_the_plain_model() -> None:
     assert_same(plain.state_dict(), sharded.state())
 
 
-def session_of(held: Any) -> Any:
+def with_unit_names(held: Any) -> Any:
     held.units.naming = session().units.naming
     return held
 
@@ -82,7 +82,7 @@ def session_of(held: Any) -> Any:
 def test_parameters_stay_the_same_objects_and_tied() -> None:
     model = meta_gpt()
     before = dict(model.named_parameters(remove_duplicate=False))
-    with torch.device("meta"):  # still open
+    with torch.device("meta"):  # the context is still active
         auto_wrap(model, session(), SizePolicy(1000))
     after = dict(model.named_parameters(remove_duplicate=False))
     assert all(after[name] is parameter for name, parameter in before.items())
@@ -90,15 +90,15 @@ def test_parameters_stay_the_same_objects_and_tied() -> None:
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
-def test_one_unit_has_memory_at_a_time() -> None:
+def test_only_one_unit_has_memory_at_a_time() -> None:
     held = session(prefetch_bytes=0)
     auto_wrap(meta_gpt(), held, SizePolicy(1000))
     assert held.units.live_bytes == 0
     assert held.units.peak_bytes == max(unit.layout.size_bytes for unit in held.units)
 
 
-def test_awkward_modules() -> None:
-    """Buffers, weights that a module caches, and parameters of a module inside that its parent initialises."""
+def test_buffers_cached_weights_and_nested_parameters_are_initialised() -> None:
+    """Covers buffers, weights that a module caches, and parameters that a parent module initialises."""
 
     with torch.device("meta"):
         norm, lstm, attention = nn.BatchNorm1d(3), nn.LSTM(3, 4, bias=False), nn.MultiheadAttention(6, 2)
@@ -145,7 +145,7 @@ class Bare(nn.Module):
         return x * self.scale
 
 
-def test_module_that_can_not_initialise_itself_is_named_and_left() -> None:
+def test_module_that_cannot_initialise_itself_is_rejected_unchanged() -> None:
     with torch.device("meta"):
         model = Bare()
     held = session()
@@ -176,7 +176,7 @@ def test_failed_declaration_leaves_the_module_on_meta() -> None:
     assert full_state_dict(norm)["weight"].tolist() == [1, 1, 1]
 
 
-def test_mistakes_are_named() -> None:
+def test_partly_initialised_and_hooked_modules_are_rejected() -> None:
     mixed = nn.Linear(3, 3)
     mixed.weight = nn.Parameter(torch.empty(3, 3, device="meta"))
     with pytest.raises(UsageError, match=r"'Linear-0.bias' has values already"):

@@ -1,4 +1,4 @@
-"""Mixed precision against a hand-written loop: fp32 master weights, a low-precision copy that computes."""
+"""Mixed precision matches a manual loop with fp32 master weights and a low-precision copy."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def _one_thread() -> Iterator[None]:
 
 
 class Reference:
-    """What FSDP2's tests compare with: masters that the optimizer updates, and a low-precision model that computes.
+    """Manual mixed precision as in FSDP2's tests: an optimizer updates masters, and a copy computes.
 
     Args:
-        model: In the dtype of the masters.
-        computes: A copy that computes; its parameters have the dtypes to compute in.
+        model: Model in the dtype of the masters.
+        computes: Copy of the model whose parameters have the compute dtypes.
     """
 
     def __init__(self, model: nn.Module, computes: nn.Module, *, reduce_dtype: torch.dtype | None = None) -> None:
@@ -52,13 +52,13 @@ class Reference:
         self.sums: dict[nn.Parameter, torch.Tensor] = {}
 
     def load(self) -> None:
-        """The masters as the low-precision model computes with them."""
+        """Copies the masters into the computing model."""
         with torch.no_grad():
             for master, low in self.pairs:
                 low.copy_(master)
 
     def take(self) -> dict[nn.Parameter, torch.Tensor]:
-        """The gradients as they are pushed."""
+        """Returns the gradients as they are pushed, and clears them."""
         taken = {}
         for master, low in self.pairs:
             if low.grad is not None:
@@ -78,7 +78,7 @@ class Reference:
         optimizer.zero_grad()
 
 
-# On servers: every transport, one and two ranks.
+# On servers, over every transport, with one and two ranks.
 
 
 @cache
@@ -115,7 +115,7 @@ def trained_hash(address: str, policy: MixedPrecisionPolicy, *, dp: int, **optio
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("gather_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("transports", ["shm,grpc", "socket,grpc", "grpc"])
-def test_bf16_over_fp32_masters_has_the_bits_of_the_loop_written_by_hand(
+def test_bf16_over_fp32_masters_matches_the_manual_loop(
     cluster_of_three: shardwell.LocalCluster, transports: str, gather_dtype: str, dp: int
 ) -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16)
@@ -124,14 +124,14 @@ def test_bf16_over_fp32_masters_has_the_bits_of_the_loop_written_by_hand(
     ) == reference_hash(dp)
 
 
-def test_through_a_cache_of_the_host(cluster_of_three: shardwell.LocalCluster) -> None:
+def test_host_cache_changes_no_bit(cluster_of_three: shardwell.LocalCluster) -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16)
     assert trained_hash(
         cluster_of_three.address, policy, dp=2, transports="grpc", host_cache_bytes=1 << 26
     ) == reference_hash(2)
 
 
-def test_another_dtype_on_the_wire_than_in_the_matmul_is_the_same_on_every_transport(
+def test_wire_dtype_unlike_the_compute_dtype_gives_the_same_bits_on_every_transport(
     cluster_of_three: shardwell.LocalCluster,
 ) -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16)
@@ -150,7 +150,7 @@ def test_gradients_are_rounded_to_the_reduce_dtype(cluster_of_three: shardwell.L
     assert trained_hash(cluster_of_three.address, policy, dp=2, transports="shm,grpc") == expected
 
 
-def test_a_gather_takes_the_bytes_of_the_compute_dtype_here(cluster_of_three: shardwell.LocalCluster) -> None:
+def test_gathered_unit_occupies_the_bytes_of_the_compute_dtype(cluster_of_three: shardwell.LocalCluster) -> None:
     peaks = {}
     for dtype in (None, BF16):
         with shardwell.join(
@@ -165,11 +165,11 @@ def test_a_gather_takes_the_bytes_of_the_compute_dtype_here(cluster_of_three: sh
     assert 2 * size <= peaks[BF16] < 2 * size + 64 * 100
 
 
-# In one process: what FSDP2's tests assert, and what this adds.
+# In one process. Most of these tests mirror FSDP2's.
 
 
 class Sharded:
-    """A model whose units live in a store in this process."""
+    """Holds units in an in-process store."""
 
     def __init__(self) -> None:
         self.store = InMemoryStore()
@@ -241,7 +241,7 @@ def test_accumulation_without_sync_sums_in_the_reduce_dtype(
         assert torch.equal(state[name], value), name
 
 
-def test_where_gradients_are_while_they_are_kept_here(sharded: Sharded) -> None:
+def test_unsynced_gradients_are_in_grad_only_with_keep_low_precision_grads(sharded: Sharded) -> None:
     kept, summed = mlp((7, 5)), mlp((7, 5))
     policy = MixedPrecisionPolicy(param_dtype=BF16)
     shardwell.fully_shard(summed, sharded.session, mp_policy=policy)
@@ -266,8 +266,8 @@ class Batch:
     indices: torch.Tensor
 
 
-class Nosy(nn.Module):
-    """Remembers the dtypes that it was called with."""
+class DtypeRecorder(nn.Module):
+    """Records the dtypes of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,34 +290,34 @@ def call(model: nn.Module) -> Any:
     return model({"batch": [entry]}, scale=torch.ones((), dtype=FP32))
 
 
-def test_inputs_and_outputs_are_cast_wherever_they_are_nested(sharded: Sharded) -> None:
-    model = Nosy()
+def test_nested_inputs_and_outputs_are_cast(sharded: Sharded) -> None:
+    model = DtypeRecorder()
     shardwell.fully_shard(model, sharded.session, mp_policy=MixedPrecisionPolicy(BF16, output_dtype=FP32))
     output = call(model)
     assert model.seen == [BF16, torch.int64, BF16]
     assert [value.dtype for value in output["nested"]] == [FP32, torch.int64]
     assert output["nested"][0].grad_fn is not None
     output["nested"][0].sum().backward()
-    assert sharded.store.pushes == {"Nosy-0": 1}
+    assert sharded.store.pushes == {"DtypeRecorder-0": 1}
 
 
-def test_inputs_are_left_alone_when_asked(sharded: Sharded) -> None:
-    model = Nosy()
+def test_inputs_are_not_cast_without_cast_forward_inputs(sharded: Sharded) -> None:
+    model = DtypeRecorder()
     shardwell.fully_shard(model, sharded.session, mp_policy=MixedPrecisionPolicy(BF16, cast_forward_inputs=False))
     output = call(model)
     assert model.seen == [FP32, torch.int64, FP32]
     assert output["nested"][0].dtype == BF16
 
 
-def test_a_method_registered_as_forward_casts_too(sharded: Sharded) -> None:
-    model = Nosy()
+def test_registered_forward_method_casts(sharded: Sharded) -> None:
+    model = DtypeRecorder()
     shardwell.fully_shard(model, sharded.session, mp_policy=MixedPrecisionPolicy(BF16, output_dtype=FP64))
     shardwell.register_forward_method(model, "twice")
     assert model.twice(batch(0)).dtype == FP64
     assert model.seen == [BF16]
 
 
-def test_the_gradient_of_an_input_comes_back_in_its_own_dtype(sharded: Sharded) -> None:
+def test_input_gradient_has_the_dtype_of_the_input(sharded: Sharded) -> None:
     plain = mlp()
     model = shard_all(sharded, copy.deepcopy(plain), MixedPrecisionPolicy(param_dtype=BF16))
     values, expected = batch(0).requires_grad_(), batch(0).requires_grad_()
@@ -330,7 +330,7 @@ def test_the_gradient_of_an_input_comes_back_in_its_own_dtype(sharded: Sharded) 
 
 
 class Mixed(nn.Module):
-    """A norm in fp32 between layers in bf16, as in FSDP2's tests."""
+    """Has a norm in fp32 between layers in bf16, as in FSDP2's tests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("recompute", [None, False, True])
-def test_nested_units_with_policies_of_their_own(sharded: Sharded, recompute: bool | None) -> None:
+def test_nested_units_may_have_different_policies(sharded: Sharded, recompute: bool | None) -> None:
     torch.manual_seed(4)
     plain = Mixed()
     model = copy.deepcopy(plain)
@@ -370,7 +370,7 @@ def test_nested_units_with_policies_of_their_own(sharded: Sharded, recompute: bo
         assert torch.equal(state[name], value), name
 
 
-def test_a_root_without_parameters_of_its_own_casts_its_inputs(sharded: Sharded) -> None:
+def test_root_without_own_parameters_casts_its_inputs(sharded: Sharded) -> None:
     model = mlp((7, 5))
     seen = []
     model.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
@@ -382,7 +382,7 @@ def test_a_root_without_parameters_of_its_own_casts_its_inputs(sharded: Sharded)
     assert seen == [BF16]
 
 
-def test_buffers_are_cast_but_not_those_of_units_inside(sharded: Sharded) -> None:
+def test_buffers_are_cast_except_in_nested_units(sharded: Sharded) -> None:
     inner, outer = nn.BatchNorm1d(5), nn.BatchNorm1d(5)
     model = nn.Sequential(inner, outer)
     shardwell.fully_shard(inner, sharded.session)
@@ -396,7 +396,7 @@ def test_buffers_are_cast_but_not_those_of_units_inside(sharded: Sharded) -> Non
     assert not torch.equal(outer.running_mean, before)
 
 
-def test_the_dtype_of_a_parameter_freed_and_unsharded(sharded: Sharded) -> None:
+def test_freed_parameter_has_the_stored_dtype_and_unsharded_the_compute_dtype(sharded: Sharded) -> None:
     model = mlp((7, 5))
     expected = model[0].weight.detach().clone()
     shardwell.fully_shard(model, sharded.session, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
@@ -414,12 +414,12 @@ def test_the_dtype_of_a_parameter_freed_and_unsharded(sharded: Sharded) -> None:
     assert weight.dtype == FP32
     state = shardwell.full_state_dict(model)
     assert torch.equal(state["0.weight"], expected)
-    model.float()  # what it is on the servers
+    model.float()  # the dtype on the servers
     with pytest.raises(shardwell.UsageError, match=r"is torch.float32 on cpu and can not become torch.bfloat16"):
         model.bfloat16()
 
 
-def test_parameters_of_several_dtypes_are_computed_with_in_one(sharded: Sharded) -> None:
+def test_parameters_of_several_dtypes_compute_in_one_dtype(sharded: Sharded) -> None:
     plain = mlp((7, 13, 5, 3))
     plain[1].to(BF16)
     plain[2].to(FP64)
@@ -434,7 +434,7 @@ def test_parameters_of_several_dtypes_are_computed_with_in_one(sharded: Sharded)
     assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
 
 
-def test_a_policy_that_changes_nothing_costs_nothing(sharded: Sharded) -> None:
+def test_policy_with_the_stored_dtype_casts_nothing(sharded: Sharded) -> None:
     model = mlp((7, 5))
     shardwell.fully_shard(model, sharded.session, mp_policy=MixedPrecisionPolicy(param_dtype=FP32))
     (unit,) = sharded.units
@@ -443,7 +443,7 @@ def test_a_policy_that_changes_nothing_costs_nothing(sharded: Sharded) -> None:
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"])
-def test_a_dtype_that_can_not_be_is_refused(name: str) -> None:
+def test_unsupported_dtype_is_rejected(name: str) -> None:
     message = rf"MixedPrecisionPolicy\({name}=torch.int8\): expected one of torch.float32, .*torch.float16, or None"
     with pytest.raises(shardwell.UsageError, match=message):
         MixedPrecisionPolicy(**{name: torch.int8})
@@ -460,7 +460,7 @@ def _fresh_warning() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_fresh_warning")
-def test_autocast_warns_once_and_says_what_to_use(sharded: Sharded) -> None:
+def test_autocast_warns_once_and_names_the_alternative(sharded: Sharded) -> None:
     model = shard_all(sharded, mlp(), MixedPrecisionPolicy())
     with warnings.catch_warnings(record=True) as caught, torch.autocast("cpu", BF16):
         warnings.simplefilter("always")
@@ -472,7 +472,7 @@ def test_autocast_warns_once_and_says_what_to_use(sharded: Sharded) -> None:
 
 
 @pytest.mark.usefixtures("_fresh_warning")
-def test_autocast_does_not_warn_where_it_copies_no_weight(sharded: Sharded) -> None:
+def test_autocast_does_not_warn_if_it_copies_no_weight(sharded: Sharded) -> None:
     model = shard_all(sharded, mlp(), MixedPrecisionPolicy(param_dtype=BF16))
     with torch.autocast("cpu", BF16):
         model(batch(0))

@@ -1,4 +1,4 @@
-"""A sharded module on a GPU: the bits of plain PyTorch there, with copies beside the compute stream."""
+"""Sharded modules on a GPU match plain PyTorch bit for bit, with copies outside the compute stream."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def inputs(step: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transports", ["shm", "socket", "grpc"])
-def test_a_gpu_computes_the_bits_of_plain_pytorch(cluster: shardwell.LocalCluster, transports: str) -> None:
+def test_training_on_a_gpu_matches_plain_pytorch(cluster: shardwell.LocalCluster, transports: str) -> None:
     plain = make_model()
-    # The optimizer's arithmetic is the servers' CPU's: plain SGD without momentum has the same bits everywhere.
+    # The optimizer runs on the servers' CPUs. SGD without momentum has the same bits on a CPU and on a GPU.
     reference = torch.optim.SGD(plain.parameters(), lr=0.5)
     with shardwell.join(cluster.address, run=f"gpu over {transports}", transports=transports) as session:
         sharded: Any = make_model()

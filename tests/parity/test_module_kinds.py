@@ -1,4 +1,4 @@
-"""Sharded against plain PyTorch, bit for bit: kinds of modules and parameters."""
+"""Every kind of module and parameter matches plain PyTorch bit for bit when sharded."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def _seed() -> None:
 # Modules.
 
 
-def test_lstm_caches_its_weights() -> None:
+def test_recurrent_modules_that_cache_their_weights_match_torch() -> None:
     parts = [nn.LSTM(12, 12, num_layers=2, batch_first=True), nn.GRU(12, 12, batch_first=True)]
     run(Residual(*(Calls(lambda self, x: self.rnn(x)[0], rnn=part) for part in parts)), 2, 5, 7)
 
 
-def test_multihead_attention_sees_one_tensor_as_query_key_and_value() -> None:
+def test_multihead_attention_with_one_tensor_as_query_key_and_value_matches_torch() -> None:
     def attend(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.attention(x, x, value=x, need_weights=False)[0]
 
@@ -67,7 +67,7 @@ def test_identity_of_inputs_is_kept() -> None:
     assert set(seen) == {(True, False, True)}
 
 
-def test_transformer_encoder_layer_in_training_and_evaluation() -> None:
+def test_transformer_encoder_layer_matches_torch_in_training_and_evaluation() -> None:
     layer = nn.TransformerEncoderLayer(12, 3, 17, batch_first=True, dropout=0.0)
     model = Residual(layer)
     pair = run(model, 2, 5, 7)
@@ -79,7 +79,7 @@ def test_transformer_encoder_layer_in_training_and_evaluation() -> None:
     assert torch.equal(*results)
 
 
-def test_convolution_and_batch_norm_with_buffers() -> None:
+def test_convolution_and_batch_norm_match_torch() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5), nn.ReLU(inplace=True), nn.Conv2d(5, 7, 3), nn.Flatten()
     )
@@ -87,15 +87,15 @@ def test_convolution_and_batch_norm_with_buffers() -> None:
     assert "1.running_mean" in pair.sharded.state()
 
 
-def test_weights_computed_from_parameters() -> None:
+def test_parametrized_weights_match_torch() -> None:
     run(Residual(parametrizations.weight_norm(nn.Linear(12, 12)), nn.utils.spectral_norm(nn.Linear(12, 12))), 4, 7)
 
 
-def test_traced_module() -> None:
+def test_traced_module_matches_torch() -> None:
     run(Residual(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12)))), 4, 7)
 
 
-def test_embedding_bag_and_sparse_gradient() -> None:
+def test_embedding_bag_and_sparse_gradient_match_torch() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -120,11 +120,11 @@ def test_embedding_bag_and_sparse_gradient() -> None:
 
 
 @pytest.mark.parametrize("widths", [(7, 15), (15, 17), (1, 1), (257, 3)])
-def test_uneven_sizes(widths: tuple[int, int]) -> None:
+def test_uneven_sizes_match_torch(widths: tuple[int, int]) -> None:
     run(nn.Sequential(nn.Linear(7, widths[0]), nn.Linear(*widths), nn.Linear(widths[1], 1)), 3, 7)
 
 
-def test_empty_scalar_and_prime_sized_parameters() -> None:
+def test_empty_scalar_and_prime_sized_parameters_match_torch() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -138,14 +138,14 @@ def test_empty_scalar_and_prime_sized_parameters() -> None:
     run(nn.Sequential(nn.Linear(7, 7), Odd()), 3, 7)
 
 
-def test_unit_of_empty_parameters_only() -> None:
+def test_unit_of_empty_parameters_matches_torch() -> None:
     model = nn.Sequential(nn.Linear(7, 7), Calls(lambda self, x: x))
     model[1].nothing = nn.Parameter(torch.empty(0))
     run(model, 3, 7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_mixed_dtypes_in_one_unit(dtype: torch.dtype) -> None:
+def test_mixed_dtypes_in_one_unit_match_torch(dtype: torch.dtype) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -160,7 +160,7 @@ def test_mixed_dtypes_in_one_unit(dtype: torch.dtype) -> None:
     )
 
 
-def test_frozen_from_the_start_and_unfrozen_later() -> None:
+def test_parameters_may_be_frozen_and_unfrozen_between_steps() -> None:
     model = gpt()
     for block in model.blocks[:2]:
         block.requires_grad_(False)
@@ -188,7 +188,7 @@ def test_only_trainable_elements_are_sent() -> None:
 
 
 def test_parameters_without_gradient_keep_their_optimizer_state() -> None:
-    """Adam must skip them: with zeros it would still move them."""
+    """Adam must skip such a parameter: a zero gradient would still move it."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -208,12 +208,12 @@ def test_parameters_without_gradient_keep_their_optimizer_state() -> None:
             assert pair.sharded.store.pushes["Linear-0"] == 3 and pair.sharded.store.pushes["Linear-2"] == 2
 
 
-def test_module_used_three_times() -> None:
+def test_module_used_three_times_matches_torch() -> None:
     shared = nn.Linear(12, 12)
     run(Residual(shared, nn.Linear(12, 12), shared, shared), 4, 7)
 
 
-def test_nested_units() -> None:
+def test_nested_units_match_torch() -> None:
     class Feed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -231,8 +231,8 @@ def test_nested_units() -> None:
     run(Residual(Feed(), Feed()), 4, 7, wrap=wrap)
 
 
-def test_module_of_a_unit_calls_another_module_of_it() -> None:
-    """The inner call must not free what the outer still needs."""
+def test_module_may_call_another_module_of_its_unit() -> None:
+    """The inner call must not free the unit that the outer call still needs."""
     layers = {name: nn.Linear(12, 12) for name in ("before", "inner", "after")}
     model = Residual(Calls(lambda self, x: self.after(self.inner(self.before(x))), **layers))
 
@@ -245,8 +245,8 @@ def test_module_of_a_unit_calls_another_module_of_it() -> None:
     assert pair.sharded.store.gathers["Calls+Linear-0"] == 2 * 4 + 1
 
 
-def test_hooks_on_parameters_and_on_modules() -> None:
-    """They sit on the parameter objects, which stay the same ones."""
+def test_hooks_on_parameters_and_modules_run() -> None:
+    """Parameter hooks belong to the parameter objects, which sharding does not replace."""
     seen: dict[str, list[float]] = {"plain": [], "sharded": []}
 
     def triple(parameter: torch.Tensor, key: str) -> None:
@@ -268,7 +268,7 @@ def test_hooks_on_parameters_and_on_modules() -> None:
     assert seen["plain"] == seen["sharded"] and len(seen["plain"]) == 4
 
 
-def test_method_other_than_forward() -> None:
+def test_registered_method_other_than_forward_matches_torch() -> None:
     from shardwell.module.fully_shard import register_forward_method
 
     class Encoder(nn.Module):
@@ -292,8 +292,8 @@ def test_method_other_than_forward() -> None:
     assert pair.sharded.store.pushes["Encoder-0"] == 4
 
 
-def test_gradient_set_by_the_user() -> None:
-    """Gradients from ``torch.autograd.grad`` that the user puts into ``.grad`` are pushed with the step."""
+def test_gradient_set_by_the_user_is_pushed() -> None:
+    """The user assigns gradients of ``torch.autograd.grad`` to ``.grad``."""
     pair = Pair(nn.Sequential(nn.Linear(7, 12), nn.Linear(12, 3)), wrap_children)
     for number in range(3):
         for model in (pair.plain, pair.sharded.model):
@@ -302,7 +302,7 @@ def test_gradient_set_by_the_user() -> None:
             for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
                 parameter.grad = gradient * 2
                 assert torch.equal(parameter.grad, gradient * 2)
-        # A layout that torch's fused optimizers misread.
+        # torch's fused optimizers misread this layout.
         weight = pair.sharded.model[0].weight
         weight.grad = weight.grad.T.contiguous().T
         pair.step()

@@ -1,4 +1,4 @@
-"""What PyTorch's own tests of FSDP2 assert, for the sharded module: counts, order, memory, registration."""
+"""Counts, order of events, memory and registration of sharded modules, as FSDP2's own tests assert them."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def backward(sharded: Sharded, number: int = 0) -> None:
 
 @pytest.mark.parametrize("recompute", [None, False, True])
 @pytest.mark.parametrize("prefetch_bytes", [0, 1 << 30])
-def test_gathers_and_pushes_of_one_step(recompute: bool | None, prefetch_bytes: int) -> None:
-    """Every block twice, the root once: its backward follows its forward."""
+def test_step_gathers_every_block_twice_and_the_root_once(recompute: bool | None, prefetch_bytes: int) -> None:
+    """The backward of the root directly follows its forward and needs no second gather."""
     sharded = Sharded(gpt(recompute), wrap_blocks, prefetch_bytes=prefetch_bytes)
     for number in range(1, 4):
         backward(sharded)
@@ -60,7 +60,9 @@ def test_gathers_and_pushes_of_one_step(recompute: bool | None, prefetch_bytes: 
     ("choice", "expected"),
     [({}, (2, 1)), ({"blocks": False}, (1, 1)), ({"root": True}, (2, 2)), ({"root": False, "blocks": True}, (2, 1))],
 )
-def test_reshard_after_forward(choice: dict[str, bool], expected: tuple[int, int]) -> None:
+def test_reshard_after_forward_decides_the_number_of_gathers(
+    choice: dict[str, bool], expected: tuple[int, int]
+) -> None:
     def wrap(model: Any, session: Any) -> None:
         for block in model.blocks:
             fully_shard(block, session, reshard_after_forward=choice.get("blocks"))
@@ -72,7 +74,7 @@ def test_reshard_after_forward(choice: dict[str, bool], expected: tuple[int, int
     assert sharded.units.live_bytes == 0
 
 
-def test_set_reshard_after_forward_later_and_not_recursively() -> None:
+def test_set_reshard_after_forward_may_leave_out_children() -> None:
     sharded = Sharded(gpt(), wrap_blocks, prefetch_bytes=0)
     model: Any = sharded.model
     model.set_reshard_after_forward(True, recurse=False)
@@ -84,7 +86,7 @@ def test_set_reshard_after_forward_later_and_not_recursively() -> None:
     assert sharded.store.gathers == dict.fromkeys([*BLOCKS, "Gpt-0"], 3)
 
 
-def test_without_a_root_no_unit_is_kept() -> None:
+def test_no_unit_is_kept_without_a_root() -> None:
     def wrap(model: Any, session: Any) -> None:
         for layer in model:
             fully_shard(layer, session)
@@ -98,7 +100,7 @@ def test_without_a_root_no_unit_is_kept() -> None:
 
 @pytest.mark.parametrize("keep_weights", [False, True])
 @pytest.mark.parametrize("part", ["all", "root_only", "some_blocks"])
-def test_gradient_accumulation(part: str, keep_weights: bool) -> None:
+def test_gradient_accumulation_delays_pushes_and_keeps_weights(part: str, keep_weights: bool) -> None:
     micro_batches, steps = 3, 2
     pair = Pair(gpt(), wrap_blocks, prefetch_bytes=0)
     model: Any = pair.sharded.model
@@ -122,7 +124,7 @@ def test_gradient_accumulation(part: str, keep_weights: bool) -> None:
         assert gathers[name] == (kept if keep_weights and name in delayed else steps * per_pass * micro_batches)
 
 
-def test_manual_unshard_spares_the_gather_of_the_forward() -> None:
+def test_manual_unshard_replaces_the_gather_of_the_forward() -> None:
     sharded = Sharded(gpt(), wrap_blocks, prefetch_bytes=0)
     model: Any = sharded.model
     for module in (model, *model.blocks):
@@ -135,7 +137,7 @@ def test_manual_unshard_spares_the_gather_of_the_forward() -> None:
     assert sharded.units.live_bytes == 0
 
 
-def test_asynchronous_unshard() -> None:
+def test_asynchronous_unshard_returns_a_handle() -> None:
     sharded = Sharded(gpt(), wrap_blocks)
     block: Any = sharded.model.blocks[0]
     handle = block.unshard(async_op=True)
@@ -149,7 +151,7 @@ def test_asynchronous_unshard() -> None:
     block.reshard()
 
 
-def test_unshard_of_a_module_without_parameters_of_its_own() -> None:
+def test_unshard_of_a_module_without_own_parameters_does_nothing() -> None:
     def wrap(model: Any, session: Any) -> None:
         wrap_children(model, session)
 
@@ -175,8 +177,8 @@ def test_order_of_events_in_a_step_without_prefetch() -> None:
     ]
 
 
-def test_prefetch_follows_the_order_of_the_step_before() -> None:
-    """Bounded by bytes: the budget is one block."""
+def test_prefetch_follows_the_order_of_the_previous_step() -> None:
+    """The prefetch budget is one block."""
     block_bytes = Sharded(gpt(), wrap_blocks).unit_bytes()["Block-0"]
     sharded = Sharded(gpt(layers=4), wrap_blocks, prefetch_bytes=block_bytes)
     states: list[list[str]] = []
@@ -198,7 +200,7 @@ def test_prefetch_follows_the_order_of_the_step_before() -> None:
     ]
 
 
-def test_prefetch_within_forward_only_loops() -> None:
+def test_forward_only_loop_prefetches_every_unit() -> None:
     sharded = Sharded(gpt(), wrap_blocks, prefetch_bytes=1 << 30)
     with torch.no_grad():
         gpt_loss(sharded.model, 0)
@@ -211,8 +213,8 @@ def test_prefetch_within_forward_only_loops() -> None:
     assert fetched_at == [{"Gpt-0", *BLOCKS}]
 
 
-def test_explicit_prefetch_lists() -> None:
-    """Two ahead, whatever the budget."""
+def test_explicit_prefetch_lists_override_the_budget() -> None:
+    """Each block prefetches the next two although the budget is zero."""
     pair = Pair(gpt(layers=4), wrap_blocks, prefetch_bytes=0)
     blocks: Any = pair.sharded.model.blocks
     for at, block in enumerate(blocks):
@@ -242,7 +244,7 @@ def test_empty_prefetch_list_turns_prefetch_off() -> None:
     assert sharded.store.events.index("push Block-2") < len(sharded.store.events) - 5
 
 
-def test_forward_order_is_that_of_first_use() -> None:
+def test_forward_order_is_the_order_of_first_use() -> None:
     sharded = Sharded(gpt(), wrap_blocks)
     by_name = {unit.name: unit.index for unit in sharded.units}
     for _ in range(2):
@@ -257,7 +259,7 @@ def test_forward_order_is_that_of_first_use() -> None:
     assert sharded.units.forward_order() == [by_name["Block-2"]]
 
 
-def test_what_was_gathered_ahead_stays_until_the_last_backward() -> None:
+def test_prefetched_unit_stays_gathered_until_the_last_backward() -> None:
     sharded = Sharded(gpt(), wrap_blocks, prefetch_bytes=0)
     model: Any = sharded.model
     other = fully_shard(nn.Linear(3, 3), sharded.session)
@@ -272,14 +274,14 @@ def test_what_was_gathered_ahead_stays_until_the_last_backward() -> None:
 
 
 @pytest.mark.parametrize("recompute", [None, True])
-def test_random_delays_before_gathers(recompute: bool | None) -> None:
+def test_random_delays_before_gathers_change_no_bit(recompute: bool | None) -> None:
     rng = random.Random(0)
     store = InMemoryStore(before_gather=lambda unit: time.sleep(rng.random() * 0.01), num_threads=4)
     Pair(gpt(recompute), wrap_blocks, store=store).train(gpt_loss)
 
 
-def test_gather_sees_the_weights_of_after_the_step() -> None:
-    """The next step's forward must not use what was gathered ahead in the step before."""
+def test_next_step_gathers_the_updated_weights() -> None:
+    """Units that were gathered before the step must not be used after the step."""
     pair = Pair(gpt(), wrap_blocks)
     for number in range(4):
         pair.backward(gpt_loss, number)
@@ -305,7 +307,7 @@ def test_peak_memory_is_the_root_and_one_block() -> None:
 
 
 @pytest.mark.parametrize("recompute", [None, False, True])
-def test_peak_memory_with_prefetch_is_bounded_by_its_budget(recompute: bool | None) -> None:
+def test_peak_memory_with_prefetch_is_bounded_by_the_budget(recompute: bool | None) -> None:
     block_bytes = Sharded(gpt(), wrap_blocks).unit_bytes()["Block-0"]
     sharded = Sharded(gpt(recompute, layers=12), wrap_blocks, prefetch_bytes=2 * block_bytes)
     for _ in range(3):
@@ -314,8 +316,8 @@ def test_peak_memory_with_prefetch_is_bounded_by_its_budget(recompute: bool | No
     assert sharded.units.peak_bytes <= sharded.unit_bytes()["Gpt-0"] + 3 * block_bytes
 
 
-def test_freeing_frees_what_autograd_saved() -> None:
-    """Views of weights that the graph keeps lie in the freed storage."""
+def test_freed_unit_frees_the_weights_that_autograd_saved() -> None:
+    """The graph holds views of the freed memory."""
     saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -330,7 +332,7 @@ def test_freeing_frees_what_autograd_saved() -> None:
     of_weight = [tensor for tensor in saved if tuple(tensor.shape) in shapes]
     assert len(of_weight) >= LAYERS
     assert all(tensor.isnan().all() for tensor in of_weight)
-    assert sharded.units.live_bytes == sharded.unit_bytes()["Gpt-0"]  # the unit around all others is kept
+    assert sharded.units.live_bytes == sharded.unit_bytes()["Gpt-0"]  # the root is kept
     loss.backward()
 
 
@@ -345,7 +347,7 @@ def test_parameters_start_at_multiples_of_64_bytes() -> None:
 # Registration.
 
 
-def test_parameters_are_the_same_objects_always() -> None:
+def test_parameters_stay_the_same_objects() -> None:
     model = gpt()
     before = dict(model.named_parameters())
     sharded = Sharded(model, wrap_blocks)
@@ -362,7 +364,7 @@ def test_parameters_are_the_same_objects_always() -> None:
     assert model.head.weight is model.tokens.weight
 
 
-def test_optimizer_made_before_and_after_wrapping_names_the_same_parameters() -> None:
+def test_optimizer_created_before_wrapping_has_the_sharded_parameters() -> None:
     model = gpt()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sharded = Sharded(model, wrap_blocks)
@@ -373,7 +375,7 @@ def test_optimizer_made_before_and_after_wrapping_names_the_same_parameters() ->
     assert Sharded(gpt(), wrap_blocks).units.locate(next(model.parameters())) is None
 
 
-def test_class_of_a_sharded_module() -> None:
+def test_sharded_module_has_a_subclass_of_its_class() -> None:
     model = gpt()
     Sharded(model, wrap_blocks)
     assert isinstance(model, Gpt) and isinstance(model, ShardedModule)
@@ -381,7 +383,7 @@ def test_class_of_a_sharded_module() -> None:
     assert not isinstance(model.blocks, ShardedModule)
 
 
-def test_names_of_units_and_parameters() -> None:
+def test_units_and_parameters_are_named_by_class_and_number() -> None:
     model = gpt()
     units = Units(InMemoryStore())
     session = SimpleNamespace(units=units)
@@ -400,7 +402,7 @@ def test_names_of_units_and_parameters() -> None:
         fully_shard(nn.Linear(3, 3), session, name="first")
 
 
-def test_module_held_twice_has_both_names() -> None:
+def test_module_registered_twice_has_both_names() -> None:
     shared = nn.Linear(3, 3, bias=False)
     units = Units(InMemoryStore())
     fully_shard(nn.Sequential(shared, nn.ReLU(), shared), SimpleNamespace(units=units))
@@ -409,7 +411,7 @@ def test_module_held_twice_has_both_names() -> None:
     assert (parameter.name, parameter.aliases) == ("Sequential-0.0.weight", ("Sequential-0.2.weight",))
 
 
-def test_prefix_of_all_names() -> None:
+def test_name_prefix_applies_to_units_and_parameters() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     units = Units(InMemoryStore(), name_prefix="stage1/")
     for layer in model:
@@ -448,8 +450,8 @@ def test_tied_parameters_in_two_units_raise() -> None:
         fully_shard(model, session)
 
 
-def test_units_are_made_and_dropped_without_false_ties() -> None:
-    """Python reuses the ids of parameters that are gone."""
+def test_dropped_units_cause_no_false_ties() -> None:
+    """Python reuses the ids of deleted parameters."""
     units = Units(InMemoryStore())
     for _ in range(20):
         fully_shard(nn.Linear(3, 3), SimpleNamespace(units=units))
@@ -473,7 +475,7 @@ def test_wrapping_top_down_raises() -> None:
         (list, "needs different modules"),
     ],
 )
-def test_modules_that_can_not_be_sharded(make: Any, match: str) -> None:
+def test_unsupported_modules_are_rejected(make: Any, match: str) -> None:
     with pytest.raises(UsageError, match=match):
         fully_shard(make(), SimpleNamespace(units=Units(InMemoryStore())))
 
@@ -485,7 +487,7 @@ def test_sharding_twice_raises() -> None:
         fully_shard(model, sharded.session)
 
 
-def test_initial_values_and_gradients_are_those_of_the_module() -> None:
+def test_sharding_keeps_the_values_and_gradients_of_the_module() -> None:
     model = gpt()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     model.head.weight.grad = torch.ones_like(model.head.weight)

@@ -1,4 +1,4 @@
-"""Random programs: nested, reused, checkpointed and in-place modules, random wrapping, random flags."""
+"""Random programs of nested, reused, checkpointed and in-place modules match plain PyTorch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 6
 
 
 class Layer(nn.Module):
-    """One of several things a layer may do to its input."""
+    """Applies one of several operations to its input."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Layer(nn.Module):
 
 
 class Group(nn.Module):
-    """Layers and groups, called in one of several ways, some of them twice."""
+    """Calls its layers and groups in one of several ways, some of them twice."""
 
     def __init__(self, rng: random.Random, depth: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Group(nn.Module):
         )
         self.scale = nn.Parameter(torch.randn(WIDTH))
         self.mode, self.packing, self.skips = rng.randrange(6), rng.randrange(4), rng.random() < 0.3
-        # Reentrant checkpoints add up gradients of what is used twice piece by piece, in the order of the pushes.
+        # Reentrant checkpoints add the gradients of a repeated module piece by piece, in the order of the pushes.
         self.repeats = 1 if self.mode == 2 else rng.choice([1, 1, 1, 2])
 
     def forward(self, x: torch.Tensor, first: torch.Tensor | None = None) -> Any:
@@ -126,7 +126,7 @@ def wrap_randomly(rng: random.Random) -> Any:
 
 
 def compute(model: Program, number: int, choices: dict[str, bool]) -> torch.Tensor:
-    """One micro-batch; raises RuntimeError where plain torch refuses the program."""
+    """Runs one micro-batch. Raises RuntimeError if plain torch rejects the program."""
     x = inputs(number, 5, 4, requires_grad=choices["needs input gradient"])
     if choices["fails"]:
         handle = model.last.register_forward_hook(lambda *_: 1 / 0)
@@ -147,8 +147,8 @@ def compute(model: Program, number: int, choices: dict[str, bool]) -> torch.Tens
     return loss.detach()
 
 
-class Refused(Exception):
-    """Plain torch can not run the program, such as for an in-place operation on what a backward needs."""
+class RejectedByTorch(Exception):
+    """Plain torch cannot run the program, for example because of an in-place operation."""
 
 
 def train(rng: random.Random) -> None:
@@ -163,7 +163,7 @@ def train(rng: random.Random) -> None:
     for step in range(3):
         for micro_batch in range(rng.randint(1, 3)):
             for module in sharded_modules:
-                # Once pushed, later gradients are pushed too: else they would be added up in another order.
+                # After one push all later gradients are pushed, too: the order of summation must not change.
                 if micro_batch == 0 or rng.random() < 0.3:
                     module.set_requires_gradient_sync(micro_batch > 0 or rng.random() < 0.7, recurse=False)
                 if rng.random() < 0.1:
@@ -172,18 +172,18 @@ def train(rng: random.Random) -> None:
             try:
                 expected = compute(pair.plain, 10 * step + micro_batch, choices)
             except RuntimeError as error:
-                raise Refused from error
+                raise RejectedByTorch from error
             assert torch.equal(compute(pair.sharded.model, 10 * step + micro_batch, choices), expected)
         pair.step()
     pair.compare()
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_program(seed: int) -> None:
+def test_random_program_matches_torch(seed: int) -> None:
     for attempt in itertools.count():
         torch.manual_seed(seed)
         try:
             train(random.Random(f"{seed} {attempt}"))
-        except Refused:
+        except RejectedByTorch:
             continue
         return

@@ -1,4 +1,4 @@
-"""Tensor parallelism below sharding: two processes split every layer, and each shards its part."""
+"""Sharding on top of tensor parallelism: two processes split every layer, and each shards its part."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def worker(rank: int, path: str, sequence_parallel: bool) -> None:
 
 
 def mixed_worker(rank: int, path: str, sequence_parallel: bool) -> None:
-    """Two backwards per step, of which the second pushes."""
+    """Runs two backwards per step, of which only the second pushes."""
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     plain = parallel_model(mesh, sequence_parallel)
@@ -111,7 +111,9 @@ def mixed_worker(rank: int, path: str, sequence_parallel: bool) -> None:
     store = InMemoryStore(make_optimizer=make_optimizer)
     sharded = Sharded(parallel_model(mesh, sequence_parallel), partial(wrap, mp_policy=policy), store=store)
     weight: Any = sharded.model.blocks[0].up.weight
-    assert isinstance(weight, DTensor) and weight.dtype == torch.float32, "that of the servers, while freed"
+    assert isinstance(weight, DTensor) and weight.dtype == torch.float32, (
+        "a freed parameter has the dtype of the servers"
+    )
     for step in range(STEPS):
         for micro_batch in range(2):
             batch = inputs(2 * step + micro_batch, 2, 4, 8)
@@ -135,10 +137,10 @@ def mixed_worker(rank: int, path: str, sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_bits_are_those_of_parameters_cast_in_the_forward(tmp_path: Path, sequence_parallel: bool) -> None:
+def test_mixed_precision_matches_parameters_cast_in_the_forward(tmp_path: Path, sequence_parallel: bool) -> None:
     torch.multiprocessing.spawn(mixed_worker, (str(tmp_path / "store"), sequence_parallel), nprocs=2)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_bits_are_those_of_tensor_parallelism_alone(tmp_path: Path, sequence_parallel: bool) -> None:
+def test_sharding_matches_tensor_parallelism_alone(tmp_path: Path, sequence_parallel: bool) -> None:
     torch.multiprocessing.spawn(worker, (str(tmp_path / "store"), sequence_parallel), nprocs=2)

@@ -1,4 +1,4 @@
-"""Sharded against plain PyTorch, bit for bit: how a model is trained."""
+"""Sharded models match plain PyTorch bit for bit, however they are trained."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.module_parity import (
 )
 
 LAST = 2
-"""Number of the last micro-batch of a step."""
+"""Index of the last micro-batch of a step."""
 
 
 def wrap_tied(model: Gpt, session: Any) -> None:
@@ -48,14 +48,14 @@ def accumulate_locally_keeping_weights(model: Any, micro_batch: int) -> None:
 @pytest.mark.parametrize("prefetch_bytes", [0, 1 << 30], ids=["no-prefetch", "prefetch"])
 @pytest.mark.parametrize("wrap", [wrap_blocks, wrap_tied, wrap_whole])
 @pytest.mark.parametrize("recompute", [None, False, True], ids=["saved", "nonreentrant", "reentrant"])
-def test_transformer(recompute: bool | None, wrap: Any, prefetch_bytes: int) -> None:
+def test_transformer_matches_torch(recompute: bool | None, wrap: Any, prefetch_bytes: int) -> None:
     Pair(gpt(recompute), wrap, prefetch_bytes=prefetch_bytes).train(gpt_loss)
 
 
 @pytest.mark.parametrize("mode", [accumulate_pushing, accumulate_locally, accumulate_locally_keeping_weights])
 @pytest.mark.parametrize("wrap", [wrap_blocks, wrap_tied])
 @pytest.mark.parametrize("recompute", [None, False, True], ids=["saved", "nonreentrant", "reentrant"])
-def test_gradient_accumulation(recompute: bool | None, wrap: Any, mode: Any) -> None:
+def test_gradient_accumulation_matches_torch(recompute: bool | None, wrap: Any, mode: Any) -> None:
     pair = Pair(gpt(recompute), wrap)
     for step in range(3):
         for micro_batch in range(LAST + 1):
@@ -66,11 +66,11 @@ def test_gradient_accumulation(recompute: bool | None, wrap: Any, mode: Any) -> 
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 5])
-def test_number_of_shards_does_not_matter(num_shards: int) -> None:
+def test_number_of_shards_changes_no_bit(num_shards: int) -> None:
     Pair(gpt(), wrap_blocks, store=InMemoryStore(num_shards)).train(gpt_loss)
 
 
-def test_two_ranks_equal_the_mean_of_their_gradients() -> None:
+def test_two_ranks_train_with_the_mean_of_their_gradients() -> None:
     pair = Pair(gpt(), wrap_blocks)
     for step in range(3):
         sums: dict[nn.Parameter, torch.Tensor] = {}
@@ -92,7 +92,7 @@ def test_two_ranks_equal_the_mean_of_their_gradients() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_between_and_before_steps(mode: Any) -> None:
+def test_evaluation_before_and_between_steps_changes_no_bit(mode: Any) -> None:
     pair = Pair(gpt(), wrap_blocks)
     for number in range(3):
         results = []
@@ -107,7 +107,7 @@ def test_evaluation_between_and_before_steps(mode: Any) -> None:
     pair.compare()
 
 
-def test_evaluation_between_forward_and_backward() -> None:
+def test_evaluation_between_forward_and_backward_changes_no_bit() -> None:
     def loss(model: nn.Module, number: int) -> torch.Tensor:
         value = gpt_loss(model, number)
         with torch.no_grad():
@@ -117,8 +117,8 @@ def test_evaluation_between_forward_and_backward() -> None:
     Pair(gpt(), wrap_blocks).train(loss)
 
 
-def test_two_forwards_then_one_backward() -> None:
-    """As in DPO: chosen and rejected go through the same model."""
+def test_two_forwards_then_one_backward_match_torch() -> None:
+    """DPO runs the chosen and the rejected answer through the same model."""
 
     def loss(model: nn.Module, number: int) -> torch.Tensor:
         return (gpt_loss(model, number) - gpt_loss(model, 80 + number)).sigmoid()
@@ -127,7 +127,7 @@ def test_two_forwards_then_one_backward() -> None:
         Pair(gpt(recompute), wrap_blocks).train(loss)
 
 
-def test_backward_twice_through_one_graph() -> None:
+def test_two_backwards_through_one_graph_match_torch() -> None:
     pair = Pair(gpt(), wrap_blocks)
     for number in range(3):
         for model in (pair.plain, pair.sharded.model):
@@ -139,8 +139,8 @@ def test_backward_twice_through_one_graph() -> None:
     pair.compare()
 
 
-def test_gradient_of_an_input_then_backward() -> None:
-    """A gradient penalty: the graph of a backward uses the weights too."""
+def test_gradient_penalty_matches_torch() -> None:
+    """The graph of the inner backward uses the weights, too."""
 
     class Critic(nn.Module):
         def __init__(self) -> None:
@@ -161,7 +161,7 @@ def test_gradient_of_an_input_then_backward() -> None:
 
 
 def test_pipeline_micro_batches_gather_once_and_push_once() -> None:
-    """Forwards run ahead of the backwards (1F1B); weights stay, gradients go once."""
+    """Forwards run ahead of backwards (1F1B)."""
     pair = Pair(gpt(), wrap_blocks, prefetch_bytes=0)
     model: Any = pair.sharded.model
     model.set_reshard_after_forward(False)
@@ -182,8 +182,8 @@ def test_pipeline_micro_batches_gather_once_and_push_once() -> None:
     pair.compare()
 
 
-def test_one_step_without_any_backward_of_a_child() -> None:
-    """Run the whole, step, then a child alone, step."""
+def test_child_may_train_alone_in_every_second_step() -> None:
+    """Steps alternate between the whole model and one child."""
 
     def child_loss(model: Any, number: int) -> torch.Tensor:
         return model.blocks[1](inputs(number, 2, 3, 20)).square().mean()
@@ -195,7 +195,7 @@ def test_one_step_without_any_backward_of_a_child() -> None:
     pair.compare()
 
 
-def test_checkpoint_around_several_units_and_inside_one() -> None:
+def test_checkpoints_around_units_and_inside_one_match_torch() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -219,12 +219,12 @@ def test_checkpoint_around_several_units_and_inside_one() -> None:
         )
 
 
-# torch.compile itself reads .grad of inputs that are no leaves.
+# torch.compile reads .grad of non-leaf inputs.
 ignore_compiler_warning = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 @ignore_compiler_warning
-def test_compiled_forward() -> None:
+def test_compiled_forward_matches_torch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 15), nn.Linear(15, 3))
 
@@ -237,7 +237,7 @@ def test_compiled_forward() -> None:
 
 
 @ignore_compiler_warning
-def test_compiled_block_sharded_afterwards() -> None:
+def test_block_compiled_before_sharding_matches_torch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 15), nn.Linear(15, 3))
 
@@ -253,7 +253,7 @@ def test_compiled_block_sharded_afterwards() -> None:
 
 
 @ignore_compiler_warning
-def test_compiled_model() -> None:
+def test_compiled_model_matches_torch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 15), nn.Linear(15, 3))
 

@@ -1,4 +1,4 @@
-"""Trainers on GPUs of one node exchange what each fetched: the same bits, beside the compute stream."""
+"""Trainers on GPUs of one node exchange the parts that they fetched, outside the compute stream."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SIZE, CUT = 1 << 20, 4096
 
 
 def arrival_of(values: torch.Tensor) -> tuple[Arrival, torch.Tensor]:
-    """Values that arrive in memory on the device, and that memory."""
+    """Returns an arrival of the values in device memory, and that memory."""
     target = torch.zeros(SIZE, dtype=torch.uint8, device="cuda")
     arrival = Arrival(target)
     arrival.staging.copy_(values)
     return arrival, target
 
 
-def test_a_part_is_copied_and_the_rest_exchanged_before_compute_reads_it() -> None:
+def test_copied_part_and_exchanged_rest_arrive_before_compute_reads_them() -> None:
     values = torch.randint(0, 256, (SIZE,), dtype=torch.uint8)
     arrival, target = arrival_of(values)
     others = values.cuda()
@@ -38,7 +38,7 @@ def test_a_part_is_copied_and_the_rest_exchanged_before_compute_reads_it() -> No
     assert torch.equal(target.cpu(), values)
 
 
-def test_an_exchange_that_takes_too_long_raises_and_the_whole_vector_arrives_after_it() -> None:
+def test_whole_vector_arrives_after_an_exchange_times_out() -> None:
     values = torch.randint(0, 256, (SIZE,), dtype=torch.uint8)
     arrival, target = arrival_of(values)
 
@@ -54,7 +54,7 @@ def test_an_exchange_that_takes_too_long_raises_and_the_whole_vector_arrives_aft
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_sharing_over_nccl_changes_no_bit_and_halves_what_is_received() -> None:
+def test_sharing_over_nccl_changes_no_bit_and_halves_the_received_bytes() -> None:
     with shardwell.LocalCluster(num_shards=2) as cluster:
         alone, shared = (run_all(cluster.address, 2, "nccl", group) for group in ("none", "nccl"))
     assert len({result["sha256"] for result in (*alone, *shared)}) == 1

@@ -1,4 +1,4 @@
-"""Optimizers that go element by element: the same bits as torch.optim, wherever parameters are cut."""
+"""Element-wise optimizers match torch.optim bit for bit, wherever parameters are cut."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def cluster(request: pytest.FixtureRequest) -> shardwell.LocalCluster:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_bits_as_torch(cluster: shardwell.LocalCluster, case: str) -> None:
+def test_element_wise_optimizer_matches_torch_bit_for_bit(cluster: shardwell.LocalCluster, case: str) -> None:
     name, plain, settings = CASES[case]
     implementation = {"fused": True} if name in FUSED else {}
 
@@ -65,14 +65,14 @@ def test_the_same_bits_as_torch(cluster: shardwell.LocalCluster, case: str) -> N
             lambda params: getattr(shardwell.optim, name)(params, **settings),
             lambda params: plain(params, **settings, **implementation),
             groups,
-            # torch's fused SGD cannot begin with one parameter later than with another.
+            # torch's fused SGD requires that all parameters start in the same step.
             always_rare=name == "SGD",
         )
 
 
-def test_every_setting_of_torch_has_the_same_default(cluster: shardwell.LocalCluster) -> None:
-    ways = {"foreach", "capturable", "differentiable", "fused"}
-    named_otherwise = {"Adam": {"decoupled_weight_decay"}, "AdamW": {"decoupled_weight_decay"}}
+def test_settings_have_the_defaults_of_torch(cluster: shardwell.LocalCluster) -> None:
+    implementation_settings = {"foreach", "capturable", "differentiable", "fused"}
+    left_out = {"Adam": {"decoupled_weight_decay"}, "AdamW": {"decoupled_weight_decay"}}
     with shardwell.join(cluster.address, run=uuid.uuid4().hex) as session:
         model = shardwell.fully_shard(torch.nn.Linear(2, 2, bias=False), session)
         for name in shardwell.optim.__all__:
@@ -80,10 +80,10 @@ def test_every_setting_of_torch_has_the_same_default(cluster: shardwell.LocalClu
                 expected = torch_class([torch.zeros(2, 2)]).defaults
                 defaults = getattr(shardwell.optim, name)(model.parameters()).defaults
                 assert defaults.items() <= expected.items(), name
-                assert expected.keys() - defaults.keys() <= ways | named_otherwise.get(name, set()), name
+                assert expected.keys() - defaults.keys() <= implementation_settings | left_out.get(name, set()), name
 
 
-def test_state_can_be_looked_at_piece_by_piece(cluster: shardwell.LocalCluster) -> None:
+def test_peek_returns_optimizer_state_in_pieces(cluster: shardwell.LocalCluster) -> None:
     run, settings = uuid.uuid4().hex, {"lr": 1e-3, "momentum": 0.9, "centered": True}
     with (
         shardwell.join(cluster.address, run=run) as session,
@@ -104,7 +104,7 @@ def test_state_can_be_looked_at_piece_by_piece(cluster: shardwell.LocalCluster) 
             assert math.fsum(piece.norm**2 for piece in pieces) == pytest.approx(state.double().square().sum().item())
 
 
-def test_averages_equal_those_of_torch(cluster: shardwell.LocalCluster) -> None:
+def test_moving_averages_match_torch(cluster: shardwell.LocalCluster) -> None:
     plain, model = OddModel(), OddModel()
     frozen_at_first = "tall.weight"
     averaged = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -131,7 +131,7 @@ def test_averages_equal_those_of_torch(cluster: shardwell.LocalCluster) -> None:
         compare_weights(model, plain)
 
 
-def test_averages_that_were_never_asked_for_are_not_made_up(cluster: shardwell.LocalCluster) -> None:
+def test_reading_averages_without_ema_decay_is_rejected(cluster: shardwell.LocalCluster) -> None:
     with shardwell.join(cluster.address, run=uuid.uuid4().hex) as session:
         model = shardwell.fully_shard(torch.nn.Linear(2, 2), session)
         optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)

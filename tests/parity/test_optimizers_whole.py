@@ -1,4 +1,4 @@
-"""Optimizers that need whole tensors: the same bits as their references, and what keeps tensors whole."""
+"""Whole-tensor optimizers match their references bit for bit and reject tensors that are cut."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def others(model: nn.Module) -> list[nn.Parameter]:
 
 
 def with_elements(model: nn.Module) -> Groups:
-    """torch's Adafactor divides by the number of elements."""
+    """Returns groups without empty parameters: torch's Adafactor divides by the number of elements."""
     rest = [parameter for parameter in others(model) if parameter.numel()]
     return [{"params": matrices(model)}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}]
 
@@ -53,7 +53,7 @@ MUON: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "adjust_lr_fn": "match_rms_
 ADAMW: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.2}
 
 
-def test_adafactor(cluster: shardwell.LocalCluster) -> None:
+def test_adafactor_matches_torch(cluster: shardwell.LocalCluster) -> None:
     with shardwell.join(cluster.address, run=uuid.uuid4().hex) as session:
         compare(
             session,
@@ -64,7 +64,7 @@ def test_adafactor(cluster: shardwell.LocalCluster) -> None:
         )
 
 
-def test_lamb(cluster: shardwell.LocalCluster) -> None:
+def test_lamb_matches_its_reference(cluster: shardwell.LocalCluster) -> None:
     with shardwell.join(cluster.address, run=uuid.uuid4().hex) as session:
         compare(
             session,
@@ -74,8 +74,8 @@ def test_lamb(cluster: shardwell.LocalCluster) -> None:
         )
 
 
-class Both(torch.optim.Optimizer):
-    """torch's Muon for matrices and AdamW for the rest, behind one step."""
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Runs torch's Muon for matrices and AdamW for the rest in one step."""
 
     def __init__(self, groups: Groups) -> None:
         self.both = [
@@ -98,20 +98,20 @@ def muon_and_adamw(groups: Groups) -> shardwell.optim.Combined:
     )
 
 
-def test_muon_for_matrices_and_adamw_for_the_rest(cluster: shardwell.LocalCluster) -> None:
+def test_muon_for_matrices_and_adamw_for_the_rest_match_torch(cluster: shardwell.LocalCluster) -> None:
     with shardwell.join(cluster.address, run=uuid.uuid4().hex) as session:
         compare(
             session,
             muon_and_adamw,
-            Both,
+            MuonAndAdamW,
             lambda model: [{"params": matrices(model)}, {"params": others(model)}],
             placement="tensor",
         )
 
 
-def test_parts_have_schedulers_and_groups_of_their_own(cluster_of_three: shardwell.LocalCluster) -> None:
+def test_combined_optimizers_have_their_own_schedulers_and_groups(cluster_of_three: shardwell.LocalCluster) -> None:
     plain = OddModel()
-    reference = Both([{"params": matrices(plain)}, {"params": others(plain)}])
+    reference = MuonAndAdamW([{"params": matrices(plain)}, {"params": others(plain)}])
     with shardwell.join(cluster_of_three.address, run=uuid.uuid4().hex) as session:
         model = shardwell.auto_wrap(OddModel(), session, shardwell.NoWrapPolicy(), placement="tensor")
         with closing(CoordinatorClient(cluster_of_three.address)) as coordinator:
@@ -133,7 +133,7 @@ def test_parts_have_schedulers_and_groups_of_their_own(cluster_of_three: shardwe
         compare_weights(model, plain)
 
 
-def test_cut_tensors_are_refused_before_anything_is_committed(cluster_of_three: shardwell.LocalCluster) -> None:
+def test_cut_tensors_are_rejected_before_the_commit(cluster_of_three: shardwell.LocalCluster) -> None:
     with shardwell.join(cluster_of_three.address, run=uuid.uuid4().hex) as session:
         model = shardwell.fully_shard(OddModel(), session)
         model(torch.randn(5, 101), use_rare=True).backward()
@@ -145,7 +145,7 @@ def test_cut_tensors_are_refused_before_anything_is_committed(cluster_of_three: 
         assert session.step == 1
 
 
-def test_tensors_that_happen_to_be_whole_are_enough(cluster_of_three: shardwell.LocalCluster) -> None:
+def test_small_tensors_need_no_placement(cluster_of_three: shardwell.LocalCluster) -> None:
     with shardwell.join(cluster_of_three.address, run=uuid.uuid4().hex) as session:
         model = shardwell.fully_shard(nn.Linear(3, 3), session)
         model(torch.ones(3)).sum().backward()
@@ -153,7 +153,7 @@ def test_tensors_that_happen_to_be_whole_are_enough(cluster_of_three: shardwell.
         assert session.step == 1
 
 
-def test_what_is_combined_wrongly_is_explained(cluster_of_three: shardwell.LocalCluster) -> None:
+def test_invalid_combinations_are_rejected(cluster_of_three: shardwell.LocalCluster) -> None:
     with shardwell.join(cluster_of_three.address, run=uuid.uuid4().hex) as session:
         model = shardwell.fully_shard(nn.Linear(3, 3), session)
         with pytest.raises(shardwell.UsageError, match=r"Muon takes matrices.*shape \(3,\).*Combined"):
@@ -172,7 +172,7 @@ def test_what_is_combined_wrongly_is_explained(cluster_of_three: shardwell.Local
                 grown.add_param_group({"params": [model.bias]})
 
 
-def test_a_parameter_keeps_its_algorithm(cluster_of_three: shardwell.LocalCluster) -> None:
+def test_changing_the_algorithm_of_a_parameter_is_rejected(cluster_of_three: shardwell.LocalCluster) -> None:
     with shardwell.join(cluster_of_three.address, run=uuid.uuid4().hex) as session:
         model = shardwell.fully_shard(nn.Linear(3, 3), session, name="layer")
         first, swapped = (
@@ -188,7 +188,7 @@ def test_a_parameter_keeps_its_algorithm(cluster_of_three: shardwell.LocalCluste
         assert session.step == 2
 
 
-def test_trainers_must_agree_on_the_placement(cluster_of_three: shardwell.LocalCluster) -> None:
+def test_trainers_with_different_placements_are_rejected(cluster_of_three: shardwell.LocalCluster) -> None:
     run = uuid.uuid4().hex
     for placement, again in (("tensor", "flat"), ("flat", "tensor")):
         with shardwell.join(cluster_of_three.address, run=f"{run}-{placement}", trainer="one") as session:
@@ -200,7 +200,7 @@ def test_trainers_must_agree_on_the_placement(cluster_of_three: shardwell.LocalC
             shardwell.fully_shard(nn.Linear(3, 3), session, name="layer", placement=again)
 
 
-def test_an_unknown_placement_is_refused(cluster_of_three: shardwell.LocalCluster) -> None:
+def test_unknown_placement_is_rejected(cluster_of_three: shardwell.LocalCluster) -> None:
     with (
         shardwell.join(cluster_of_three.address, run=uuid.uuid4().hex) as session,
         pytest.raises(shardwell.InvalidRequestError, match="placement 'TENSOR': expected one of flat, tensor"),

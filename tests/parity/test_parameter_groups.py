@@ -1,4 +1,4 @@
-"""Parameter groups that change between steps, against torch; and what of an optimizer's state_dict is a trainer's."""
+"""Parameter groups that change between steps match torch; state_dict holds hyper-parameters only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parameters_of(model: nn.Module, *names: str) -> list[nn.Parameter]:
 
 
 def change(number: int, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """What is done to an optimizer before a step."""
+    """Changes the groups of an optimizer before a step."""
     groups = optimizer.param_groups
     if number == 1:
         groups[0].update(lr=0.03, betas=(0.8, 0.9), weight_decay=0.2)
@@ -64,8 +64,8 @@ def change(number: int, optimizer: torch.optim.Optimizer, model: nn.Module) -> N
 
 
 @pytest.mark.parametrize("where", MAKERS)
-def test_changes_between_steps(session: shardwell.Session, where: str) -> None:
-    """Settings of every kind, groups that come, change and go, and come back with their state."""
+def test_changes_of_groups_between_steps_match_torch(session: shardwell.Session, where: str) -> None:
+    """Every kind of setting changes. Groups are added, changed, removed and added again with their state."""
     model, plain = shardwell.fully_shard(OddModel(), session), OddModel()
     make, make_plain = MAKERS[where]
     optimizers = [
@@ -85,7 +85,7 @@ def test_changes_between_steps(session: shardwell.Session, where: str) -> None:
     compare_weights(model, plain)
 
 
-def test_a_group_of_parameters_that_are_not_sharded_is_not_added(session: shardwell.Session) -> None:
+def test_group_of_unsharded_parameters_is_rejected(session: shardwell.Session) -> None:
     model = shardwell.fully_shard(OddModel(), session)
     optimizer = shardwell.optim.SGD(parameters_of(model, "wide"), lr=0.1)
     with pytest.raises(shardwell.UsageError, match=r"of shape .*7.* is not sharded: call fully_shard"):
@@ -110,18 +110,18 @@ def test_hyper_parameters_are_saved_and_loaded(session: shardwell.Session) -> No
     model(torch.ones(5, 101), use_rare=True).backward()
     optimizer.step()
     scheduler.step()
-    assert [group["lr"] for group in optimizer.param_groups] == [0.15, 0.005], "the groups are still the scheduler's"
+    assert [group["lr"] for group in optimizer.param_groups] == [0.15, 0.005], "the scheduler still changes the groups"
 
 
-def test_state_that_is_not_a_trainers_to_load(session: shardwell.Session) -> None:
+def test_loading_optimizer_state_is_rejected(session: shardwell.Session) -> None:
     model, plain = shardwell.fully_shard(OddModel(), session), OddModel()
     optimizer = shardwell.optim.AdamW(model.parameters(), lr=0.01)
-    torchs = torch.optim.AdamW(plain.parameters(), lr=0.7)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.7)
     plain(torch.ones(5, 101), use_rare=True).backward()
-    fresh = copy.deepcopy(torchs.state_dict())
-    torchs.step()
+    fresh = copy.deepcopy(reference.state_dict())
+    reference.step()
     with pytest.raises(shardwell.UsageError, match=r"has state of 7 parameters.*joining the run again restores it"):
-        optimizer.load_state_dict(torchs.state_dict())
+        optimizer.load_state_dict(reference.state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.01
     optimizer.load_state_dict(fresh)
     assert optimizer.param_groups[0]["lr"] == 0.7

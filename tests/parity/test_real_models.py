@@ -1,4 +1,4 @@
-"""Models as people write them, wrapped without configuration: the bits are those of plain PyTorch."""
+"""Real models wrapped without configuration match plain PyTorch bit for bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def train_plain(case: Case, dp: int) -> tuple[list[float], nn.Module]:
-    """Ranks one after another from the same buffers; those of rank 0 stay, and gradients are added in rank order."""
+    """Trains one rank after another. Every rank starts from rank 0's buffers; gradients are added in rank order."""
     model = build(case)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     losses = []
@@ -90,7 +90,7 @@ def train_sharded(
     return losses, shardwell.full_state_dict(model), model
 
 
-def check(case: Case, dp: int, address: str, policy: Any = None) -> nn.Module:
+def compare_training(case: Case, dp: int, address: str, policy: Any = None) -> nn.Module:
     expected_losses, plain = train_plain(case, dp)
     with shardwell.join(address, run=uuid.uuid4().hex, world=shardwell.World(dp=dp), min_trainers=1) as session:
         losses, state, model = train_sharded(case, session, policy)
@@ -107,13 +107,13 @@ def check(case: Case, dp: int, address: str, policy: Any = None) -> nn.Module:
 
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_same_bits_as_plain_pytorch(cluster: shardwell.LocalCluster, name: str, dp: int) -> None:
-    check(CASES[name], dp, cluster.address)
+def test_training_matches_plain_pytorch_bit_for_bit(cluster: shardwell.LocalCluster, name: str, dp: int) -> None:
+    compare_training(CASES[name], dp, cluster.address)
 
 
-def test_experts_as_units_of_their_own(cluster: shardwell.LocalCluster) -> None:
-    """Some expert is used by one rank and not by the other, and some by none of a step."""
-    model = check(CASES["mixture"], 2, cluster.address, shardwell.ModuleTypePolicy({Expert, MixtureLayer}))
+def test_experts_may_be_separate_units(cluster: shardwell.LocalCluster) -> None:
+    """Some experts are used by one rank only, and some by no rank in a step."""
+    model = compare_training(CASES["mixture"], 2, cluster.address, shardwell.ModuleTypePolicy({Expert, MixtureLayer}))
     layer = model.layers[0]
     ranks = list(zip(layer.used[::2], layer.used[1::2], strict=True))
     assert any(first != second for first, second in ranks)
@@ -123,7 +123,9 @@ def test_experts_as_units_of_their_own(cluster: shardwell.LocalCluster) -> None:
 @pytest.mark.parametrize("make", [llama, gpt2])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("recompute", [None, True, False], ids=["saved", "reentrant", "nonreentrant"])
-def test_hugging_face_attention_and_gradient_checkpointing(make: Any, attention: str, recompute: bool | None) -> None:
+def test_hugging_face_attention_and_gradient_checkpointing_match_torch(
+    make: Any, attention: str, recompute: bool | None
+) -> None:
     torch.manual_seed(0)
     model: Any = make(attention).train()
     if recompute is not None:
@@ -131,7 +133,7 @@ def test_hugging_face_attention_and_gradient_checkpointing(make: Any, attention:
     Pair(model, shardwell.auto_wrap).train(lambda each, number: own_loss(each, tokens(number, 0)), steps=3)
 
 
-def test_checkpointing_turned_on_after_sharding() -> None:
+def test_checkpointing_may_be_enabled_after_sharding() -> None:
     torch.manual_seed(0)
     pair = Pair(llama().train(), shardwell.auto_wrap)
     for model in (pair.plain, pair.sharded.model):
@@ -140,7 +142,7 @@ def test_checkpointing_turned_on_after_sharding() -> None:
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_hugging_face_generation(make: Any) -> None:
+def test_hugging_face_generation_matches_torch(make: Any) -> None:
     torch.manual_seed(0)
     pair = Pair(make(), shardwell.auto_wrap)
     pair.train(lambda each, number: own_loss(each, tokens(number, 0)), steps=2)
@@ -167,12 +169,12 @@ def test_hugging_face_generation(make: Any) -> None:
         ("mixture", ["layers.0", "layers.1", "MixtureOfExperts"]),
     ],
 )
-def test_units_without_configuration(name: str, units: list[str]) -> None:
+def test_default_policy_wraps_the_repeated_blocks(name: str, units: list[str]) -> None:
     pair = Pair(build(CASES[name]), shardwell.auto_wrap)
     assert [unit.name for unit in pair.sharded.units] == units
 
 
 def test_batch_norm_statistics_are_those_of_rank_0(cluster: shardwell.LocalCluster) -> None:
-    model = check(CASES["resnet"], 2, cluster.address)
+    model = compare_training(CASES["resnet"], 2, cluster.address)
     assert isinstance(model.layer1[0], BasicBlock)
     assert model.bn1.num_batches_tracked == STEPS

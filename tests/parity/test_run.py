@@ -1,4 +1,4 @@
-"""The core promise on real servers: the same bits as plain PyTorch, whatever the cluster looks like."""
+"""Training on real servers matches plain PyTorch bit for bit on any cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.trainer import train
 
 STEPS = 10
 CHUNK_BYTES = 4096
-"""Every shard takes several."""
+"""Small enough that every shard is sent in several chunks."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,14 +39,14 @@ def plain_dp2_hash() -> str:
     return sha256(plain(2)[1])
 
 
-def play_both(running: shardwell.LocalCluster, **options: Any) -> dict[str, torch.Tensor]:
-    """One trainer plays both ranks; the weights in the end."""
+def train_two_ranks(running: shardwell.LocalCluster, **options: Any) -> dict[str, torch.Tensor]:
+    """Trains two ranks on one trainer and returns the final weights."""
     with shardwell.join(running.address, run=uuid.uuid4().hex, world=shardwell.World(dp=2), min_trainers=1) as session:
         state: dict[str, torch.Tensor] = train(session, steps=STEPS, **options)[1]
         return state
 
 
-def test_one_rank_equals_plain_pytorch(cluster_of_three: shardwell.LocalCluster) -> None:
+def test_one_rank_matches_plain_pytorch(cluster_of_three: shardwell.LocalCluster) -> None:
     expected_losses, expected = plain(1)
     with shardwell.join(cluster_of_three.address, run=uuid.uuid4().hex) as session:
         losses, state = train(session, steps=STEPS)
@@ -55,7 +55,7 @@ def test_one_rank_equals_plain_pytorch(cluster_of_three: shardwell.LocalCluster)
     assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
-def test_one_trainer_playing_two_ranks_equals_plain_pytorch(cluster_of_three: shardwell.LocalCluster) -> None:
+def test_one_trainer_with_two_ranks_matches_plain_pytorch(cluster_of_three: shardwell.LocalCluster) -> None:
     expected_losses, expected = plain(2)
     with shardwell.join(
         cluster_of_three.address, run=uuid.uuid4().hex, world=shardwell.World(dp=2), min_trainers=1
@@ -65,7 +65,7 @@ def test_one_trainer_playing_two_ranks_equals_plain_pytorch(cluster_of_three: sh
     assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
-def test_two_trainers_give_the_same_bits_in_small_chunks(
+def test_two_trainers_match_plain_pytorch_in_small_chunks(
     cluster_of_three: shardwell.LocalCluster, plain_dp2_hash: str
 ) -> None:
     run, options = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS, "--transports", "grpc", "--chunk-bytes", CHUNK_BYTES)
@@ -79,15 +79,13 @@ def test_two_trainers_give_the_same_bits_in_small_chunks(
 
 
 @pytest.mark.parametrize("servers", ["cluster_of_one", "cluster"])
-def test_the_number_of_servers_changes_no_bit(
-    servers: str, request: pytest.FixtureRequest, plain_dp2_hash: str
-) -> None:
+def test_number_of_servers_changes_no_bit(servers: str, request: pytest.FixtureRequest, plain_dp2_hash: str) -> None:
     running: shardwell.LocalCluster = request.getfixturevalue(servers)
-    assert sha256(play_both(running)) == plain_dp2_hash
+    assert sha256(train_two_ranks(running)) == plain_dp2_hash
 
 
 def test_clipping_gives_the_same_bits_on_any_number_of_servers(
     cluster_of_one: shardwell.LocalCluster, cluster_of_three: shardwell.LocalCluster
 ) -> None:
-    one, three = (sha256(play_both(running, clip=0.05)) for running in (cluster_of_one, cluster_of_three))
-    assert one == three != sha256(play_both(cluster_of_one))
+    one, three = (sha256(train_two_ranks(running, clip=0.05)) for running in (cluster_of_one, cluster_of_three))
+    assert one == three != sha256(train_two_ranks(cluster_of_one))

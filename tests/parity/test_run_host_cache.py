@@ -1,4 +1,4 @@
-"""A host's cache changes no bit, and the weights cross the network once per host."""
+"""The host cache changes no bit, and weights cross the network once per host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.trainer import train
 
 STEPS = 4
 REMOTE = "socket,grpc"
-"""Without shared memory a server of this host is like one of another."""
+"""Without shared memory, a server on this host behaves as a server on another host."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,13 +48,13 @@ def plain_hash() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
+def _no_folder_is_left() -> Iterator[None]:
     yield
     wait_for_no_folder()
 
 
-def play_both(address: str, **options: Any) -> tuple[str, dict[str, float], list[int]]:
-    """One trainer plays both ranks; the hash, what it moved, and the sizes of the units."""
+def train_two_ranks(address: str, **options: Any) -> tuple[str, dict[str, float], list[int]]:
+    """Trains two ranks on one trainer; returns the hash, the statistics and the sizes of the units."""
     with shardwell.join(
         address, run=uuid.uuid4().hex, world=shardwell.World(dp=2), min_trainers=1, transports=REMOTE, **options
     ) as session:
@@ -63,28 +63,26 @@ def play_both(address: str, **options: Any) -> tuple[str, dict[str, float], list
 
 
 def test_one_trainer_fetches_each_version_once(cluster: shardwell.LocalCluster, plain_hash: str) -> None:
-    hashed, stats, sizes = play_both(cluster.address, host_cache_bytes=1 << 30)
+    hashed, stats, sizes = train_two_ranks(cluster.address, host_cache_bytes=1 << 30)
     assert hashed == plain_hash
-    # Version 0, and what each step makes; the last for the state dict.
+    # Version 0 and one version per step; the state dict reads the last one.
     assert stats["received_bytes"] == (STEPS + 1) * sum(sizes)
-    assert stats["peak_unit_bytes"] == max(sizes), "no memory of its own beyond what declaring a unit takes"
+    assert stats["peak_unit_bytes"] == max(sizes), "needs no memory beyond the declaration of a unit"
 
 
-def test_what_exceeds_the_budget_is_fetched_as_without_a_cache(
-    cluster: shardwell.LocalCluster, plain_hash: str
-) -> None:
-    none, one_unit = (play_both(cluster.address, host_cache_bytes=size) for size in (0, unit_sizes()[0]))
+def test_units_beyond_the_budget_are_fetched_in_every_pass(cluster: shardwell.LocalCluster, plain_hash: str) -> None:
+    none, one_unit = (train_two_ranks(cluster.address, host_cache_bytes=size) for size in (0, unit_sizes()[0]))
     assert (none[0], one_unit[0]) == (plain_hash, plain_hash)
     model, (received, less) = sum(unit_sizes()), (each[1]["received_bytes"] for each in (none, one_unit))
     assert received > 2 * STEPS * model, "in every pass"
-    # All but one unit, whose last version is fetched for the state dict only.
+    # One unit is fetched once per version, the others in every pass.
     share = unit_sizes()[0] / model
     assert (STEPS + 1) * model < less < received * (1 - share) + (STEPS + 1) * share * model
     assert none[1]["cache_hit_bytes"] == 0
 
 
 def unit_sizes() -> list[int]:
-    """Of the flat vectors, as the trainer wraps the model."""
+    """Returns the sizes of the flat vectors of the units that a trainer declares."""
     model = transformer.build()
     units = [set(block.parameters()) for block in model.blocks]
     units.append(set(model.parameters()).difference(*units))
@@ -93,13 +91,13 @@ def unit_sizes() -> list[int]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_rounded_weights_are_decoded_once_and_saved_exactly(cluster: shardwell.LocalCluster, dtype: str) -> None:
-    without, without_stats, _ = play_both(cluster.address, gather_dtype=dtype)
-    cached, stats, _ = play_both(cluster.address, gather_dtype=dtype, host_cache_bytes=1 << 30)
+    without, without_stats, _ = train_two_ranks(cluster.address, gather_dtype=dtype)
+    cached, stats, _ = train_two_ranks(cluster.address, gather_dtype=dtype, host_cache_bytes=1 << 30)
     assert cached == without
     assert 2 * stats["received_bytes"] < without_stats["received_bytes"]
 
 
-def test_rounding_is_the_same_where_servers_share_their_memory(cluster: shardwell.LocalCluster) -> None:
+def test_rounding_is_the_same_with_shared_memory(cluster: shardwell.LocalCluster) -> None:
     hashes = set()
     for options in ({}, {"host_cache_bytes": 1 << 30}):
         with shardwell.join(
@@ -116,8 +114,8 @@ def test_rounding_is_the_same_where_servers_share_their_memory(cluster: shardwel
 
 
 @pytest.mark.parametrize("transports", [REMOTE, "shm,socket,grpc"])
-def test_what_is_not_read_in_place_is_copied_from_there(cluster: shardwell.LocalCluster, transports: str) -> None:
-    """As for a unit on a GPU."""
+def test_gather_copies_from_the_cache_or_from_shared_memory(cluster: shardwell.LocalCluster, transports: str) -> None:
+    """Units on a GPU are copied this way."""
     run = uuid.uuid4().hex
     with shardwell.join(cluster.address, run=run, transports=transports, host_cache_bytes=1 << 30) as session:
         train(session, steps=1)
@@ -142,7 +140,7 @@ def _cached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_cached")
-def test_two_trainers_fetch_one_model_per_step(cluster: shardwell.LocalCluster, plain_hash: str) -> None:
+def test_two_trainers_fetch_each_version_once_together(cluster: shardwell.LocalCluster, plain_hash: str) -> None:
     run = uuid.uuid4().hex
     with start(cluster, run, "--global-rank", 1) as second, start(cluster, run, "--global-rank", 0) as first:
         results = [first.finish(), second.finish()]
@@ -153,9 +151,7 @@ def test_two_trainers_fetch_one_model_per_step(cluster: shardwell.LocalCluster, 
 
 
 @pytest.mark.usefixtures("_cached")
-def test_a_trainer_that_is_killed_and_one_that_takes_its_place_change_nothing(
-    impatient_cluster: shardwell.LocalCluster, plain_hash: str
-) -> None:
+def test_replacing_a_killed_trainer_changes_no_bit(impatient_cluster: shardwell.LocalCluster, plain_hash: str) -> None:
     run = uuid.uuid4().hex
     with (
         start(impatient_cluster, run, "--global-rank", 1, "--kill-at-step", 1) as lost,
@@ -168,7 +164,7 @@ def test_a_trainer_that_is_killed_and_one_that_takes_its_place_change_nothing(
     assert [result.get("sha256") for result in results] == [plain_hash] * 2, results
 
 
-def test_a_run_that_is_made_again_reads_nothing_of_the_former_one(cluster: shardwell.LocalCluster) -> None:
+def test_recreated_run_reads_nothing_of_the_deleted_run(cluster: shardwell.LocalCluster) -> None:
     options: dict[str, Any] = {"run": uuid.uuid4().hex, "transports": REMOTE, "host_cache_bytes": 1 << 30}
     first = shardwell.join(cluster.address, **options)
     layer = torch.nn.Linear(8, 8)
@@ -176,7 +172,7 @@ def test_a_run_that_is_made_again_reads_nothing_of_the_former_one(cluster: shard
     before = shardwell.full_state_dict(layer)
     delete(cluster.address, options["run"])
     with shardwell.join(cluster.address, **options) as second:
-        # The former run's folder is still there, with its version 0.
+        # The folder of the deleted run still exists, with its version 0.
         assert len(folders_shared_here()) == 2
         again = torch.nn.Linear(8, 8)
         expected = again.weight.detach().clone()

@@ -1,4 +1,4 @@
-"""Trainers of a node that share their gathers: the same bits, and each byte is fetched once for all of them."""
+"""Trainers of one node that share their gathers get the same bits and fetch each byte once."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def cluster() -> Iterator[shardwell.LocalCluster]:
 
 @pytest.fixture(autouse=True)
 def _sharing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Without shared memory a server of this host is like one of another.
+    # Without shared memory, a server on this host behaves as a server on another host.
     monkeypatch.setenv("SHARDWELL_TRANSPORTS", "socket,grpc")
     monkeypatch.setenv("SHARDWELL_NODE_GROUP", "gloo")
     yield
     wait_for_no_folder()
 
 
-def play(cluster: shardwell.LocalCluster, dp: int, *options: tuple[object, ...]) -> list[dict[str, Any]]:
-    """One trainer per rank, each with options of its own; what they printed, in rank order."""
+def train_ranks(cluster: shardwell.LocalCluster, dp: int, *options: tuple[object, ...]) -> list[dict[str, Any]]:
+    """Runs one trainer per rank, each with its own options, and returns their results in rank order."""
     run, steps = uuid.uuid4().hex, ("--dp", dp, "--steps", STEPS)
     own = list(options) or [()] * dp
     with ExitStack() as stack:
@@ -47,8 +47,8 @@ def play(cluster: shardwell.LocalCluster, dp: int, *options: tuple[object, ...])
         return [trainer.finish() for trainer in trainers]
 
 
-def complaints(result: dict[str, Any]) -> list[str]:
-    """What a trainer logged of the group."""
+def group_warnings(result: dict[str, Any]) -> list[str]:
+    """Returns the log lines of a trainer about the node group."""
     return [line for line in result["stderr"].splitlines() if line.startswith("node group")]
 
 
@@ -57,26 +57,26 @@ def hashes(results: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize(("dp", "transport"), [(2, "socket"), (3, "grpc")])
-def test_each_byte_is_fetched_once_for_all(
+def test_each_byte_is_fetched_once_per_node(
     cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch, dp: int, transport: str
 ) -> None:
     monkeypatch.setenv("SHARDWELL_TRANSPORTS", transport)
-    results = play(cluster, dp)
+    results = train_ranks(cluster, dp)
     assert hashes(results) == [undisturbed_sha256(dp=dp, steps=STEPS)] * dp
     moved = [result["stats"] for result in results]
     (needed,) = {stats["gathered_bytes"] for stats in moved}
     *blocks, rest = unit_sizes()
-    shared = STEPS * (2 * sum(blocks) + rest)  # forward and backward, but for the unit around all others
-    alone = needed - shared  # for a state dict of one's own
+    shared = STEPS * (2 * sum(blocks) + rest)  # forward and backward; the root is gathered once
+    alone = needed - shared  # for the trainer's state dict
     assert sum(stats["received_bytes"] for stats in moved) == shared + dp * alone
     for stats in moved:
         assert stats["received_bytes"] + stats["node_shared_bytes"] == needed
         assert stats["received_bytes"] - alone == pytest.approx(shared / dp, rel=0.02)
-    assert not any(map(complaints, results))
+    assert not any(map(group_warnings, results))
 
 
 def unit_sizes() -> list[int]:
-    """Of the flat vectors, as the trainer wraps the model; the unit around the others is the last."""
+    """Returns the sizes of the flat vectors of the trainer's units; the root is the last."""
     model = transformer.build()
     units = [set(block.parameters()) for block in model.blocks]
     units.append(set(model.parameters()).difference(*units))
@@ -84,18 +84,18 @@ def unit_sizes() -> list[int]:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_trainer_that_is_killed_changes_no_bit(cluster: shardwell.LocalCluster, lost: int) -> None:
-    results = play(cluster, 2, *([("--kill-at-step", 1) if rank == lost else () for rank in range(2)]))
+def test_killed_trainer_changes_no_bit(cluster: shardwell.LocalCluster, lost: int) -> None:
+    results = train_ranks(cluster, 2, *([("--kill-at-step", 1) if rank == lost else () for rank in range(2)]))
     assert results[lost]["returncode"] == -9, results[lost]
     survivor = results[1 - lost]
     assert hashes([survivor]) == [undisturbed_sha256(dp=2, steps=STEPS)]
     assert survivor["stats"]["node_shared_bytes"] > 0
-    (line,) = complaints(survivor)
+    (line,) = group_warnings(survivor)
     assert "every unit is fetched whole from now on" in line
 
 
-def test_trainers_that_gather_in_different_orders_train_on(cluster: shardwell.LocalCluster) -> None:
-    """One keeps its weights from the forward to the backward, so it asks for fewer units."""
+def test_trainers_with_different_gather_orders_train_without_the_group(cluster: shardwell.LocalCluster) -> None:
+    """One trainer keeps its weights from forward to backward and gathers fewer units."""
     run = uuid.uuid4().hex
     with pytest.MonkeyPatch.context() as keeping:
         keeping.setenv("SHARDWELL_KEEP_BYTES", str(1 << 30))
@@ -103,10 +103,10 @@ def test_trainers_that_gather_in_different_orders_train_on(cluster: shardwell.Lo
     with first, TrainerProcess(cluster.address, run, "--dp", 2, "--steps", STEPS) as second:
         results = [first.finish(), second.finish()]
     assert hashes(results) == [undisturbed_sha256(dp=2, steps=STEPS)] * 2
-    assert all(map(complaints, results))
+    assert all(map(group_warnings, results))
 
 
-def test_trainers_of_other_hosts_and_lone_ones_form_no_group(
+def test_trainers_on_different_hosts_form_no_group(
     cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, steps = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS)
@@ -118,19 +118,19 @@ def test_trainers_of_other_hosts_and_lone_ones_form_no_group(
     assert hashes(results) == [undisturbed_sha256(dp=2, steps=STEPS)] * 2
     for result in results:
         assert result["stats"]["node_shared_bytes"] == 0
-        assert not complaints(result)
+        assert not group_warnings(result)
 
 
-def test_weights_in_shared_memory_are_read_there(
+def test_weights_in_shared_memory_are_read_in_place(
     cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARDWELL_TRANSPORTS", "shm,socket,grpc")
-    results = play(cluster, 2)
+    results = train_ranks(cluster, 2)
     assert hashes(results) == [undisturbed_sha256(dp=2, steps=STEPS)] * 2
     assert [result["stats"]["node_shared_bytes"] for result in results] == [0, 0]
     assert [result["stats"]["received_bytes"] for result in results] == [0, 0]
 
 
-def test_an_unknown_backend_is_refused() -> None:
+def test_unknown_backend_is_rejected() -> None:
     with pytest.raises(UsageError, match="node_group='mpi': expected one of none, gloo, nccl"):
         shardwell.join("localhost:1", node_group="mpi")

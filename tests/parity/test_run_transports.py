@@ -1,4 +1,4 @@
-"""The same bits whichever way the bytes take: transports, servers with and without shared memory, dtypes, caches."""
+"""Every transport gives the same bits, with and without shared memory, for every dtype and cache."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def single(cluster_of_one: shardwell.LocalCluster) -> str:
-    """Address of a cluster with one server."""
+    """Returns the address of a cluster with one server."""
     return cluster_of_one.address
 
 
 @pytest.fixture
 def triple(cluster_of_three: shardwell.LocalCluster) -> str:
-    """Address of a cluster with three servers."""
+    """Returns the address of a cluster with three servers."""
     return cluster_of_three.address
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a cluster of two servers, of which one offers no shared memory."""
+    """Returns the address of a cluster with two servers, one of them without shared memory."""
     with shardwell.LocalCluster(num_shards=1, min_shard_bytes=4096) as running:
         arguments = ["shard", "--coordinator", running.address, "--token-file", str(running.token_file)]
         arguments += ["--listen", "127.0.0.1:0", "--shm-dir", "none"]
@@ -67,20 +67,20 @@ def plain_hash(dp: int, steps: int = STEPS) -> str:
 
 
 def trained(address: str, *, dp: int = 2, steps: int = STEPS, clip: float | None = None, **options: Any) -> str:
-    """The weights' hash after training on one trainer that plays all ranks."""
+    """Trains all ranks on one trainer and returns the hash of the weights."""
     with shardwell.join(
         address, run=uuid.uuid4().hex, world=shardwell.World(dp=dp), min_trainers=1, **options
     ) as session:
         return sha256(train(session, steps=steps, clip=clip)[1])
 
 
-# Exact dtypes: as plain PyTorch.
+# Exact dtypes match plain PyTorch.
 
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
 @pytest.mark.parametrize("dp", [2, 3])
 @pytest.mark.parametrize("where", ["single", "triple", "mixed"])
-def test_every_transport_gives_the_bits_of_plain_pytorch(
+def test_every_transport_matches_plain_pytorch(
     request: pytest.FixtureRequest, where: str, dp: int, transports: str
 ) -> None:
     assert trained(request.getfixturevalue(where), dp=dp, transports=transports) == plain_hash(dp)
@@ -89,7 +89,7 @@ def test_every_transport_gives_the_bits_of_plain_pytorch(
 @pytest.mark.parametrize("where", ["triple", "mixed"])
 @pytest.mark.parametrize("prefetch_bytes", [0, PLENTY])
 @pytest.mark.parametrize("keep_bytes", [0, PLENTY])
-def test_what_is_kept_and_fetched_ahead_changes_no_bit_in_shared_memory(
+def test_keeping_and_prefetching_change_no_bit_in_shared_memory(
     request: pytest.FixtureRequest, where: str, prefetch_bytes: int, keep_bytes: int
 ) -> None:
     address = request.getfixturevalue(where)
@@ -98,7 +98,7 @@ def test_what_is_kept_and_fetched_ahead_changes_no_bit_in_shared_memory(
     )
 
 
-def test_three_trainers_of_one_host_in_shared_memory(triple: str) -> None:
+def test_three_trainers_in_shared_memory_match_plain_pytorch(triple: str) -> None:
     run, options = uuid.uuid4().hex, ("--dp", 3, "--steps", STEPS, "--transports", "shm,grpc")
     with (
         TrainerProcess(triple, run, *options, "--global-rank", 2) as third,
@@ -109,7 +109,7 @@ def test_three_trainers_of_one_host_in_shared_memory(triple: str) -> None:
     assert [result.get("sha256") for result in results] == [plain_hash(3)] * 3, results
 
 
-def test_a_trainer_that_plays_two_of_three_ranks_in_shared_memory(triple: str) -> None:
+def test_trainer_with_two_of_three_ranks_matches_plain_pytorch(triple: str) -> None:
     run, options = uuid.uuid4().hex, ("--dp", 3, "--min-trainers", 2, "--steps", STEPS, "--transports", "shm,grpc")
     with (
         TrainerProcess(triple, run, *options) as second,
@@ -120,7 +120,7 @@ def test_a_trainer_that_plays_two_of_three_ranks_in_shared_memory(triple: str) -
     assert sorted(len(result["losses"]) for result in results) == [STEPS, 2 * STEPS]
 
 
-def test_trainers_on_different_transports_train_together(mixed: str) -> None:
+def test_trainers_on_different_transports_match_plain_pytorch(mixed: str) -> None:
     run, options = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS)
     with (
         TrainerProcess(mixed, run, *options, "--transports", "shm,socket") as second,
@@ -139,7 +139,7 @@ def test_clipping_gives_the_same_bits_on_every_transport_and_server_count(single
     assert len(hashes) == 1
 
 
-# Rounded on their way: the same rounding everywhere.
+# Lossy dtypes round in the same way everywhere.
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_error_feedback_gives_the_same_bits_on_every_transport(triple: str, mixe
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
 @pytest.mark.parametrize("where", ["triple", "mixed"])
-def test_a_full_state_dict_is_exact_where_gathers_are_not(
+def test_full_state_dict_is_exact_although_gathers_are_lossy(
     request: pytest.FixtureRequest, where: str, transports: str
 ) -> None:
     assert trained(request.getfixturevalue(where), dp=1, steps=0, transports=transports, gather_dtype="int8") == sha256(
@@ -177,8 +177,8 @@ def test_a_full_state_dict_is_exact_where_gathers_are_not(
     )
 
 
-def test_units_lie_in_shared_memory_where_all_their_servers_offer_it(triple: str, mixed: str) -> None:
-    """What the other tests here are about does happen."""
+def test_unit_is_in_shared_memory_if_all_its_servers_offer_it(triple: str, mixed: str) -> None:
+    """Verifies that the tests of this file use the transports that they name."""
     peaks = {}
     for name, address, transports in (
         ("shm", triple, "shm,grpc"),
@@ -202,7 +202,7 @@ def test_units_lie_in_shared_memory_where_all_their_servers_offer_it(triple: str
             assert not any(vectors) and not any(windows)
 
 
-# Transports that break.
+# Broken transports.
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_units_lie_in_shared_memory_where_all_their_servers_offer_it(triple: str
         ("shm", "after the backward"),
     ],
 )
-def test_a_transport_that_breaks_is_opened_anew(single: str, transports: str, when: str) -> None:
+def test_broken_transport_is_reopened(single: str, transports: str, when: str) -> None:
     with shardwell.join(single, run=uuid.uuid4().hex, world=shardwell.World(), transports=transports) as session:
         model = transformer.build()
         shardwell.fully_shard(model.blocks[0], session)
@@ -229,7 +229,7 @@ def test_a_transport_that_breaks_is_opened_anew(single: str, transports: str, wh
                     model(tokens).backward()
                 transport: Any = server.shm or server.stream
                 seen.add(transport)
-                transport._rpc._call.cancel()  # as if its connection had been lost
+                transport._rpc._call.cancel()  # simulates a lost connection
                 if when == "before the forward":
                     model(tokens).backward()
             optimizer.step()

@@ -1,4 +1,4 @@
-"""Exports of trained models, read back by the libraries whose formats they are."""
+"""The libraries that define the formats read exported models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.saving_probe import LAYER_BYTES, NUM_LAYERS
 
 @pytest.fixture
 def trained() -> Pair:
-    """After two steps: what is saved is what the servers have, not what the model was built with."""
+    """Returns a model after two steps. The servers' values differ from the model's initial values."""
     return Pair(gpt(), wrap_blocks).train(gpt_loss, 2)
 
 
@@ -51,7 +51,7 @@ def assert_same(expected: dict[str, Any], got: dict[str, Any]) -> None:
 
 
 def load_dcp(state: dict[str, Any], folder: Path) -> None:
-    """Into the tensors of a state."""
+    """Loads a checkpoint into the tensors of ``state``."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         checkpoint.load(state, checkpoint_id=folder, no_dist=True)
@@ -61,7 +61,7 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_one_safetensors_file(trained: Pair, tmp_path: Path) -> None:
+def test_model_is_saved_in_one_safetensors_file(trained: Pair, tmp_path: Path) -> None:
     gathers = trained.sharded.store.gathers.total()
     (path,) = shardwell.save_safetensors(trained.sharded.model, tmp_path / "out" / "model", metadata={"step": "2"})
     assert trained.sharded.store.gathers.total() - gathers == len(trained.sharded.units)
@@ -94,8 +94,8 @@ def test_several_safetensors_files_replace_an_earlier_export(trained: Pair, tmp_
     assert names_in(tmp_path) == ["config.json", "model.safetensors"]
 
 
-def test_all_kinds_of_values(tmp_path: Path) -> None:
-    """Buffers, scalars, empty tensors, mixed dtypes."""
+def test_all_kinds_of_values_are_saved(tmp_path: Path) -> None:
+    """Covers buffers, scalars, empty tensors and mixed dtypes."""
 
     class Kinds(nn.Module):
         def __init__(self) -> None:
@@ -126,7 +126,7 @@ def test_all_kinds_of_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_transformers_reads_the_folder(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_loads_the_exported_folder(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model_class, config = hugging_face(family)
     torch.manual_seed(0)
@@ -142,9 +142,9 @@ def test_transformers_reads_the_folder(family: str, tmp_path: Path, monkeypatch:
     assert torch.equal(loaded(tokens).logits, pair.plain.eval()(tokens).logits)
 
 
-def test_dcp(trained: Pair, tmp_path: Path) -> None:
+def test_dcp_export_is_read_back(trained: Pair, tmp_path: Path) -> None:
     folder, expected = tmp_path / "dcp", without_ties(trained.plain.state_dict())
-    for _ in range(2):  # the second replaces the first
+    for _ in range(2):  # the second export replaces the first
         shardwell.save_dcp(trained.sharded.model, folder)
         assert len(names_in(folder)) == len(expected) + 1
     loaded = {name: torch.zeros_like(value) for name, value in expected.items()}
@@ -162,7 +162,7 @@ SAVES = {
 
 @pytest.mark.parametrize("existing", [True, False])
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_full_disk_leaves_the_folder_as_it_was(
+def test_full_disk_leaves_the_folder_unchanged(
     trained: Pair, kind: str, existing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, save = tmp_path / "out", SAVES[kind]
@@ -185,7 +185,7 @@ def test_a_full_disk_leaves_the_folder_as_it_was(
     assert before == ({path.name: path.read_bytes() for path in folder.iterdir()} if existing else {})
 
 
-def test_what_can_not_be_stored_is_named(tmp_path: Path) -> None:
+def test_values_that_cannot_be_stored_are_rejected(tmp_path: Path) -> None:
     class Odd(nn.Linear):
         def get_extra_state(self) -> Any:
             return {"number": 7}
@@ -204,7 +204,7 @@ def test_what_can_not_be_stored_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_parts", [1, 3, 50])
-def test_parts_of_the_state_are_the_state(trained: Pair, num_parts: int) -> None:
+def test_parts_add_up_to_the_state(trained: Pair, num_parts: int) -> None:
     parts = [
         shardwell.sharded_state_dict(trained.sharded.model, part=part, num_parts=num_parts) for part in range(num_parts)
     ]
@@ -221,7 +221,7 @@ def test_parts_of_the_state_are_the_state(trained: Pair, num_parts: int) -> None
             rows += len(chunk)
 
 
-def test_parts_that_do_not_exist(trained: Pair) -> None:
+def test_part_out_of_range_is_rejected(trained: Pair) -> None:
     with pytest.raises(UsageError, match="part 2 of 2: expected a part from 0 to 1"):
         shardwell.sharded_state_dict(trained.sharded.model, part=2, num_parts=2)
     with pytest.raises(UsageError, match="pass part= and num_parts="):
@@ -234,12 +234,12 @@ def cluster() -> Iterable[shardwell.LocalCluster]:
         yield running
 
 
-ROOM_BYTES = 60 << 20
-"""16 layers of 8.4 MB are 134 MB; what is allowed is several layers."""
+LIMIT_BYTES = 60 << 20
+"""Room for several of the 16 layers, which have 8.4 MB each."""
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_memory_while_a_model_is_saved(kind: str, tmp_path: Path, cluster: shardwell.LocalCluster) -> None:
+def test_saving_a_model_holds_only_a_few_layers(kind: str, tmp_path: Path, cluster: shardwell.LocalCluster) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "tests.support.saving_probe", cluster.address, kind, str(tmp_path / "out")],
         cwd=ROOT,
@@ -251,10 +251,10 @@ def test_memory_while_a_model_is_saved(kind: str, tmp_path: Path, cluster: shard
     )
     assert result.returncode == 0, result.stderr
     used = json.loads(result.stdout)
-    assert len(used) == NUM_LAYERS and max(used) < ROOM_BYTES < NUM_LAYERS * LAYER_BYTES / 2
+    assert len(used) == NUM_LAYERS and max(used) < LIMIT_BYTES < NUM_LAYERS * LAYER_BYTES / 2
 
 
-def test_the_parts_of_a_run_default_to_its_ranks(cluster: shardwell.LocalCluster) -> None:
+def test_parts_default_to_the_ranks_of_the_run(cluster: shardwell.LocalCluster) -> None:
     with shardwell.join(cluster.address, run=uuid.uuid4().hex) as session:
         model = shardwell.fully_shard(nn.Linear(3, 3), session)
         first, parts = shardwell.sharded_state_dict(model), list(model.state_dict(keep_vars=True))

@@ -1,4 +1,4 @@
-"""Exports of a model that tensor parallelism splits: all ranks give their parts, the first writes whole tensors."""
+"""Exports of tensor-parallel models: every rank sends its parts, and the first rank writes whole tensors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def worker(rank: int, path: str, folder: Path) -> None:
     state = plain.state_dict()
     expected = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()}
     check_files(rank, sharded.model, expected, folder)
-    check_a_failure(rank, sharded.model, folder / "full")
+    check_failed_write(rank, sharded.model, folder / "full")
     whole_mesh = init_device_mesh("cpu", (1, 2))
     other = distribute_tensor(torch.ones(2), whole_mesh)
     with pytest.raises(UsageError, match="expected one mesh of one dim"):
@@ -54,7 +54,7 @@ def check_files(rank: int, model: Any, expected: dict[str, torch.Tensor], folder
     paths = shardwell.save_safetensors(model, folder / "safetensors", max_shard_bytes=700)
     assert len(paths) > 1 if rank == 0 else not paths
     shardwell.save_dcp(model, folder / "dcp")
-    # Also on the rank that did not write the files are there now.
+    # The call returns on every rank only after the files are written.
     loaded: dict[str, torch.Tensor] = {}
     for path in (folder / "safetensors").glob("*.safetensors"):
         loaded |= safetensors.torch.load_file(path)
@@ -69,8 +69,8 @@ def check_files(rank: int, model: Any, expected: dict[str, torch.Tensor], folder
     Model().load_state_dict(loaded)
 
 
-def check_a_failure(rank: int, model: Any, folder: Path) -> None:
-    """Every rank is told, and none waits for ever."""
+def check_failed_write(rank: int, model: Any, folder: Path) -> None:
+    """A failed write raises on every rank, and no rank waits forever."""
 
     def failing(folder: Path, tensors: Any, values: Iterator[Any]) -> None:
         next(values)
@@ -87,5 +87,5 @@ def check_a_failure(rank: int, model: Any, folder: Path) -> None:
     shardwell.save_dcp(model, folder)
 
 
-def test_whole_tensors_are_saved(tmp_path: Path) -> None:
+def test_tensor_parallel_model_is_saved_as_whole_tensors(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(worker, (str(tmp_path / "store"), tmp_path), nprocs=2)

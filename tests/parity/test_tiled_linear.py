@@ -1,4 +1,4 @@
-"""A linear layer in tiles against ``nn.Linear``, and what of it is in memory at once."""
+"""TiledLinear matches ``nn.Linear`` and gathers one tile at a time."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def loss(model: nn.Module, number: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("options", [{"num_tiles": 5}, {"num_tiles": 4, "num_input_tiles": 3}])
-def test_sharded_tiles_train_as_local_ones(options: dict[str, int]) -> None:
+def test_sharded_tiles_match_local_tiles(options: dict[str, int]) -> None:
     torch.manual_seed(0)
     Pair(tiled(Model(), **options), wrap).train(loss)
 
 
 def run(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and gradient of the input; those of the parameters are in ``.grad``."""
+    """Returns the output and the gradient of the input. Parameter gradients are in ``.grad``."""
     x = inputs(0, ROWS, IN, requires_grad=True)
     output = layer(x)
     output.backward(inputs(1, ROWS, OUT))
@@ -55,18 +55,18 @@ def run(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     return output.detach(), x.grad
 
 
-def test_output_and_weight_gradients_have_the_bits_of_linear() -> None:
+def test_output_and_weight_gradients_match_linear_bit_for_bit() -> None:
     torch.manual_seed(0)
     whole = nn.Linear(IN, OUT)
     tiles = shardwell.TiledLinear.from_linear(whole, num_tiles=5)
-    (expected, expected_input), (output, of_input) = run(whole), run(tiles)
+    (expected, expected_input), (output, input_gradient) = run(whole), run(tiles)
     assert torch.equal(output, expected)
     assert torch.equal(torch.cat([tile.weight.grad for tile in tiles.tiles]), whole.weight.grad)
     assert torch.equal(torch.cat([tile.bias.grad for tile in tiles.tiles]), whole.bias.grad)
-    torch.testing.assert_close(of_input, expected_input)
+    torch.testing.assert_close(input_gradient, expected_input)
 
 
-def test_input_tiles_are_linear_up_to_rounding() -> None:
+def test_input_tiles_match_linear_up_to_rounding() -> None:
     torch.manual_seed(0)
     whole = nn.Linear(IN, OUT, bias=False)
     tiles = shardwell.TiledLinear.from_linear(whole, num_tiles=3, num_input_tiles=7)
@@ -74,7 +74,7 @@ def test_input_tiles_are_linear_up_to_rounding() -> None:
         torch.testing.assert_close(got, expected)
 
 
-def test_one_tile_at_a_time_is_gathered() -> None:
+def test_only_one_tile_is_gathered_at_a_time() -> None:
     torch.manual_seed(0)
     pair = Pair(tiled(Model(), num_tiles=8), wrap, prefetch_bytes=0)
     sizes = pair.sharded.unit_bytes()
@@ -84,7 +84,7 @@ def test_one_tile_at_a_time_is_gathered() -> None:
     assert pair.sharded.units.peak_bytes == root + max(sizes.values())
 
 
-def test_tiles_are_sharded_as_they_are_made() -> None:
+def test_tiles_are_sharded_during_construction() -> None:
     session = SimpleNamespace(units=Units(InMemoryStore()))
     layer = shardwell.TiledLinear(IN, OUT, num_tiles=4, session=session, name="head")
     assert [unit.name for unit in session.units] == [f"head.tiles.{number}" for number in range(4)]
@@ -95,7 +95,7 @@ def test_tiles_are_sharded_as_they_are_made() -> None:
     assert all(value.abs().max() <= IN**-0.5 for value in values.values())
 
 
-def test_loads_and_refuses_the_state_of_linear() -> None:
+def test_state_of_linear_loads_if_its_size_matches() -> None:
     torch.manual_seed(0)
     whole = nn.Linear(IN, OUT)
     model = nn.Sequential(shardwell.TiledLinear(IN, OUT, num_tiles=3, num_input_tiles=2))
@@ -105,7 +105,7 @@ def test_loads_and_refuses_the_state_of_linear() -> None:
         model.load_state_dict(nn.Sequential(nn.Linear(IN, OUT + 1)).state_dict())
 
 
-def test_training_follows_linear() -> None:
+def test_training_matches_linear_up_to_rounding() -> None:
     torch.manual_seed(0)
     plain = Model()
     pair = Pair(tiled(copy.deepcopy(plain), num_tiles=4), wrap)
@@ -123,6 +123,6 @@ def test_training_follows_linear() -> None:
 
 
 @pytest.mark.parametrize("options", [{"num_tiles": 0}, {"num_tiles": OUT + 1}, {"num_tiles": 1, "num_input_tiles": 97}])
-def test_impossible_numbers_of_tiles(options: dict[str, int]) -> None:
+def test_invalid_numbers_of_tiles_are_rejected(options: dict[str, int]) -> None:
     with pytest.raises(shardwell.UsageError, match="expected 1 to"):
         shardwell.TiledLinear(IN, OUT, **options)

@@ -1,4 +1,4 @@
-"""The end of a test process that used gloo."""
+"""Exit of a test process that used gloo."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 
 def leave() -> None:
-    """End this process, with status 0, without taking the interpreter apart.
+    """Ends this process with status 0, without finalizing the interpreter.
 
-    A thread of torch 2.13's gloo backend may still drop a tensor that Python owns while the interpreter goes; it
-    then asks for the GIL, which ends that thread inside a destructor, and the process aborts ("terminate called
-    without an active exception"). A plain tensor-parallel program without Shardwell did so in 1 of 75 runs of two
-    processes. What a test asserts has been asserted by then, so nothing but the abort is lost.
+    A thread of torch 2.13's gloo backend may release a Python-owned tensor while the interpreter finalizes. The thread
+    then requests the GIL, is ended inside a destructor, and aborts the process ("terminate called without an active
+    exception"). A plain tensor-parallel program without Shardwell aborted in 1 of 75 runs of two processes. The test
+    has made all its assertions before this call.
     """
     dist.barrier()
     dist.destroy_process_group()

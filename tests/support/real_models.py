@@ -1,4 +1,4 @@
-"""Models as people write them: a residual conv net, an LSTM, a mixture of experts, and two of Hugging Face."""
+"""Models as users write them: a ResNet, an LSTM, a mixture of experts and two Hugging Face models."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ WIDTH = 24
 
 @dataclass(frozen=True)
 class Case:
-    """How to build and train a model."""
+    """Functions that build and train a model."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[int, int], Any]
-    """Of (step, dp_rank)."""
+    """Returns the batch of (step, dp_rank)."""
     loss: Callable[[nn.Module, Any], torch.Tensor]
 
 
@@ -34,7 +34,7 @@ def next_token_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
-# As torchvision writes them.
+# Written as in torchvision.
 
 
 class BasicBlock(nn.Module):
@@ -85,7 +85,7 @@ def classification_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tenso
 
 
 class LstmLanguageModel(nn.Module):
-    """Two layers with dropout between them; the head is tied to the embedding."""
+    """Has two layers with dropout between them. The head is tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Expert(nn.Module):
 
 
 class MixtureLayer(nn.Module):
-    """Each token goes to one expert; one that gets no token is not called."""
+    """Routes each token to one expert. Experts without a token are not called."""
 
     NUM_EXPERTS = 12
 
@@ -118,7 +118,7 @@ class MixtureLayer(nn.Module):
         self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, self.NUM_EXPERTS, bias=False)
         self.experts = nn.ModuleList(Expert() for _ in range(self.NUM_EXPERTS))
         self.used: list[set[int]] = []
-        """The experts that each call so far has used."""
+        """Experts used by each call."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = self.norm(x).flatten(0, 1)
@@ -146,11 +146,11 @@ class MixtureOfExperts(nn.Module):
 
 
 def few_tokens(step: int, dp_rank: int) -> torch.Tensor:
-    """So few that some experts get none."""
+    """Returns too few tokens for all experts."""
     return tokens(step, dp_rank)[:1, :5]
 
 
-# Hugging Face's.
+# Hugging Face models.
 
 
 def llama(attention: str = "sdpa") -> nn.Module:
@@ -169,7 +169,7 @@ def llama(attention: str = "sdpa") -> nn.Module:
 
 
 def gpt2(attention: str = "sdpa") -> nn.Module:
-    """With dropout, and the head tied to the embedding."""
+    """Returns a GPT-2 with dropout and a head tied to the embedding."""
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=WIDTH,
@@ -185,7 +185,7 @@ def gpt2(attention: str = "sdpa") -> nn.Module:
 
 
 def own_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """The loss that Hugging Face's models work out themselves."""
+    """Returns the loss that Hugging Face's models compute themselves."""
     loss: torch.Tensor = model(input_ids=batch, labels=batch).loss
     return loss
 
@@ -200,6 +200,6 @@ CASES = {
 
 
 def build(case: Case) -> nn.Module:
-    """The same weights every time, in training."""
+    """Returns the model in training mode, with the same weights on every call."""
     torch.manual_seed(0)
     return case.build().train()

@@ -1,4 +1,4 @@
-"""What servers and trainers have in shared memory, as anybody on their host sees it."""
+"""Files of servers and trainers in shared memory, as every process on their host sees them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def folder_of(pid: int) -> Path:
-    """The folder of a server that runs, known by the lock that it holds there."""
+    """Returns the folder of a running server, found by the lock that the server holds in it."""
     held = [Path(file.path) for file in psutil.Process(pid).open_files() if file.path.startswith(str(SHARED_MEMORY))]
     (folder,) = {path.parent for path in held if path.name == "lock"}
     return folder
 
 
 def files_of(pid: int) -> set[str]:
-    """Names of the files of a server that runs: shards, gradient buffers, and one for each open transport."""
+    """Returns the names of a running server's files: shards, gradient buffers and one file per open session."""
     return {path.name for path in folder_of(pid).iterdir()} - {"lock"}
 
 
 def shared_folders() -> dict[Path, set[int]]:
-    """The folders that trainers of this host share, each with the processes that take part."""
+    """Returns the folders that trainers of this host share, each with the pids of its members."""
     found = {}
     for folder in SHARED_MEMORY.glob("shardwell_cache-*"):
         try:
@@ -40,14 +40,15 @@ def shared_folders() -> dict[Path, set[int]]:
 
 
 def folders_shared_here() -> list[Path]:
-    """Those in which this process takes part."""
+    """Returns the shared folders of which this process is a member."""
     return [folder for folder, members in shared_folders().items() if os.getpid() in members]
 
 
 def wait_for_no_folder() -> None:
-    """Fails if this process takes part in a folder, or if there is one in which nobody does.
+    """Waits until this process is a member of no shared folder and every folder has a member.
 
-    Those of other processes are theirs, as of tests that run at the same time; one that is made or removed is empty.
+    Folders of other processes are ignored, because tests may run at the same time. A folder has no member for a
+    moment while it is created or removed.
     """
     wait_until(
         lambda: all(members and os.getpid() not in members for members in shared_folders().values()),

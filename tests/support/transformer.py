@@ -1,4 +1,4 @@
-"""A small transformer with everything that is awkward: tied embeddings, odd sizes, dropout, checkpointing."""
+"""A small transformer with tied embeddings, odd sizes, dropout and checkpointing."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Transformer(nn.Module):
 
 
 def build() -> Transformer:
-    """The same weights every time."""
+    """Returns a model with the same weights on every call."""
     torch.manual_seed(1234)
     return Transformer()
 
 
 def batch(step: int, dp_rank: int) -> torch.Tensor:
-    """Token ids as a function of (step, dp_rank). [3, LENGTH]"""
+    """Returns the token ids of (step, dp_rank). [3, LENGTH]"""
     generator = torch.Generator().manual_seed(1000 * step + dp_rank)
     return torch.randint(0, VOCABULARY, (3, LENGTH), generator=generator)
