@@ -48,12 +48,12 @@ ITEM_SIZES = {
 """Bytes per element of the dtypes a buffer may have."""
 
 DTYPE_NAMES: dict[int, str] = {
-    number: name.removeprefix("DTYPE_").lower() for name, number in common_pb2.DType.items() if number
+    number: name.removeprefix("DTYPE_").lower() for name, number in common_pb2.Dtype.items() if number
 }
 """Wire number to torch's name of every dtype."""
 
-DTYPE_NUMBERS: dict[str, common_pb2.DType.ValueType] = {
-    name: common_pb2.DType.Value(f"DTYPE_{name.upper()}") for name in DTYPE_NAMES.values()
+DTYPE_NUMBERS: dict[str, common_pb2.Dtype.ValueType] = {
+    name: common_pb2.Dtype.Value(f"DTYPE_{name.upper()}") for name in DTYPE_NAMES.values()
 }
 
 

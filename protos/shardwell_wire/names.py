@@ -62,7 +62,7 @@ _BY_FIELD: dict[str, _Check] = {
     "host": check_name,
     "incarnation": check_name,
     "server_id": check_id,
-    "transport": check_name,
+    "transport_id": check_name,
     "unit": check_path,
     "parameter": check_path,
     "state_name": check_name,

@@ -16,7 +16,7 @@ import torch
 
 from shardwell_wire.codec import Buffer, memory_at
 from shardwell_wire.v1 import common_pb2
-from shardwell_wire.wire_dtypes import AS_STORED, INT8_BLOCK_NUMEL, SCALE_BYTES, WireDType
+from shardwell_wire.wire_dtypes import AS_STORED, INT8_BLOCK_NUMEL, SCALE_BYTES, WireDtype
 
 _SLICE_NUMEL = 1 << 17
 """Elements converted at once: with as much scratch 1 MiB, which a core's own cache can be expected to hold. On the
@@ -76,7 +76,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def at_once(kind: WireDType, block_numel: int) -> int:
+def at_once(kind: WireDtype, block_numel: int) -> int:
     """How many blocks of a lossy wire dtype ``encode`` and ``decode`` take at once."""
     return min(_SLICE_NUMEL // block_numel, _SLICE_BLOCKS if kind == common_pb2.WIRE_DTYPE_INT8 else _SLICE_NUMEL)
 
@@ -91,7 +91,7 @@ def scratch_encoded(size_bytes: int) -> torch.Tensor:
     return _scratch.encoded[:size_bytes]
 
 
-def encode(kind: WireDType, block_numel: int, values: torch.Tensor, encoded: torch.Tensor) -> None:
+def encode(kind: WireDtype, block_numel: int, values: torch.Tensor, encoded: torch.Tensor) -> None:
     """Encodes blocks of one size.
 
     Args:
@@ -108,7 +108,7 @@ def encode(kind: WireDType, block_numel: int, values: torch.Tensor, encoded: tor
         _encode_halves(values, encoded, _HALF_DTYPES[kind])
 
 
-def decode(kind: WireDType, block_numel: int, encoded: torch.Tensor, values: torch.Tensor) -> None:
+def decode(kind: WireDtype, block_numel: int, encoded: torch.Tensor, values: torch.Tensor) -> None:
     """Decodes what ``encode`` made."""
     if kind == AS_STORED:
         values.copy_(encoded)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from shardwell_wire import quantization_blocks
 from shardwell_wire.codec import Buffer
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.quantization_blocks import bytes_tensor
-from shardwell_wire.wire_dtypes import AS_STORED, WireDType, applied, encoded_block_bytes, uniform_blocks
+from shardwell_wire.wire_dtypes import AS_STORED, WireDtype, applied, encoded_block_bytes, stream_size, uniform_blocks
 
 _FLOAT_BYTES = 4
 
@@ -41,7 +42,7 @@ class Slice:
     Its items are float32 values, or bytes of one parameter if that travels as it is stored.
     """
 
-    kind: WireDType
+    kind: WireDtype
     """How the values travel."""
     block_numel: int
     """Items in each block."""
@@ -125,7 +126,7 @@ class StreamPlan:
         ValueError: There is no such wire dtype.
     """
 
-    def __init__(self, layout: UnitLayout, segments: Iterable[Segment], wire_dtype: WireDType) -> None:
+    def __init__(self, layout: UnitLayout, segments: Iterable[Segment], wire_dtype: WireDtype) -> None:
         self.slices: list[Slice] = []
         self.size_bytes = 0
         """Of the stream."""
@@ -195,7 +196,7 @@ class StreamPlan:
 class _Stretch:
     """Cells of one size whose values are consecutive in the flat vector."""
 
-    kind: WireDType
+    kind: WireDtype
     block_bytes: int
     """Of a block's values as they are stored."""
     start_bytes: int
@@ -238,7 +239,7 @@ class _Stretch:
                 )
 
 
-def _stretches(layout: UnitLayout, segments: Iterable[Segment], wire_dtype: WireDType) -> Sequence[_Stretch]:
+def _stretches(layout: UnitLayout, segments: Iterable[Segment], wire_dtype: WireDtype) -> Sequence[_Stretch]:
     found: list[_Stretch] = []
     for segment in segments:
         index, parameter = segment.parameter_index, layout.parameters[segment.parameter_index]
@@ -253,3 +254,43 @@ def _stretches(layout: UnitLayout, segments: Iterable[Segment], wire_dtype: Wire
             last.stop_bytes = stop
             last.parameters.append((index, begin, start, stop))
     return found
+
+
+Indices = tuple[int, ...] | None
+"""Of the parameters in a stream, rising; None: all of the unit's."""
+
+_KEPT = 16
+"""Sets of parameters that are pushed together are few, but who pushes in buckets may find others in every step."""
+
+
+class RangePlans:
+    """Plans by parameters and wire dtype; may be shared between threads.
+
+    Args:
+        layout: Of the unit.
+        start_bytes: Half-open range of the flat vector.
+        stop_bytes: Its end.
+    """
+
+    def __init__(self, layout: UnitLayout, start_bytes: int, stop_bytes: int) -> None:
+        self._layout, self._start_bytes, self._stop_bytes = layout, start_bytes, stop_bytes
+        self.segments = lru_cache(_KEPT)(self._make_segments)
+        """What the range has of some parameters, in the order of their stream. (indices)"""
+        self.plan = lru_cache(_KEPT)(self._make_plan)
+        """How that travels. (indices, wire dtype)"""
+        self.part_of_unit = lru_cache(_KEPT)(self._find_part)
+        """Where its stream is in the unit's of the same parameters. (indices, wire dtype)"""
+
+    def _make_segments(self, indices: Indices) -> list[Segment]:
+        if indices is None:
+            return self._layout.segments(self._start_bytes, self._stop_bytes)
+        return self._layout.packed_segments(indices, self._start_bytes, self._stop_bytes)
+
+    def _make_plan(self, indices: Indices, wire_dtype: WireDtype) -> StreamPlan:
+        return StreamPlan(self._layout, self.segments(indices), wire_dtype)
+
+    def _find_part(self, indices: tuple[int, ...], wire_dtype: WireDtype) -> slice:
+        # Cuts are between blocks: the streams of the ranges, one after another, are that of the whole unit.
+        before = self._layout.packed_segments(indices, 0, self._start_bytes)
+        start = stream_size(self._layout, before, wire_dtype)
+        return slice(start, start + self.plan(indices, wire_dtype).size_bytes)

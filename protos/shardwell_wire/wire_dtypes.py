@@ -15,9 +15,9 @@ from typing import TypeAlias
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.v1 import common_pb2
 
-WireDType: TypeAlias = "common_pb2.WireDType.ValueType"
+WireDtype: TypeAlias = "common_pb2.WireDtype.ValueType"
 
-AS_STORED: WireDType = common_pb2.WIRE_DTYPE_UNSPECIFIED
+AS_STORED: WireDtype = common_pb2.WIRE_DTYPE_UNSPECIFIED
 """Values travel as the servers hold them."""
 
 INT8_BLOCK_NUMEL = 256
@@ -31,7 +31,7 @@ SCALE_BYTES = 4
 
 _FLOAT_BYTES = 4
 
-NAMES: dict[str, WireDType] = {
+NAMES: dict[str, WireDtype] = {
     "float32": common_pb2.WIRE_DTYPE_UNSPECIFIED,
     "bfloat16": common_pb2.WIRE_DTYPE_BFLOAT16,
     "float16": common_pb2.WIRE_DTYPE_FLOAT16,
@@ -39,10 +39,10 @@ NAMES: dict[str, WireDType] = {
 }
 """What users call them."""
 
-_KNOWN = frozenset(common_pb2.WireDType.values())
+_KNOWN = frozenset(common_pb2.WireDtype.values())
 
 
-def applied(wire_dtype: WireDType, dtype: str) -> WireDType:
+def applied(wire_dtype: WireDtype, dtype: str) -> WireDtype:
     """How a parameter travels: as asked for if it is float32, else as it is stored.
 
     Args:
@@ -53,11 +53,11 @@ def applied(wire_dtype: WireDType, dtype: str) -> WireDType:
         ValueError: There is no such wire dtype.
     """
     if wire_dtype not in _KNOWN:
-        raise ValueError(f"wire dtype {wire_dtype}: expected one of {', '.join(common_pb2.WireDType.keys())}")
+        raise ValueError(f"wire dtype {wire_dtype}: expected one of {', '.join(common_pb2.WireDtype.keys())}")
     return wire_dtype if dtype == "float32" else AS_STORED
 
 
-def encoded_size(segment: Segment, dtype: str, wire_dtype: WireDType) -> int:
+def encoded_size(segment: Segment, dtype: str, wire_dtype: WireDtype) -> int:
     """Bytes that a segment has in a stream.
 
     Args:
@@ -74,21 +74,21 @@ def encoded_size(segment: Segment, dtype: str, wire_dtype: WireDType) -> int:
     return segment.size_bytes // 2
 
 
-def encoded_block_bytes(kind: WireDType, stored_bytes: int) -> int:
+def encoded_block_bytes(kind: WireDtype, stored_bytes: int) -> int:
     """Bytes that a block has in a stream, from what its values have as they are stored."""
     if kind == AS_STORED:
         return stored_bytes
     return SCALE_BYTES + stored_bytes // _FLOAT_BYTES if kind == common_pb2.WIRE_DTYPE_INT8 else stored_bytes // 2
 
 
-def stream_size(layout: UnitLayout, segments: Sequence[Segment], wire_dtype: WireDType) -> int:
+def stream_size(layout: UnitLayout, segments: Sequence[Segment], wire_dtype: WireDtype) -> int:
     """Bytes of the stream of some segments."""
     return sum(
         encoded_size(segment, layout.parameters[segment.parameter_index].dtype, wire_dtype) for segment in segments
     )
 
 
-def uniform_blocks(segment: Segment, kind: WireDType) -> Iterator[tuple[int, int, int]]:
+def uniform_blocks(segment: Segment, kind: WireDtype) -> Iterator[tuple[int, int, int]]:
     """Cuts a segment into ranges of blocks of one size.
 
     Args:

@@ -22,7 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("address", metavar="HOST:PORT")
     parser.add_argument(
-        "--service", default="", help="such as shardwell.v1.ShardService (default: the server as a whole)"
+        "--service", default="", help="such as shardwell_wire.v1.ShardService (default: the server as a whole)"
     )
     parser.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds to wait (default: 2)")
     parser.set_defaults(handler=main)

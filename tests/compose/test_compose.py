@@ -19,7 +19,7 @@ PORT = "20951"
 """Outside the range from which the system takes ports for others."""
 
 ADDRESS = f"127.0.0.1:{PORT}"
-SERVICE = "shardwell.v1.CoordinatorService"
+SERVICE = "shardwell_wire.v1.CoordinatorService"
 STEPS = 40
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]

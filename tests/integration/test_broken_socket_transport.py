@@ -131,7 +131,7 @@ def test_a_transport_needs_a_run(server: ShardServer) -> None:
         (struct.pack("<IB", 0, 99), "a frame of kind 99: expected GATHER or REDUCE_SCATTER"),
         (data(b"abc"), "a frame of kind 7: expected GATHER or REDUCE_SCATTER"),
         (frames.encode(Kind.GATHER, b"\0"), "a GATHER frame of 1 bytes"),
-        (frames.encode(Kind.GATHER, b"\0\0\0\0\xff\xff"), "do not decode as shardwell.v1.GatherRequest"),
+        (frames.encode(Kind.GATHER, b"\0\0\0\0\xff\xff"), "do not decode as shardwell_wire.v1.GatherRequest"),
         (bytes(range(256)) * 512, "a frame of kind 4: expected GATHER or REDUCE_SCATTER"),
     ],
 )

@@ -304,7 +304,7 @@ def test_a_silent_trainers_work_goes_to_a_waiting_one_within_its_lease(shared: C
     assert LEASE_S <= float(silent_s) < LEASE_S * 2.5
 
 
-def watch(cluster: Cluster, run: str) -> list[coordinator_pb2.Event]:
+def watch(cluster: Cluster, run: str) -> list[coordinator_pb2.WatchEventsResponse]:
     request = coordinator_pb2.WatchEventsRequest(run=run, duration_s=0.05)
     return [event for event in cluster.client.stream("WatchEvents", request, timeout_s=5) if event.run == run]
 

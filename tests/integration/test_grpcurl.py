@@ -12,8 +12,8 @@ from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 from tests.support import grpcurl
 from tests.support.cluster import small_run
 
-COORDINATOR = "shardwell.v1.CoordinatorService"
-SHARD = "shardwell.v1.ShardService"
+COORDINATOR = "shardwell_wire.v1.CoordinatorService"
+SHARD = "shardwell_wire.v1.ShardService"
 RUN = "grpcurl"
 
 

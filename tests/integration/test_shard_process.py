@@ -69,7 +69,7 @@ def test_it_waits_for_its_coordinator_and_stops_cleanly() -> None:
         assert any("cannot register with the coordinator" in line for line in shard.stderr)
         with server_process("coordinator", "--listen", f"127.0.0.1:{port}"):
             ready = json.loads(shard.stdout.readline())
-            assert ready["ready"] == "shardwell.v1.ShardService"
+            assert ready["ready"] == "shardwell_wire.v1.ShardService"
             shard.send_signal(signal.SIGTERM)
             assert shard.wait(20) == 0
         assert "Traceback" not in shard.stderr.read()

@@ -117,12 +117,12 @@ def test_a_reservation_that_was_on_its_way_when_its_run_was_deleted_is_refused(s
 def test_a_transport_of_a_deleted_run_ends_and_serves_nothing_of_the_next_one(server: ShardServer) -> None:
     old = unit(server, run_id="old")
     with ShmUnit(old) as shm, closing(SocketTransport(server.client, old.identity)) as sockets:
-        gradient_buffer = shm.open_gradient_buffer().gradient_buffer
+        gradient_buffer = shm.open_gradient_buffer().gradient_buffer_id
         old.drop()
         new = unit(server, run_id="new")
         header = shm.header(context=new.context())
         request = shard_pb2.ReduceGradientBufferRequest(
-            header=header, transport=shm.transport._name, gradient_buffer=gradient_buffer
+            header=header, transport_id=shm.transport._name, gradient_buffer_id=gradient_buffer
         )
         assert isinstance(error_of(lambda: server.call("ReduceGradientBuffer", request)), ShardwellError)
         push = partial(sockets.reduce_scatter, header, [memoryview(bytes(new.size))], timeout_s=20.0, retry_for_s=0.0)

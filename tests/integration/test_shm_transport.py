@@ -174,7 +174,7 @@ def test_a_duplicate_is_acknowledged_and_its_gradient_buffer_stays_free(connecte
     connected.one.push(connected.one.filled(1.0))
     gradient_buffer = connected.open_gradient_buffer()
     fill(gradient_buffer.path, 5.0)
-    answer = connected.reduce(gradient_buffer.gradient_buffer)
+    answer = connected.reduce(gradient_buffer.gradient_buffer_id)
     assert (answer.duplicate, answer.adopted) == (True, False)
     connected.one.push(connected.one.filled(1.0), rank=1)
     connected.one.prepare(0)
@@ -188,7 +188,7 @@ def test_the_same_again_after_the_answer_was_lost(connected: ConnectedUnit, part
         connected.one.push(connected.one.filled(1.0), part=number)
     gradient_buffer = connected.open_gradient_buffer()
     fill(gradient_buffer.path, 1.0)
-    answers = [connected.reduce(gradient_buffer.gradient_buffer, part=part) for _ in range(2)]
+    answers = [connected.reduce(gradient_buffer.gradient_buffer_id, part=part) for _ in range(2)]
     assert [answer.duplicate for answer in answers] == [False, True]
     assert [answer.adopted for answer in answers] == [part == 0] * 2
     connected.one.push(connected.one.zeros(), rank=1)
@@ -199,13 +199,13 @@ def test_the_same_again_after_the_answer_was_lost(connected: ConnectedUnit, part
 
 def test_a_gradient_buffer_is_one_contribution_only(connected: ConnectedUnit) -> None:
     gradient_buffer = connected.open_gradient_buffer()
-    assert connected.reduce(gradient_buffer.gradient_buffer).adopted
+    assert connected.reduce(gradient_buffer.gradient_buffer_id).adopted
     for changes in ({"rank": 1}, {"part": 1}, {"attempt": 1}):
-        error = error_of(partial(connected.reduce, gradient_buffer.gradient_buffer, **changes))
+        error = error_of(partial(connected.reduce, gradient_buffer.gradient_buffer_id, **changes))
         assert isinstance(error, StepStateError)
         assert "is a contribution: take another one" in str(error)
     connected.one.fence(0, (0, 1, 1))  # withdrawn
-    assert connected.reduce(gradient_buffer.gradient_buffer, attempt=1).adopted
+    assert connected.reduce(gradient_buffer.gradient_buffer_id, attempt=1).adopted
 
 
 def test_stale_epochs_attempts_and_steps_are_refused_and_change_nothing(connected: ConnectedUnit) -> None:
@@ -219,15 +219,15 @@ def test_stale_epochs_attempts_and_steps_are_refused_and_change_nothing(connecte
         (StepStateError, {"epoch": 5, "attempt": 3, "part": 1}),
     ]
     for kind, changes in refused:
-        assert type(error_of(partial(connected.reduce, gradient_buffer.gradient_buffer, **changes))) is kind
+        assert type(error_of(partial(connected.reduce, gradient_buffer.gradient_buffer_id, **changes))) is kind
     assert connected.server.look(lambda: one.shard.contributions.by_rank) == {}
-    assert connected.reduce(gradient_buffer.gradient_buffer, epoch=5, attempt=3).adopted
+    assert connected.reduce(gradient_buffer.gradient_buffer_id, epoch=5, attempt=3).adopted
     one.push(one.filled(1.0), rank=1)
     one.prepare(0, (0, 3, 1), (1, 0, 1))
     assert isinstance(error_of(lambda: connected.push(one.zeros(), epoch=5, attempt=3, part=1)), StepStateError)
     one.update(0)
     assert (
-        type(error_of(lambda: connected.reduce(gradient_buffer.gradient_buffer, epoch=5, attempt=3)))
+        type(error_of(lambda: connected.reduce(gradient_buffer.gradient_buffer_id, epoch=5, attempt=3)))
         is VersionGoneError
     )
 
@@ -235,10 +235,12 @@ def test_stale_epochs_attempts_and_steps_are_refused_and_change_nothing(connecte
 def test_a_gradient_buffer_of_another_unit_or_transport(connected: ConnectedUnit) -> None:
     server, gradient_buffer = connected.server, connected.open_gradient_buffer()
     with ConnectedUnit(unit(server, layout_of("other", a=((60_000,), "float32")), index=1)) as other:
-        error = error_of(lambda: other.reduce(gradient_buffer.gradient_buffer, transport=connected.transport._name))
+        error = error_of(
+            lambda: other.reduce(gradient_buffer.gradient_buffer_id, transport_id=connected.transport._name)
+        )
         assert isinstance(error, InvalidRequestError)
         assert "is for unit 'u' of run 'r', not for unit 'other'" in str(error)
-        assert isinstance(error_of(lambda: other.reduce(gradient_buffer.gradient_buffer)), ConflictError)
+        assert isinstance(error_of(lambda: other.reduce(gradient_buffer.gradient_buffer_id)), ConflictError)
     assert connected.server.look(lambda: connected.one.shard.contributions.by_rank) == {}
 
 
@@ -246,11 +248,11 @@ def test_a_transport_is_for_one_run(connected: ConnectedUnit) -> None:
     with ConnectedUnit(unit(connected.server, run="other")) as other:
         for use in (
             lambda: connected.open_gradient_buffer(run="other", run_id="id-of-other"),
-            lambda: other.reduce(1, transport=connected.transport._name),
+            lambda: other.reduce(1, transport_id=connected.transport._name),
             lambda: connected.server.call(
                 "LocateShard",
                 shard_pb2.LocateShardRequest(
-                    run="other", run_id="id-of-other", unit="u", transport=connected.transport._name
+                    run="other", run_id="id-of-other", unit="u", transport_id=connected.transport._name
                 ),
             ),
         ):
@@ -272,8 +274,8 @@ def test_a_transport_is_for_one_run(connected: ConnectedUnit) -> None:
         ({"parameter_indices": [7]}, InvalidRequestError),
         ({"wire_dtype": 99}, InvalidRequestError),
         ({"wire_dtype": common_pb2.WIRE_DTYPE_BFLOAT16}, InvalidRequestError),
-        ({"transport": ""}, ConflictError),
-        ({"transport": "nowhere"}, ConflictError),
+        ({"transport_id": ""}, ConflictError),
+        ({"transport_id": "nowhere"}, ConflictError),
         ({"part": 1}, StepStateError),
     ],
 )
@@ -281,8 +283,8 @@ def test_what_does_not_fit_is_refused(
     connected: ConnectedUnit, changes: dict[str, Any], error: type[ShardwellError]
 ) -> None:
     gradient_buffer = connected.open_gradient_buffer()
-    assert type(error_of(lambda: connected.reduce(gradient_buffer.gradient_buffer, **changes))) is error
-    assert type(error_of(lambda: connected.reduce(gradient_buffer.gradient_buffer + 1))) is ConflictError
+    assert type(error_of(lambda: connected.reduce(gradient_buffer.gradient_buffer_id, **changes))) is error
+    assert type(error_of(lambda: connected.reduce(gradient_buffer.gradient_buffer_id + 1))) is ConflictError
     assert connected.server.look(lambda: connected.one.shard.contributions.by_rank) == {}
     assert [each.held for each in connected.gradient_buffers()] == [False]
 
@@ -319,7 +321,7 @@ def test_many_transports_take_one_file_which_ends_with_the_last(connected: Conne
     )
     before, count = server.look(lambda: memory.used_bytes), len(list(folder.iterdir()))
     transports = [server.client.open("OpenTransport", request, timeout_s=20.0) for _ in range(20)]
-    assert len({transport.answer.transport for transport in transports}) == 20
+    assert len({transport.answer.transport_id for transport in transports}) == 20
     assert {transport.answer.shm.path for transport in transports} == {server.look(lambda: server.shm._proof.path)}  # type: ignore[union-attr]
     assert (server.look(lambda: memory.used_bytes), len(list(folder.iterdir()))) == (before, count)
     for transport in transports:
@@ -355,7 +357,7 @@ def test_a_transport_that_closes_while_its_push_waits_its_turn(connected: Connec
         await run._lock.acquire()
 
     asyncio.run_coroutine_threadsafe(lock(), server._loop).result(20)
-    pushing = in_background(lambda: connected.reduce(gradient_buffer.gradient_buffer))
+    pushing = in_background(lambda: connected.reduce(gradient_buffer.gradient_buffer_id))
     server.until(lambda: bool(run._lock._waiters), "the push waits")
     connected.transport.close()
     server.until(lambda: not server.shm._open, "the transport is closed")
@@ -391,11 +393,11 @@ def test_a_connection_goes_on_after_a_refusal_and_hands_over_for_its_own_run_onl
         assert type(error_of(lambda: connected.reduce(99))) is ConflictError
         context = other.one.context(0, 1)
         error = error_of(
-            lambda: connected.reduce(theirs.gradient_buffer, transport=other.transport._name, context=context)
+            lambda: connected.reduce(theirs.gradient_buffer_id, transport_id=other.transport._name, context=context)
         )
         assert type(error) is AccessError
         assert "the transport was opened for run 'r' with id id-of-r, not for 'other' with id id-of-other" in str(error)
-        assert connected.reduce(mine.gradient_buffer).adopted
+        assert connected.reduce(mine.gradient_buffer_id).adopted
         assert server.look(lambda: len(server.sockets._connections)) == 1
 
 

@@ -100,7 +100,7 @@ def test_a_stream_is_refused_before_its_first_message(cluster: shardwell.LocalCl
 def test_an_unknown_rpc_and_service_need_the_token(cluster: shardwell.LocalCluster) -> None:
     with open_channel(cluster.address) as channel:
         for path in (
-            "/shardwell.v1.CoordinatorService/Nonsense",
+            "/shardwell_wire.v1.CoordinatorService/Nonsense",
             "/nonsense/Nonsense",
             "/grpc.health.v1.Healthy/Check",
         ):
@@ -114,7 +114,7 @@ def test_a_stranger_changes_nothing(cluster: shardwell.LocalCluster, run_name: s
         for server in cluster.shards:
             drop = shard_pb2.DropRunRequest(context=common_pb2.RequestContext(run=run_name, epoch=1 << 40))
             with open_channel(server.address) as channel, pytest.raises(grpc.RpcError) as refused:
-                channel.unary_unary("/shardwell.v1.ShardService/DropRun")(drop.SerializeToString(), timeout=20)
+                channel.unary_unary("/shardwell_wire.v1.ShardService/DropRun")(drop.SerializeToString(), timeout=20)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert session.explain_stall()
 
@@ -123,8 +123,8 @@ def test_health_and_reflection_are_open(cluster: shardwell.LocalCluster) -> None
     from shardwell_server.cli import main
     from tests.support.grpcurl import ReflectionClient
 
-    assert main(["health", cluster.address, "--service", "shardwell.v1.CoordinatorService"]) == 0
-    assert "shardwell.v1.ShardService" in ReflectionClient(cluster.shards[0].address).list()
+    assert main(["health", cluster.address, "--service", "shardwell_wire.v1.CoordinatorService"]) == 0
+    assert "shardwell_wire.v1.ShardService" in ReflectionClient(cluster.shards[0].address).list()
 
 
 def test_the_token_is_nowhere_to_be_read(run_name: str, tmp_path: Path) -> None:

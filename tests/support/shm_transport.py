@@ -90,7 +90,7 @@ class ConnectedUnit:
             "run": identity.name,
             "run_id": identity.run_id,
             "unit": self.one.layout.unit,
-            "transport": self.transport._name,
+            "transport_id": self.transport._name,
         }
         answer: shard_pb2.OpenGradientBufferResponse = self.server.call(
             "OpenGradientBuffer", shard_pb2.OpenGradientBufferRequest(**{**fields, **changes})
@@ -98,12 +98,12 @@ class ConnectedUnit:
         return answer
 
     def reduce(
-        self, gradient_buffer: int, *, transport: str | None = None, **changes: Any
+        self, gradient_buffer: int, *, transport_id: str | None = None, **changes: Any
     ) -> shard_pb2.ReduceGradientBufferResponse:
         request = shard_pb2.ReduceGradientBufferRequest(
             header=self.header(**changes),
-            transport=self.transport._name if transport is None else transport,
-            gradient_buffer=gradient_buffer,
+            transport_id=self.transport._name if transport_id is None else transport_id,
+            gradient_buffer_id=gradient_buffer,
         )
         return self._hand_over(request)
 

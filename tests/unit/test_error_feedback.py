@@ -18,7 +18,7 @@ from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_INT8,
     WIRE_DTYPE_UNSPECIFIED,
 )
-from shardwell_wire.wire_dtypes import WireDType
+from shardwell_wire.wire_dtypes import WireDtype
 
 LAYOUT = UnitLayout(
     "block",
@@ -38,25 +38,25 @@ def gradient(seed: int, index: int = WEIGHT) -> torch.Tensor:
     return torch.randn(parameter.shape, generator=generator, dtype=getattr(torch, parameter.dtype))
 
 
-def plan_of(wire_dtype: WireDType, indices: Iterable[int]) -> StreamPlan:
+def plan_of(wire_dtype: WireDtype, indices: Iterable[int]) -> StreamPlan:
     return StreamPlan(LAYOUT, LAYOUT.packed_segments(indices, 0, LAYOUT.size_bytes), wire_dtype)
 
 
-def on_the_wire(value: torch.Tensor, wire_dtype: WireDType, index: int = WEIGHT) -> bytes:
+def on_the_wire(value: torch.Tensor, wire_dtype: WireDtype, index: int = WEIGHT) -> bytes:
     plan = plan_of(wire_dtype, [index])
     stream = bytearray(plan.size_bytes)
     plan.encode(InParameters({index: value.reshape(-1)}), stream)
     return bytes(stream)
 
 
-def arrived(stream: bytes, wire_dtype: WireDType, index: int = WEIGHT) -> torch.Tensor:
+def arrived(stream: bytes, wire_dtype: WireDtype, index: int = WEIGHT) -> torch.Tensor:
     parameter, vector = LAYOUT.parameters[index], torch.zeros(LAYOUT.size_bytes, dtype=torch.uint8)
     plan_of(wire_dtype, [index]).decode(stream, InVector(memory_at(vector.data_ptr(), vector.numel()), 0))
     own = vector[LAYOUT.starts[index] :][: parameter.size_bytes]
     return own.view(getattr(torch, parameter.dtype)).view(parameter.shape)
 
 
-def feedback_of(wire_dtype: WireDType) -> ErrorFeedback:
+def feedback_of(wire_dtype: WireDtype) -> ErrorFeedback:
     return ErrorFeedback(wire_dtype, BufferPool(1 << 20))
 
 
@@ -74,7 +74,7 @@ def push(
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
-def test_every_push_is_the_gradient_and_what_the_one_before_left_out(wire_dtype: WireDType) -> None:
+def test_every_push_is_the_gradient_and_what_the_one_before_left_out(wire_dtype: WireDtype) -> None:
     feedback, left_out = feedback_of(wire_dtype), torch.zeros(37, 41)
     for step in range(5):
         value = gradient(step)
@@ -87,7 +87,7 @@ def test_every_push_is_the_gradient_and_what_the_one_before_left_out(wire_dtype:
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
-def test_the_sum_of_what_arrives_follows_the_sum_of_the_gradients(wire_dtype: WireDType) -> None:
+def test_the_sum_of_what_arrives_follows_the_sum_of_the_gradients(wire_dtype: WireDtype) -> None:
     feedback, value = feedback_of(wire_dtype), gradient(0) + 3
     one_error = 2 * (value - arrived(on_the_wire(value, wire_dtype), wire_dtype)).abs().max().double()
     with_feedback, without, exact = (torch.zeros(37, 41, dtype=torch.float64) for _ in range(3))
@@ -101,7 +101,7 @@ def test_the_sum_of_what_arrives_follows_the_sum_of_the_gradients(wire_dtype: Wi
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
-def test_a_work_item_begun_anew_pushes_the_same_bits(wire_dtype: WireDType) -> None:
+def test_a_work_item_begun_anew_pushes_the_same_bits(wire_dtype: WireDtype) -> None:
     feedback = feedback_of(wire_dtype)
     push(feedback, gradient(0))
     feedback.commit()
@@ -182,7 +182,7 @@ def test_what_the_servers_refuse_does_not_spoil_the_next_step(bad: float) -> Non
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
-def test_parameters_pushed_together_give_the_bits_of_each_pushed_alone(wire_dtype: WireDType) -> None:
+def test_parameters_pushed_together_give_the_bits_of_each_pushed_alone(wire_dtype: WireDtype) -> None:
     together, alone = feedback_of(wire_dtype), feedback_of(wire_dtype)
     for step in range(3):
         gradients = {index: gradient(10 * step + index, index) for index in (WEIGHT, BIAS, DOUBLE)}
@@ -198,7 +198,7 @@ def test_parameters_pushed_together_give_the_bits_of_each_pushed_alone(wire_dtyp
 
 
 @pytest.mark.parametrize("wire_dtype", [WIRE_DTYPE_UNSPECIFIED, *LOSSY])
-def test_what_travels_as_it_is_stored_is_left_alone(wire_dtype: WireDType) -> None:
+def test_what_travels_as_it_is_stored_is_left_alone(wire_dtype: WireDtype) -> None:
     assert feedback_of(wire_dtype).encode(0, LAYOUT, 0, {DOUBLE: gradient(0, DOUBLE).view(-1)}) is None
     assert (feedback_of(wire_dtype).encode(0, LAYOUT, 0, {WEIGHT: gradient(0).view(-1)}) is None) == (
         wire_dtype == WIRE_DTYPE_UNSPECIFIED

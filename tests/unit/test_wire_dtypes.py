@@ -20,9 +20,9 @@ from shardwell_wire.v1.common_pb2 import (
     WIRE_DTYPE_INT8,
     WIRE_DTYPE_UNSPECIFIED,
 )
-from shardwell_wire.wire_dtypes import INT8_BLOCK_NUMEL, WireDType, stream_size
+from shardwell_wire.wire_dtypes import INT8_BLOCK_NUMEL, WireDtype, stream_size
 
-EVERY = sorted(common_pb2.WireDType.values())
+EVERY = sorted(common_pb2.WireDtype.values())
 LOSSY = [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_FLOAT16, WIRE_DTYPE_INT8]
 
 LAYOUT = UnitLayout(
@@ -71,7 +71,7 @@ def slow_int8(x: np.ndarray, first_byte: int) -> tuple[bytes, np.ndarray]:
     return stream, np.array(decoded, np.float32)
 
 
-def slow(x: torch.Tensor, first_byte: int, wire_dtype: WireDType) -> tuple[bytes, torch.Tensor]:
+def slow(x: torch.Tensor, first_byte: int, wire_dtype: WireDtype) -> tuple[bytes, torch.Tensor]:
     if wire_dtype == WIRE_DTYPE_UNSPECIFIED or x.dtype != torch.float32:
         return bytes(x.view(torch.uint8).tolist()), x
     if wire_dtype == WIRE_DTYPE_INT8:
@@ -97,7 +97,7 @@ def values_of(numel: int, seed: int = 0) -> torch.Tensor:
     return values
 
 
-def plan_of(x: torch.Tensor, first_byte: int, wire_dtype: WireDType) -> StreamPlan:
+def plan_of(x: torch.Tensor, first_byte: int, wire_dtype: WireDtype) -> StreamPlan:
     """Of a parameter that begins at a byte of its unit's flat vector."""
     layout = UnitLayout("u", (Parameter("x", tuple(x.shape), str(x.dtype).removeprefix("torch.")),))
     segments = [Segment(0, first_byte, first_byte + x.nbytes, 0, x.numel())] if x.numel() else []
@@ -108,7 +108,7 @@ def memory_of(x: torch.Tensor) -> memoryview:
     return memory_at(x.data_ptr(), x.nbytes)
 
 
-def encoded(x: torch.Tensor, first_byte: int, wire_dtype: WireDType) -> bytes:
+def encoded(x: torch.Tensor, first_byte: int, wire_dtype: WireDtype) -> bytes:
     plan = plan_of(x, first_byte, wire_dtype)
     out = bytearray(plan.size_bytes)
     plan.encode(InVector(memory_of(x), first_byte), out)
@@ -118,18 +118,18 @@ def encoded(x: torch.Tensor, first_byte: int, wire_dtype: WireDType) -> bytes:
     return bytes(out)
 
 
-def decode_into(data: bytes, first_byte: int, wire_dtype: WireDType, out: torch.Tensor) -> None:
+def decode_into(data: bytes, first_byte: int, wire_dtype: WireDtype, out: torch.Tensor) -> None:
     plan_of(out, first_byte, wire_dtype).decode(data, InVector(memory_of(out), first_byte))
 
 
-def rounded_into(x: torch.Tensor, first_byte: int, wire_dtype: WireDType, out: torch.Tensor) -> None:
+def rounded_into(x: torch.Tensor, first_byte: int, wire_dtype: WireDtype, out: torch.Tensor) -> None:
     plan_of(x, first_byte, wire_dtype).carry(InVector(memory_of(x), first_byte), InVector(memory_of(out), first_byte))
 
 
 @pytest.mark.parametrize("wire_dtype", EVERY)
 @pytest.mark.parametrize("first_byte", STARTS)
 @pytest.mark.parametrize("numel", [0, 1, 2, 15, 16, 17, 240, 255, 256, 257, 511, 512, 769, 5003])
-def test_every_bit_is_the_slow_references(wire_dtype: WireDType, first_byte: int, numel: int) -> None:
+def test_every_bit_is_the_slow_references(wire_dtype: WireDtype, first_byte: int, numel: int) -> None:
     x = values_of(numel, seed=first_byte + numel)
     stream, expected = slow(x, first_byte, wire_dtype)
     assert encoded(x, first_byte, wire_dtype) == stream
@@ -143,7 +143,7 @@ def test_every_bit_is_the_slow_references(wire_dtype: WireDType, first_byte: int
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
-def test_more_than_is_converted_at_once_is_the_sum_of_its_blocks(wire_dtype: WireDType) -> None:
+def test_more_than_is_converted_at_once_is_the_sum_of_its_blocks(wire_dtype: WireDtype) -> None:
     x, first_byte = values_of(300_001), 64
     whole = encoded(x, first_byte, wire_dtype)
     head = INT8_BLOCK_NUMEL - first_byte // 4
@@ -158,7 +158,7 @@ def test_more_than_is_converted_at_once_is_the_sum_of_its_blocks(wire_dtype: Wir
 
 @pytest.mark.parametrize("wire_dtype", EVERY)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_only_float32_is_converted(wire_dtype: WireDType, dtype: torch.dtype) -> None:
+def test_only_float32_is_converted(wire_dtype: WireDtype, dtype: torch.dtype) -> None:
     x = values_of(515).to(dtype)
     stream = encoded(x, 64, wire_dtype)
     assert stream == bytes(x.view(torch.uint8).tolist())
@@ -173,7 +173,7 @@ def test_only_float32_is_converted(wire_dtype: WireDType, dtype: torch.dtype) ->
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", [0, 255, 300, 999])
 def test_what_is_not_finite_stays_not_finite_and_spoils_only_its_block(
-    wire_dtype: WireDType, bad: float, where: int
+    wire_dtype: WireDtype, bad: float, where: int
 ) -> None:
     x = torch.ones(1000)
     x[where] = bad
@@ -208,7 +208,7 @@ def test_what_is_not_finite_stays_not_finite_and_spoils_only_its_block(
         (WIRE_DTYPE_INT8, 200 * 2.0**-130, 12 * 2.0**-126),
     ],
 )
-def test_ends_of_the_range(wire_dtype: WireDType, value: float, expected: float) -> None:
+def test_ends_of_the_range(wire_dtype: WireDtype, value: float, expected: float) -> None:
     x = torch.full((300,), value)
     rounded_into(x, 0, wire_dtype, x)
     assert same_bits(x, torch.full((300,), expected))
@@ -238,7 +238,7 @@ def filled_unit() -> torch.Tensor:
     return flat
 
 
-def streamed(layout: UnitLayout, flat: torch.Tensor, segments: Sequence[Segment], wire_dtype: WireDType) -> bytes:
+def streamed(layout: UnitLayout, flat: torch.Tensor, segments: Sequence[Segment], wire_dtype: WireDtype) -> bytes:
     plan = StreamPlan(layout, segments, wire_dtype)
     stream = bytearray(plan.size_bytes)
     plan.encode(InVector(memory_of(flat), 0), stream)
@@ -249,7 +249,7 @@ def streamed(layout: UnitLayout, flat: torch.Tensor, segments: Sequence[Segment]
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
 @pytest.mark.parametrize("indices", [None, (2,), (0, 4, 6)])
 def test_a_units_stream_is_its_shards_streams_one_after_another(
-    wire_dtype: WireDType, num_shards: int, indices: Sequence[int] | None
+    wire_dtype: WireDtype, num_shards: int, indices: Sequence[int] | None
 ) -> None:
     flat, chosen = filled_unit(), indices or range(len(LAYOUT.parameters))
     whole = streamed(LAYOUT, flat, LAYOUT.packed_segments(chosen, 0, LAYOUT.size_bytes), wire_dtype)
@@ -262,7 +262,7 @@ def test_a_units_stream_is_its_shards_streams_one_after_another(
 
 
 @pytest.mark.parametrize("wire_dtype", EVERY)
-def test_what_is_encoded_together_is_decoded_together(wire_dtype: WireDType) -> None:
+def test_what_is_encoded_together_is_decoded_together(wire_dtype: WireDtype) -> None:
     flat, arrived = filled_unit(), torch.zeros(LAYOUT.size_bytes, dtype=torch.uint8)
     segments = LAYOUT.segments(0, LAYOUT.size_bytes)
     stream = streamed(LAYOUT, flat, segments, wire_dtype)
@@ -286,7 +286,7 @@ TIGHT = UnitLayout(
 @pytest.mark.parametrize("num_shards", [1, 2, 7])
 @pytest.mark.parametrize("every_other", [False, True])
 def test_a_stream_is_decoded_where_its_values_go(
-    wire_dtype: WireDType, layout: UnitLayout, num_shards: int, every_other: bool
+    wire_dtype: WireDtype, layout: UnitLayout, num_shards: int, every_other: bool
 ) -> None:
     flat = values_of(layout.size_bytes // 4).view(torch.uint8)
     chosen = range(0, len(layout.parameters), 2) if every_other else range(len(layout.parameters))
@@ -304,7 +304,7 @@ def test_a_stream_is_decoded_where_its_values_go(
 
 
 @pytest.mark.parametrize("wire_dtype", EVERY)
-def test_a_stream_of_another_length_is_refused(wire_dtype: WireDType) -> None:
+def test_a_stream_of_another_length_is_refused(wire_dtype: WireDtype) -> None:
     x, arrived = torch.ones(300), torch.zeros(300)
     data = encoded(x, 0, wire_dtype)
     for wrong in (data[:-1], data + b"x"):
@@ -323,7 +323,7 @@ def test_an_unknown_wire_dtype_is_named() -> None:
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
-def test_gradients_that_autograd_tracks_and_inference_mode_are_no_obstacle(wire_dtype: WireDType) -> None:
+def test_gradients_that_autograd_tracks_and_inference_mode_are_no_obstacle(wire_dtype: WireDtype) -> None:
     x = torch.randn(300, requires_grad=True)
     stream = encoded(x, 0, wire_dtype)
     with torch.inference_mode():
@@ -336,7 +336,7 @@ def test_gradients_that_autograd_tracks_and_inference_mode_are_no_obstacle(wire_
 @pytest.mark.parametrize("wire_dtype", [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_INT8])
 @pytest.mark.parametrize("sizes", [(512, 256, 1024), (512, 16, 1024), (5, 300, 7, 4096), (16,) * 700, (1,) * 700])
 def test_parameters_side_by_side_give_the_bits_that_each_gives_alone(
-    wire_dtype: WireDType, sizes: tuple[int, ...]
+    wire_dtype: WireDtype, sizes: tuple[int, ...]
 ) -> None:
     layout = UnitLayout("block", tuple(Parameter(f"p{i}", (size,), "float32") for i, size in enumerate(sizes)))
     vector, segments = values_of(layout.size_bytes // 4), layout.segments(0, layout.size_bytes)

@@ -194,7 +194,7 @@ def stall(response: coordinator_pb2.ExplainStallResponse) -> RenderableType:
     return "\n".join([head, *lines])
 
 
-def event(message: coordinator_pb2.Event) -> RenderableType:
+def event(message: coordinator_pb2.WatchEventsResponse) -> RenderableType:
     """One line of ``shardwell events``."""
     clock = _local_time(message.time).strftime("%H:%M:%S.%f")[:-3]
     return f"{clock}  {message.run or '-':16} {message.kind:20} {message.message}"

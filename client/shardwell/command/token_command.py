@@ -19,11 +19,11 @@ _EPILOG = """\
 examples:
   shardwell token --address 127.0.0.1:40123
   grpcurl -plaintext -H "$(shardwell token)" -d '{"run": "gpt"}' localhost:50051 \\
-      shardwell.v1.CoordinatorService/ExplainStall
+      shardwell_wire.v1.CoordinatorService/ExplainStall
 
 On a host with other users, where `ps` shows them the arguments of every program:
   export HEADER="$(shardwell token)"
-  grpcurl -plaintext -expand-headers -H '${HEADER}' localhost:50051 shardwell.v1.CoordinatorService/ListRuns
+  grpcurl -plaintext -expand-headers -H '${HEADER}' localhost:50051 shardwell_wire.v1.CoordinatorService/ListRuns
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwell_wire.wire_dtypes import WireDType
+from shardwell_wire.wire_dtypes import WireDtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -14,7 +14,7 @@ class EncodedGradients:
 
     indices: tuple[int, ...]
     """Of the parameters, rising."""
-    wire_dtype: WireDType
+    wire_dtype: WireDtype
     """How float32 gradients travel."""
     stream: memoryview
     """Of the whole unit."""

@@ -21,9 +21,8 @@ from shardwell.memory.buffer_pool import BufferPool
 from shardwell_wire.codec import memory_at
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.quantization_blocks import scratch_values
-from shardwell_wire.range_plans import RangePlans
-from shardwell_wire.stream_plan import InParameters, Slice
-from shardwell_wire.wire_dtypes import AS_STORED, WireDType, applied
+from shardwell_wire.stream_plan import InParameters, RangePlans, Slice
+from shardwell_wire.wire_dtypes import AS_STORED, WireDtype, applied
 
 _ITEM_BYTES = 4
 """Of float32."""
@@ -91,7 +90,7 @@ class ErrorFeedback:
         buffers: For what travels.
     """
 
-    def __init__(self, wire_dtype: WireDType, buffers: BufferPool) -> None:
+    def __init__(self, wire_dtype: WireDtype, buffers: BufferPool) -> None:
         self._wire_dtype, self._buffers = wire_dtype, buffers
         self._plans: dict[int, RangePlans] = {}
         """Of whole units."""

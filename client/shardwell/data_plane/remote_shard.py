@@ -20,11 +20,10 @@ from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.quantization_blocks import bytes_tensor
-from shardwell_wire.range_plans import RangePlans
 from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.stream_plan import InParameters, InVector, StreamPlan
+from shardwell_wire.stream_plan import InParameters, InVector, RangePlans, StreamPlan
 from shardwell_wire.v1 import shard_pb2
-from shardwell_wire.wire_dtypes import AS_STORED, WireDType
+from shardwell_wire.wire_dtypes import AS_STORED, WireDtype
 
 _IDLE_BYTES = 64 << 20
 
@@ -36,8 +35,8 @@ _RETRY_S = 2.0
 class Wire:
     """How one trainer's floats travel, and how long it waits."""
 
-    gather_dtype: WireDType = AS_STORED
-    push_dtype: WireDType = AS_STORED
+    gather_dtype: WireDtype = AS_STORED
+    push_dtype: WireDtype = AS_STORED
     wait_limit_s: float = 600.0
     """The longest wait for a version to exist, or for a lost server to return."""
     encoded: BufferPool = field(default_factory=lambda: BufferPool(_IDLE_BYTES))
@@ -101,7 +100,7 @@ class RemoteShard:
             return self.cached.read(version, target, partial(self._fetch, version, wire_dtype))
         return self._fetch(version, wire_dtype, target, nearly)
 
-    def _fetch(self, version: int | None, wire_dtype: WireDType, target: memoryview, nearly: Nearly = unheard) -> int:
+    def _fetch(self, version: int | None, wire_dtype: WireDtype, target: memoryview, nearly: Nearly = unheard) -> int:
         if self.window is not None:
             return self._copy(self.window, version, wire_dtype, target)
         if wire_dtype == AS_STORED:
@@ -190,7 +189,7 @@ class RemoteShard:
     def _stream(
         self,
         version: int | None,
-        wire_dtype: WireDType,
+        wire_dtype: WireDtype,
         target: memoryview,
         nearly: Nearly = unheard,
         *,
@@ -215,7 +214,7 @@ class RemoteShard:
         self.server.count(received_bytes=len(target))
         return fetched
 
-    def _copy(self, window: SharedVector, version: int | None, wire_dtype: WireDType, target: memoryview) -> int:
+    def _copy(self, window: SharedVector, version: int | None, wire_dtype: WireDtype, target: memoryview) -> int:
         there = self._await_server(version)
         if wire_dtype == AS_STORED:
             bytes_tensor(target).copy_(window.bytes)

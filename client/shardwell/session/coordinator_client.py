@@ -8,7 +8,7 @@ from shardwell_wire.v1 import coordinator_pb2
 
 
 class CoordinatorClient(ServiceClient):
-    """Calls ``shardwell.v1.CoordinatorService`` at ``host:port``.
+    """Calls ``shardwell_wire.v1.CoordinatorService`` at ``host:port``.
 
     Args:
         address: host:port.

@@ -14,7 +14,7 @@ from shardwell_wire.v1 import shard_pb2
 
 
 class ShardClient(ServiceClient):
-    """Calls ``shardwell.v1.ShardService`` at ``host:port``: the transport that is always there.
+    """Calls ``shardwell_wire.v1.ShardService`` at ``host:port``: the transport that is always there.
 
     Args:
         address: host:port.

@@ -73,7 +73,7 @@ def read_request(
         dp_rank=place.dp_rank,
         start_bytes=place.start_bytes,
         stop_bytes=place.stop_bytes,
-        held_request_id="" if held is None else held.request_id,
+        cached_request_id="" if held is None else held.request_id,
     )
 
 
@@ -181,14 +181,14 @@ class _Incoming:
     def __init__(
         self, place: PartitionLocation, header: shard_pb2.ReadPartitionHeader, held: CachedPartition | None
     ) -> None:
-        self._header, self._held = header, held if header.held else None
+        self._header, self._held = header, held if header.cache_is_current else None
         segments = {segment.parameter_index: segment for segment in place.segments}
 
         def like(index: int) -> torch.Tensor:
             segment, parameter = segments[index], place.layout.parameters[index]
             return torch.empty(segment.stop_element - segment.start_element, dtype=getattr(torch, parameter.dtype))
 
-        self._values = {} if header.held else {index: like(index) for index in segments}
+        self._values = {} if header.cache_is_current else {index: like(index) for index in segments}
         self._gradients = {index: like(index) for index in header.gradient_indices}
         self._state = [
             torch.empty(tuple(entry.shape), dtype=getattr(torch, DTYPE_NAMES[entry.dtype])) for entry in header.state

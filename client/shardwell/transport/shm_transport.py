@@ -56,7 +56,7 @@ class ShmTransport:
         self._client, self._run = client, run
         request = shard_pb2.OpenTransportRequest(run=run.name, run_id=run.run_id, kind=common_pb2.TRANSPORT_KIND_SHM)
         self._rpc = client.open("OpenTransport", request, timeout_s=timeout_s)
-        self._name = self._rpc.answer.transport
+        self._name = self._rpc.answer.transport_id
         try:
             self._shared = self._prove(self._rpc.answer.shm)
         except BaseException:
@@ -99,7 +99,7 @@ class ShmTransport:
             UntrustedFileError: The server names a file outside its folder.
         """
         request = shard_pb2.LocateShardRequest(
-            run=self._run.name, run_id=self._run.run_id, unit=unit, version=version, transport=self._name
+            run=self._run.name, run_id=self._run.run_id, unit=unit, version=version, transport_id=self._name
         )
         answer: shard_pb2.LocateShardResponse = self._client.call(
             "LocateShard", request, timeout_s=timeout_s, retry_for_s=retry_for_s
@@ -135,7 +135,7 @@ class ShmTransport:
         if laid.transport is not self:
             laid = self._copy(laid)
         request = shard_pb2.ReduceGradientBufferRequest(
-            header=laid.header, transport=self._name, gradient_buffer=laid.gradient_buffer.number
+            header=laid.header, transport_id=self._name, gradient_buffer_id=laid.gradient_buffer.number
         )
         if not through(request).adopted:
             self._gradient_buffers.give(laid.gradient_buffer)
@@ -154,7 +154,7 @@ class ShmTransport:
         """
         answer: shard_pb2.OpenStagingBufferResponse = self._client.call(
             "OpenStagingBuffer",
-            shard_pb2.OpenStagingBufferRequest(partition=request, transport=self._name),
+            shard_pb2.OpenStagingBufferRequest(partition=request, transport_id=self._name),
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
         )
@@ -175,7 +175,7 @@ class ShmTransport:
             NonFiniteError: A value is NaN or infinity.
         """
         request = shard_pb2.StageStagingBufferRequest(
-            header=header, transport=self._name, staging_buffer=staging_buffer
+            header=header, transport_id=self._name, staging_buffer_id=staging_buffer
         )
         self._client.call("StageStagingBuffer", request, timeout_s=timeout_s, retry_for_s=retry_for_s)
 
@@ -212,7 +212,9 @@ class ShmTransport:
 
     def _open_gradient_buffer(self, unit: str) -> GradientBuffer:
         request = shard_pb2.OpenGradientBufferRequest(
-            run=self._run.name, run_id=self._run.run_id, unit=unit, transport=self._name
+            run=self._run.name, run_id=self._run.run_id, unit=unit, transport_id=self._name
         )
         answer: shard_pb2.OpenGradientBufferResponse = self._client.call("OpenGradientBuffer", request)
-        return GradientBuffer.open(answer.gradient_buffer, require_folder(answer.path, self._folder), self._sizes[unit])
+        return GradientBuffer.open(
+            answer.gradient_buffer_id, require_folder(answer.path, self._folder), self._sizes[unit]
+        )

@@ -16,8 +16,8 @@ from shardwell_wire import codec, frames
 from shardwell_wire.codec import Buffer
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, from_status_details
 from shardwell_wire.frames import Kind
+from shardwell_wire.low_water_mark import LowWaterMark
 from shardwell_wire.v1 import shard_pb2
-from shardwell_wire.wake_mark import WakeMark
 
 _TIMEVAL = struct.Struct("ll")
 
@@ -58,7 +58,7 @@ class SocketConnection:
             self._socket.settimeout(None)
             self._arrived = select.poll()
             self._arrived.register(self._socket, select.POLLIN)
-            self._mark = WakeMark(self._socket)
+            self._mark = LowWaterMark(self._socket)
             self._call_limit_s = 0.0
             try:
                 self._send([frames.hello(token)])

@@ -86,7 +86,7 @@ class StagingBuffer:
             dict(own),
             {index: self._cut(staging_buffer, segments[index]) for index in header.gradient_indices},
             state,
-            staging_buffer=answer.staging_buffer,
+            staging_buffer=answer.staging_buffer_id,
             described=list(header.state),
             values_in_staging_buffer=own,
             state_in_staging_buffer=in_staging_buffer,

@@ -1,1 +1,1 @@
-"""Generated protobuf stubs of package shardwell.v1; see the .proto files beside them."""
+"""Generated protobuf stubs of package shardwell_wire.v1; see the .proto files beside them."""

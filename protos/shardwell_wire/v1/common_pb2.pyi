@@ -24,99 +24,99 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
-class _DType:
+class _Dtype:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
 
-class _DTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DType.ValueType], builtins.type):
+class _DtypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Dtype.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    DTYPE_UNSPECIFIED: _DType.ValueType  # 0
+    DTYPE_UNSPECIFIED: _Dtype.ValueType  # 0
     """Not set; refused."""
-    DTYPE_FLOAT32: _DType.ValueType  # 1
+    DTYPE_FLOAT32: _Dtype.ValueType  # 1
     """IEEE 754, 4 bytes."""
-    DTYPE_FLOAT64: _DType.ValueType  # 2
+    DTYPE_FLOAT64: _Dtype.ValueType  # 2
     """IEEE 754, 8 bytes."""
-    DTYPE_BFLOAT16: _DType.ValueType  # 3
+    DTYPE_BFLOAT16: _Dtype.ValueType  # 3
     """The upper half of a FLOAT32, 2 bytes."""
-    DTYPE_FLOAT16: _DType.ValueType  # 4
+    DTYPE_FLOAT16: _Dtype.ValueType  # 4
     """IEEE 754, 2 bytes."""
-    DTYPE_INT64: _DType.ValueType  # 5
+    DTYPE_INT64: _Dtype.ValueType  # 5
     """The types below occur in buffers only; a parameter of such a type is refused."""
-    DTYPE_INT32: _DType.ValueType  # 6
+    DTYPE_INT32: _Dtype.ValueType  # 6
     """Two's complement, 4 bytes."""
-    DTYPE_INT16: _DType.ValueType  # 7
+    DTYPE_INT16: _Dtype.ValueType  # 7
     """Two's complement, 2 bytes."""
-    DTYPE_INT8: _DType.ValueType  # 8
+    DTYPE_INT8: _Dtype.ValueType  # 8
     """Two's complement, 1 byte."""
-    DTYPE_UINT8: _DType.ValueType  # 9
+    DTYPE_UINT8: _Dtype.ValueType  # 9
     """Unsigned, 1 byte."""
-    DTYPE_BOOL: _DType.ValueType  # 10
+    DTYPE_BOOL: _Dtype.ValueType  # 10
     """0 or 1, 1 byte."""
-    DTYPE_COMPLEX64: _DType.ValueType  # 11
+    DTYPE_COMPLEX64: _Dtype.ValueType  # 11
     """Two FLOAT32, real part first, 8 bytes."""
-    DTYPE_COMPLEX128: _DType.ValueType  # 12
+    DTYPE_COMPLEX128: _Dtype.ValueType  # 12
     """Two FLOAT64, real part first, 16 bytes."""
 
-class DType(_DType, metaclass=_DTypeEnumTypeWrapper):
+class Dtype(_Dtype, metaclass=_DtypeEnumTypeWrapper):
     """Element type of a parameter, gradient or buffer. Little-endian, C order on the wire."""
 
-DTYPE_UNSPECIFIED: DType.ValueType  # 0
+DTYPE_UNSPECIFIED: Dtype.ValueType  # 0
 """Not set; refused."""
-DTYPE_FLOAT32: DType.ValueType  # 1
+DTYPE_FLOAT32: Dtype.ValueType  # 1
 """IEEE 754, 4 bytes."""
-DTYPE_FLOAT64: DType.ValueType  # 2
+DTYPE_FLOAT64: Dtype.ValueType  # 2
 """IEEE 754, 8 bytes."""
-DTYPE_BFLOAT16: DType.ValueType  # 3
+DTYPE_BFLOAT16: Dtype.ValueType  # 3
 """The upper half of a FLOAT32, 2 bytes."""
-DTYPE_FLOAT16: DType.ValueType  # 4
+DTYPE_FLOAT16: Dtype.ValueType  # 4
 """IEEE 754, 2 bytes."""
-DTYPE_INT64: DType.ValueType  # 5
+DTYPE_INT64: Dtype.ValueType  # 5
 """The types below occur in buffers only; a parameter of such a type is refused."""
-DTYPE_INT32: DType.ValueType  # 6
+DTYPE_INT32: Dtype.ValueType  # 6
 """Two's complement, 4 bytes."""
-DTYPE_INT16: DType.ValueType  # 7
+DTYPE_INT16: Dtype.ValueType  # 7
 """Two's complement, 2 bytes."""
-DTYPE_INT8: DType.ValueType  # 8
+DTYPE_INT8: Dtype.ValueType  # 8
 """Two's complement, 1 byte."""
-DTYPE_UINT8: DType.ValueType  # 9
+DTYPE_UINT8: Dtype.ValueType  # 9
 """Unsigned, 1 byte."""
-DTYPE_BOOL: DType.ValueType  # 10
+DTYPE_BOOL: Dtype.ValueType  # 10
 """0 or 1, 1 byte."""
-DTYPE_COMPLEX64: DType.ValueType  # 11
+DTYPE_COMPLEX64: Dtype.ValueType  # 11
 """Two FLOAT32, real part first, 8 bytes."""
-DTYPE_COMPLEX128: DType.ValueType  # 12
+DTYPE_COMPLEX128: Dtype.ValueType  # 12
 """Two FLOAT64, real part first, 16 bytes."""
-global___DType = DType
+global___Dtype = Dtype
 
-class _WireDType:
+class _WireDtype:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
 
-class _WireDTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_WireDType.ValueType], builtins.type):
+class _WireDtypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_WireDtype.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    WIRE_DTYPE_UNSPECIFIED: _WireDType.ValueType  # 0
+    WIRE_DTYPE_UNSPECIFIED: _WireDtype.ValueType  # 0
     """As they are stored: lossless."""
-    WIRE_DTYPE_BFLOAT16: _WireDType.ValueType  # 1
+    WIRE_DTYPE_BFLOAT16: _WireDtype.ValueType  # 1
     """Rounded to the nearest even BFLOAT16, 2 bytes."""
-    WIRE_DTYPE_FLOAT16: _WireDType.ValueType  # 2
+    WIRE_DTYPE_FLOAT16: _WireDtype.ValueType  # 2
     """Rounded to the nearest even FLOAT16, 2 bytes; beyond its range: infinite."""
-    WIRE_DTYPE_INT8: _WireDType.ValueType  # 3
+    WIRE_DTYPE_INT8: _WireDtype.ValueType  # 3
     """One signed byte each, with a FLOAT32 scale per block; see docs/wire-format.md."""
 
-class WireDType(_WireDType, metaclass=_WireDTypeEnumTypeWrapper):
+class WireDtype(_WireDtype, metaclass=_WireDtypeEnumTypeWrapper):
     """How 32-bit floats travel between a trainer and a shard server. Other types always travel as they
     are. The server computes in the parameter's own type.
     """
 
-WIRE_DTYPE_UNSPECIFIED: WireDType.ValueType  # 0
+WIRE_DTYPE_UNSPECIFIED: WireDtype.ValueType  # 0
 """As they are stored: lossless."""
-WIRE_DTYPE_BFLOAT16: WireDType.ValueType  # 1
+WIRE_DTYPE_BFLOAT16: WireDtype.ValueType  # 1
 """Rounded to the nearest even BFLOAT16, 2 bytes."""
-WIRE_DTYPE_FLOAT16: WireDType.ValueType  # 2
+WIRE_DTYPE_FLOAT16: WireDtype.ValueType  # 2
 """Rounded to the nearest even FLOAT16, 2 bytes; beyond its range: infinite."""
-WIRE_DTYPE_INT8: WireDType.ValueType  # 3
+WIRE_DTYPE_INT8: WireDtype.ValueType  # 3
 """One signed byte each, with a FLOAT32 scale per block; see docs/wire-format.md."""
-global___WireDType = WireDType
+global___WireDtype = WireDtype
 
 class _TransportKind:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -336,7 +336,7 @@ class ParameterSpec(google.protobuf.message.Message):
     ALIASES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Fully qualified name, unique in the run."""
-    dtype: global___DType.ValueType
+    dtype: global___Dtype.ValueType
     """Of a parameter: a floating-point type. Of a buffer: any."""
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -351,7 +351,7 @@ class ParameterSpec(google.protobuf.message.Message):
         *,
         name: builtins.str = ...,
         shape: collections.abc.Iterable[builtins.int] | None = ...,
-        dtype: global___DType.ValueType = ...,
+        dtype: global___Dtype.ValueType = ...,
         aliases: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "dtype", b"dtype", "name", b"name", "shape", b"shape"]) -> None: ...

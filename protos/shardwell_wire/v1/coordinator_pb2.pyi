@@ -1975,7 +1975,9 @@ class WatchEventsRequest(google.protobuf.message.Message):
 global___WatchEventsRequest = WatchEventsRequest
 
 @typing.final
-class Event(google.protobuf.message.Message):
+class WatchEventsResponse(google.protobuf.message.Message):
+    """Something that happened in the cluster."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TIME_FIELD_NUMBER: builtins.int
@@ -2003,4 +2005,4 @@ class Event(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["time", b"time"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["kind", b"kind", "message", b"message", "run", b"run", "time", b"time"]) -> None: ...
 
-global___Event = Event
+global___WatchEventsResponse = WatchEventsResponse

@@ -44,119 +44,119 @@ class CoordinatorServiceStub(object):
             channel: A grpc.Channel.
         """
         self.RegisterServer = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/RegisterServer',
+                '/shardwell_wire.v1.CoordinatorService/RegisterServer',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.RegisterServerRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.RegisterServerResponse.FromString,
                 _registered_method=True)
         self.HeartbeatServer = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/HeartbeatServer',
+                '/shardwell_wire.v1.CoordinatorService/HeartbeatServer',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatServerRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatServerResponse.FromString,
                 _registered_method=True)
         self.DeregisterServer = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/DeregisterServer',
+                '/shardwell_wire.v1.CoordinatorService/DeregisterServer',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeregisterServerRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeregisterServerResponse.FromString,
                 _registered_method=True)
         self.Join = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/Join',
+                '/shardwell_wire.v1.CoordinatorService/Join',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.JoinRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.JoinResponse.FromString,
                 _registered_method=True)
         self.Heartbeat = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/Heartbeat',
+                '/shardwell_wire.v1.CoordinatorService/Heartbeat',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatResponse.FromString,
                 _registered_method=True)
         self.Leave = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/Leave',
+                '/shardwell_wire.v1.CoordinatorService/Leave',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.LeaveResponse.FromString,
                 _registered_method=True)
         self.DeclareUnit = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/DeclareUnit',
+                '/shardwell_wire.v1.CoordinatorService/DeclareUnit',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeclareUnitRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeclareUnitResponse.FromString,
                 _registered_method=True)
         self.PublishInitialUnit = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/PublishInitialUnit',
+                '/shardwell_wire.v1.CoordinatorService/PublishInitialUnit',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.PublishInitialUnitRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.PublishInitialUnitResponse.FromString,
                 _registered_method=True)
         self.ResetWork = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/ResetWork',
+                '/shardwell_wire.v1.CoordinatorService/ResetWork',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ResetWorkRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ResetWorkResponse.FromString,
                 _registered_method=True)
         self.FinishWork = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/FinishWork',
+                '/shardwell_wire.v1.CoordinatorService/FinishWork',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.FinishWorkRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.FinishWorkResponse.FromString,
                 _registered_method=True)
         self.PrepareGradients = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/PrepareGradients',
+                '/shardwell_wire.v1.CoordinatorService/PrepareGradients',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.PrepareGradientsRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.PrepareGradientsResponse.FromString,
                 _registered_method=True)
         self.CommitStep = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/CommitStep',
+                '/shardwell_wire.v1.CoordinatorService/CommitStep',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.CommitStepRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.CommitStepResponse.FromString,
                 _registered_method=True)
         self.ExchangeAddress = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/ExchangeAddress',
+                '/shardwell_wire.v1.CoordinatorService/ExchangeAddress',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExchangeAddressRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExchangeAddressResponse.FromString,
                 _registered_method=True)
         self.DeleteRun = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/DeleteRun',
+                '/shardwell_wire.v1.CoordinatorService/DeleteRun',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeleteRunRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeleteRunResponse.FromString,
                 _registered_method=True)
         self.ListRuns = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/ListRuns',
+                '/shardwell_wire.v1.CoordinatorService/ListRuns',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListRunsRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListRunsResponse.FromString,
                 _registered_method=True)
         self.DescribeRun = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/DescribeRun',
+                '/shardwell_wire.v1.CoordinatorService/DescribeRun',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeRunRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeRunResponse.FromString,
                 _registered_method=True)
         self.DescribeWorld = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/DescribeWorld',
+                '/shardwell_wire.v1.CoordinatorService/DescribeWorld',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeWorldRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeWorldResponse.FromString,
                 _registered_method=True)
         self.ListUnits = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/ListUnits',
+                '/shardwell_wire.v1.CoordinatorService/ListUnits',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListUnitsRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListUnitsResponse.FromString,
                 _registered_method=True)
         self.DescribeWeights = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/DescribeWeights',
+                '/shardwell_wire.v1.CoordinatorService/DescribeWeights',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeWeightsRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeWeightsResponse.FromString,
                 _registered_method=True)
         self.ListServers = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/ListServers',
+                '/shardwell_wire.v1.CoordinatorService/ListServers',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListServersRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListServersResponse.FromString,
                 _registered_method=True)
         self.ForgetServer = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/ForgetServer',
+                '/shardwell_wire.v1.CoordinatorService/ForgetServer',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ForgetServerRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ForgetServerResponse.FromString,
                 _registered_method=True)
         self.ExplainStall = channel.unary_unary(
-                '/shardwell.v1.CoordinatorService/ExplainStall',
+                '/shardwell_wire.v1.CoordinatorService/ExplainStall',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExplainStallRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExplainStallResponse.FromString,
                 _registered_method=True)
         self.WatchEvents = channel.unary_stream(
-                '/shardwell.v1.CoordinatorService/WatchEvents',
+                '/shardwell_wire.v1.CoordinatorService/WatchEvents',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.WatchEventsRequest.SerializeToString,
-                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.Event.FromString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.WatchEventsResponse.FromString,
                 _registered_method=True)
 
 
@@ -462,13 +462,13 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.WatchEventsRequest.FromString,
-                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.Event.SerializeToString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.WatchEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'shardwell.v1.CoordinatorService', rpc_method_handlers)
+            'shardwell_wire.v1.CoordinatorService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('shardwell.v1.CoordinatorService', rpc_method_handlers)
+    server.add_registered_method_handlers('shardwell_wire.v1.CoordinatorService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -493,7 +493,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/RegisterServer',
+            '/shardwell_wire.v1.CoordinatorService/RegisterServer',
             shardwell__wire_dot_v1_dot_coordinator__pb2.RegisterServerRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.RegisterServerResponse.FromString,
             options,
@@ -520,7 +520,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/HeartbeatServer',
+            '/shardwell_wire.v1.CoordinatorService/HeartbeatServer',
             shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatServerRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatServerResponse.FromString,
             options,
@@ -547,7 +547,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/DeregisterServer',
+            '/shardwell_wire.v1.CoordinatorService/DeregisterServer',
             shardwell__wire_dot_v1_dot_coordinator__pb2.DeregisterServerRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.DeregisterServerResponse.FromString,
             options,
@@ -574,7 +574,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/Join',
+            '/shardwell_wire.v1.CoordinatorService/Join',
             shardwell__wire_dot_v1_dot_coordinator__pb2.JoinRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.JoinResponse.FromString,
             options,
@@ -601,7 +601,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/Heartbeat',
+            '/shardwell_wire.v1.CoordinatorService/Heartbeat',
             shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatResponse.FromString,
             options,
@@ -628,7 +628,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/Leave',
+            '/shardwell_wire.v1.CoordinatorService/Leave',
             shardwell__wire_dot_v1_dot_coordinator__pb2.LeaveRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.LeaveResponse.FromString,
             options,
@@ -655,7 +655,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/DeclareUnit',
+            '/shardwell_wire.v1.CoordinatorService/DeclareUnit',
             shardwell__wire_dot_v1_dot_coordinator__pb2.DeclareUnitRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.DeclareUnitResponse.FromString,
             options,
@@ -682,7 +682,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/PublishInitialUnit',
+            '/shardwell_wire.v1.CoordinatorService/PublishInitialUnit',
             shardwell__wire_dot_v1_dot_coordinator__pb2.PublishInitialUnitRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.PublishInitialUnitResponse.FromString,
             options,
@@ -709,7 +709,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/ResetWork',
+            '/shardwell_wire.v1.CoordinatorService/ResetWork',
             shardwell__wire_dot_v1_dot_coordinator__pb2.ResetWorkRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.ResetWorkResponse.FromString,
             options,
@@ -736,7 +736,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/FinishWork',
+            '/shardwell_wire.v1.CoordinatorService/FinishWork',
             shardwell__wire_dot_v1_dot_coordinator__pb2.FinishWorkRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.FinishWorkResponse.FromString,
             options,
@@ -763,7 +763,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/PrepareGradients',
+            '/shardwell_wire.v1.CoordinatorService/PrepareGradients',
             shardwell__wire_dot_v1_dot_coordinator__pb2.PrepareGradientsRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.PrepareGradientsResponse.FromString,
             options,
@@ -790,7 +790,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/CommitStep',
+            '/shardwell_wire.v1.CoordinatorService/CommitStep',
             shardwell__wire_dot_v1_dot_coordinator__pb2.CommitStepRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.CommitStepResponse.FromString,
             options,
@@ -817,7 +817,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/ExchangeAddress',
+            '/shardwell_wire.v1.CoordinatorService/ExchangeAddress',
             shardwell__wire_dot_v1_dot_coordinator__pb2.ExchangeAddressRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.ExchangeAddressResponse.FromString,
             options,
@@ -844,7 +844,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/DeleteRun',
+            '/shardwell_wire.v1.CoordinatorService/DeleteRun',
             shardwell__wire_dot_v1_dot_coordinator__pb2.DeleteRunRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.DeleteRunResponse.FromString,
             options,
@@ -871,7 +871,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/ListRuns',
+            '/shardwell_wire.v1.CoordinatorService/ListRuns',
             shardwell__wire_dot_v1_dot_coordinator__pb2.ListRunsRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.ListRunsResponse.FromString,
             options,
@@ -898,7 +898,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/DescribeRun',
+            '/shardwell_wire.v1.CoordinatorService/DescribeRun',
             shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeRunRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeRunResponse.FromString,
             options,
@@ -925,7 +925,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/DescribeWorld',
+            '/shardwell_wire.v1.CoordinatorService/DescribeWorld',
             shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeWorldRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeWorldResponse.FromString,
             options,
@@ -952,7 +952,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/ListUnits',
+            '/shardwell_wire.v1.CoordinatorService/ListUnits',
             shardwell__wire_dot_v1_dot_coordinator__pb2.ListUnitsRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.ListUnitsResponse.FromString,
             options,
@@ -979,7 +979,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/DescribeWeights',
+            '/shardwell_wire.v1.CoordinatorService/DescribeWeights',
             shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeWeightsRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeWeightsResponse.FromString,
             options,
@@ -1006,7 +1006,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/ListServers',
+            '/shardwell_wire.v1.CoordinatorService/ListServers',
             shardwell__wire_dot_v1_dot_coordinator__pb2.ListServersRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.ListServersResponse.FromString,
             options,
@@ -1033,7 +1033,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/ForgetServer',
+            '/shardwell_wire.v1.CoordinatorService/ForgetServer',
             shardwell__wire_dot_v1_dot_coordinator__pb2.ForgetServerRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.ForgetServerResponse.FromString,
             options,
@@ -1060,7 +1060,7 @@ class CoordinatorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/ExplainStall',
+            '/shardwell_wire.v1.CoordinatorService/ExplainStall',
             shardwell__wire_dot_v1_dot_coordinator__pb2.ExplainStallRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.ExplainStallResponse.FromString,
             options,
@@ -1087,9 +1087,9 @@ class CoordinatorService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/shardwell.v1.CoordinatorService/WatchEvents',
+            '/shardwell_wire.v1.CoordinatorService/WatchEvents',
             shardwell__wire_dot_v1_dot_coordinator__pb2.WatchEventsRequest.SerializeToString,
-            shardwell__wire_dot_v1_dot_coordinator__pb2.Event.FromString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.WatchEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -14,19 +14,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&shardwell_wire/v1/initialization.proto\x12\x0cshardwell.v1\"|\n\x0c\x44istribution\x12\x12\n\x08\x63onstant\x18\x01 \x01(\x01H\x00\x12(\n\x07uniform\x18\x02 \x01(\x0b\x32\x15.shardwell.v1.UniformH\x00\x12&\n\x06normal\x18\x03 \x01(\x0b\x32\x14.shardwell.v1.NormalH\x00\x42\x06\n\x04kind\"$\n\x07Uniform\x12\x0b\n\x03low\x18\x01 \x01(\x01\x12\x0c\n\x04high\x18\x02 \x01(\x01\"h\n\x06Normal\x12\x0c\n\x04mean\x18\x01 \x01(\x01\x12\x1a\n\x12standard_deviation\x18\x02 \x01(\x01\x12\x10\n\x03low\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\x04high\x18\x04 \x01(\x01H\x01\x88\x01\x01\x42\x06\n\x04_lowB\x07\n\x05_high\"\x9f\x01\n\rParameterDraw\x12\x17\n\x0fparameter_index\x18\x01 \x01(\r\x12\x30\n\x0c\x64istribution\x18\x02 \x01(\x0b\x32\x1a.shardwell.v1.Distribution\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0e\n\x06stream\x18\x04 \x01(\t\x12\x12\n\nzero_start\x18\x05 \x01(\x04\x12\x11\n\tzero_stop\x18\x06 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&shardwell_wire/v1/initialization.proto\x12\x11shardwell_wire.v1\"\x86\x01\n\x0c\x44istribution\x12\x12\n\x08\x63onstant\x18\x01 \x01(\x01H\x00\x12-\n\x07uniform\x18\x02 \x01(\x0b\x32\x1a.shardwell_wire.v1.UniformH\x00\x12+\n\x06normal\x18\x03 \x01(\x0b\x32\x19.shardwell_wire.v1.NormalH\x00\x42\x06\n\x04kind\"$\n\x07Uniform\x12\x0b\n\x03low\x18\x01 \x01(\x01\x12\x0c\n\x04high\x18\x02 \x01(\x01\"h\n\x06Normal\x12\x0c\n\x04mean\x18\x01 \x01(\x01\x12\x1a\n\x12standard_deviation\x18\x02 \x01(\x01\x12\x10\n\x03low\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\x04high\x18\x04 \x01(\x01H\x01\x88\x01\x01\x42\x06\n\x04_lowB\x07\n\x05_high\"\xa4\x01\n\rParameterDraw\x12\x17\n\x0fparameter_index\x18\x01 \x01(\r\x12\x35\n\x0c\x64istribution\x18\x02 \x01(\x0b\x32\x1f.shardwell_wire.v1.Distribution\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0e\n\x06stream\x18\x04 \x01(\t\x12\x12\n\nzero_start\x18\x05 \x01(\x04\x12\x11\n\tzero_stop\x18\x06 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shardwell_wire.v1.initialization_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DISTRIBUTION']._serialized_start=56
-  _globals['_DISTRIBUTION']._serialized_end=180
-  _globals['_UNIFORM']._serialized_start=182
-  _globals['_UNIFORM']._serialized_end=218
-  _globals['_NORMAL']._serialized_start=220
-  _globals['_NORMAL']._serialized_end=324
-  _globals['_PARAMETERDRAW']._serialized_start=327
-  _globals['_PARAMETERDRAW']._serialized_end=486
+  _globals['_DISTRIBUTION']._serialized_start=62
+  _globals['_DISTRIBUTION']._serialized_end=196
+  _globals['_UNIFORM']._serialized_start=198
+  _globals['_UNIFORM']._serialized_end=234
+  _globals['_NORMAL']._serialized_start=236
+  _globals['_NORMAL']._serialized_end=340
+  _globals['_PARAMETERDRAW']._serialized_start=343
+  _globals['_PARAMETERDRAW']._serialized_end=507
 # @@protoc_insertion_point(module_scope)

@@ -311,7 +311,7 @@ class GatherRequest(google.protobuf.message.Message):
     """End of the range, half-open."""
     chunk_bytes: builtins.int
     """Payload per message. 0: the server's default (1 MiB). At most 4 MiB."""
-    wire_dtype: shardwell_wire.v1.common_pb2.WireDType.ValueType
+    wire_dtype: shardwell_wire.v1.common_pb2.WireDtype.ValueType
     """How 32-bit floats are sent. If it is lossy the stream has the parameters of the range only,
     one after the other, without padding.
     """
@@ -330,7 +330,7 @@ class GatherRequest(google.protobuf.message.Message):
         start_bytes: builtins.int = ...,
         stop_bytes: builtins.int = ...,
         chunk_bytes: builtins.int = ...,
-        wire_dtype: shardwell_wire.v1.common_pb2.WireDType.ValueType = ...,
+        wire_dtype: shardwell_wire.v1.common_pb2.WireDtype.ValueType = ...,
         ema: builtins.bool = ...,
         run_id: builtins.str = ...,
     ) -> None: ...
@@ -443,7 +443,7 @@ class ReduceScatterHeader(google.protobuf.message.Message):
     """Must be the range reserved."""
     stop_bytes: builtins.int
     """End of the range, half-open."""
-    wire_dtype: shardwell_wire.v1.common_pb2.WireDType.ValueType
+    wire_dtype: shardwell_wire.v1.common_pb2.WireDtype.ValueType
     """How 32-bit floats are sent."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
@@ -470,7 +470,7 @@ class ReduceScatterHeader(google.protobuf.message.Message):
         parameter_indices: collections.abc.Iterable[builtins.int] | None = ...,
         start_bytes: builtins.int = ...,
         stop_bytes: builtins.int = ...,
-        wire_dtype: shardwell_wire.v1.common_pb2.WireDType.ValueType = ...,
+        wire_dtype: shardwell_wire.v1.common_pb2.WireDtype.ValueType = ...,
         dropped_indices: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
@@ -648,10 +648,10 @@ global___SocketOffer = SocketOffer
 class OpenTransportResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    TRANSPORT_FIELD_NUMBER: builtins.int
+    TRANSPORT_ID_FIELD_NUMBER: builtins.int
     SHM_FIELD_NUMBER: builtins.int
     SOCKET_FIELD_NUMBER: builtins.int
-    transport: builtins.str
+    transport_id: builtins.str
     """Names the transport in other requests."""
     @property
     def shm(self) -> global___SharedMemoryOffer:
@@ -664,12 +664,12 @@ class OpenTransportResponse(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        transport: builtins.str = ...,
+        transport_id: builtins.str = ...,
         shm: global___SharedMemoryOffer | None = ...,
         socket: global___SocketOffer | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["offer", b"offer", "shm", b"shm", "socket", b"socket"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["offer", b"offer", "shm", b"shm", "socket", b"socket", "transport", b"transport"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offer", b"offer", "shm", b"shm", "socket", b"socket", "transport_id", b"transport_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["offer", b"offer"]) -> typing.Literal["shm", "socket"] | None: ...
 
 global___OpenTransportResponse = OpenTransportResponse
@@ -681,7 +681,7 @@ class LocateShardRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     UNIT_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
-    TRANSPORT_FIELD_NUMBER: builtins.int
+    TRANSPORT_ID_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
@@ -689,7 +689,7 @@ class LocateShardRequest(google.protobuf.message.Message):
     """Name of the unit."""
     version: builtins.int
     """Unset: the newest version."""
-    transport: builtins.str
+    transport_id: builtins.str
     """An open shm transport."""
     run_id: builtins.str
     """Id of the run, as Join returned it. Required."""
@@ -699,11 +699,11 @@ class LocateShardRequest(google.protobuf.message.Message):
         run: builtins.str = ...,
         unit: builtins.str = ...,
         version: builtins.int | None = ...,
-        transport: builtins.str = ...,
+        transport_id: builtins.str = ...,
         run_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "run", b"run", "run_id", b"run_id", "transport", b"transport", "unit", b"unit", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "run", b"run", "run_id", b"run_id", "transport_id", b"transport_id", "unit", b"unit", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___LocateShardRequest = LocateShardRequest
@@ -737,13 +737,13 @@ class OpenGradientBufferRequest(google.protobuf.message.Message):
 
     RUN_FIELD_NUMBER: builtins.int
     UNIT_FIELD_NUMBER: builtins.int
-    TRANSPORT_FIELD_NUMBER: builtins.int
+    TRANSPORT_ID_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     unit: builtins.str
     """Name of the unit."""
-    transport: builtins.str
+    transport_id: builtins.str
     """An open shm transport."""
     run_id: builtins.str
     """Id of the run, as Join returned it. Required."""
@@ -752,10 +752,10 @@ class OpenGradientBufferRequest(google.protobuf.message.Message):
         *,
         run: builtins.str = ...,
         unit: builtins.str = ...,
-        transport: builtins.str = ...,
+        transport_id: builtins.str = ...,
         run_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["run", b"run", "run_id", b"run_id", "transport", b"transport", "unit", b"unit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["run", b"run", "run_id", b"run_id", "transport_id", b"transport_id", "unit", b"unit"]) -> None: ...
 
 global___OpenGradientBufferRequest = OpenGradientBufferRequest
 
@@ -763,19 +763,19 @@ global___OpenGradientBufferRequest = OpenGradientBufferRequest
 class OpenGradientBufferResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    GRADIENT_BUFFER_FIELD_NUMBER: builtins.int
+    GRADIENT_BUFFER_ID_FIELD_NUMBER: builtins.int
     PATH_FIELD_NUMBER: builtins.int
-    gradient_buffer: builtins.int
+    gradient_buffer_id: builtins.int
     """Names the gradient buffer in ReduceGradientBuffer."""
     path: builtins.str
     """A file on the server's host, as large as the shard; gradients lie in it like their parameters."""
     def __init__(
         self,
         *,
-        gradient_buffer: builtins.int = ...,
+        gradient_buffer_id: builtins.int = ...,
         path: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["gradient_buffer", b"gradient_buffer", "path", b"path"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["gradient_buffer_id", b"gradient_buffer_id", "path", b"path"]) -> None: ...
 
 global___OpenGradientBufferResponse = OpenGradientBufferResponse
 
@@ -784,11 +784,11 @@ class ReduceGradientBufferRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
-    TRANSPORT_FIELD_NUMBER: builtins.int
-    GRADIENT_BUFFER_FIELD_NUMBER: builtins.int
-    transport: builtins.str
+    TRANSPORT_ID_FIELD_NUMBER: builtins.int
+    GRADIENT_BUFFER_ID_FIELD_NUMBER: builtins.int
+    transport_id: builtins.str
     """An open shm transport."""
-    gradient_buffer: builtins.int
+    gradient_buffer_id: builtins.int
     """Of this transport."""
     @property
     def header(self) -> global___ReduceScatterHeader:
@@ -798,11 +798,11 @@ class ReduceGradientBufferRequest(google.protobuf.message.Message):
         self,
         *,
         header: global___ReduceScatterHeader | None = ...,
-        transport: builtins.str = ...,
-        gradient_buffer: builtins.int = ...,
+        transport_id: builtins.str = ...,
+        gradient_buffer_id: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["gradient_buffer", b"gradient_buffer", "header", b"header", "transport", b"transport"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["gradient_buffer_id", b"gradient_buffer_id", "header", b"header", "transport_id", b"transport_id"]) -> None: ...
 
 global___ReduceGradientBufferRequest = ReduceGradientBufferRequest
 
@@ -1149,7 +1149,7 @@ class StateTensor(google.protobuf.message.Message):
     """Layout index of the parameter."""
     name: builtins.str
     """The optimizer's name for it, such as exp_avg."""
-    dtype: shardwell_wire.v1.common_pb2.DType.ValueType
+    dtype: shardwell_wire.v1.common_pb2.Dtype.ValueType
     """Element type."""
     is_number: builtins.bool
     """A Python number, not a tensor; then it is a scalar of FLOAT64, INT64 or BOOL."""
@@ -1162,7 +1162,7 @@ class StateTensor(google.protobuf.message.Message):
         *,
         parameter_index: builtins.int = ...,
         name: builtins.str = ...,
-        dtype: shardwell_wire.v1.common_pb2.DType.ValueType = ...,
+        dtype: shardwell_wire.v1.common_pb2.Dtype.ValueType = ...,
         shape: collections.abc.Iterable[builtins.int] | None = ...,
         is_number: builtins.bool = ...,
     ) -> None: ...
@@ -1179,7 +1179,7 @@ class ReadPartitionRequest(google.protobuf.message.Message):
     DP_RANK_FIELD_NUMBER: builtins.int
     START_BYTES_FIELD_NUMBER: builtins.int
     STOP_BYTES_FIELD_NUMBER: builtins.int
-    HELD_REQUEST_ID_FIELD_NUMBER: builtins.int
+    CACHED_REQUEST_ID_FIELD_NUMBER: builtins.int
     unit: builtins.str
     """Name of the unit."""
     dp_rank: builtins.int
@@ -1188,7 +1188,7 @@ class ReadPartitionRequest(google.protobuf.message.Message):
     """The part of the partition that lies in this server's shard."""
     stop_bytes: builtins.int
     """End of that part, half-open."""
-    held_request_id: builtins.str
+    cached_request_id: builtins.str
     """Request id of the StagePartition that sent values and state which the trainer still has. Empty: none."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
@@ -1202,10 +1202,10 @@ class ReadPartitionRequest(google.protobuf.message.Message):
         dp_rank: builtins.int = ...,
         start_bytes: builtins.int = ...,
         stop_bytes: builtins.int = ...,
-        held_request_id: builtins.str = ...,
+        cached_request_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "dp_rank", b"dp_rank", "held_request_id", b"held_request_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_request_id", b"cached_request_id", "context", b"context", "dp_rank", b"dp_rank", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
 
 global___ReadPartitionRequest = ReadPartitionRequest
 
@@ -1217,12 +1217,12 @@ class ReadPartitionHeader(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     GRADIENT_INDICES_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
-    HELD_FIELD_NUMBER: builtins.int
+    CACHE_IS_CURRENT_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version of the values; the step."""
     generation: builtins.int
     """Names the gradient in StagePartition: rises when it is worked out anew."""
-    held: builtins.bool
+    cache_is_current: builtins.bool
     """What the trainer still has is what is here: neither values nor state are sent, and state is empty."""
     @property
     def gradient_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -1239,9 +1239,9 @@ class ReadPartitionHeader(google.protobuf.message.Message):
         generation: builtins.int = ...,
         gradient_indices: collections.abc.Iterable[builtins.int] | None = ...,
         state: collections.abc.Iterable[global___StateTensor] | None = ...,
-        held: builtins.bool = ...,
+        cache_is_current: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "gradient_indices", b"gradient_indices", "held", b"held", "state", b"state", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_is_current", b"cache_is_current", "generation", b"generation", "gradient_indices", b"gradient_indices", "state", b"state", "version", b"version"]) -> None: ...
 
 global___ReadPartitionHeader = ReadPartitionHeader
 
@@ -1376,21 +1376,21 @@ class OpenStagingBufferRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PARTITION_FIELD_NUMBER: builtins.int
-    TRANSPORT_FIELD_NUMBER: builtins.int
-    transport: builtins.str
+    TRANSPORT_ID_FIELD_NUMBER: builtins.int
+    transport_id: builtins.str
     """An open shm transport."""
     @property
     def partition(self) -> global___ReadPartitionRequest:
-        """What is wanted; held_request_id is empty."""
+        """What is wanted; cached_request_id is empty."""
 
     def __init__(
         self,
         *,
         partition: global___ReadPartitionRequest | None = ...,
-        transport: builtins.str = ...,
+        transport_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["partition", b"partition"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["partition", b"partition", "transport", b"transport"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["partition", b"partition", "transport_id", b"transport_id"]) -> None: ...
 
 global___OpenStagingBufferRequest = OpenStagingBufferRequest
 
@@ -1399,11 +1399,11 @@ class OpenStagingBufferResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
-    STAGING_BUFFER_FIELD_NUMBER: builtins.int
+    STAGING_BUFFER_ID_FIELD_NUMBER: builtins.int
     PATH_FIELD_NUMBER: builtins.int
     STATE_PATH_FIELD_NUMBER: builtins.int
     NEW_STATE_PATH_FIELD_NUMBER: builtins.int
-    staging_buffer: builtins.int
+    staging_buffer_id: builtins.int
     """Names the staging buffer in StageStagingBuffer."""
     path: builtins.str
     """A file on the server's host: the gradients, then, from the next multiple of 4096 on, room for the
@@ -1423,13 +1423,13 @@ class OpenStagingBufferResponse(google.protobuf.message.Message):
         self,
         *,
         header: global___ReadPartitionHeader | None = ...,
-        staging_buffer: builtins.int = ...,
+        staging_buffer_id: builtins.int = ...,
         path: builtins.str = ...,
         state_path: builtins.str = ...,
         new_state_path: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "new_state_path", b"new_state_path", "path", b"path", "staging_buffer", b"staging_buffer", "state_path", b"state_path"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "new_state_path", b"new_state_path", "path", b"path", "staging_buffer_id", b"staging_buffer_id", "state_path", b"state_path"]) -> None: ...
 
 global___OpenStagingBufferResponse = OpenStagingBufferResponse
 
@@ -1438,11 +1438,11 @@ class StageStagingBufferRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
-    TRANSPORT_FIELD_NUMBER: builtins.int
-    STAGING_BUFFER_FIELD_NUMBER: builtins.int
-    transport: builtins.str
+    TRANSPORT_ID_FIELD_NUMBER: builtins.int
+    STAGING_BUFFER_ID_FIELD_NUMBER: builtins.int
+    transport_id: builtins.str
     """An open shm transport."""
-    staging_buffer: builtins.int
+    staging_buffer_id: builtins.int
     """Of this transport. It must not be written to any more until it is opened again."""
     @property
     def header(self) -> global___StagePartitionHeader:
@@ -1452,11 +1452,11 @@ class StageStagingBufferRequest(google.protobuf.message.Message):
         self,
         *,
         header: global___StagePartitionHeader | None = ...,
-        transport: builtins.str = ...,
-        staging_buffer: builtins.int = ...,
+        transport_id: builtins.str = ...,
+        staging_buffer_id: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "staging_buffer", b"staging_buffer", "transport", b"transport"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "staging_buffer_id", b"staging_buffer_id", "transport_id", b"transport_id"]) -> None: ...
 
 global___StageStagingBufferRequest = StageStagingBufferRequest
 
@@ -1730,7 +1730,7 @@ class ShardSummary(google.protobuf.message.Message):
     contribution_bytes: builtins.int
     """Bytes of gradients held for the step in flight."""
     @property
-    def dtypes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[shardwell_wire.v1.common_pb2.DType.ValueType]:
+    def dtypes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[shardwell_wire.v1.common_pb2.Dtype.ValueType]:
         """Element types that occur in the unit."""
 
     def __init__(
@@ -1741,7 +1741,7 @@ class ShardSummary(google.protobuf.message.Message):
         start_bytes: builtins.int = ...,
         stop_bytes: builtins.int = ...,
         unit_bytes: builtins.int = ...,
-        dtypes: collections.abc.Iterable[shardwell_wire.v1.common_pb2.DType.ValueType] | None = ...,
+        dtypes: collections.abc.Iterable[shardwell_wire.v1.common_pb2.Dtype.ValueType] | None = ...,
         version: builtins.int | None = ...,
         parameter_bytes: builtins.int = ...,
         optimizer_bytes: builtins.int = ...,
@@ -1805,7 +1805,7 @@ class ParameterPiece(google.protobuf.message.Message):
     OPTIMIZER_STEP_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Fully qualified name."""
-    dtype: shardwell_wire.v1.common_pb2.DType.ValueType
+    dtype: shardwell_wire.v1.common_pb2.Dtype.ValueType
     """Element type."""
     start_element: builtins.int
     """Elements of the flattened parameter that are here. Half-open."""
@@ -1824,7 +1824,7 @@ class ParameterPiece(google.protobuf.message.Message):
         *,
         name: builtins.str = ...,
         shape: collections.abc.Iterable[builtins.int] | None = ...,
-        dtype: shardwell_wire.v1.common_pb2.DType.ValueType = ...,
+        dtype: shardwell_wire.v1.common_pb2.Dtype.ValueType = ...,
         start_element: builtins.int = ...,
         stop_element: builtins.int = ...,
         optimizer_step: builtins.int = ...,

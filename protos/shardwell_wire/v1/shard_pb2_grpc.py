@@ -45,137 +45,137 @@ class ShardServiceStub(object):
             channel: A grpc.Channel.
         """
         self.ReserveUnit = channel.unary_unary(
-                '/shardwell.v1.ShardService/ReserveUnit',
+                '/shardwell_wire.v1.ShardService/ReserveUnit',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReserveUnitRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReserveUnitResponse.FromString,
                 _registered_method=True)
         self.ReleaseUnit = channel.unary_unary(
-                '/shardwell.v1.ShardService/ReleaseUnit',
+                '/shardwell_wire.v1.ShardService/ReleaseUnit',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReleaseUnitRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReleaseUnitResponse.FromString,
                 _registered_method=True)
         self.InitializeUnit = channel.stream_unary(
-                '/shardwell.v1.ShardService/InitializeUnit',
+                '/shardwell_wire.v1.ShardService/InitializeUnit',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.InitializeUnitRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.InitializeUnitResponse.FromString,
                 _registered_method=True)
         self.PublishUnit = channel.unary_unary(
-                '/shardwell.v1.ShardService/PublishUnit',
+                '/shardwell_wire.v1.ShardService/PublishUnit',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.PublishUnitRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.PublishUnitResponse.FromString,
                 _registered_method=True)
         self.Gather = channel.unary_stream(
-                '/shardwell.v1.ShardService/Gather',
+                '/shardwell_wire.v1.ShardService/Gather',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.GatherResponse.FromString,
                 _registered_method=True)
         self.ReduceScatter = channel.stream_unary(
-                '/shardwell.v1.ShardService/ReduceScatter',
+                '/shardwell_wire.v1.ShardService/ReduceScatter',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterResponse.FromString,
                 _registered_method=True)
         self.PinVersion = channel.unary_stream(
-                '/shardwell.v1.ShardService/PinVersion',
+                '/shardwell_wire.v1.ShardService/PinVersion',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.PinVersionRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.PinVersionResponse.FromString,
                 _registered_method=True)
         self.OpenTransport = channel.unary_stream(
-                '/shardwell.v1.ShardService/OpenTransport',
+                '/shardwell_wire.v1.ShardService/OpenTransport',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenTransportRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenTransportResponse.FromString,
                 _registered_method=True)
         self.LocateShard = channel.unary_unary(
-                '/shardwell.v1.ShardService/LocateShard',
+                '/shardwell_wire.v1.ShardService/LocateShard',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.LocateShardRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.LocateShardResponse.FromString,
                 _registered_method=True)
         self.OpenGradientBuffer = channel.unary_unary(
-                '/shardwell.v1.ShardService/OpenGradientBuffer',
+                '/shardwell_wire.v1.ShardService/OpenGradientBuffer',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferResponse.FromString,
                 _registered_method=True)
         self.ReduceGradientBuffer = channel.unary_unary(
-                '/shardwell.v1.ShardService/ReduceGradientBuffer',
+                '/shardwell_wire.v1.ShardService/ReduceGradientBuffer',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferResponse.FromString,
                 _registered_method=True)
         self.MeasureTransport = channel.unary_stream(
-                '/shardwell.v1.ShardService/MeasureTransport',
+                '/shardwell_wire.v1.ShardService/MeasureTransport',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.MeasureTransportRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.MeasureTransportResponse.FromString,
                 _registered_method=True)
         self.Fence = channel.unary_unary(
-                '/shardwell.v1.ShardService/Fence',
+                '/shardwell_wire.v1.ShardService/Fence',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.FenceRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.FenceResponse.FromString,
                 _registered_method=True)
         self.PrepareStep = channel.unary_unary(
-                '/shardwell.v1.ShardService/PrepareStep',
+                '/shardwell_wire.v1.ShardService/PrepareStep',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.PrepareStepRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.PrepareStepResponse.FromString,
                 _registered_method=True)
         self.ReadPartition = channel.unary_stream(
-                '/shardwell.v1.ShardService/ReadPartition',
+                '/shardwell_wire.v1.ShardService/ReadPartition',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadPartitionRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadPartitionResponse.FromString,
                 _registered_method=True)
         self.StagePartition = channel.stream_unary(
-                '/shardwell.v1.ShardService/StagePartition',
+                '/shardwell_wire.v1.ShardService/StagePartition',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.StagePartitionRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.StagePartitionResponse.FromString,
                 _registered_method=True)
         self.OpenStagingBuffer = channel.unary_unary(
-                '/shardwell.v1.ShardService/OpenStagingBuffer',
+                '/shardwell_wire.v1.ShardService/OpenStagingBuffer',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenStagingBufferRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenStagingBufferResponse.FromString,
                 _registered_method=True)
         self.StageStagingBuffer = channel.unary_unary(
-                '/shardwell.v1.ShardService/StageStagingBuffer',
+                '/shardwell_wire.v1.ShardService/StageStagingBuffer',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.StageStagingBufferRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.StageStagingBufferResponse.FromString,
                 _registered_method=True)
         self.ConfirmPartitions = channel.unary_unary(
-                '/shardwell.v1.ShardService/ConfirmPartitions',
+                '/shardwell_wire.v1.ShardService/ConfirmPartitions',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmPartitionsRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ConfirmPartitionsResponse.FromString,
                 _registered_method=True)
         self.PrepareUpdate = channel.unary_unary(
-                '/shardwell.v1.ShardService/PrepareUpdate',
+                '/shardwell_wire.v1.ShardService/PrepareUpdate',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.PrepareUpdateRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.PrepareUpdateResponse.FromString,
                 _registered_method=True)
         self.Update = channel.unary_unary(
-                '/shardwell.v1.ShardService/Update',
+                '/shardwell_wire.v1.ShardService/Update',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.UpdateRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.UpdateResponse.FromString,
                 _registered_method=True)
         self.DropRun = channel.unary_unary(
-                '/shardwell.v1.ShardService/DropRun',
+                '/shardwell_wire.v1.ShardService/DropRun',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.DropRunRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.DropRunResponse.FromString,
                 _registered_method=True)
         self.DescribeServer = channel.unary_unary(
-                '/shardwell.v1.ShardService/DescribeServer',
+                '/shardwell_wire.v1.ShardService/DescribeServer',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.DescribeServerRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.DescribeServerResponse.FromString,
                 _registered_method=True)
         self.ListShards = channel.unary_unary(
-                '/shardwell.v1.ShardService/ListShards',
+                '/shardwell_wire.v1.ShardService/ListShards',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ListShardsRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ListShardsResponse.FromString,
                 _registered_method=True)
         self.DescribeShard = channel.unary_unary(
-                '/shardwell.v1.ShardService/DescribeShard',
+                '/shardwell_wire.v1.ShardService/DescribeShard',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.DescribeShardRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.DescribeShardResponse.FromString,
                 _registered_method=True)
         self.DescribeStep = channel.unary_unary(
-                '/shardwell.v1.ShardService/DescribeStep',
+                '/shardwell_wire.v1.ShardService/DescribeStep',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.DescribeStepRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.DescribeStepResponse.FromString,
                 _registered_method=True)
         self.Peek = channel.unary_unary(
-                '/shardwell.v1.ShardService/Peek',
+                '/shardwell_wire.v1.ShardService/Peek',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.PeekRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.PeekResponse.FromString,
                 _registered_method=True)
@@ -558,9 +558,9 @@ def add_ShardServiceServicer_to_server(servicer, server):
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'shardwell.v1.ShardService', rpc_method_handlers)
+            'shardwell_wire.v1.ShardService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('shardwell.v1.ShardService', rpc_method_handlers)
+    server.add_registered_method_handlers('shardwell_wire.v1.ShardService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -586,7 +586,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/ReserveUnit',
+            '/shardwell_wire.v1.ShardService/ReserveUnit',
             shardwell__wire_dot_v1_dot_shard__pb2.ReserveUnitRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.ReserveUnitResponse.FromString,
             options,
@@ -613,7 +613,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/ReleaseUnit',
+            '/shardwell_wire.v1.ShardService/ReleaseUnit',
             shardwell__wire_dot_v1_dot_shard__pb2.ReleaseUnitRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.ReleaseUnitResponse.FromString,
             options,
@@ -640,7 +640,7 @@ class ShardService(object):
         return grpc.experimental.stream_unary(
             request_iterator,
             target,
-            '/shardwell.v1.ShardService/InitializeUnit',
+            '/shardwell_wire.v1.ShardService/InitializeUnit',
             shardwell__wire_dot_v1_dot_shard__pb2.InitializeUnitRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.InitializeUnitResponse.FromString,
             options,
@@ -667,7 +667,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/PublishUnit',
+            '/shardwell_wire.v1.ShardService/PublishUnit',
             shardwell__wire_dot_v1_dot_shard__pb2.PublishUnitRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.PublishUnitResponse.FromString,
             options,
@@ -694,7 +694,7 @@ class ShardService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/shardwell.v1.ShardService/Gather',
+            '/shardwell_wire.v1.ShardService/Gather',
             shardwell__wire_dot_v1_dot_shard__pb2.GatherRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.GatherResponse.FromString,
             options,
@@ -721,7 +721,7 @@ class ShardService(object):
         return grpc.experimental.stream_unary(
             request_iterator,
             target,
-            '/shardwell.v1.ShardService/ReduceScatter',
+            '/shardwell_wire.v1.ShardService/ReduceScatter',
             shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.ReduceScatterResponse.FromString,
             options,
@@ -748,7 +748,7 @@ class ShardService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/shardwell.v1.ShardService/PinVersion',
+            '/shardwell_wire.v1.ShardService/PinVersion',
             shardwell__wire_dot_v1_dot_shard__pb2.PinVersionRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.PinVersionResponse.FromString,
             options,
@@ -775,7 +775,7 @@ class ShardService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/shardwell.v1.ShardService/OpenTransport',
+            '/shardwell_wire.v1.ShardService/OpenTransport',
             shardwell__wire_dot_v1_dot_shard__pb2.OpenTransportRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.OpenTransportResponse.FromString,
             options,
@@ -802,7 +802,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/LocateShard',
+            '/shardwell_wire.v1.ShardService/LocateShard',
             shardwell__wire_dot_v1_dot_shard__pb2.LocateShardRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.LocateShardResponse.FromString,
             options,
@@ -829,7 +829,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/OpenGradientBuffer',
+            '/shardwell_wire.v1.ShardService/OpenGradientBuffer',
             shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferResponse.FromString,
             options,
@@ -856,7 +856,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/ReduceGradientBuffer',
+            '/shardwell_wire.v1.ShardService/ReduceGradientBuffer',
             shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.ReduceGradientBufferResponse.FromString,
             options,
@@ -883,7 +883,7 @@ class ShardService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/shardwell.v1.ShardService/MeasureTransport',
+            '/shardwell_wire.v1.ShardService/MeasureTransport',
             shardwell__wire_dot_v1_dot_shard__pb2.MeasureTransportRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.MeasureTransportResponse.FromString,
             options,
@@ -910,7 +910,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/Fence',
+            '/shardwell_wire.v1.ShardService/Fence',
             shardwell__wire_dot_v1_dot_shard__pb2.FenceRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.FenceResponse.FromString,
             options,
@@ -937,7 +937,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/PrepareStep',
+            '/shardwell_wire.v1.ShardService/PrepareStep',
             shardwell__wire_dot_v1_dot_shard__pb2.PrepareStepRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.PrepareStepResponse.FromString,
             options,
@@ -964,7 +964,7 @@ class ShardService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/shardwell.v1.ShardService/ReadPartition',
+            '/shardwell_wire.v1.ShardService/ReadPartition',
             shardwell__wire_dot_v1_dot_shard__pb2.ReadPartitionRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.ReadPartitionResponse.FromString,
             options,
@@ -991,7 +991,7 @@ class ShardService(object):
         return grpc.experimental.stream_unary(
             request_iterator,
             target,
-            '/shardwell.v1.ShardService/StagePartition',
+            '/shardwell_wire.v1.ShardService/StagePartition',
             shardwell__wire_dot_v1_dot_shard__pb2.StagePartitionRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.StagePartitionResponse.FromString,
             options,
@@ -1018,7 +1018,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/OpenStagingBuffer',
+            '/shardwell_wire.v1.ShardService/OpenStagingBuffer',
             shardwell__wire_dot_v1_dot_shard__pb2.OpenStagingBufferRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.OpenStagingBufferResponse.FromString,
             options,
@@ -1045,7 +1045,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/StageStagingBuffer',
+            '/shardwell_wire.v1.ShardService/StageStagingBuffer',
             shardwell__wire_dot_v1_dot_shard__pb2.StageStagingBufferRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.StageStagingBufferResponse.FromString,
             options,
@@ -1072,7 +1072,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/ConfirmPartitions',
+            '/shardwell_wire.v1.ShardService/ConfirmPartitions',
             shardwell__wire_dot_v1_dot_shard__pb2.ConfirmPartitionsRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.ConfirmPartitionsResponse.FromString,
             options,
@@ -1099,7 +1099,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/PrepareUpdate',
+            '/shardwell_wire.v1.ShardService/PrepareUpdate',
             shardwell__wire_dot_v1_dot_shard__pb2.PrepareUpdateRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.PrepareUpdateResponse.FromString,
             options,
@@ -1126,7 +1126,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/Update',
+            '/shardwell_wire.v1.ShardService/Update',
             shardwell__wire_dot_v1_dot_shard__pb2.UpdateRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.UpdateResponse.FromString,
             options,
@@ -1153,7 +1153,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/DropRun',
+            '/shardwell_wire.v1.ShardService/DropRun',
             shardwell__wire_dot_v1_dot_shard__pb2.DropRunRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.DropRunResponse.FromString,
             options,
@@ -1180,7 +1180,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/DescribeServer',
+            '/shardwell_wire.v1.ShardService/DescribeServer',
             shardwell__wire_dot_v1_dot_shard__pb2.DescribeServerRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.DescribeServerResponse.FromString,
             options,
@@ -1207,7 +1207,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/ListShards',
+            '/shardwell_wire.v1.ShardService/ListShards',
             shardwell__wire_dot_v1_dot_shard__pb2.ListShardsRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.ListShardsResponse.FromString,
             options,
@@ -1234,7 +1234,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/DescribeShard',
+            '/shardwell_wire.v1.ShardService/DescribeShard',
             shardwell__wire_dot_v1_dot_shard__pb2.DescribeShardRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.DescribeShardResponse.FromString,
             options,
@@ -1261,7 +1261,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/DescribeStep',
+            '/shardwell_wire.v1.ShardService/DescribeStep',
             shardwell__wire_dot_v1_dot_shard__pb2.DescribeStepRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.DescribeStepResponse.FromString,
             options,
@@ -1288,7 +1288,7 @@ class ShardService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/shardwell.v1.ShardService/Peek',
+            '/shardwell_wire.v1.ShardService/Peek',
             shardwell__wire_dot_v1_dot_shard__pb2.PeekRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.PeekResponse.FromString,
             options,

@@ -1,4 +1,4 @@
-"""``shardwell.v1.CoordinatorService``: decodes, calls, encodes."""
+"""``shardwell_wire.v1.CoordinatorService``: decodes, calls, encodes."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ class CoordinatorServicer:
 
     async def WatchEvents(
         self, request: coordinator_pb2.WatchEventsRequest, call: Call
-    ) -> AsyncIterator[coordinator_pb2.Event]:
+    ) -> AsyncIterator[coordinator_pb2.WatchEventsResponse]:
         _check_seconds("duration_s", request.duration_s)
         async for event in self._state.events.watch(request.run, request.duration_s or None):
             yield event

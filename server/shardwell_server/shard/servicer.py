@@ -33,7 +33,7 @@ from shardwell_wire.v1 import common_pb2, shard_pb2
 
 
 class ShardServicer:
-    """Serves ``shardwell.v1.ShardService``.
+    """Serves ``shardwell_wire.v1.ShardService``.
 
     Args:
         server_id: Name of this server.
@@ -177,7 +177,7 @@ class ShardServicer:
         self, request: shard_pb2.OpenStagingBufferRequest, call: Call
     ) -> shard_pb2.OpenStagingBufferResponse:
         run = self._store.exact_run(request.partition.context)
-        transport = self._shm_transports().transport(request.transport, run.identity)
+        transport = self._shm_transports().transport(request.transport_id, run.identity)
         return await staging_buffer_transfers.open_staging_buffer(self._store, run, transport, request.partition)
 
     async def StageStagingBuffer(
@@ -186,8 +186,10 @@ class ShardServicer:
         header = request.header
         self._note(call, header.context, request)
         run = self._store.exact_run(header.context)
-        transport = self._shm_transports().transport(request.transport, run.identity)
-        staging_buffer = transport.opened_staging_buffer(request.staging_buffer, run.shard(header.unit), header.dp_rank)
+        transport = self._shm_transports().transport(request.transport_id, run.identity)
+        staging_buffer = transport.opened_staging_buffer(
+            request.staging_buffer_id, run.shard(header.unit), header.dp_rank
+        )
         await staging_buffer_transfers.stage_staging_buffer(self._store, run, staging_buffer, header)
         return shard_pb2.StageStagingBufferResponse(version=header.context.step)
 
@@ -220,7 +222,7 @@ class ShardServicer:
 
     async def LocateShard(self, request: shard_pb2.LocateShardRequest, call: Call) -> shard_pb2.LocateShardResponse:
         run = self._store.exact_run(request)
-        self._shm_transports().transport(request.transport, run.identity)
+        self._shm_transports().transport(request.transport_id, run.identity)
         shard = run.shard(request.unit)
         wanted = request.version if request.HasField("version") else None
         version, parameters = await shard.values.read(wanted, call.remaining_s())
@@ -236,9 +238,9 @@ class ShardServicer:
         self, request: shard_pb2.OpenGradientBufferRequest, call: Call
     ) -> shard_pb2.OpenGradientBufferResponse:
         run = self._store.exact_run(request)
-        transport = self._shm_transports().transport(request.transport, run.identity)
+        transport = self._shm_transports().transport(request.transport_id, run.identity)
         number, gradient_buffer = transport.open_gradient_buffer(run.shard(request.unit))
-        return shard_pb2.OpenGradientBufferResponse(gradient_buffer=number, path=gradient_buffer.path)
+        return shard_pb2.OpenGradientBufferResponse(gradient_buffer_id=number, path=gradient_buffer.path)
 
     async def ReduceGradientBuffer(
         self, request: shard_pb2.ReduceGradientBufferRequest, call: Call

@@ -21,7 +21,7 @@ KEPT_EVENTS = 256
 
 
 class EventKind(StrEnum):
-    """Every kind of event, as ``Event.kind`` spells it."""
+    """Every kind of event, as ``WatchEventsResponse.kind`` spells it."""
 
     COORDINATOR_STARTED = "coordinator_started"
     """A coordinator process began its term."""
@@ -85,25 +85,27 @@ class EventLog:
 
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
-        self._routine: deque[tuple[int, coordinator_pb2.Event]] = deque(maxlen=KEPT_EVENTS)
-        self._rare: deque[tuple[int, coordinator_pb2.Event]] = deque(maxlen=KEPT_EVENTS)
+        self._routine: deque[tuple[int, coordinator_pb2.WatchEventsResponse]] = deque(maxlen=KEPT_EVENTS)
+        self._rare: deque[tuple[int, coordinator_pb2.WatchEventsResponse]] = deque(maxlen=KEPT_EVENTS)
         self._count = 0
         self._watchers: set[_Watcher] = set()
 
     def add(self, kind: EventKind, message: str, *, run: str = "") -> None:
         """Notes an event of a run, or of the cluster."""
-        event = coordinator_pb2.Event(time=timestamp(self._wall_clock()), kind=kind, run=run, message=message)
+        event = coordinator_pb2.WatchEventsResponse(
+            time=timestamp(self._wall_clock()), kind=kind, run=run, message=message
+        )
         logger.info("%s%s: %s", f"run {run!r}: " if run else "", kind, message)
         (self._routine if kind in _ROUTINE else self._rare).append((self._count, event))
         self._count += 1
         for watcher in self._watchers:
             watcher.offer(event)
 
-    def kept(self) -> list[coordinator_pb2.Event]:
+    def kept(self) -> list[coordinator_pb2.WatchEventsResponse]:
         """The events that are kept, in the order in which they happened."""
         return [event for _, event in heapq.merge(self._rare, self._routine, key=lambda numbered: numbered[0])]
 
-    async def watch(self, run: str, duration_s: float | None) -> AsyncIterator[coordinator_pb2.Event]:
+    async def watch(self, run: str, duration_s: float | None) -> AsyncIterator[coordinator_pb2.WatchEventsResponse]:
         """The kept events in the order in which they happened, then new ones as they come.
 
         Args:
@@ -128,16 +130,16 @@ class EventLog:
 class _Watcher:
     """Events on their way to one watcher; the oldest are dropped when it does not keep up."""
 
-    def __init__(self, past: Iterable[coordinator_pb2.Event]) -> None:
+    def __init__(self, past: Iterable[coordinator_pb2.WatchEventsResponse]) -> None:
         self._past = deque(past)
-        self._pending: deque[coordinator_pb2.Event] = deque(maxlen=KEPT_EVENTS)
+        self._pending: deque[coordinator_pb2.WatchEventsResponse] = deque(maxlen=KEPT_EVENTS)
         self._there = asyncio.Event()
 
-    def offer(self, event: coordinator_pb2.Event) -> None:
+    def offer(self, event: coordinator_pb2.WatchEventsResponse) -> None:
         self._pending.append(event)
         self._there.set()
 
-    async def next(self, timeout_s: float | None) -> coordinator_pb2.Event | None:
+    async def next(self, timeout_s: float | None) -> coordinator_pb2.WatchEventsResponse | None:
         """The next event, or None after ``timeout_s``."""
         if self._past:
             return self._past.popleft()

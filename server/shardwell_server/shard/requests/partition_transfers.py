@@ -130,7 +130,7 @@ def _content(
     """What is sent, as views of where it lies."""
     segments = shard.layout.segments(request.start_bytes, request.stop_bytes)
     state = shard.partitions.states.get(request.dp_rank, PartitionState())
-    held = bool(request.held_request_id) and request.held_request_id == state.request_id
+    held = bool(request.cached_request_id) and request.cached_request_id == state.request_id
     present = gradients_of(shard, segments)
     gradients = [codec.memory_at(piece.data_ptr(), piece.nbytes) for _, piece in present]
     header = shard_pb2.ReadPartitionHeader(
@@ -138,7 +138,7 @@ def _content(
         generation=shard.partitions.generation,
         gradient_indices=[segment.parameter_index for segment, _ in present],
         state=() if held else state.tensors,
-        held=held,
+        cache_is_current=held,
     )
     if held:
         return header, gradients

@@ -229,5 +229,5 @@ class Push:
 
 def check_wire_dtype(wire_dtype: int) -> None:
     """Raises InvalidRequestError unless there is such a wire dtype."""
-    if wire_dtype not in common_pb2.WireDType.values():
-        raise InvalidRequestError(f"wire_dtype {wire_dtype} is not known: it may be {common_pb2.WireDType.keys()}")
+    if wire_dtype not in common_pb2.WireDtype.values():
+        raise InvalidRequestError(f"wire_dtype {wire_dtype} is not known: it may be {common_pb2.WireDtype.keys()}")

@@ -65,7 +65,7 @@ async def open_staging_buffer(
     )
     return shard_pb2.OpenStagingBufferResponse(
         header=header,
-        staging_buffer=number,
+        staging_buffer_id=number,
         path=staging_buffer.path,
         state_path="" if state.shared is None else state.shared.path,
         new_state_path="" if new_state is None else new_state.path,

@@ -153,7 +153,9 @@ async def reduce_gradient_buffer(
     # The same push as over any other way, or from another gradient buffer.
     store.requests.check_content("ReduceScatter", header.context, header)
     run = store.exact_run(header.context)
-    gradient_buffer = transports.transport(request.transport, run.identity).gradient_buffer(request.gradient_buffer)
+    gradient_buffer = transports.transport(request.transport_id, run.identity).gradient_buffer(
+        request.gradient_buffer_id
+    )
     duplicate = await Push(store, run, run.shard(header.unit), header).adopt(gradient_buffer)
     return shard_pb2.ReduceGradientBufferResponse(
         duplicate=duplicate, version=header.context.step, adopted=gradient_buffer.held

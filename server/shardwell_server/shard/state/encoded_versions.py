@@ -12,9 +12,8 @@ from shardwell_server.shard.state.reader_copies import ReaderCopies
 from shardwell_server.shard.threads import InThread
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import VersionGoneError
-from shardwell_wire.range_plans import RangePlans
-from shardwell_wire.stream_plan import InVector
-from shardwell_wire.wire_dtypes import WireDType
+from shardwell_wire.stream_plan import InVector, RangePlans
+from shardwell_wire.wire_dtypes import WireDtype
 
 
 class EncodedVersions:
@@ -29,11 +28,11 @@ class EncodedVersions:
 
     def __init__(self, plans: RangePlans, start_bytes: int, memory: Memory, copies: ReaderCopies) -> None:
         self._plans, self._start_bytes, self._memory, self._copies = plans, start_bytes, memory, copies
-        self._kept: dict[WireDType, Parameters] = {}
+        self._kept: dict[WireDtype, Parameters] = {}
         self._lock = asyncio.Lock()
 
     async def read(
-        self, wire_dtype: WireDType, source: Parameters, in_thread: InThread, *, wait_s: float, what: str
+        self, wire_dtype: WireDtype, source: Parameters, in_thread: InThread, *, wait_s: float, what: str
     ) -> Parameters:
         """The bytes in a wire dtype, until ``release``.
 
@@ -71,7 +70,7 @@ class EncodedVersions:
             self._copies.add(encoded)
 
     async def _encode(
-        self, wire_dtype: WireDType, source: Parameters, in_thread: InThread, wait_s: float, what: str
+        self, wire_dtype: WireDtype, source: Parameters, in_thread: InThread, wait_s: float, what: str
     ) -> Parameters:
         size_bytes = self._plans.plan(None, wire_dtype).size_bytes
         buffer = await self._memory.lend(size_bytes, wait_s, f"{what}, to be sent in another dtype")
@@ -87,7 +86,7 @@ class EncodedVersions:
             raise
         return encoded
 
-    def compute_encode(self, wire_dtype: WireDType, values: torch.Tensor, encoded: Parameters) -> None:
+    def compute_encode(self, wire_dtype: WireDtype, values: torch.Tensor, encoded: Parameters) -> None:
         """Encodes the bytes of a shard, which lie in ``values``."""
         source = InVector(memory_at(values.data_ptr(), values.numel()), self._start_bytes)
         stream = encoded.memory(0, encoded.buffer.numel())

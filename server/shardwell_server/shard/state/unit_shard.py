@@ -31,8 +31,8 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.partitions import runs_on_trainers
-from shardwell_wire.range_plans import RangePlans
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.stream_plan import RangePlans
 from shardwell_wire.v1 import common_pb2
 
 Result = TypeVar("Result")

@@ -128,7 +128,7 @@ class ShmTransports:
         transport = self._open[name] = ShmTransport(run, self._shared, self._memory)
         try:
             offer = shard_pb2.SharedMemoryOffer(path=proof.path, proof=bytes(_proof_in(proof)))
-            yield shard_pb2.OpenTransportResponse(transport=name, shm=offer)
+            yield shard_pb2.OpenTransportResponse(transport_id=name, shm=offer)
         finally:
             del self._open[name]
             transport.close()

@@ -14,7 +14,7 @@ from shardwell_wire import frames
 from shardwell_wire.codec import Buffer
 from shardwell_wire.errors import DeadlineError, ShardwellError, to_status_details
 from shardwell_wire.frames import Kind
-from shardwell_wire.wake_mark import WakeMark
+from shardwell_wire.low_water_mark import LowWaterMark
 
 _SCRATCH_BYTES = 256 << 10
 
@@ -42,7 +42,7 @@ class Connection:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # By number: asyncio would describe the socket object, in words, each time it begins to watch it.
         self._socket, self._number, self._loop = peer, peer.fileno(), asyncio.get_running_loop()
-        self._mark = WakeMark(peer)
+        self._mark = LowWaterMark(peer)
         self._peer = _name_of(peer)
         """For the log."""
         self._since_wait_bytes = 0

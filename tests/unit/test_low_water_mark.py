@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwell_wire.wake_mark import WAKE_BYTES, WakeMark
+from shardwell_wire.low_water_mark import WAKE_BYTES, LowWaterMark
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def arrives(near: socket.socket, timeout_s: float = 20.0) -> bool:
 
 def test_a_reader_is_woken_for_as_much_as_it_wants(pair: tuple[socket.socket, socket.socket]) -> None:
     near, far = pair
-    mark = WakeMark(near)
+    mark = LowWaterMark(near)
     mark.want(1000)
     far.sendall(bytes(999))
     assert not arrives(near, 0.05)
@@ -44,7 +44,7 @@ def test_a_reader_is_woken_for_as_much_as_it_wants(pair: tuple[socket.socket, so
 
 def test_more_than_the_most_is_not_waited_for(pair: tuple[socket.socket, socket.socket]) -> None:
     near, far = pair
-    WakeMark(near).want(100 * WAKE_BYTES)
+    LowWaterMark(near).want(100 * WAKE_BYTES)
     sending = threading.Thread(target=far.sendall, args=(bytes(WAKE_BYTES),))
     sending.start()
     assert arrives(near)
@@ -56,7 +56,7 @@ def test_more_than_the_most_is_not_waited_for(pair: tuple[socket.socket, socket.
 
 def test_the_end_of_the_connection_wakes(pair: tuple[socket.socket, socket.socket]) -> None:
     near, far = pair
-    WakeMark(near).want(1000)
+    LowWaterMark(near).want(1000)
     far.sendall(b"little")
     far.close()
     assert arrives(near)
@@ -71,5 +71,5 @@ def test_a_system_without_such_a_mark_goes_on() -> None:
             self.asked += 1
             raise OSError("protocol not available")
 
-    WakeMark(without := Without()).want(1000)  # type: ignore[arg-type]
+    LowWaterMark(without := Without()).want(1000)  # type: ignore[arg-type]
     assert without.asked == 1

@@ -10,7 +10,7 @@ WAKE_BYTES = 1 << 20
 kernel lets a socket hold twice as much of what nobody has read yet."""
 
 
-class WakeMark:
+class LowWaterMark:
     """Sets a socket's low-water mark (``SO_RCVLOWAT``), which polls heed, when it has to change.
 
     The end of the connection wakes a reader whatever the mark is, and so does the kernel when it has no room for more.
