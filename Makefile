@@ -1,4 +1,4 @@
-# Everything a developer does here. Needs Python 3.11 and make; the rest is installed into .venv.
+# Targets for developers. They need Python 3.11 and make, and install everything else into .venv.
 
 PYTHON ?= python3.11
 PIP_OPTIONS ?=
@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 BENCH_INSTALLED := $(VENV)/.bench-installed
 PROTOS_VENV := .venv-protos
 PROTOS_INSTALLED := $(PROTOS_VENV)/.installed
-# Stubs of this generation load with protobuf 5, 6 and 7; newer generators refuse older runtimes.
+# Stubs of these versions load with protobuf 5, 6 and 7. Stubs of newer generators refuse older runtimes.
 PROTOS_TOOLS := grpcio-tools==1.65.5 mypy-protobuf==3.6.0
 PROTOBUF_MAJORS := 5 6 7
 MEASURE := OMP_NUM_THREADS=1 $(BIN)/python -m
@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(INSTALLED)  ## Make .venv with everything in it
+install: $(INSTALLED)  ## Create .venv with all dependencies
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (PyTorch is large: minutes on the first run)"
@@ -33,10 +33,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --constraint constraints.txt --editable '.[demo,dev]'
 	@touch $@
 
-demo: install  ## Train a small GPT: 2 trainers, 2 shard servers, under 2 minutes
+demo: install  ## Train a small GPT with 2 trainers and 2 shard servers (under 2 minutes)
 	@$(BIN)/shardwell launch --num-trainers 2 --num-shards 2 examples/train_gpt.py $(DEMO_OPTIONS)
 
-larger-than-trainer: install  ## Train a model of 8 times a trainer's memory; FSDP2 tries, too (8 GB free, 2 minutes)
+larger-than-trainer: install  ## Train a model of 8 times a trainer's memory, also with FSDP2 (8 GB free, 2 minutes)
 	@$(BIN)/python examples/larger_than_trainer.py
 
 test: install  ## Run the tests
@@ -48,7 +48,7 @@ lint: install check-protos  ## Check formatting, style, types, imports and stubs
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-format: install  ## Format the code and mend what can be mended
+format: install  ## Format the code and fix lint errors
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
@@ -77,31 +77,31 @@ test-protobuf:  ## Load the stubs with every supported major version of protobuf
 
 $(BENCH_INSTALLED): $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --constraint constraints.txt --editable '.[bench]' && touch $@ || \
-	    echo "the extra 'bench' cannot be installed: what needs it has a row in the results that says so"
+	    echo "the extra 'bench' cannot be installed: the results mark the rows that need it as failed"
 
-bench: $(BENCH_INSTALLED)  ## Measure transports and training steps against the peers, in minutes
+bench: $(BENCH_INSTALLED)  ## Compare transports and training steps with other systems (minutes)
 	@$(MEASURE) benchmarks.transports --name transports_short --megabytes 64 --rounds 2 --repeats 3
 	@$(MEASURE) benchmarks.train_step --name train_step_small --rounds 3 --steps 10 \
 	    --num-layers 6 --width 256 --num-heads 4 --vocab-size 4096 --context 128 --length 128 --batch-size 4
 	@$(MEASURE) benchmarks.train_step --name train_step_short --rounds 1 --steps 3 --modes plain fsdp2_prefetch shardwell_shm
 
-bench-full: $(BENCH_INSTALLED)  ## The same at the sizes that docs/performance.md quotes, in about an hour
+bench-full: $(BENCH_INSTALLED)  ## The same at the sizes of docs/performance.md (about an hour)
 	@$(MEASURE) benchmarks.transports
 	@$(MEASURE) benchmarks.train_step
 	@$(MEASURE) benchmarks.train_step --name train_step_512 --length 512
 
-bench-network: $(BENCH_INSTALLED)  ## Measure training over 1 Gbit/s and 200 Mbit/s links against FSDP2 and DDP (needs root)
+bench-network: $(BENCH_INSTALLED)  ## Compare training over 1 Gbit/s and 200 Mbit/s links with FSDP2 and DDP (needs root)
 	@$(MEASURE) benchmarks.slow_network $(BENCH_OPTIONS)
 
-bench-growth: $(BENCH_INSTALLED)  ## Measure the overhead as trainers, servers, units and parameters grow
+bench-growth: $(BENCH_INSTALLED)  ## Measure overhead against the number of trainers, servers, units and parameters
 	@$(MEASURE) benchmarks.growth $(BENCH_OPTIONS)
 
-compose-test: install  ## Run the compose cluster for real and train on it (needs Docker)
+compose-test: install  ## Start the compose cluster and train on it (needs Docker)
 	@$(BIN)/pytest -m compose tests/compose
 
-soak: install  ## Train under random kills, stops and cut connections, and compare the weights bit for bit (10 minutes)
+soak: install  ## Train under random kills, stops and cut connections, and compare all bits (10 minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak.random_failures $(SOAK_OPTIONS)
 
-clean:  ## Remove everything that make made
+clean:  ## Remove all generated files
 	rm -rf $(VENV) $(PROTOS_VENV) build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
