@@ -32,7 +32,9 @@ def train(address: str) -> None:
     from tests.support.memory_probe import NUM_BLOCKS, WIDTH, Block, own_bytes
 
     torch.set_num_threads(1)
-    with shardwell.join(address, run=uuid.uuid4().hex, transports="socket,grpc") as session:
+    with shardwell.join(
+        address, run=uuid.uuid4().hex, transfers=shardwell.TransferOptions(transports="socket,grpc")
+    ) as session:
         start = own_bytes()
         model = torch.nn.Sequential(*(shardwell.fully_shard(Block(), session) for _ in range(NUM_BLOCKS)))
         optimizer = shardwell.optim.SGD(model.parameters(), lr=0.0)

@@ -143,8 +143,7 @@ def main() -> None:
         run=arguments.kind,
         world=shardwell.World(dp=arguments.num_trainers),
         global_rank=arguments.rank,
-        keep_bytes=keep_bytes,
-        **transfer.options(),
+        transfers=shardwell.TransferOptions(keep_bytes=keep_bytes, **transfer.options()),
     ) as session:
         serve(sharded_steps(model, session))
 

@@ -31,7 +31,12 @@ class Training:
     """One run of its own, whose steps are taken one by one."""
 
     def __init__(self, address: str, make: Make, transports: str) -> None:
-        self._session = shardwell.join(address, run=f"{id(self)}", world=shardwell.World(dp=1), transports=transports)
+        self._session = shardwell.join(
+            address,
+            run=f"{id(self)}",
+            world=shardwell.World(dp=1),
+            transfers=shardwell.TransferOptions(transports=transports),
+        )
         torch.manual_seed(0)
         self._model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
         for layer in self._model:

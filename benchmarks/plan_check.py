@@ -32,7 +32,7 @@ from shardwell.planning.plan_model import load, plan_units, record_activations
 
 BATCH, LENGTH, VOCABULARY, WIDTH, NUM_LAYERS, NUM_HEADS = 2, 128, 8192, 512, 10, 8
 NUM_SERVERS, NUM_STEPS = 2, 4
-JOIN = {"prefetch_bytes": 16 << 20, "push_bytes": 16 << 20}
+TRANSFERS = {"prefetch_bytes": 16 << 20, "push_bytes": 16 << 20}
 _SAMPLE_S = 0.005
 
 
@@ -41,14 +41,17 @@ class Setting:
     """How one trainer trains."""
 
     memory: MemoryOptions = dataclasses.field(default_factory=MemoryOptions)
-    join: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Arguments of ``join``, which the plan takes under the same names."""
+    transfers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments of ``TransferOptions``, which the plan takes under the same names."""
+
+    def transfer_options(self) -> shardwell.TransferOptions:
+        return shardwell.TransferOptions(transports="socket", **{**TRANSFERS, **self.transfers})
 
     def plan_options(self) -> PlanOptions:
         known = {field.name for field in dataclasses.fields(PlanOptions)}
         memory = {name: getattr(self.memory, name, None) for name in known}
         told = {name: value for name, value in memory.items() if value is not None}
-        return PlanOptions(**{"num_servers": NUM_SERVERS, **JOIN, **self.join, **told})
+        return PlanOptions(**{"num_servers": NUM_SERVERS, **TRANSFERS, **self.transfers, **told})
 
 
 RETURNED = MemoryOptions(keep_freed_memory=False)
@@ -129,7 +132,7 @@ def train(
     address: str, run: str, setting: Setting, model: nn.Module, num_steps: int, processes: Sequence[psutil.Process]
 ) -> Measured:
     """Shards the model, then trains it and watches the processes' memory; bytes are those after the first step."""
-    with shardwell.join(address, run=run, transports="socket", **{**JOIN, **setting.join}) as session:
+    with shardwell.join(address, run=run, transfers=setting.transfer_options()) as session:
         shardwell.auto_wrap(model, session, memory=setting.memory)
         optimizer = shardwell.optim.AdamW(model.parameters(), lr=1e-3)
         before: Mapping[str, float] = {}

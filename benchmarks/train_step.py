@@ -67,7 +67,7 @@ class Measured:
         return total / self.steps_in_counters
 
 
-def _join_options(transport: str = "", kept: str = "") -> dict[str, Any]:
+def _transfer_options(transport: str = "", kept: str = "") -> dict[str, Any]:
     """Of a mode's name: which transport alone is used, and whether weights stay from the forward to the backward."""
     return ({"transports": transport} if transport else {}) | ({"keep_bytes": _ALL_BYTES} if kept else {})
 
@@ -93,7 +93,7 @@ class TrainStepBenchmark:
             batch_size=self.arguments.batch_size,
             length=self.arguments.length,
             dp=1 if mode == "plain" else _NUM_RANKS,
-            join=_join_options(*options),
+            transfers=_transfer_options(*options),
         )
 
     def run(self) -> dict[str, str]:

@@ -49,8 +49,8 @@ class TrainerSpec:
     dp_rank: int = 0
     meeting_point: str = ""
     """The coordinator's address for Shardwell; for the peers where ``torch.distributed`` meets."""
-    join: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of ``shardwell.join``."""
+    transfers: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ``shardwell.TransferOptions``."""
 
     def tokens(self, step: int, dp_rank: int) -> torch.Tensor:
         """A batch. [batch_size, length + 1]"""
@@ -129,7 +129,7 @@ def shardwell_steps(spec: TrainerSpec) -> Generator[StepResult, None, None]:
         run=_RUN,
         world=shardwell.World(dp=spec.dp),
         global_rank=spec.dp_rank,
-        **spec.join,
+        transfers=shardwell.TransferOptions(**spec.transfers),
     ) as session:
         model = make_model(spec.model)
         for block in model.blocks:

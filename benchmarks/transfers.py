@@ -340,7 +340,11 @@ def shardwell_transport(spec: TransferSpec) -> Rounds:
     expected = (digest(layer), digest(layer - gradient))
     world = shardwell.World(dp=spec.num_trainers)
     with shardwell.join(
-        spec.meeting_point, run=_RUN, world=world, global_rank=spec.dp_rank, transports=spec.transport
+        spec.meeting_point,
+        run=_RUN,
+        world=world,
+        global_rank=spec.dp_rank,
+        transfers=shardwell.TransferOptions(transports=spec.transport),
     ) as session:
         module = shardwell.fully_shard(Layer(layer), session)
         del layer

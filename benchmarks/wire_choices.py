@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """How values travel between a trainer and the shard servers; options of ``shardwell.join``."""
+    """How values travel between a trainer and the shard servers; options of ``shardwell.TransferOptions``."""
 
     gather_dtype: str = "float32"
     push_dtype: str = "float32"

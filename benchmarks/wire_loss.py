@@ -67,7 +67,8 @@ def measure_losses(seeds: Sequence[int], steps: int) -> LossCheck:
     with shardwell.LocalCluster(num_shards=2) as cluster:
         for seed in seeds:
             for name, transfer in TRANSFERS.items():
-                join = partial(shardwell.join, cluster.address, run=f"{name}-{seed}", seed=seed, **transfer.options())
+                transfers = shardwell.TransferOptions(**transfer.options())
+                join = partial(shardwell.join, cluster.address, run=f"{name}-{seed}", seed=seed, transfers=transfers)
                 model = train(join, config, corpus.tokens[:trained], steps, seed)
                 losses[name].append(evaluate(model, corpus.tokens[trained:]))
                 print(f"loss check, seed {seed}, {name}: {losses[name][-1]:.4f}", file=sys.stderr)

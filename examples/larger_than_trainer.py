@@ -275,9 +275,9 @@ def train_sharded(arguments: argparse.Namespace) -> Mapping[str, Any]:
         run="larger than a trainer",
         world=shardwell.World(dp=NUM_TRAINERS),
         global_rank=arguments.rank,
-        transports="socket",
-        prefetch_bytes=IN_FLIGHT_BYTES,
-        push_bytes=IN_FLIGHT_BYTES,
+        transfers=shardwell.TransferOptions(
+            transports="socket", prefetch_bytes=IN_FLIGHT_BYTES, push_bytes=IN_FLIGHT_BYTES
+        ),
     ) as session:
         say(stage="sharding", **memory())
         model = make_model(arguments)

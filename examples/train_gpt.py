@@ -27,7 +27,7 @@ def main() -> None:
     arguments = parse_arguments()
     corpus = Corpus.read(arguments.text, vocab_size=arguments.vocab_size)
     # Little is fetched ahead, to show that a trainer needs memory for the layers in flight only.
-    with shardwell.join(seed=arguments.seed, prefetch_bytes=1 << 20) as session:
+    with shardwell.join(seed=arguments.seed, transfers=shardwell.TransferOptions(prefetch_bytes=1 << 20)) as session:
         model = make_model(session, len(corpus.vocabulary), arguments)
         if session.global_rank == 0:
             introduce(session, model, corpus)

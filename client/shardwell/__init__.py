@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from shardwell.optimizers.client_side import ClientSide
     from shardwell.optimizers.flat_client_side import FlatClientSide
     from shardwell.processes.local_cluster import LocalCluster
-    from shardwell.session.joining import join
-    from shardwell.session.session import Session
+    from shardwell.session.config import TransferOptions, WaitOptions
+    from shardwell.session.session import Session, join
     from shardwell.session.step import Step
     from shardwell.weights.loading import from_safetensors
     from shardwell.weights.saving import save_dcp, save_safetensors
@@ -110,12 +110,14 @@ __all__ = [
     "TensorSlice",
     "TiedParameterError",
     "TiledLinear",
+    "TransferOptions",
     "UnauthenticatedError",
     "UnavailableError",
     "UnitMemory",
     "UnitMismatchError",
     "UsageError",
     "VersionGoneError",
+    "WaitOptions",
     "World",
     "WorldError",
     "amp",
@@ -159,7 +161,9 @@ _MODULES = {
     "Step": "shardwell.session.step",
     "TensorSlice": "shardwell.weights.sharded_state",
     "TiledLinear": "shardwell.wrapping.tiled_linear",
+    "TransferOptions": "shardwell.session.config",
     "UnitMemory": "shardwell.module.memory_report",
+    "WaitOptions": "shardwell.session.config",
     "amp": "shardwell.amp",
     "auto_wrap": "shardwell.wrapping.wrap",
     "from_safetensors": "shardwell.weights.loading",
@@ -167,7 +171,7 @@ _MODULES = {
     "fully_shard": "shardwell.module.fully_shard",
     "init": "shardwell.init",
     "iter_full_state_dict": "shardwell.weights.state_dict",
-    "join": "shardwell.session.joining",
+    "join": "shardwell.session.session",
     "join_state_dicts": "shardwell.weights.sharded_state",
     "local_ratio": "shardwell.module.memory_report",
     "num_parameters": "shardwell.module.memory_report",

@@ -21,7 +21,7 @@ def address_space_bytes(pid: int) -> int:
 def test_a_step_whose_optimizer_state_cannot_be_allocated_is_not_acknowledged() -> None:
     with (
         shardwell.LocalCluster(num_shards=1, memory_budget=1 << 30) as cluster,
-        shardwell.join(cluster.address, run=uuid.uuid4().hex, wait_limit_s=30) as session,
+        shardwell.join(cluster.address, run=uuid.uuid4().hex, waits=shardwell.WaitOptions(wait_limit_s=30)) as session,
     ):
         model = torch.nn.Linear(4096, 4096)
         reference = torch.nn.Linear(4096, 4096)

@@ -25,7 +25,12 @@ def test_the_unit_is_placed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
             initialize(self, unit, values, epoch)
 
         monkeypatch.setattr(UnitDeclarations, "_initialize", stop_a_server_first)
-        with shardwell.join(cluster.address, run=uuid.uuid4().hex, transports="grpc", wait_limit_s=60) as session:
+        with shardwell.join(
+            cluster.address,
+            run=uuid.uuid4().hex,
+            transfers=shardwell.TransferOptions(transports="grpc"),
+            waits=shardwell.WaitOptions(wait_limit_s=60),
+        ) as session:
             model = build_model()
             shardwell.fully_shard(model, session, name="all")
             optimizer = shardwell.optim.SGD(model.parameters(), lr=0.01)

@@ -11,7 +11,7 @@ import torch
 
 import shardwell
 from shardwell_wire.errors import ConflictError
-from tests.support.cluster import build_model
+from tests.support.cluster import build_model, join_options
 
 LIMIT_S = 40.0
 """Far below ``wait_limit_s``; most of it is for machines that are slow."""
@@ -24,7 +24,7 @@ def cluster() -> Iterator[shardwell.LocalCluster]:
 
 
 def join(cluster: shardwell.LocalCluster, transports: str | None = None) -> shardwell.Session:
-    return shardwell.join(cluster.address, run=uuid.uuid4().hex, transports=transports)
+    return shardwell.join(cluster.address, run=uuid.uuid4().hex, **join_options(transports=transports))
 
 
 def lost(units: str) -> str:

@@ -15,6 +15,7 @@ import shardwell
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.weights.pinned_version import pinned_version
 from tests.support.buffer_trainer import LR, Net, batch, plain_state, state_hash, train
+from tests.support.cluster import join_options
 
 STEPS = 3
 BIG_ROWS = 720_000
@@ -23,7 +24,7 @@ BIG_ROWS = 720_000
 
 def join(cluster: shardwell.LocalCluster, run: str, dp: int = 2, **options: object) -> shardwell.Session:
     options = {"world": shardwell.World(dp=dp), "min_trainers": 1, "wait_limit_s": 60, **options}
-    return shardwell.join(cluster.address, run=run, **options)  # type: ignore[arg-type]
+    return shardwell.join(cluster.address, run=run, **join_options(**options))
 
 
 def exported(cluster: shardwell.LocalCluster, run: str) -> Mapping[str, torch.Tensor]:
@@ -39,9 +40,9 @@ def test_large_buffers_go_every_way_and_a_trainer_that_joins_has_them(
     cluster: shardwell.LocalCluster, run_name: str, transport: str
 ) -> None:
     expected = state_hash(plain_state(1, STEPS, queue_rows=BIG_ROWS))
-    with join(cluster, run_name, dp=1, transports=(transport,)) as session:
+    with join(cluster, run_name, dp=1, transports=transport) as session:
         train(session, steps=STEPS - 1, queue_rows=BIG_ROWS)
-    with join(cluster, run_name, dp=1, transports=(transport,)) as session:
+    with join(cluster, run_name, dp=1, transports=transport) as session:
         state = train(session, steps=STEPS, queue_rows=BIG_ROWS, constants_seed=1)
     assert state_hash(state) == expected
     values = exported(cluster, run_name)
@@ -52,7 +53,7 @@ def test_another_trainer_reads_what_changed(cluster: shardwell.LocalCluster, run
     building, states = threading.Lock(), {}
 
     def work(rank: int) -> None:
-        with join(cluster, run_name, min_trainers=2, global_rank=rank, transports=("socket",)) as session:
+        with join(cluster, run_name, min_trainers=2, global_rank=rank, transports="socket") as session:
             with building:  # torch's generator is the process's
                 model = Net(20_000, constants_seed=rank)
             shardwell.fully_shard(model, session)

@@ -65,21 +65,25 @@ def assert_weights(model: Any, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture
 def session(cluster: shardwell.LocalCluster, run_name: str) -> Iterator[shardwell.Session]:
-    with shardwell.join(cluster.address, run=run_name, wait_limit_s=60) as joined:
+    with shardwell.join(cluster.address, run=run_name, waits=shardwell.WaitOptions(wait_limit_s=60)) as joined:
         yield joined
 
 
 def test_a_restarted_trainer_of_a_plain_loop_does_not_mix_two_batches(
     cluster: shardwell.LocalCluster, run_name: str
 ) -> None:
-    with shardwell.join(cluster.address, run=run_name, trainer="t", wait_limit_s=60) as first:
+    with shardwell.join(
+        cluster.address, run=run_name, trainer="t", waits=shardwell.WaitOptions(wait_limit_s=60)
+    ) as first:
         model, _ = shard(first)
         hidden = Raise.apply(model[1](model[0](batch(1))))
         with pytest.raises(RuntimeError, match="the backward ends here"):
             model[4](model[3](model[2](hidden))).square().mean().backward()
         assert first.stats()["push_count"] == 1, "the last layer's gradient is on the servers"
         first.store.drain()
-    with shardwell.join(cluster.address, run=run_name, trainer="t", wait_limit_s=60) as second:
+    with shardwell.join(
+        cluster.address, run=run_name, trainer="t", waits=shardwell.WaitOptions(wait_limit_s=60)
+    ) as second:
         model, optimizer = shard(second)
         loss_of(model, 2).backward()
         optimizer.step()
@@ -229,14 +233,14 @@ def test_the_next_call_completes_an_interrupted_step(
 def test_hyper_parameters_of_another_runs_optimizer_are_not_taken_for_its_state(
     cluster: shardwell.LocalCluster, run_name: str
 ) -> None:
-    with shardwell.join(cluster.address, run=f"{run_name}-1", wait_limit_s=60) as session:
+    with shardwell.join(cluster.address, run=f"{run_name}-1", waits=shardwell.WaitOptions(wait_limit_s=60)) as session:
         model, optimizer = shard(session)
         untrained = optimizer.state_dict()
         loss_of(model, 0).backward()
         optimizer.step()
         saved = optimizer.state_dict()
         optimizer.load_state_dict(saved)
-    with shardwell.join(cluster.address, run=f"{run_name}-2", wait_limit_s=60) as session:
+    with shardwell.join(cluster.address, run=f"{run_name}-2", waits=shardwell.WaitOptions(wait_limit_s=60)) as session:
         model, optimizer = shard(session)
         with pytest.raises(shardwell.UsageError, match=r"is of run '.*-1' after 1 steps, and the optimizer's state"):
             optimizer.load_state_dict(saved)
@@ -256,7 +260,7 @@ def test_a_second_session_of_a_process_is_told_of_the_first(
     cluster: shardwell.LocalCluster, session: shardwell.Session, run_name: str
 ) -> None:
     shard(session)
-    with shardwell.join(cluster.address, run=run_name, wait_limit_s=60) as second:
+    with shardwell.join(cluster.address, run=run_name, waits=shardwell.WaitOptions(wait_limit_s=60)) as second:
         model, _ = shard(second)
         with pytest.raises(shardwell.UsageError, match=r"spare .* this process has joined run '.*' before, as trainer"):
             loss_of(model, 0).backward()

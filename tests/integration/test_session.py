@@ -16,6 +16,7 @@ import shardwell
 from shardwell.module import clip_guards
 from shardwell.session import membership
 from tests.support import transformer
+from tests.support.cluster import join_options
 from tests.support.reference import ADAMW, sha256, train_plain
 
 STEPS = 4
@@ -27,7 +28,7 @@ def join(cluster: shardwell.LocalCluster) -> Iterator[Callable[..., shardwell.Se
 
     def open_session(run: str | None = None, **options: Any) -> shardwell.Session:
         options = {"wait_limit_s": 60, **options}
-        session = shardwell.join(cluster.address, run=run or uuid.uuid4().hex, **options)
+        session = shardwell.join(cluster.address, run=run or uuid.uuid4().hex, **join_options(**options))
         sessions.append(session)
         return session
 
@@ -46,12 +47,9 @@ def test_a_wait_for_other_trainers_is_told(
     assert told and told[0].levelname == "WARNING"
 
 
-def test_a_coordinator_that_is_not_there_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(membership, "_SILENCE_S", 0.1)
+def test_a_coordinator_that_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(shardwell.UnavailableError, match=r"127\.0\.0\.1:1"):
-        shardwell.join("127.0.0.1:1", wait_limit_s=0.3)
+        shardwell.join("127.0.0.1:1", waits=shardwell.WaitOptions(wait_limit_s=0.3, warn_after_s=0.1))
     assert "Connection refused; trying on for 0 s" in caplog.text
 
 

@@ -79,7 +79,7 @@ class Trained:
 
 @contextmanager
 def joined(address: str, run: str, transports: str = "shm") -> Iterator[Trained]:
-    with shardwell.join(address, run=run, transports=transports) as session:
+    with shardwell.join(address, run=run, transfers=shardwell.TransferOptions(transports=transports)) as session:
         yield Trained(session)
 
 
@@ -182,7 +182,9 @@ def test_writes_are_not_seen_by_other_trainers(cluster: shardwell.LocalCluster, 
 
 
 def test_an_embedding_that_rescales_its_weight_is_an_error(cluster: shardwell.LocalCluster, run_name: str) -> None:
-    with shardwell.join(cluster.address, run=run_name, transports="shm") as session:
+    with shardwell.join(
+        cluster.address, run=run_name, transfers=shardwell.TransferOptions(transports="shm")
+    ) as session:
         torch.manual_seed(0)
         model = nn.Embedding(100, 8, max_norm=0.1)
         before = sha256(model.state_dict())

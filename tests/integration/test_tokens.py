@@ -229,7 +229,9 @@ def test_servers_by_hand_show_each_other_the_token(token_file: tuple[str, Creden
             ready_address(shards)
             with closing(CoordinatorClient(address)) as client, pytest.raises(UnauthenticatedError):
                 client.call("ListRuns", LIST_RUNS)
-            with shardwell.join(address, run=run_name, token_file=path, transports="socket"):
+            with shardwell.join(
+                address, run=run_name, token_file=path, transfers=shardwell.TransferOptions(transports="socket")
+            ):
                 pass
             with closing(CoordinatorClient(address, credentials)) as client:
                 assert [run.run for run in client.call("ListRuns", LIST_RUNS).runs] == [run_name]

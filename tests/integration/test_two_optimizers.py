@@ -85,7 +85,12 @@ def assert_equal(model: Any, reference: nn.Module) -> None:
 def session(
     cluster: shardwell.LocalCluster, run_name: str, request: pytest.FixtureRequest
 ) -> Iterator[shardwell.Session]:
-    with shardwell.join(cluster.address, run=run_name, wait_limit_s=60, transports=request.param) as joined:
+    with shardwell.join(
+        cluster.address,
+        run=run_name,
+        transfers=shardwell.TransferOptions(transports=request.param),
+        waits=shardwell.WaitOptions(wait_limit_s=60),
+    ) as joined:
         yield joined
 
 
@@ -196,7 +201,7 @@ def test_kept_gradients_survive_trainers_that_are_lost(cluster: shardwell.LocalC
             trainer="t",
             world=shardwell.World(dp=2),
             min_trainers=1,
-            wait_limit_s=60,
+            waits=shardwell.WaitOptions(wait_limit_s=60),
         ) as session:
             a, b = (shardwell.fully_shard(layer, session) for layer in two_layers())
             optimizers = [shardwell.optim.SGD(layer.parameters(), lr=0.05) for layer in (a, b)]

@@ -12,6 +12,7 @@ from torch import nn
 
 import shardwell
 from tests.support import transformer
+from tests.support.cluster import join_options
 from tests.support.processes import TrainerProcess
 from tests.support.reference import sha256, train_plain
 from tests.support.trainer import train
@@ -81,7 +82,13 @@ def plain(name: str, dp: int, steps: int = STEPS) -> dict[str, torch.Tensor]:
 
 def joined(cluster: shardwell.LocalCluster, *, dp: int = 1, transports: str | None = None) -> shardwell.Session:
     world = shardwell.World(dp=dp)
-    return shardwell.join(cluster.address, run=uuid.uuid4().hex, world=world, min_trainers=1, transports=transports)
+    return shardwell.join(
+        cluster.address,
+        run=uuid.uuid4().hex,
+        world=world,
+        min_trainers=1,
+        **join_options(transports=transports),
+    )
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -266,14 +266,16 @@ class ServerWalk:
             run=uuid.uuid4().hex,
             world=shardwell.World(dp=self.dp),
             min_trainers=1,
-            wait_limit_s=30,
-            transports=rng.choice(["shm,socket,grpc", "socket,grpc", "grpc"]),
-            gather_dtype=gather_dtype,
-            push_dtype=push_dtype,
-            keep_bytes=rng.choice([0, 2000, 1 << 20]),
-            prefetch_bytes=rng.choice([0, 600, 1 << 20]),
-            max_gathers_in_flight=rng.choice([0, 1]),
-            backward_prefetch=rng.choice(["pre", "post", "none"]),
+            transfers=shardwell.TransferOptions(
+                transports=rng.choice(["shm,socket,grpc", "socket,grpc", "grpc"]),
+                gather_dtype=gather_dtype,
+                push_dtype=push_dtype,
+                keep_bytes=rng.choice([0, 2000, 1 << 20]),
+                prefetch_bytes=rng.choice([0, 600, 1 << 20]),
+                max_gathers_in_flight=rng.choice([0, 1]),
+                backward_prefetch=rng.choice(["pre", "post", "none"]),
+            ),
+            waits=shardwell.WaitOptions(wait_limit_s=30),
         )
         memory = rng.choice([None, None, *shardwell.MemoryStrategy])
         model, policy = random_model(rng, recomputes=memory is None), random_policy(rng)

@@ -12,6 +12,7 @@ from torch import nn
 
 import shardwell
 from tests.support import transformer
+from tests.support.cluster import join_options
 from tests.support.flat_updates import FLAT_ADAM, flat_adam
 from tests.support.optimizer_parity import compare
 from tests.support.processes import TrainerProcess
@@ -39,7 +40,13 @@ def clusters(
 
 def joined(cluster: shardwell.LocalCluster, *, dp: int = 1, transports: str | None = None) -> shardwell.Session:
     world = shardwell.World(dp=dp)
-    return shardwell.join(cluster.address, run=uuid.uuid4().hex, world=world, min_trainers=1, transports=transports)
+    return shardwell.join(
+        cluster.address,
+        run=uuid.uuid4().hex,
+        world=world,
+        min_trainers=1,
+        **join_options(transports=transports),
+    )
 
 
 @pytest.mark.parametrize("num_servers", [1, 3])

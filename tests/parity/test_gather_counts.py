@@ -129,7 +129,9 @@ def test_statistics_of_a_session(
     """Weights that are streamed; what is read in place is gathered once per step whatever the strategy."""
     of_block, of_root, pushes = ACCUMULATIONS[accumulation][strategy]
     for transports, expected in (("socket", LAYERS * of_block + of_root), ("shm,socket", LAYERS + 1)):
-        with shardwell.join(cluster.address, run=uuid.uuid4().hex, transports=transports) as session:
+        with shardwell.join(
+            cluster.address, run=uuid.uuid4().hex, transfers=shardwell.TransferOptions(transports=transports)
+        ) as session:
             model = gpt()
             wrap_with(strategy)(model, session)
             optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)

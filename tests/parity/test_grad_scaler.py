@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import shardwell
+from tests.support.cluster import join_options
 from tests.support.reference import ADAMW, sha256
 
 STEPS, INTERVAL = 8, 2
@@ -105,7 +106,9 @@ def sharded(
     **join: Any,
 ) -> Outcome:
     outcome = Outcome()
-    with shardwell.join(address, run=run, world=shardwell.World(dp=dp), wait_limit_s=60, **join) as session:
+    with shardwell.join(
+        address, run=run, world=shardwell.World(dp=dp), **join_options(wait_limit_s=60, **join)
+    ) as session:
         model = build()
         for layer in model[::2]:
             shardwell.fully_shard(layer, session)
@@ -299,7 +302,11 @@ def test_trainers_that_disagree_about_scaling_are_rejected(cluster_of_three: sha
 
     def train(rank: int) -> str:
         with shardwell.join(
-            cluster_of_three.address, run=run, world=shardwell.World(dp=2), global_rank=rank, wait_limit_s=3
+            cluster_of_three.address,
+            run=run,
+            world=shardwell.World(dp=2),
+            global_rank=rank,
+            waits=shardwell.WaitOptions(wait_limit_s=3),
         ) as session:
             model = shardwell.fully_shard(nn.Linear(3, 2), session)
             optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)

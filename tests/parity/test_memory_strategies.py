@@ -20,6 +20,7 @@ from shardwell import (
     UsageError,
     auto_wrap,
 )
+from tests.support.cluster import join_options
 from tests.support.module_parity import LAYERS, WIDTH, Block, Pair, gpt, gpt_loss, inputs
 from tests.support.strategies import commit, step
 
@@ -179,7 +180,9 @@ def test_wrong_arguments() -> None:
 
 
 def train_on(cluster: shardwell.LocalCluster, memory: Any, **options: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    with shardwell.join(cluster.address, run=uuid.uuid4().hex, transports="socket", **options) as session:
+    with shardwell.join(
+        cluster.address, run=uuid.uuid4().hex, **join_options(transports="socket", **options)
+    ) as session:
         model = gpt()
         auto_wrap(model, session, POLICY, memory=memory)
         optimizer = shardwell.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)

@@ -23,6 +23,7 @@ from shardwell.module.mixed_precision import MixedPrecisionPolicy
 from shardwell.module.units import Units
 from shardwell.seeds import derive_seed
 from tests.support import transformer
+from tests.support.cluster import join_options
 from tests.support.in_memory_store import InMemoryStore, fused_adamw
 from tests.support.reference import ADAMW, sha256
 
@@ -98,7 +99,9 @@ def reference_hash(dp: int, reduce_dtype: torch.dtype | None = None) -> str:
 
 def trained_hash(address: str, policy: MixedPrecisionPolicy, *, dp: int, **options: Any) -> str:
     world = shardwell.World(dp=dp)
-    with shardwell.join(address, run=uuid.uuid4().hex, world=world, min_trainers=1, **options) as session:
+    with shardwell.join(
+        address, run=uuid.uuid4().hex, world=world, min_trainers=1, **join_options(**options)
+    ) as session:
         model = transformer.build()
         shardwell.auto_wrap(model, session, shardwell.ModuleTypePolicy({transformer.Block}), mp_policy=policy)
         optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
@@ -154,7 +157,9 @@ def test_gathered_unit_occupies_the_bytes_of_the_compute_dtype(cluster_of_three:
     peaks = {}
     for dtype in (None, BF16):
         with shardwell.join(
-            cluster_of_three.address, run=uuid.uuid4().hex, transports="grpc", gather_dtype="bfloat16"
+            cluster_of_three.address,
+            run=uuid.uuid4().hex,
+            transfers=shardwell.TransferOptions(transports="grpc", gather_dtype="bfloat16"),
         ) as session:
             model = transformer.build()
             shardwell.fully_shard(model, session, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))

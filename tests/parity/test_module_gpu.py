@@ -28,7 +28,9 @@ def test_training_on_a_gpu_matches_plain_pytorch(cluster: shardwell.LocalCluster
     plain = make_model()
     # The optimizer runs on the servers' CPUs. SGD without momentum has the same bits on a CPU and on a GPU.
     reference = torch.optim.SGD(plain.parameters(), lr=0.5)
-    with shardwell.join(cluster.address, run=f"gpu over {transports}", transports=transports) as session:
+    with shardwell.join(
+        cluster.address, run=f"gpu over {transports}", transfers=shardwell.TransferOptions(transports=transports)
+    ) as session:
         sharded: Any = make_model()
         for block in sharded:
             shardwell.fully_shard(block, session)

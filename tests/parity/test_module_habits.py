@@ -156,7 +156,9 @@ def test_reading_a_gradient_that_was_pushed_warns_once(sharded: Sharded) -> None
 
 @pytest.fixture
 def session(cluster_of_one: shardwell.LocalCluster) -> Iterator[shardwell.Session]:
-    with shardwell.join(cluster_of_one.address, run=uuid.uuid4().hex, wait_limit_s=30) as joined:
+    with shardwell.join(
+        cluster_of_one.address, run=uuid.uuid4().hex, waits=shardwell.WaitOptions(wait_limit_s=30)
+    ) as joined:
         yield joined
 
 
@@ -246,7 +248,9 @@ def test_parameters_of_another_or_a_closed_session(
     session: shardwell.Session, cluster_of_one: shardwell.LocalCluster
 ) -> None:
     model = shard(session)
-    with shardwell.join(cluster_of_one.address, run=uuid.uuid4().hex, wait_limit_s=30) as other:
+    with shardwell.join(
+        cluster_of_one.address, run=uuid.uuid4().hex, waits=shardwell.WaitOptions(wait_limit_s=30)
+    ) as other:
         others = shard(other)
         with pytest.raises(UsageError, match=r"'Linear-0.weight' belongs to another session"):
             shardwell.optim.SGD([*model.parameters(), *others.parameters()], lr=0.1)

@@ -15,6 +15,7 @@ from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.codec import memory_at
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support import transformer
+from tests.support.cluster import join_options
 from tests.support.processes import TrainerProcess
 from tests.support.reference import ADAMW, sha256, train_plain
 from tests.support.shared_files import folders_shared_here, wait_for_no_folder
@@ -56,7 +57,11 @@ def _no_folder_is_left() -> Iterator[None]:
 def train_two_ranks(address: str, **options: Any) -> tuple[str, dict[str, float], list[int]]:
     """Trains two ranks on one trainer; returns the hash, the statistics and the sizes of the units."""
     with shardwell.join(
-        address, run=uuid.uuid4().hex, world=shardwell.World(dp=2), min_trainers=1, transports=REMOTE, **options
+        address,
+        run=uuid.uuid4().hex,
+        world=shardwell.World(dp=2),
+        min_trainers=1,
+        **join_options(transports=REMOTE, **options),
     ) as session:
         _, state = train(session, steps=STEPS)
         return sha256(state), session.stats(), [unit.layout.size_bytes for unit in session.units]
@@ -105,8 +110,7 @@ def test_rounding_is_the_same_with_shared_memory(cluster: shardwell.LocalCluster
             run=uuid.uuid4().hex,
             world=shardwell.World(dp=2),
             min_trainers=1,
-            gather_dtype="bfloat16",
-            **options,
+            **join_options(gather_dtype="bfloat16", **options),
         ) as session:
             hashes.add(sha256(train(session, steps=STEPS)[1]))
             assert session.stats()["received_bytes"] == 0
@@ -117,7 +121,9 @@ def test_rounding_is_the_same_with_shared_memory(cluster: shardwell.LocalCluster
 def test_gather_copies_from_the_cache_or_from_shared_memory(cluster: shardwell.LocalCluster, transports: str) -> None:
     """Units on a GPU are copied this way."""
     run = uuid.uuid4().hex
-    with shardwell.join(cluster.address, run=run, transports=transports, host_cache_bytes=1 << 30) as session:
+    with shardwell.join(
+        cluster.address, run=run, transfers=shardwell.TransferOptions(transports=transports, host_cache_bytes=1 << 30)
+    ) as session:
         train(session, steps=1)
         before = session.stats()["received_bytes"]
         for unit in session.units:
@@ -166,12 +172,12 @@ def test_replacing_a_killed_trainer_changes_no_bit(impatient_cluster: shardwell.
 
 def test_recreated_run_reads_nothing_of_the_deleted_run(cluster: shardwell.LocalCluster) -> None:
     options: dict[str, Any] = {"run": uuid.uuid4().hex, "transports": REMOTE, "host_cache_bytes": 1 << 30}
-    first = shardwell.join(cluster.address, **options)
+    first = shardwell.join(cluster.address, **join_options(**options))
     layer = torch.nn.Linear(8, 8)
     shardwell.fully_shard(layer, first, name="layer")
     before = shardwell.full_state_dict(layer)
     delete(cluster.address, options["run"])
-    with shardwell.join(cluster.address, **options) as second:
+    with shardwell.join(cluster.address, **join_options(**options)) as second:
         # The folder of the deleted run still exists, with its version 0.
         assert len(folders_shared_here()) == 2
         again = torch.nn.Linear(8, 8)

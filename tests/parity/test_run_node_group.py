@@ -133,4 +133,4 @@ def test_weights_in_shared_memory_are_read_in_place(
 
 def test_unknown_backend_is_rejected() -> None:
     with pytest.raises(UsageError, match="node_group='mpi': expected one of none, gloo, nccl"):
-        shardwell.join("localhost:1", node_group="mpi")
+        shardwell.join("localhost:1", transfers=shardwell.TransferOptions(node_group="mpi"))

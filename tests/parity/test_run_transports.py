@@ -14,6 +14,7 @@ import torch
 import shardwell
 from shardwell.processes.server_process import ServerProcess
 from tests.support import transformer
+from tests.support.cluster import join_options
 from tests.support.processes import TrainerProcess
 from tests.support.reference import ADAMW, sha256, train_plain
 from tests.support.trainer import train
@@ -69,7 +70,11 @@ def plain_hash(dp: int, steps: int = STEPS) -> str:
 def trained(address: str, *, dp: int = 2, steps: int = STEPS, clip: float | None = None, **options: Any) -> str:
     """Trains all ranks on one trainer and returns the hash of the weights."""
     with shardwell.join(
-        address, run=uuid.uuid4().hex, world=shardwell.World(dp=dp), min_trainers=1, **options
+        address,
+        run=uuid.uuid4().hex,
+        world=shardwell.World(dp=dp),
+        min_trainers=1,
+        **join_options(**options),
     ) as session:
         return sha256(train(session, steps=steps, clip=clip)[1])
 
@@ -185,7 +190,9 @@ def test_unit_is_in_shared_memory_if_all_its_servers_offer_it(triple: str, mixed
         ("mixed", mixed, "shm,grpc"),
         ("grpc", triple, "grpc"),
     ):
-        with shardwell.join(address, run=uuid.uuid4().hex, transports=transports) as session:
+        with shardwell.join(
+            address, run=uuid.uuid4().hex, transfers=shardwell.TransferOptions(transports=transports)
+        ) as session:
             train(session, steps=1)
             peaks[name] = max(unit.own_bytes for unit in session.units)
             kinds = {server.kind for server in session.store._servers.values()}
@@ -216,7 +223,12 @@ def test_unit_is_in_shared_memory_if_all_its_servers_offer_it(triple: str, mixed
     ],
 )
 def test_broken_transport_is_reopened(single: str, transports: str, when: str) -> None:
-    with shardwell.join(single, run=uuid.uuid4().hex, world=shardwell.World(), transports=transports) as session:
+    with shardwell.join(
+        single,
+        run=uuid.uuid4().hex,
+        world=shardwell.World(),
+        transfers=shardwell.TransferOptions(transports=transports),
+    ) as session:
         model = transformer.build()
         shardwell.fully_shard(model.blocks[0], session)
         shardwell.fully_shard(model, session)

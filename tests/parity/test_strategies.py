@@ -22,6 +22,7 @@ from shardwell.module.units import Units
 from shardwell_wire.errors import CapacityError, FreedParameterError
 from shardwell_wire.layout import UnitLayout
 from tests.support import transformer
+from tests.support.cluster import join_options
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import LAYERS, Pair, Sharded, gpt, gpt_loss, inputs, wrap_blocks
 from tests.support.reference import ADAMW, sha256, train_plain
@@ -428,8 +429,7 @@ def train_on(
         run=uuid.uuid4().hex,
         world=shardwell.World(dp=2),
         min_trainers=1,
-        transports=transports,
-        **options,
+        **join_options(transports=transports, **options),
     ) as session:
         model = transformer.build()
         modules = [*model.blocks, model]
@@ -468,9 +468,9 @@ def test_limits_are_arguments_of_join(cluster: shardwell.LocalCluster, plain_has
     options = {"max_gathers_in_flight": 1, "backward_prefetch": "post"}
     assert train_on(cluster, "socket", [FULL], **options)[0] == plain_hash
     with pytest.raises(UsageError, match="max_gathers_in_flight=-1: expected at least 0"):
-        shardwell.join(cluster.address, max_gathers_in_flight=-1)
+        shardwell.join(cluster.address, transfers=shardwell.TransferOptions(max_gathers_in_flight=-1))
     with pytest.raises(UsageError, match="backward_prefetch='sometimes': expected one of pre, post, none"):
-        shardwell.join(cluster.address, backward_prefetch="sometimes")
+        shardwell.join(cluster.address, transfers=shardwell.TransferOptions(backward_prefetch="sometimes"))
 
 
 @pytest.mark.parametrize("strategy", [None, ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])

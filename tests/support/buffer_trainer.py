@@ -159,7 +159,7 @@ def main() -> None:
         world=shardwell.World(dp=options.dp),
         global_rank=options.rank,
         min_trainers=options.min_trainers,
-        wait_limit_s=90,
+        waits=shardwell.WaitOptions(wait_limit_s=90),
     )
 
     def write(model: Net, step: int) -> None:

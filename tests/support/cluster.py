@@ -5,12 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
 
 import psutil
 import torch
 from torch import nn
 
 import shardwell
+
+
+def join_options(**options: Any) -> dict[str, Any]:
+    """Arguments of ``shardwell.join`` from a flat set of options; options that are None are left out."""
+    given = {name: value for name, value in options.items() if value is not None}
+    groups = {"transfers": shardwell.TransferOptions, "waits": shardwell.WaitOptions}
+    for name, group in groups.items():
+        names = given.keys() & {option.name for option in fields(group)}
+        if names:
+            given[name] = group(**{option: given.pop(option) for option in names})
+    return given
 
 
 def build_model() -> nn.Sequential:

@@ -42,7 +42,11 @@ def main(address: str, transports: str | None = None) -> None:
     session = (
         None
         if address == "plain"
-        else shardwell.join(address, run=f"memory over {transports}", transports=transports, push_bytes=PUSH_BYTES)
+        else shardwell.join(
+            address,
+            run=f"memory over {transports}",
+            transfers=shardwell.TransferOptions(transports=transports, push_bytes=PUSH_BYTES),
+        )
     )
     # What a first use costs once (kernels, connections, threads) is no part of the comparison.
     warm = Block() if session is None else shardwell.fully_shard(Block(), session)

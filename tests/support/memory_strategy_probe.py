@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import shardwell
+from tests.support.cluster import join_options
 
 WIDTH, NUM_BLOCKS, BATCH, NUM_STEPS = 384, 8, 1024, 2
 LIMITS = {"prefetch_bytes": 8 << 20, "push_bytes": 8 << 20}
@@ -71,7 +72,11 @@ def main(address: str, transports: str | None = None, strategy: str | None = Non
     torch.manual_seed(0)
     session = None
     if strategy is not None:
-        session = shardwell.join(address, run=f"{strategy} over {transports}", transports=transports, **LIMITS)  # type: ignore[arg-type]
+        session = shardwell.join(
+            address,
+            run=f"{strategy} over {transports}",
+            **join_options(transports=transports, **LIMITS),
+        )
     peak = Peak()
     model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 1))
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())

@@ -15,7 +15,9 @@ from tests.support import gloo
 def main() -> None:
     address, run, dp, tp, pp, order = sys.argv[1:]
     world = shardwell.World(int(dp), int(tp), int(pp), tuple(order.split(",")))
-    with shardwell.join(address, run=run, world=world, host="127.0.0.1", wait_limit_s=60) as session:
+    with shardwell.join(
+        address, run=run, world=world, host="127.0.0.1", waits=shardwell.WaitOptions(wait_limit_s=60)
+    ) as session:
         mesh = session.device_mesh()
         assert mesh.mesh_dim_names is not None
         sums = {}

@@ -39,7 +39,11 @@ def train(address: str, run: str, rank: int, num_trainers: int, backend: str, gr
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))).to(device)
     world = shardwell.World(dp=num_trainers)
     with shardwell.join(
-        address, run=run, world=world, global_rank=rank, transports="socket,grpc", node_group=group
+        address,
+        run=run,
+        world=world,
+        global_rank=rank,
+        transfers=shardwell.TransferOptions(transports="socket,grpc", node_group=group),
     ) as session:
         for block in model:
             shardwell.fully_shard(block, session)

@@ -40,7 +40,9 @@ def main(address: str, kind: str, folder: str) -> None:
             del item  # as without this in between
 
     saving.read_values = measured
-    with shardwell.join(address, run=f"saving {kind}", transports="grpc", prefetch_bytes=0) as session:
+    with shardwell.join(
+        address, run=f"saving {kind}", transfers=shardwell.TransferOptions(transports="grpc", prefetch_bytes=0)
+    ) as session:
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
         for layer in model:

@@ -20,6 +20,7 @@ import torch
 
 import shardwell
 from tests.support import transformer
+from tests.support.cluster import join_options
 from tests.support.flat_updates import FLAT_ADAM, flat_adam
 from tests.support.reference import ADAMW, sha256
 
@@ -113,9 +114,7 @@ def main() -> None:
         min_trainers=options.min_trainers,
         trainer=options.trainer,
         global_rank=options.global_rank,
-        chunk_bytes=options.chunk_bytes,
-        transports=options.transports,
-        wait_limit_s=90,
+        **join_options(chunk_bytes=options.chunk_bytes, transports=options.transports, wait_limit_s=90),
     )
     at_step, number = options.kill_at_step, signal.SIGKILL
     if options.stop_at_step is not None:

@@ -1,10 +1,13 @@
 """What join is told: the environment, and explicit arguments over it."""
 
+from dataclasses import fields
+
 import pytest
 
-from shardwell.session.config import JoinConfig
+from shardwell.session.config import JoinConfig, TransferOptions, WaitOptions, read_environment
 from shardwell_wire.errors import UsageError, WorldError
 from shardwell_wire.topology import World
+from tests.support.cluster import join_options
 
 ENVIRONMENT = {
     "SHARDWELL_ADDRESS": "host:1",
@@ -13,7 +16,7 @@ ENVIRONMENT = {
     "SHARDWELL_PP": "2",
     "SHARDWELL_ORDER": "pp,dp,tp",
     "SHARDWELL_SEED": "7",
-    "SHARDWELL_RANK": "3",
+    "SHARDWELL_GLOBAL_RANK": "3",
     "SHARDWELL_MIN_TRAINERS": "2",
     "SHARDWELL_TRAINER": "t3",
     "SHARDWELL_WORLD_SIZE": "8",
@@ -27,7 +30,7 @@ def test_the_environment_is_read() -> None:
     assert config.world == World(dp=4, pp=2, order=("pp", "dp", "tp"))
     assert (config.address, config.run, config.seed, config.global_rank) == ("host:1", "gpt", 7, 3)
     assert (config.min_trainers, config.trainer, config.world_size) == (2, "t3", 8)
-    assert config.host_cache_bytes == 4096
+    assert config.transfers.host_cache_bytes == 4096
 
 
 def test_explicit_arguments_win() -> None:
@@ -53,7 +56,43 @@ def test_impossible_values_are_named(
     arguments: dict[str, object], environment: dict[str, str], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        JoinConfig.from_env(arguments, environment)
+        JoinConfig.from_env(join_options(**arguments), environment)
+
+
+def test_a_field_that_is_passed_beats_the_environment_and_the_other_fields_come_from_it() -> None:
+    variables = {"SHARDWELL_PREFETCH_BYTES": "7", "SHARDWELL_PUSH_DTYPE": "int8", "SHARDWELL_WAIT_LIMIT_S": "1.5"}
+    transfers = TransferOptions(prefetch_bytes=128 << 20, push_error_feedback=True)
+    config = JoinConfig.from_env({"transfers": transfers}, variables)
+    assert config.transfers == TransferOptions(push_dtype="int8", push_error_feedback=True)
+    assert config.waits == WaitOptions(wait_limit_s=1.5)
+
+
+def test_every_field_of_the_option_groups_has_a_variable() -> None:
+    for group in (TransferOptions, WaitOptions):
+        for option in fields(group):
+            default = getattr(group(), option.name)
+            text = str(int(default)) if isinstance(default, bool) else str(default)
+            assert read_environment(group, {f"SHARDWELL_{option.name.upper()}": text}) == {option.name: default}
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("SHARDWELL_PREFETCH_BYTES", "1GB", "SHARDWELL_PREFETCH_BYTES='1GB': expected an integer"),
+        ("SHARDWELL_WAIT_LIMIT_S", "long", "SHARDWELL_WAIT_LIMIT_S='long': expected a number"),
+        ("SHARDWELL_PUSH_ERROR_FEEDBACK", "yes", "SHARDWELL_PUSH_ERROR_FEEDBACK='yes': expected 0 or 1"),
+        ("SHARDWELL_NODE_GROUP", "mpi", "node_group='mpi': expected one of none, gloo, nccl"),
+        ("SHARDWELL_TRANSPORTS", "tcp", "transports='tcp': expected some of shm, socket, grpc"),
+    ],
+)
+def test_invalid_variable_is_named(variable: str, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        JoinConfig.from_env({}, {variable: text})
+
+
+def test_error_feedback_without_rounding_is_rejected() -> None:
+    with pytest.raises(UsageError, match="push_error_feedback=True with push_dtype='float32'"):
+        JoinConfig.from_env({"transfers": TransferOptions(push_error_feedback=True)}, {})
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}

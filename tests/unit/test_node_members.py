@@ -14,7 +14,7 @@ from shardwell.data_plane.host_folder import HostFolder
 from shardwell.data_plane.node_group import NodeGroup
 from shardwell.data_plane.node_rendezvous import NodeRendezvous
 from shardwell.session import node_members
-from shardwell.session.config import JoinConfig
+from shardwell.session.config import JoinConfig, TransferOptions
 from shardwell.session.node_members import NodeMembers, form_node_group
 from tests.support.cluster import wait_until
 
@@ -35,6 +35,11 @@ def test_a_member_that_dies_once_it_is_connected_leaves_the_other_alone(
 
     with ThreadPoolExecutor(1) as threads, caplog.at_level(logging.WARNING):
         dying = threads.submit(connect_and_die)
-        assert form_node_group(membership, JoinConfig(run="r", address="a:1", node_group="gloo")) is None
+        assert (
+            form_node_group(
+                membership, JoinConfig(run="r", address="a:1", transfers=TransferOptions(node_group="gloo"))
+            )
+            is None
+        )
         dying.result()
     assert "every trainer of this node fetches whole units for itself: member 1 of 2 is gone" in caplog.text

@@ -23,7 +23,8 @@ NAMES = """
     SizePolicy StaleEpochError Step StepStateError TiedParameterError UnauthenticatedError UnavailableError
     UnitMismatchError UsageError
     ActivationOffload BackwardPrefetch MemoryOptions MemoryStrategy offload_activations ReplicaOptions ShardingStrategy
-    VersionGoneError World WorldError auto_wrap full_state_dict fully_shard iter_full_state_dict join optim
+    TransferOptions VersionGoneError WaitOptions World WorldError auto_wrap full_state_dict fully_shard
+    iter_full_state_dict join optim
     register_forward_method MemoryReport UnitMemory num_parameters local_ratio TiledLinear
     from_safetensors init join_state_dicts TensorSlice save_dcp save_safetensors sharded_state_dict testing
 """

@@ -1,87 +1,245 @@
-"""What ``join`` is told, by arguments or by a launcher's environment."""
+"""Options of ``shardwell.join``, from arguments, ``SHARDWELL_*`` variables and torchrun."""
 
 from __future__ import annotations
 
 import math
 import os
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 from shardwell.data_plane.node_group import BACKENDS
 from shardwell.module.strategy import BackwardPrefetch
-from shardwell.session.torchrun import TorchrunPlace
 from shardwell.transport.base import KINDS, parse_kinds
 from shardwell_wire import codec
 from shardwell_wire.errors import InvalidRequestError, UsageError, WorldError
 from shardwell_wire.names import check_name
-from shardwell_wire.topology import AXES, World
+from shardwell_wire.topology import World
 from shardwell_wire.wire_dtypes import NAMES
 
 ENVIRONMENT_PREFIX = "SHARDWELL_"
-_TEXTS = ("ADDRESS", "RUN", "TRAINER", "HOST", "TRANSPORTS", "GATHER_DTYPE", "PUSH_DTYPE", "NODE_GROUP")
-_CHOICES = (("gather_dtype", NAMES), ("push_dtype", NAMES), ("node_group", ("none", *BACKENDS)))
+_ONLY_ARGUMENT = {"environment": False}
+"""Metadata of a field that no environment variable sets."""
+
+
+class _Options:
+    """Base class of the option groups that ``join`` takes.
+
+    Records the fields that were passed to the constructor, because these fields take precedence over the environment.
+    """
+
+    __slots__ = ("_passed",)
+    _passed: frozenset[str]
+
+    def __new__(cls, **passed: Any) -> Self:
+        options = super().__new__(cls)
+        object.__setattr__(options, "_passed", frozenset(passed))
+        return options
+
+    @classmethod
+    def from_env(cls, passed: Self | None = None, environment: Mapping[str, str] | None = None) -> Self:
+        """Returns the options of the environment, overridden by the fields that were passed to ``passed``.
+
+        Args:
+            passed: Options whose constructor arguments take precedence.
+            environment: Variables to read. Default: ``os.environ``.
+
+        Raises:
+            UsageError: A variable has an invalid value.
+        """
+        values = read_environment(cls, os.environ if environment is None else environment)
+        if passed is not None:
+            values |= {name: getattr(passed, name) for name in passed._passed}
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferOptions(_Options):
+    """How weights and gradients travel between this trainer and the shard servers.
+
+    A field that is not passed is read from the variable ``SHARDWELL_`` + its name in capitals, such as
+    ``SHARDWELL_GATHER_DTYPE``. Without the variable it has the default.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    transports: str = ",".join(KINDS)
+    """Transports to use, in order of preference: ``shm`` (shared memory on one host), ``socket`` (plain TCP) and
+    ``grpc``. A transport that a server cannot open is skipped. The default is the order of their speed."""
+    chunk_bytes: int = codec.DEFAULT_CHUNK_BYTES
+    """Bytes of payload per message, at most 4 MiB. The default is the fastest of the measured sizes."""
+    gather_dtype: str = "float32"
+    """Dtype in which 32-bit weights travel: ``float32``, ``bfloat16``, ``float16``, or ``int8`` with one scale per
+    256 values. The servers store and update unrounded values. The default loses nothing."""
+    push_dtype: str = "float32"
+    """Dtype in which 32-bit gradients travel, with the same choices. The servers add gradients in float32."""
+    push_error_feedback: bool = False
+    """Add the rounding error of each pushed gradient to the next gradient. Needs a lossy ``push_dtype``."""
+    prefetch_bytes: int = 128 << 20
+    """Bytes of weights that may be fetched before they are used. The same amount of freed memory is kept for reuse.
+    The default holds one float32 layer of a GPT with 1.5 billion parameters."""
+    push_bytes: int = 64 << 20
+    """Bytes of gradients that may be in flight before the backward waits. The default is
+    enough for 64 messages of ``chunk_bytes``."""
+    keep_bytes: int = 0
+    """Bytes of weights that may stay in memory between two uses in one step, instead of being fetched again.
+    0 by default: a trainer needs memory for the units in use only."""
+    max_gathers_in_flight: int = 0
+    """Units that may be fetched at the same time, like ``limit_all_gathers`` of FSDP1. Weights that are read in place
+    do not count. 0: limited by ``prefetch_bytes`` only."""
+    backward_prefetch: str = BackwardPrefetch.PRE
+    """When a backward gathers the next unit: ``pre``, ``post`` or ``none``, as in FSDP1."""
+    host_cache_bytes: int = 0
+    """Bytes of shared memory that the run's trainers of this host use together to cache weights of remote servers.
+    Each weight is then fetched once per host and step. All trainers of a host must use the same value. 0 by default,
+    because the cache never returns its memory during the run."""
+    node_group: str = "none"
+    """Backend over which the run's trainers of this host exchange weights, so that each fetches only a part:
+    ``gloo`` (CPU) or ``nccl`` (GPU; select the device first). All trainers of a host must use the same value.
+    ``none`` by default: each trainer fetches whole units."""
+
+    def __post_init__(self) -> None:
+        parse_kinds(self.transports)
+        if not 1 <= self.chunk_bytes <= codec.MAX_CHUNK_BYTES:
+            raise UsageError(f"chunk_bytes={self.chunk_bytes!r}: expected 1 to {codec.MAX_CHUNK_BYTES}")
+        choices = {"gather_dtype": NAMES, "push_dtype": NAMES, "node_group": ("none", *BACKENDS)}
+        for name, known in {**choices, "backward_prefetch": list(BackwardPrefetch)}.items():
+            if getattr(self, name) not in known:
+                raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
+        for name in ("prefetch_bytes", "keep_bytes", "max_gathers_in_flight", "host_cache_bytes"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name}={getattr(self, name)!r}: expected at least 0")
+        _require_positive(self, "push_bytes")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """``transports`` as a tuple."""
+        return parse_kinds(self.transports)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaitOptions(_Options):
+    """How long a trainer waits for other processes.
+
+    A field that is not passed is read from the variable ``SHARDWELL_`` + its name in capitals, such as
+    ``SHARDWELL_WAIT_LIMIT_S``. Without the variable it has the default.
+
+    Raises:
+        UsageError: A value is not a positive, finite number.
+    """
+
+    wait_limit_s: float = 600.0
+    """Seconds to wait for other trainers and for servers before ``DeadlineError`` or ``UnavailableError``. The default
+    leaves time to restart a lost process by hand."""
+    rpc_timeout_s: float = 30.0
+    """Deadline in seconds of one rpc to the coordinator. The default is far above the duration of a normal
+    call."""
+    warn_after_s: float = 5.0
+    """Seconds of waiting after which a warning is logged. A restart of the coordinator takes less than the
+    default."""
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            _require_positive(self, option.name)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchrunPlace:
+    """The position of this process among those that ``torchrun`` or a similar launcher started."""
+
+    rank: int
+    """RANK: index of this process, from 0, over all hosts."""
+    world_size: int
+    """WORLD_SIZE: number of processes on all hosts; at least 2."""
+    local_world_size: int
+    """LOCAL_WORLD_SIZE: number of processes on this host. Equals ``world_size`` if the launcher does not set it."""
+
+    @classmethod
+    def from_env(cls, environment: Mapping[str, str]) -> Self | None:
+        """Reads RANK, WORLD_SIZE and LOCAL_WORLD_SIZE; returns None without a launcher or with a single process.
+
+        Raises:
+            UsageError: A variable is not a valid number.
+        """
+        if not environment.get("RANK") or not environment.get("WORLD_SIZE"):
+            return None
+        rank, world_size = (_launcher_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
+        if world_size < 2:
+            return None
+        if rank >= world_size:
+            raise UsageError(f"RANK={rank}, WORLD_SIZE={world_size}: expected RANK below WORLD_SIZE")
+        local = _launcher_number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else world_size
+        return cls(rank, world_size, local)
+
+    def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields of ``JoinConfig`` that follow from the launcher and are not in ``given``.
+
+        The world is ``dp=WORLD_SIZE``. If the world has WORLD_SIZE ranks, each process plays the logical rank RANK
+        under a name that survives a restart by the launcher.
+
+        Args:
+            given: Fields that arguments or SHARDWELL_* variables set.
+        """
+        found: dict[str, Any] = {}
+        if "world" not in given:
+            found["world"] = World(dp=self.world_size)
+        world: World = given.get("world") or found["world"]
+        if world.size == self.world_size and not given.keys() & {"trainer", "global_rank"}:
+            found["global_rank"], found["trainer"] = self.rank, f"rank-{self.rank}"
+        if not given.get("address") and not given.keys() & {"world_size", "min_trainers"}:
+            found["world_size"] = self.world_size  # no other process can join a private cluster
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinConfig:
-    """Everything a trainer needs to take part in a run."""
+    """All options of one trainer. ``from_env`` makes it from the arguments of ``join``."""
 
     address: str | None = None
-    """The coordinator's host:port. None: a private local cluster, for this process and the other ranks of torchrun."""
-    token_file: str | None = None
-    """File with the cluster's token. None: looked up, see ``find_credentials``."""
+    """The coordinator's host:port. None: a private local cluster, shared by the ranks of torchrun."""
+    token_file: str | None = field(default=None, metadata=_ONLY_ARGUMENT)
+    """File with the cluster's token. None: see ``find_credentials``, which also reads SHARDWELL_TOKEN_FILE."""
     run: str = "default"
-    """Name of the run; trainers that name the same run train together."""
+    """Name of the run. Trainers that name the same run train together."""
     world: World = field(default_factory=World)
     """The grid of logical ranks."""
     seed: int = 0
-    """Data order and dropout derive from it."""
+    """Seed of the data order and of dropout."""
     min_trainers: int | None = None
-    """Trainers that must be there before the first step. None: one per logical rank."""
+    """Trainers that must have joined before the first step. None: one per logical rank."""
     trainer: str = ""
-    """A name that stays the same when this trainer is started again, so that it gets its ranks
-    back. Empty: the coordinator makes one up."""
+    """Name of this trainer. A restarted trainer with the same name gets its ranks back. Empty: the coordinator
+    chooses a name."""
     host: str = field(default_factory=socket.gethostname)
-    """Trainers of one host are kept in one tensor group where possible."""
+    """Name of this host. Trainers of one host share a tensor group where possible."""
     global_rank: int | None = None
-    """A logical rank to ask for. None: any."""
+    """Logical rank to request. None: any."""
     world_size: int = 0
-    """Trainers that the launcher started; checked against the world. 0: not known."""
+    """Number of trainers that the launcher started, checked against the world. 0: unknown."""
     num_layers: int = 0
-    """Layers to split over pipeline stages; checked against the world. 0: not known."""
-    wait_limit_s: float = 600.0
-    """The longest wait for others (trainers to join, a step to finish) before DeadlineError."""
-    transports: tuple[str, ...] = KINDS
-    """Ways to the shard servers, the preferred one first; what cannot be opened is passed over."""
-    chunk_bytes: int = codec.DEFAULT_CHUNK_BYTES
-    """Payload per message on the data plane."""
-    gather_dtype: str = "float32"
-    """How 32-bit weights travel: float32 (as they are), bfloat16, float16 or int8; what is computed with
-    is rounded alike."""
-    push_dtype: str = "float32"
-    """How 32-bit gradients travel."""
-    push_error_feedback: bool = False
-    """Whether what rounding left out of a gradient is added to the next one."""
-    prefetch_bytes: int = 128 << 20
-    """Weights that may be fetched ahead of their use; so much memory of freed weights is kept for the next ones."""
-    push_bytes: int = 64 << 20
-    """Gradients that may be on their way to the servers before the backward waits; with error feedback as encoded."""
-    keep_bytes: int = 0
-    """Weights that may stay here between their uses in a step, so that they are fetched once."""
-    max_gathers_in_flight: int = 0
-    """Units whose weights may be on their way at once. 0: as many as ``prefetch_bytes`` allows."""
-    backward_prefetch: str = BackwardPrefetch.PRE
-    """When the weights of the next unit are gathered in a backward: pre, post or none."""
-    host_cache_bytes: int = 0
-    """Weights that the run's trainers of this host may keep in shared memory together, so that they are
-    fetched once for all. 0: none, because they take the memory for good."""
-    node_group: str = "none"
-    """What the run's trainers of this host exchange weights over, of which each fetches a part: ``gloo`` between
-    CPUs, ``nccl`` between GPUs. ``none``: each fetches everything."""
+    """Number of layers to split over pipeline stages, checked against the world. 0: unknown."""
+    transfers: TransferOptions = field(default_factory=TransferOptions)
+    """How weights and gradients travel."""
+    waits: WaitOptions = field(default_factory=WaitOptions)
+    """How long to wait for other processes."""
     torchrun: TorchrunPlace | None = None
-    """This process among those that torchrun started. None: it started none."""
+    """Position of this process among those of torchrun. None: torchrun did not start this process."""
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        if not 0 <= self.seed < 1 << 63:
+            raise UsageError(f"seed={self.seed!r}: expected 0 <= seed < 2**63")
+        if self.transfers.push_error_feedback and self.transfers.push_dtype == "float32":
+            raise UsageError(
+                "push_error_feedback=True with push_dtype='float32': float32 gradients are not rounded. Set push_dtype "
+                "to bfloat16, float16 or int8, or leave push_error_feedback out"
+            )
+        if self.min_trainers is not None and not 1 <= self.min_trainers <= self.world.size:
+            raise WorldError(
+                f"min_trainers={self.min_trainers}: expected 1 to {self.world.size}, the size of {self.world}"
+            )
 
     def _check_names(self) -> None:
         try:
@@ -92,70 +250,95 @@ class JoinConfig:
         except InvalidRequestError as error:
             raise UsageError(str(error)) from error
 
-    def __post_init__(self) -> None:
-        self._check_names()
-        if not 0 <= self.seed < 1 << 63:
-            raise UsageError(f"seed={self.seed!r}: expected 0 <= seed < 2**63")
-        if not 1 <= self.chunk_bytes <= codec.MAX_CHUNK_BYTES:
-            raise UsageError(f"chunk_bytes={self.chunk_bytes!r}: expected 1 to {codec.MAX_CHUNK_BYTES}")
-        for name, known in _CHOICES:
-            if getattr(self, name) not in known:
-                raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
-        if self.push_error_feedback and self.push_dtype == "float32":
-            raise UsageError("push_error_feedback=True: nothing is left out with push_dtype='float32'")
-        for name in ("prefetch_bytes", "keep_bytes", "max_gathers_in_flight", "host_cache_bytes"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name}={getattr(self, name)!r}: expected at least 0")
-        for name in ("wait_limit_s", "push_bytes"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UsageError(f"{name}={getattr(self, name)!r}: expected a positive number")
-        if self.backward_prefetch not in list(BackwardPrefetch):
-            modes = ", ".join(BackwardPrefetch)
-            raise UsageError(f"backward_prefetch={self.backward_prefetch!r}: expected one of {modes}")
-        if self.min_trainers is not None and not 1 <= self.min_trainers <= self.world.size:
-            raise WorldError(
-                f"min_trainers={self.min_trainers}: expected 1 to {self.world.size}, the size of {self.world}"
-            )
-
     @classmethod
     def from_env(cls, explicit: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> JoinConfig:
-        """Reads SHARDWELL_* once; arguments that are given (not None) win.
+        """Returns the configuration for the arguments of ``join``.
 
-        ADDRESS, RUN, TRAINER, HOST, SEED, MIN_TRAINERS, RANK, WORLD_SIZE, TRANSPORTS (such as ``shm,grpc``),
-        GATHER_DTYPE, PUSH_DTYPE, KEEP_BYTES, HOST_CACHE_BYTES, NODE_GROUP, and DP, TP, PP, ORDER (such as
-        ``dp,tp,pp``) for the world. Where neither says otherwise, torchrun's RANK and WORLD_SIZE count.
+        A field is taken from the first source that sets it: an argument, the variable ``SHARDWELL_`` + the field's name
+        in capitals, torchrun, the default. The fields of the world are DP, TP, PP and ORDER (such as ``dp,tp,pp``).
+
+        Args:
+            explicit: Arguments by field name; None stands for an argument that was not passed.
+            environment: Variables to read. Default: ``os.environ``.
+
+        Raises:
+            UsageError: A value is invalid.
+            WorldError: The world is invalid or has fewer ranks than ``min_trainers``.
         """
         source = os.environ if environment is None else environment
-        env = {
-            key.removeprefix(ENVIRONMENT_PREFIX): value
-            for key, value in source.items()
-            if key.startswith(ENVIRONMENT_PREFIX) and value
-        }
-        values: dict[str, Any] = {key.lower(): env[key] for key in _TEXTS if key in env}
-        for key, name in (
-            ("SEED", "seed"),
-            ("MIN_TRAINERS", "min_trainers"),
-            ("RANK", "global_rank"),
-            ("KEEP_BYTES", "keep_bytes"),
-            ("HOST_CACHE_BYTES", "host_cache_bytes"),
-        ):
-            if key in env:
-                values[name] = _integer(key, env[key])
-        if "WORLD_SIZE" in env:
-            values["world_size"] = _integer("WORLD_SIZE", env["WORLD_SIZE"])
-        if any(key in env for key in ("DP", "TP", "PP", "ORDER")):
-            dp, tp, pp = (_integer(axis.upper(), env.get(axis.upper(), "1")) for axis in AXES)
-            values["world"] = World(dp, tp, pp, tuple(env["ORDER"].split(",")) if "ORDER" in env else AXES)
+        values = read_environment(cls, source)
+        if axes := read_environment(World, source):
+            values["world"] = World(**axes)
         values.update({name: value for name, value in explicit.items() if value is not None})
         if (place := TorchrunPlace.from_env(source)) is not None:
             values |= {"torchrun": place, **place.defaults(values)}
-        if isinstance(values.get("transports"), str):
-            values["transports"] = parse_kinds(values["transports"])
+        values["transfers"] = TransferOptions.from_env(values.get("transfers"), source)
+        values["waits"] = WaitOptions.from_env(values.get("waits"), source)
         return cls(**values)
 
 
-def _integer(key: str, text: str) -> int:
+def read_environment(options: type[Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the fields of a dataclass that ``SHARDWELL_<FIELD>`` variables set.
+
+    Fields of other types than text, numbers, booleans and tuples of text have no variable. An empty variable counts as
+    not set.
+    """
+    values: dict[str, Any] = {}
+    for option in fields(options):
+        parse = _PARSERS.get(str(option.type).removesuffix(" | None"))
+        variable = f"{ENVIRONMENT_PREFIX}{option.name.upper()}"
+        text = environment.get(variable)
+        if parse is not None and text and option.metadata.get("environment", True):
+            values[option.name] = parse(variable, text)
+    return values
+
+
+def _text(variable: str, text: str) -> str:
+    return text
+
+
+def _texts(variable: str, text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _integer(variable: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UsageError(f"{ENVIRONMENT_PREFIX}{key}={text!r}: expected an integer") from None
+        raise UsageError(f"{variable}={text!r}: expected an integer") from None
+
+
+def _number(variable: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{variable}={text!r}: expected a number") from None
+
+
+def _boolean(variable: str, text: str) -> bool:
+    if text not in ("0", "1"):
+        raise UsageError(f"{variable}={text!r}: expected 0 or 1")
+    return text == "1"
+
+
+_PARSERS: dict[str, Callable[[str, str], Any]] = {
+    "str": _text,
+    "int": _integer,
+    "float": _number,
+    "bool": _boolean,
+    "tuple[str, ...]": _texts,
+}
+"""Functions of a variable's name and text, by the type of the field."""
+
+
+def _require_positive(options: Any, name: str) -> None:
+    value = getattr(options, name)
+    if not 0 < value < math.inf:
+        raise UsageError(f"{name}={value!r}: expected a positive number")
+
+
+def _launcher_number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name]
+    if not text.isdecimal():
+        raise UsageError(f"{name}={text!r}: expected an integer of at least 0, as torchrun sets it")
+    return int(text)

@@ -31,12 +31,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 10.0
 """Length of one poll of a waiting rpc; a restarted coordinator is noticed within it."""
 
-_CALL_TIMEOUT_S = 30.0
-
 _ASK_TIMEOUT_S = 5.0
-
-_SILENCE_S = 5.0
-"""What is unavailable for longer is told: the address may be wrong, or no shard server there."""
 
 
 class Membership:
@@ -51,7 +46,7 @@ class Membership:
     Raises:
         RunMismatchError: The run exists with another world, seed or number of trainers.
         DuplicateError: A live trainer has this name, or the rank asked for.
-        DeadlineError: Not enough trainers came in ``config.wait_limit_s``.
+        DeadlineError: Not enough trainers came in ``config.waits.wait_limit_s``.
     """
 
     def __init__(self, config: JoinConfig, coordinator: CoordinatorClient) -> None:
@@ -93,7 +88,7 @@ class Membership:
     def call(self, rpc_name: str, request: Any) -> Any:
         """Calls the coordinator, riding out its restarts for ``wait_limit_s``."""
         self.check()
-        return self._call(rpc_name, request, timeout_s=_CALL_TIMEOUT_S)
+        return self._call(rpc_name, request, timeout_s=self._config.waits.rpc_timeout_s)
 
     def poll(
         self, rpc_name: str, request: Any, done: Callable[[Any], bool], *, what: str, report: int = logging.INFO
@@ -108,12 +103,12 @@ class Membership:
         started = last_report = time.monotonic()
         while True:
             self.check()
-            request.wait_s = min(_POLL_S, self._config.wait_limit_s)
-            response = self._call(rpc_name, request, timeout_s=request.wait_s + _CALL_TIMEOUT_S)
+            request.wait_s = min(_POLL_S, self._config.waits.wait_limit_s)
+            response = self._call(rpc_name, request, timeout_s=request.wait_s + self._config.waits.rpc_timeout_s)
             if done(response):
                 return response
             now, reasons = time.monotonic(), "; ".join(getattr(response, "waiting_for", ()))
-            if now - started > self._config.wait_limit_s:
+            if now - started > self._config.waits.wait_limit_s:
                 raise DeadlineError(f"waited {now - started:.0f} s for {what}: {reasons}", waiting_for=reasons)
             if now - last_report > _POLL_S / 2:
                 logger.log(report, "waiting for %s (%.0f s): %s", what, now - started, reasons)
@@ -170,7 +165,7 @@ class Membership:
     def leave(self) -> None:
         """Gives the ranks back at once; harmless when the membership has ended."""
         self._stop.set()
-        self._heartbeat.join(timeout=_CALL_TIMEOUT_S)
+        self._heartbeat.join(timeout=self._config.waits.rpc_timeout_s)
         if self._ended is None:
             request = coordinator_pb2.LeaveRequest(
                 run=self.run, run_id=self.identity.run_id, trainer=self.trainer, epoch=self.epoch
@@ -221,11 +216,11 @@ class Membership:
             raise
 
     def _call_patiently(self, call: Callable[..., Any]) -> Any:
-        limit_s = self._config.wait_limit_s
+        limit_s = self._config.waits.wait_limit_s
         try:
-            return call(retry_for_s=min(_SILENCE_S, limit_s))
+            return call(retry_for_s=min(self._config.waits.warn_after_s, limit_s))
         except UnavailableError as error:
-            if limit_s <= _SILENCE_S:
+            if limit_s <= self._config.waits.warn_after_s:
                 raise
             logger.warning("%s; trying on for %.0f s", error, limit_s)
         return call(retry_for_s=limit_s)

@@ -47,13 +47,15 @@ def form_node_group(membership: Membership, config: JoinConfig) -> NodeGroup | N
         members = _find(membership, config)
         if members is None:
             return None
-        group = _connect(members, config.node_group)
+        group = _connect(members, config.transfers.node_group)
     except (ShardwellError, MemberGoneError, OSError, RuntimeError) as error:
         logger.warning(
             "node group: every trainer of this node fetches whole units for itself: %s", str(error).partition("\n")[0]
         )
         return None
-    logger.info("node group: logical ranks %s share gathers over %s", list(members.global_ranks), config.node_group)
+    logger.info(
+        "node group: logical ranks %s share gathers over %s", list(members.global_ranks), config.transfers.node_group
+    )
     return group
 
 
@@ -77,7 +79,7 @@ def _find(membership: Membership, config: JoinConfig) -> NodeMembers | None:
     if len(ranks) < 2 or own.global_rank not in ranks:
         logger.info("node group: no other trainer on host %r holds the units of this one", config.host)
         return None
-    identity = repr((membership.identity, config.host, config.node_group, sorted(found)))
+    identity = repr((membership.identity, config.host, config.transfers.node_group, sorted(found)))
     return NodeMembers(hashlib.sha256(identity.encode()).hexdigest()[:24], ranks, ranks.index(own.global_rank))
 
 

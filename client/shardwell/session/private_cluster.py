@@ -17,9 +17,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwell.credentials import find_credentials
 from shardwell.processes.local_cluster import LocalCluster
-from shardwell.session.config import JoinConfig
+from shardwell.session.config import JoinConfig, TorchrunPlace
 from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell.session.torchrun import TorchrunPlace
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, UsageError
 from shardwell_wire.v1 import coordinator_pb2
@@ -58,7 +57,7 @@ def open_private_cluster(config: JoinConfig) -> PrivateCluster:
 
     Raises:
         UsageError: The ranks run on several hosts.
-        DeadlineError: Rank 0 did not start the cluster in ``config.wait_limit_s``.
+        DeadlineError: Rank 0 did not start the cluster in ``config.waits.wait_limit_s``.
         UnavailableError: A server did not come up, or rank 0 has stopped the cluster.
     """
     place = config.torchrun
@@ -69,8 +68,8 @@ def open_private_cluster(config: JoinConfig) -> PrivateCluster:
             f"the launcher started {place.world_size} ranks, {place.local_world_size} of them on this host, but "
             f"shardwell.join() has no address, and a private cluster serves one host only: {_ADVICE}"
         )
-    store = _store(config.wait_limit_s)
-    return _SharedCluster(store, config.wait_limit_s) if place.rank == 0 else _FoundCluster(store, config, place)
+    store = _store(config.waits.wait_limit_s)
+    return _SharedCluster(store, config.waits.wait_limit_s) if place.rank == 0 else _FoundCluster(store, config, place)
 
 
 class _OwnCluster:
@@ -137,7 +136,7 @@ class _FoundCluster:
     """The cluster of rank 0, as the other ranks find it."""
 
     def __init__(self, store: Store, config: JoinConfig, place: TorchrunPlace) -> None:
-        found = json.loads(_wait_for(store, config.wait_limit_s))
+        found = json.loads(_wait_for(store, config.waits.wait_limit_s))
         here = socket.gethostname()
         if found["host"] != here:
             raise UsageError(

@@ -56,28 +56,28 @@ class RunStore:
         self._servers: dict[str, ServerConnection] = {}
         self._guards: dict[str, ServerGuard] = {}
         self._units: dict[int, RemoteUnit] = {}
-        self._traffic = Traffic(push_bytes=config.push_bytes)
+        self._traffic = Traffic(push_bytes=config.transfers.push_bytes)
         self._kept_units: set[int] | None = set() if not progress.number else None
         """Units of which the servers may keep gradients of earlier steps; None: any, after a join."""
         self.spare_hint = ""
         """What a trainer without a logical rank is told that computes a gradient; empty: the usual."""
         self._last_ranks: set[int] = set(progress.items)
         """Logical ranks whose work this trainer did in the step before."""
-        self._partition_updates = PartitionUpdates(membership.world.dp, config.wait_limit_s)
+        self._partition_updates = PartitionUpdates(membership.world.dp, config.waits.wait_limit_s)
         self._wire, self._feedback = self._make_wire()
-        self._declarations = UnitDeclarations(membership, config.wait_limit_s)
+        self._declarations = UnitDeclarations(membership, config.waits.wait_limit_s)
         self._shards_in_place = ShardsInPlace(membership, config)
         self.buffers = RemoteBuffers(
             membership,
             self._declarations,
-            partial(self._reach, Wire(wait_limit_s=config.wait_limit_s)),
+            partial(self._reach, Wire(wait_limit_s=config.waits.wait_limit_s)),
             self._traffic,
             self._shards_in_place,
         )
         """Buffers, not parameters."""
         self._reachability = Reachability(lambda: list(self._guards.values()), membership.credentials)
         membership.attach(report=self._reachability.report, when_ended=self._end_transfers)
-        group = form_node_group(membership, config) if config.node_group != "none" else None
+        group = form_node_group(membership, config) if config.transfers.node_group != "none" else None
         self._node = NodeGathers(group, self._traffic) if group is not None else None
 
     @property
@@ -112,22 +112,26 @@ class RunStore:
         Raises:
             UsageError: There are units, or no such dtype.
         """
-        before = self._config
-        self._config = replace(
+        before = self._config.transfers
+        transfers = replace(
             before, gather_dtype=gather_dtype or before.gather_dtype, push_dtype=push_dtype or before.push_dtype
         )
-        if self._config != before and self._units:
-            self._config = before
+        if transfers != before and self._units:
             raise UsageError(
                 f"gather_dtype={gather_dtype!r} and push_dtype={push_dtype!r} can not be set once a session has units: "
                 "give them to join, or to the first auto_wrap(memory=...)"
             )
+        self._config = replace(self._config, transfers=transfers)
         self._wire, self._feedback = self._make_wire()
 
     def _make_wire(self) -> tuple[Wire, ErrorFeedback | None]:
         config = self._config
-        wire = Wire(wire_dtypes.NAMES[config.gather_dtype], wire_dtypes.NAMES[config.push_dtype], config.wait_limit_s)
-        return wire, ErrorFeedback(wire.push_dtype, wire.encoded) if config.push_error_feedback else None
+        wire = Wire(
+            wire_dtypes.NAMES[config.transfers.gather_dtype],
+            wire_dtypes.NAMES[config.transfers.push_dtype],
+            config.waits.wait_limit_s,
+        )
+        return wire, ErrorFeedback(wire.push_dtype, wire.encoded) if config.transfers.push_error_feedback else None
 
     def advance(self, progress: StepProgress, kept_units: Collection[int] = ()) -> None:
         """The step is committed: from now on ``progress`` is the one in flight. Nothing is being gathered or pushed.
@@ -154,7 +158,7 @@ class RunStore:
         """See ``ParameterStore.declare``. Returns once the run has initial values for the unit."""
         reach = partial(self._reach, self._wire, layout)
         unit = self._declarations.declare(layout, initial_values, self.progress.number, reach)
-        self._units[unit.index] = self._shards_in_place.map(unit, self._config.gather_dtype)
+        self._units[unit.index] = self._shards_in_place.map(unit, self._config.transfers.gather_dtype)
         return unit.index
 
     def gather(
@@ -203,7 +207,7 @@ class RunStore:
         """See ``ParameterStore.share_on_host``."""
         unit = self._units[unit_index]
         if unit.vector is None:
-            unit = self._shards_in_place.share_on_host(unit, self._config.gather_dtype)
+            unit = self._shards_in_place.share_on_host(unit, self._config.transfers.gather_dtype)
             self._units[unit_index] = unit
         return unit.vector is not None or not unit.layout.size_bytes
 
@@ -351,14 +355,14 @@ class RunStore:
     def _server(self, address: str) -> ServerConnection:
         if address not in self._servers:
             membership, config = self._membership, self._config
-            guard = self._guards[address] = ServerGuard(address, membership.ask, config.wait_limit_s)
+            guard = self._guards[address] = ServerGuard(address, membership.ask, config.waits.wait_limit_s)
             self._servers[address] = guard.run(
                 "connecting",
                 lambda: ServerConnection(
                     address,
                     membership.identity,
-                    kinds=config.transports,
-                    chunk_bytes=config.chunk_bytes,
+                    kinds=config.transfers.kinds,
+                    chunk_bytes=config.transfers.chunk_bytes,
                     check=membership.check,
                     credentials=membership.credentials,
                     guard=guard,

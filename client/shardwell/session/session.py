@@ -17,7 +17,7 @@ from shardwell.module.strategy import BackwardPrefetch
 from shardwell.module.units import Units
 from shardwell.seeds import derive_seed
 from shardwell.session import open_sessions
-from shardwell.session.config import JoinConfig
+from shardwell.session.config import JoinConfig, TransferOptions, WaitOptions
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.membership import Membership
 from shardwell.session.mesh import device_mesh
@@ -30,6 +30,7 @@ from shardwell.session.step import LoopPosition, Step
 from shardwell.session.step_end import StepEnd, StepUpdate
 from shardwell.session.step_in_flight import StepInFlight
 from shardwell_wire.errors import UsageError
+from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
@@ -69,10 +70,10 @@ class Session:
         self._membership.transport_reports = self.store.transport_reports
         self.units = Units(
             self.store,
-            prefetch_bytes=config.prefetch_bytes,
-            keep_bytes=config.keep_bytes,
-            max_gathers_in_flight=config.max_gathers_in_flight,
-            backward_prefetch=BackwardPrefetch(config.backward_prefetch),
+            prefetch_bytes=config.transfers.prefetch_bytes,
+            keep_bytes=config.transfers.keep_bytes,
+            max_gathers_in_flight=config.transfers.max_gathers_in_flight,
+            backward_prefetch=BackwardPrefetch(config.transfers.backward_prefetch),
             name_prefix=self._name_prefix(),
             init_seed=derive_seed(self.seed, "stage", self.pp_rank or 0),
         )
@@ -317,3 +318,53 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def join(
+    address: str | None = None,
+    *,
+    run: str | None = None,
+    world: World | None = None,
+    seed: int | None = None,
+    min_trainers: int | None = None,
+    trainer: str | None = None,
+    host: str | None = None,
+    global_rank: int | None = None,
+    num_layers: int | None = None,
+    token_file: str | None = None,
+    transfers: TransferOptions | None = None,
+    waits: WaitOptions | None = None,
+) -> Session:
+    """Joins a run as a trainer; returns when enough trainers have joined.
+
+    An argument that is not passed is read from the environment variable ``SHARDWELL_`` + its name in capitals, such as
+    ``SHARDWELL_ADDRESS`` and ``SHARDWELL_RUN``; the world from ``SHARDWELL_DP``, ``SHARDWELL_TP``, ``SHARDWELL_PP`` and
+    ``SHARDWELL_ORDER``. ``shardwell launch`` sets these variables. Without them, RANK and WORLD_SIZE of torchrun count.
+
+    Args:
+        address: The coordinator's host:port. Default: start a private local cluster that ends with this process.
+        run: Name of the run. Default: ``default``.
+        world: The grid of logical ranks. Default: one rank.
+        seed: Seed of the data order and of dropout. Default: 0.
+        min_trainers: Trainers that must have joined before the first step. Default: one per logical rank. With fewer
+            trainers than ranks, some trainers play several ranks. Trainers beyond the ranks are spares.
+        trainer: Name of this trainer. A restarted trainer with the same name gets its ranks back. Default: the
+            coordinator chooses a name.
+        host: Name of this host. Default: the machine's host name.
+        global_rank: Logical rank to request. Default: any.
+        num_layers: Number of layers to split over pipeline stages, checked against the world. Default: not checked.
+        token_file: File with the cluster's token, readable by its user only. Default: the token of this user's local
+            cluster at the address, else of the file in ``SHARDWELL_TOKEN_FILE``.
+        transfers: How weights and gradients travel.
+        waits: How long to wait for other processes.
+
+    Raises:
+        RunMismatchError: The run exists with another world, seed or min_trainers.
+        WorldError: The world is invalid, or does not fit ``min_trainers``, ``num_layers`` or the launcher.
+        DuplicateError: A live trainer has this name or plays the requested rank.
+        DeadlineError: Too few trainers joined in time.
+        UnavailableError: The coordinator cannot be reached.
+        UnauthenticatedError: The cluster requires a token, and none or a wrong one was found.
+        UsageError: An argument or variable has an invalid value.
+    """
+    return Session(JoinConfig.from_env(dict(locals())))

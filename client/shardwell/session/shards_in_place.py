@@ -28,7 +28,7 @@ class ShardsInPlace:
 
     def __init__(self, membership: Membership, config: JoinConfig) -> None:
         self._membership, self._config = membership, config
-        self._cache = self._open_cache() if config.host_cache_bytes else None
+        self._cache = self._open_cache() if config.transfers.host_cache_bytes else None
 
     @property
     def hit_bytes(self) -> int:
@@ -94,7 +94,7 @@ class ShardsInPlace:
         """Where a server of this host keeps a shard."""
         if shard.server.shm is None:
             return None
-        limit_s = self._config.wait_limit_s
+        limit_s = self._config.waits.wait_limit_s
         try:
             answer = shard.server.shm.locate(unit.layout.unit, None, timeout_s=limit_s, retry_for_s=limit_s)
         except ConflictError as error:
@@ -123,7 +123,9 @@ class ShardsInPlace:
         if not CAN_MAP:
             return None
         try:
-            return HostCache((run.name, run.run_id), config.host_cache_bytes, wait_limit_s=config.wait_limit_s)
+            return HostCache(
+                (run.name, run.run_id), config.transfers.host_cache_bytes, wait_limit_s=config.waits.wait_limit_s
+            )
         except OSError as error:
             logger.warning("host cache: every trainer fetches for itself, there is no shared memory: %s", error)
             return None
