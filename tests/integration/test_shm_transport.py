@@ -405,7 +405,9 @@ def test_a_server_without_shared_memory_refuses_gradient_buffers_over_a_socket()
     with ShardServer() as server:
         one = unit(server)
         with closing(SocketTransport(server.client, one.identity)) as transport:
-            request = shard_pb2.ReduceGradientBufferRequest(header=header(one), transport="none", gradient_buffer=1)
+            request = shard_pb2.ReduceGradientBufferRequest(
+                header=header(one), transport_id="none", gradient_buffer_id=1
+            )
             error = error_of(lambda: transport.reduce_gradient_buffer(request, timeout_s=20.0, retry_for_s=0.0))
     assert type(error) is ConflictError
     assert "this server offers no transport through shared memory" in str(error)
