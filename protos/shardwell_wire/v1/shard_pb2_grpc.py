@@ -31,11 +31,15 @@ if _version_not_supported:
 
 
 class ShardServiceStub(object):
-    """Holds shards of units with their optimizer state. Every rpc may also return INVALID_ARGUMENT
-    (malformed request), NOT_FOUND (unknown run, unit or parameter), DEADLINE_EXCEEDED and
-    UNAVAILABLE (shutting down); the coordinator's rpcs also ABORTED (older coordinator term), PERMISSION_DENIED (a term
-    that this server's coordinator does not have) and UNAVAILABLE (that one cannot be asked); further statuses are named at
-    each rpc. A request that fails changes nothing.
+    """Stores shards of units and their optimizer state.
+
+    Each rpc names its caller: the coordinator, a trainer, or any client. A failed request changes nothing. Repeating a
+    request of the coordinator is harmless.
+
+    Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter),
+    UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
+    coordinator may also return ABORTED (older coordinator term), PERMISSION_DENIED (this server's coordinator has another
+    term) and UNAVAILABLE (the term cannot be checked now). Other statuses are listed with each rpc.
     """
 
     def __init__(self, channel):
@@ -182,237 +186,261 @@ class ShardServiceStub(object):
 
 
 class ShardServiceServicer(object):
-    """Holds shards of units with their optimizer state. Every rpc may also return INVALID_ARGUMENT
-    (malformed request), NOT_FOUND (unknown run, unit or parameter), DEADLINE_EXCEEDED and
-    UNAVAILABLE (shutting down); the coordinator's rpcs also ABORTED (older coordinator term), PERMISSION_DENIED (a term
-    that this server's coordinator does not have) and UNAVAILABLE (that one cannot be asked); further statuses are named at
-    each rpc. A request that fails changes nothing.
+    """Stores shards of units and their optimizer state.
+
+    Each rpc names its caller: the coordinator, a trainer, or any client. A failed request changes nothing. Repeating a
+    request of the coordinator is harmless.
+
+    Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter),
+    UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
+    coordinator may also return ABORTED (older coordinator term), PERMISSION_DENIED (this server's coordinator has another
+    term) and UNAVAILABLE (the term cannot be checked now). Other statuses are listed with each rpc.
     """
 
     def ReserveUnit(self, request, context):
-        """Coordinator: makes room for a shard of a unit. Repeating it is harmless.
-        A reservation with a higher placement number takes the place of one with a lower number, and of what was sent to it,
-        unless the unit has been updated. RESOURCE_EXHAUSTED: it does not fit the memory budget; FAILED_PRECONDITION: the unit
-        is there with another layout or range, or a step is prepared; ABORTED: the placement is over.
+        """Coordinator: reserves memory for a shard of a unit.
+
+        A reservation with a higher placement number replaces one with a lower number and discards the values sent to it,
+        unless the unit has been updated.
+
+        RESOURCE_EXHAUSTED: the shard exceeds the memory budget. FAILED_PRECONDITION: the unit exists with another layout or
+        range, or a step is prepared. ABORTED: the placement was released.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseUnit(self, request, context):
-        """Coordinator: takes the reservation of a unit back, as when another server had no room for its part. Repeating it is
-        harmless; a reservation with this placement number that comes later is refused.
+        """Coordinator: releases the reservation of a unit, for example because another server has no memory for its shard. A
+        later reservation with the same placement number is rejected.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def InitializeUnit(self, request_iterator, context):
-        """Trainer: streams the initial values of a reserved shard, or says how to draw them. A higher epoch
-        replaces what a lower one sent, until the unit is published; afterwards values are acknowledged and dropped.
-        DATA_LOSS: checksum mismatch; ABORTED: stale epoch; FAILED_PRECONDITION: non-finite values.
+        """Trainer: streams the initial values of a reserved shard, or describes how to draw them. Until the unit is published,
+        values sent under a higher epoch replace those of a lower one. Afterwards values are acknowledged and dropped.
+
+        DATA_LOSS: checksum mismatch. ABORTED: stale epoch. FAILED_PRECONDITION: non-finite values.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PublishUnit(self, request, context):
-        """Coordinator: makes the initial values version 0 of the unit. FAILED_PRECONDITION: the values
-        of that epoch are not complete.
+        """Coordinator: publishes the initial values as version 0 of the unit.
+
+        FAILED_PRECONDITION: the values of that epoch are incomplete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Gather(self, request, context):
-        """Anyone: one version of a shard, as a stream of chunks. Waits until the version exists.
-        OUT_OF_RANGE: the version has been overwritten, perhaps while a slow reader was receiving it.
+        """Any client: streams one version of a shard. Waits until the version exists.
+
+        OUT_OF_RANGE: the version was overwritten, possibly while a slow client was receiving it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReduceScatter(self, request_iterator, context):
-        """Trainer: streams one part of the gradient of (unit, step, logical rank). The reduced shard
-        stays on the server. What is already there is acknowledged and dropped. Never waits for
-        another rank. ABORTED: stale epoch or attempt; OUT_OF_RANGE: the step is committed;
-        FAILED_PRECONDITION: the step is prepared, or a part is missing before this one;
-        DATA_LOSS: checksum mismatch; RESOURCE_EXHAUSTED: beyond the memory budget.
+        """Trainer: streams one part of the contribution of (unit, step, logical dp rank). The reduced shard stays on the
+        server. A duplicate is acknowledged and dropped. Never waits for other ranks.
+
+        ABORTED: stale epoch or attempt. OUT_OF_RANGE: the step is committed. FAILED_PRECONDITION: the step is prepared, or
+        an earlier part is missing. DATA_LOSS: checksum mismatch. RESOURCE_EXHAUSTED: memory budget exceeded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinVersion(self, request, context):
-        """People: keeps a version of all of a run's shards here readable while training goes on, until the caller
-        ends the stream or the run is deleted. Its one message comes when the version is held. What the next step overwrites
-        is kept in a copy; copies give way when training needs the memory, and Gather of that version then
-        says OUT_OF_RANGE. Waits until the version exists. OUT_OF_RANGE: it has been overwritten.
+        """Any client: keeps a version of all shards of a run on this server readable while training goes on, until the client
+        cancels the stream or the run is deleted. Waits until the version exists. The only response arrives once the version
+        is pinned. The server copies what the next step overwrites, and evicts the copies when training needs the memory;
+        Gather of the version then returns OUT_OF_RANGE.
+
+        OUT_OF_RANGE: the version was overwritten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenTransport(self, request, context):
-        """Trainer: opens a faster way for its bytes. The first message says how to use it; the transport is
-        there until the stream ends, on either side. FAILED_PRECONDITION: this server does not offer the kind;
-        RESOURCE_EXHAUSTED: no room for it.
+        """Trainer: opens a transport that is faster than gRPC. The only response describes how to use it. The transport is
+        closed when either side ends the stream.
+
+        FAILED_PRECONDITION: this server does not offer the kind. RESOURCE_EXHAUSTED: too many transports, or no memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LocateShard(self, request, context):
-        """Trainer with a shm transport: where a shard lies in shared memory. Waits until the version exists.
-        FAILED_PRECONDITION: the transport is not open, or the shard is not in shared memory;
-        OUT_OF_RANGE: the version has been overwritten.
+        """Trainer with a shm transport: locates a shard in shared memory. Waits until the version exists.
+
+        FAILED_PRECONDITION: the transport is closed, or the shard is not in shared memory. OUT_OF_RANGE: the version was
+        overwritten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenGradientBuffer(self, request, context):
-        """Trainer with a shm transport: memory to lay gradients of a shard in, until the transport is closed.
-        FAILED_PRECONDITION: the transport is not open; RESOURCE_EXHAUSTED: beyond the memory budget, or the
-        shared memory is full.
+        """Trainer with a shm transport: opens a shared gradient buffer for a shard, which lasts until the transport is closed.
+
+        FAILED_PRECONDITION: the transport is closed. RESOURCE_EXHAUSTED: memory budget exceeded, or shared memory is full.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReduceGradientBuffer(self, request, context):
-        """Trainer with a shm transport: as ReduceScatter, for gradients that lie in a gradient buffer, each at its
-        parameter's place in the shard, as it is stored. FAILED_PRECONDITION: also if the gradient buffer is
-        a contribution already.
+        """Trainer with a shm transport: as ReduceScatter, for gradients in a shared gradient buffer. Each gradient is located
+        where its parameter is located in the shard, as stored.
+
+        Statuses of ReduceScatter, and FAILED_PRECONDITION: the buffer is already a contribution.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MeasureTransport(self, request, context):
-        """Trainer: bytes without meaning, for measuring the way.
+        """Trainer: streams meaningless bytes, to measure bandwidth.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fence(self, request, context):
-        """Coordinator: drops the contributions of logical ranks (an attempt that failed) and refuses
-        epochs and attempts older than the ones named.
+        """Coordinator: drops the contributions of failed attempts of logical ranks, and rejects older epochs and attempts from
+        then on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PrepareStep(self, request, context):
-        """Coordinator, first phase: confirms that every contribution named is here, reduces them in
-        logical-rank order and reports the parts of the gradient norm. Changes no parameter; may be
-        repeated. FAILED_PRECONDITION: contributions are missing (named) or gradients not finite.
+        """Coordinator, first phase of a commit: confirms that all listed contributions have arrived, reduces them in
+        logical-rank order and returns this server's share of the gradient norm. Changes no parameter.
+
+        FAILED_PRECONDITION: contributions are missing or gradients are not finite; the message names them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadPartition(self, request, context):
-        """Trainer: its partition of a shard between prepare and update: the mean gradient, the values that it
-        is a gradient of, and the optimizer's state. FAILED_PRECONDITION: the step is not prepared.
+        """Trainer: reads the optimizer partition of one data rank in a shard, between prepare and update: the values, their
+        mean gradient and the optimizer state.
+
+        FAILED_PRECONDITION: the step is not prepared.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StagePartition(self, request_iterator, context):
-        """Trainer: streams new values and new optimizer state of a partition, computed from what ReadPartition
-        returned. Nothing changes before the update. A higher epoch replaces what a lower one sent; what
-        the same epoch sent before is replaced too. DATA_LOSS: checksum mismatch; ABORTED: stale epoch;
-        FAILED_PRECONDITION: the step is not prepared, its gradient is another by now, or a value is not
-        finite; RESOURCE_EXHAUSTED: beyond the memory budget.
+        """Trainer: stages new values and new optimizer state of a partition, computed from the response of ReadPartition. They
+        take effect with the update. They replace what was staged under the same or a lower epoch.
+
+        DATA_LOSS: checksum mismatch. ABORTED: stale epoch. FAILED_PRECONDITION: the step is not prepared, its gradient has
+        since been recomputed, or a value is not finite. RESOURCE_EXHAUSTED: memory budget exceeded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenStagingBuffer(self, request, context):
-        """Trainer with a shm transport: as ReadPartition, but the gradient is copied to shared memory, where there is
-        room for the new values and the new state as well: a staging buffer. What is staged on a staging buffer already stays
-        so until it is staged anew, on another staging buffer. FAILED_PRECONDITION: also if there is no such transport; RESOURCE_EXHAUSTED: no
-        room for a staging buffer.
+        """Trainer with a shm transport: as ReadPartition, through a shared staging buffer. The server copies the gradient into
+        the buffer, which also has room for the new values and state. What was staged in another buffer stays staged until
+        it is replaced.
+
+        Statuses of ReadPartition. FAILED_PRECONDITION: the transport is closed. RESOURCE_EXHAUSTED: no memory for a buffer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StageStagingBuffer(self, request, context):
-        """Trainer with a shm transport: as StagePartition, for new values and state that lie on a staging buffer.
-        FAILED_PRECONDITION: also if the staging buffer is not open any more, or the state has other tensors now.
+        """Trainer with a shm transport: as StagePartition, for new values and state in a shared staging buffer.
+
+        Statuses of StagePartition, and FAILED_PRECONDITION: the buffer is closed, or the state has other tensors now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ConfirmPartitions(self, request, context):
-        """Coordinator, before the commit record of a step that trainers update by value: confirms that every
-        partition is staged. Changes nothing. FAILED_PRECONDITION: some are not (named).
+        """Coordinator, before the commit record of a step with an optimizer on the trainers: confirms that every partition is
+        staged. Changes nothing.
+
+        FAILED_PRECONDITION: partitions are not staged; the message names them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PrepareUpdate(self, request, context):
-        """Coordinator, before the commit record, unless PrepareStep has said update_ready for such an optimizer:
-        checks the optimizer and allocates everything that Update will need. Changes no parameter; may be
-        repeated. RESOURCE_EXHAUSTED: there is no memory for it. FAILED_PRECONDITION: the step is not prepared.
+        """Coordinator, before the commit record, unless PrepareStep returned update_ready for an equivalent optimizer: checks
+        the optimizer and allocates all memory that Update needs. Changes no parameter.
+
+        RESOURCE_EXHAUSTED: memory budget exceeded. FAILED_PRECONDITION: the step is not prepared.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Update(self, request, context):
-        """Coordinator, second phase, after the commit record is durable: applies the optimizer to every
-        unit, in the order given, once. Repeating it is harmless; after a failure it goes on where it
-        stopped. FAILED_PRECONDITION: the step is not prepared, or is not the next.
+        """Coordinator, second phase, after the commit record is durable: applies the optimizer to every unit exactly once.
+        After a failure, a repeated request continues where the failed one stopped.
+
+        FAILED_PRECONDITION: the step is not prepared, or is not the next one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropRun(self, request, context):
-        """Coordinator: forgets a run and frees its memory. Repeating it is harmless.
+        """Coordinator: deletes a run and frees its memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeServer(self, request, context):
-        """People: the server itself, its memory budget and its runs.
+        """Inspection: describes the server, its memory budget and its runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListShards(self, request, context):
-        """People: the shards of a run on this server.
+        """Inspection: lists the shards of a run on this server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeShard(self, request, context):
-        """People: one shard with its parameters and their ranges.
+        """Inspection: describes one shard and the ranges of its parameters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeStep(self, request, context):
-        """People: which contributions the step in flight has and still lacks.
+        """Inspection: lists which contributions of the step in flight have arrived and which are missing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Peek(self, request, context):
-        """People: a few values of a parameter with statistics over the part of it that is here.
+        """Inspection: returns a few values of a parameter, and statistics over the part of it on this server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -565,11 +593,15 @@ def add_ShardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ShardService(object):
-    """Holds shards of units with their optimizer state. Every rpc may also return INVALID_ARGUMENT
-    (malformed request), NOT_FOUND (unknown run, unit or parameter), DEADLINE_EXCEEDED and
-    UNAVAILABLE (shutting down); the coordinator's rpcs also ABORTED (older coordinator term), PERMISSION_DENIED (a term
-    that this server's coordinator does not have) and UNAVAILABLE (that one cannot be asked); further statuses are named at
-    each rpc. A request that fails changes nothing.
+    """Stores shards of units and their optimizer state.
+
+    Each rpc names its caller: the coordinator, a trainer, or any client. A failed request changes nothing. Repeating a
+    request of the coordinator is harmless.
+
+    Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter),
+    UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
+    coordinator may also return ABORTED (older coordinator term), PERMISSION_DENIED (this server's coordinator has another
+    term) and UNAVAILABLE (the term cannot be checked now). Other statuses are listed with each rpc.
     """
 
     @staticmethod
