@@ -13,6 +13,7 @@ PROTOS_VENV := .venv-protos
 PROTOS_INSTALLED := $(PROTOS_VENV)/.installed
 # Stubs of these versions load with protobuf 5, 6 and 7. Stubs of newer generators refuse older runtimes.
 PROTOS_TOOLS := grpcio-tools==1.65.5 mypy-protobuf==3.6.0
+BUF := @bufbuild/buf@1.75.0
 PROTOBUF_MAJORS := 5 6 7
 MEASURE := OMP_NUM_THREADS=1 $(BIN)/python -m
 GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out --mypy_out=quiet:$$out shardwell_wire/v1/*.proto
@@ -20,7 +21,7 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo larger-than-trainer test lint format protos check-protos test-protobuf bench bench-full bench-network bench-growth compose-test soak clean
+.PHONY: help install demo larger-than-trainer test lint lint-protos format protos check-protos test-protobuf bench bench-full bench-network bench-growth compose-test soak clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +48,9 @@ lint: install check-protos  ## Check formatting, style, types, imports and stubs
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+lint-protos:  ## Check the .proto files with buf (needs npm; not part of lint)
+	@cd protos && npx --yes $(BUF) lint
 
 format: install  ## Format the code and fix lint errors
 	@$(BIN)/ruff check --fix .

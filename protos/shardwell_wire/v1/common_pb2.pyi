@@ -3,8 +3,8 @@
 isort:skip_file
 Types that both services use: runs, worlds, units and shards.
 
-Ranges are half-open. Offsets and sizes are in bytes unless the name says otherwise. docs/wire-format.md specifies the
-flat layout of a unit.
+Ranges are half-open. Offsets and sizes are in bytes unless the name says otherwise. docs/wire-format.md specifies
+the flat layout of a unit.
 """
 
 import builtins
@@ -154,7 +154,9 @@ class _PlacementEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     PLACEMENT_UNSPECIFIED: _Placement.ValueType  # 0
     """Parameters start at multiples of 64 bytes. Shards may be cut at any multiple of 4096."""
     PLACEMENT_TENSOR: _Placement.ValueType  # 1
-    """Parameters start at multiples of 4096 bytes. Shards are cut between parameters, so each parameter is on one server."""
+    """Parameters start at multiples of 4096 bytes. Shards are cut between parameters, so each parameter is on one
+    server.
+    """
 
 class Placement(_Placement, metaclass=_PlacementEnumTypeWrapper):
     """How a unit is laid out and cut into shards."""
@@ -162,7 +164,9 @@ class Placement(_Placement, metaclass=_PlacementEnumTypeWrapper):
 PLACEMENT_UNSPECIFIED: Placement.ValueType  # 0
 """Parameters start at multiples of 64 bytes. Shards may be cut at any multiple of 4096."""
 PLACEMENT_TENSOR: Placement.ValueType  # 1
-"""Parameters start at multiples of 4096 bytes. Shards are cut between parameters, so each parameter is on one server."""
+"""Parameters start at multiples of 4096 bytes. Shards are cut between parameters, so each parameter is on one
+server.
+"""
 global___Placement = Placement
 
 class _Axis:
@@ -202,8 +206,8 @@ class _UnitKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     UNIT_KIND_UNSPECIFIED: _UnitKind.ValueType  # 0
     """Parameters, which are trained and have optimizer state."""
     UNIT_KIND_BUFFERS: _UnitKind.ValueType  # 1
-    """Buffers of modules, such as BatchNorm statistics. Logical rank 0 pushes the buffers that its work item changed, and
-    Update stores them. Optimizers and norms skip them. NaN and infinity are allowed.
+    """Buffers of modules, such as BatchNorm statistics. Logical rank 0 pushes the buffers that its work item changed,
+    and Update stores them. Optimizers and norms skip them. NaN and infinity are allowed.
     """
 
 class UnitKind(_UnitKind, metaclass=_UnitKindEnumTypeWrapper):
@@ -212,8 +216,8 @@ class UnitKind(_UnitKind, metaclass=_UnitKindEnumTypeWrapper):
 UNIT_KIND_UNSPECIFIED: UnitKind.ValueType  # 0
 """Parameters, which are trained and have optimizer state."""
 UNIT_KIND_BUFFERS: UnitKind.ValueType  # 1
-"""Buffers of modules, such as BatchNorm statistics. Logical rank 0 pushes the buffers that its work item changed, and
-Update stores them. Optimizers and norms skip them. NaN and infinity are allowed.
+"""Buffers of modules, such as BatchNorm statistics. Logical rank 0 pushes the buffers that its work item changed,
+and Update stores them. Optimizers and norms skip them. NaN and infinity are allowed.
 """
 global___UnitKind = UnitKind
 
@@ -294,15 +298,15 @@ class RequestContext(google.protobuf.message.Message):
     """Name of the run."""
     epoch: builtins.int
     """Fencing number. From a trainer: the epoch of its lease on the logical rank, or of its membership if the request
-    names no rank. From the coordinator: its term. A number older than the receiver knows is rejected with ABORTED. If a
-    shard server does not know a term yet, it asks its coordinator, and returns PERMISSION_DENIED if the coordinator has
-    another term.
+    names no rank. From the coordinator: its term. A number older than the receiver knows is rejected with ABORTED.
+    If a shard server does not know a term yet, it asks its coordinator, and returns PERMISSION_DENIED if the
+    coordinator has another term.
     """
     step: builtins.int
     """Step of the request: it reads version `step` and contributes to version `step + 1`."""
     request_id: builtins.str
-    """Idempotency key: unique per request and unchanged in retries. A different request with the same id is rejected with
-    ALREADY_EXISTS. Empty: no check.
+    """Idempotency key: unique per request and unchanged in retries. A different request with the same id is rejected
+    with ALREADY_EXISTS. Empty: no check.
     """
     run_id: builtins.str
     """Id of the run, from JoinResponse. Required. NOT_FOUND if the run of this name has another id."""
@@ -417,8 +421,8 @@ global___ShardRange = ShardRange
 
 @typing.final
 class Chunk(google.protobuf.message.Message):
-    """A contiguous piece of a byte stream, in the last field of every streamed message. Chunks arrive in order, without gap
-    or overlap, and add up to the size that the stream's header implies.
+    """A contiguous piece of a byte stream, in the last field of every streamed message. Chunks arrive in order, without
+    gap or overlap, and add up to the size that the stream's header implies.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -531,12 +535,12 @@ class OptimizerStep(google.protobuf.message.Message):
     skip_non_finite: builtins.bool
     """True if losses are scaled: if a gradient is not finite, commit the step without any gradient instead of failing."""
     ema_decay: builtins.float
-    """Weight of the previous value in the exponential moving average of optimised parameters, in [0, 1]. Unset: averages
-    do not change.
+    """Weight of the previous value in the exponential moving average of optimised parameters, in [0, 1]. Unset:
+    averages do not change.
     """
     clip_value: builtins.float
-    """Elements of the mean gradient are clamped to [-clip_value, clip_value] after multiplication by the clip coefficient.
-    Must be positive. Unset: no clamping.
+    """Elements of the mean gradient are clamped to [-clip_value, clip_value] after multiplication by the clip
+    coefficient. Must be positive. Unset: no clamping.
     """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterGroup]:

@@ -31,10 +31,14 @@ if _version_not_supported:
 
 
 class CoordinatorServiceStub(object):
-    """Assigns ranks and shards and commits steps. Every rpc may also return INVALID_ARGUMENT
-    (malformed request), NOT_FOUND (unknown run, trainer or server), DEADLINE_EXCEEDED and
-    UNAVAILABLE (shutting down); further statuses are named at each rpc. Rpcs that wait return after
-    `wait_s` at the latest and say what they wait for; asking again is harmless.
+    """Assigns logical ranks to trainers, places units on shard servers, and commits steps.
+
+    Each rpc names its caller: a shard server, a trainer, or any client. Rpcs that wait return after `wait_s` at the
+    latest and list what they wait for. Repeating a request is harmless.
+
+    Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, trainer or server),
+    UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (coordinator is shutting down). Other
+    statuses are listed with each rpc.
     """
 
     def __init__(self, channel):
@@ -161,71 +165,86 @@ class CoordinatorServiceStub(object):
 
 
 class CoordinatorServiceServicer(object):
-    """Assigns ranks and shards and commits steps. Every rpc may also return INVALID_ARGUMENT
-    (malformed request), NOT_FOUND (unknown run, trainer or server), DEADLINE_EXCEEDED and
-    UNAVAILABLE (shutting down); further statuses are named at each rpc. Rpcs that wait return after
-    `wait_s` at the latest and say what they wait for; asking again is harmless.
+    """Assigns logical ranks to trainers, places units on shard servers, and commits steps.
+
+    Each rpc names its caller: a shard server, a trainer, or any client. Rpcs that wait return after `wait_s` at the
+    latest and list what they wait for. Repeating a request is harmless.
+
+    Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, trainer or server),
+    UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (coordinator is shutting down). Other
+    statuses are listed with each rpc.
     """
 
     def RegisterServer(self, request, context):
-        """Shard server: announces itself. Under a server_id that another process has: a restart, which gets a new
-        epoch and fences the former process. ALREADY_EXISTS: that one is alive, or this one was replaced by a later one;
-        UNAVAILABLE: it may be alive, ask again.
+        """Shard server: registers a server process. If another process had registered the server_id, the server was
+        restarted: it gets a new epoch, which fences the former process.
+
+        ALREADY_EXISTS: the other process is alive, or has registered later. UNAVAILABLE: the other process may be alive;
+        retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def HeartbeatServer(self, request, context):
-        """Shard server: keeps the lease. ABORTED: stale epoch, register again.
+        """Shard server: renews the lease.
+
+        ABORTED: stale epoch; register again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeregisterServer(self, request, context):
-        """Shard server: it is about to end and its memory with it. Units that have no values yet are placed on other servers;
-        runs that have values on it are told. Repeating it is harmless. ABORTED: another process has its id.
+        """Shard server: announces that the process is about to end and its memory will be lost. The coordinator places
+        units without values on other servers, and reports the loss to runs that have values on the server.
+
+        ABORTED: another process has registered the server_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Join(self, request, context):
-        """Trainer: takes part in a run, creating it when it is new. Waits until enough trainers are
-        there. FAILED_PRECONDITION: the run exists with another world, seed or min_trainers;
-        ALREADY_EXISTS: a live trainer of that name is there, or the rank asked for is taken.
+        """Trainer: joins a run, and creates it if there is none of this name. Waits until enough trainers have joined.
+
+        FAILED_PRECONDITION: the run exists with another world, seed or min_trainers. ALREADY_EXISTS: a live trainer has
+        the name or the requested rank.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Trainer: keeps the lease. ABORTED: the lease ran out and the work went to another; FAILED_PRECONDITION: a shard
-        server has lost shards of the run, which can never go on.
+        """Trainer: renews the lease.
+
+        ABORTED: the lease expired and the work went to another trainer. FAILED_PRECONDITION: a shard server has lost
+        shards of the run, which cannot continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """Trainer: gives its ranks back at once. Repeating it is harmless.
+        """Trainer: leaves the run and releases its ranks at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeclareUnit(self, request, context):
-        """Trainer: names a unit and its layout; the first to do so has it placed on servers.
-        FAILED_PRECONDITION: declared before with another layout; RESOURCE_EXHAUSTED: no room;
-        UNAVAILABLE: fewer servers than the coordinator was told to wait for.
+        """Trainer: declares a unit and its layout. The first declaration places the unit on shard servers.
+
+        FAILED_PRECONDITION: the unit was declared with another layout. RESOURCE_EXHAUSTED: no room on the servers.
+        UNAVAILABLE: fewer servers are live than the coordinator is configured to wait for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PublishInitialUnit(self, request, context):
-        """Trainer: the initial values of a unit are on the servers: make them version 0.
+        """Trainer: reports that all shards of a unit have initial values, which become version 0.
+
         ABORTED: stale epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -233,32 +252,38 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResetWork(self, request, context):
-        """Trainer: begins the work of a logical rank in this step anew (after an exception): what it
-        pushed is dropped. ABORTED: stale epoch; OUT_OF_RANGE: the step is committed.
+        """Trainer: restarts the work item of a logical rank, for example after an exception. Its contributions are dropped.
+
+        ABORTED: stale epoch. OUT_OF_RANGE: the step is committed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishWork(self, request, context):
-        """Trainer: reports finished work items and waits until every item of the step is finished; may
-        be handed a lost trainer's item instead. ABORTED: stale epoch.
+        """Trainer: reports finished work items and waits until all items of the step are finished. May lease a lost
+        trainer's item to the caller instead.
+
+        ABORTED: stale epoch. FAILED_PRECONDITION: ranks started with different values of a buffer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PrepareGradients(self, request, context):
-        """Trainer: once every item is finished, has the gradients reduced and returns their global
-        norm, without committing. FAILED_PRECONDITION: a gradient is not finite (named).
+        """Trainer: waits until all work items are finished, then has the gradients reduced and returns their global norm.
+        Commits nothing.
+
+        FAILED_PRECONDITION: a gradient is not finite; the message names it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitStep(self, request, context):
-        """Trainer: hands in the step's hyper-parameters and waits for the commit. The lowest logical
-        rank's count; FAILED_PRECONDITION: they differ from those (both values are named), or a
+        """Trainer: sends a step proposal and waits for the commit. The proposal of the lowest logical rank is committed.
+
+        FAILED_PRECONDITION: the proposal differs from that of the lowest rank (the message has both values), or a
         gradient is not finite.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -266,81 +291,85 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExchangeAddress(self, request, context):
-        """Trainer: publishes or waits for a named address of the run (torch.distributed rendezvous).
+        """Trainer: publishes a named address for other trainers of the run, or waits for one. Used for the rendezvous of
+        torch.distributed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRun(self, request, context):
-        """People: ends a run and frees its memory on every server. FAILED_PRECONDITION: trainers are
-        live and `force` is not set.
+        """Any client: deletes a run and frees its memory on all servers.
+
+        FAILED_PRECONDITION: trainers are live and `force` is not set.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
-        """People: all runs.
+        """Inspection: lists all runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeRun(self, request, context):
-        """People: one run with its trainers and the step in flight.
+        """Inspection: describes a run, its trainers and the step in flight.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeWorld(self, request, context):
-        """People: the rank mapping of a run, or of a world that is only thought of.
+        """Inspection: describes the logical ranks of a run, or of a world that no run has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListUnits(self, request, context):
-        """People: the units of a run and where their shards live.
+        """Inspection: lists the units of a run and the owners of their shards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeWeights(self, request, context):
-        """People: all there is to know of one version of a run's weights but the values: every unit's parameters, where
-        they live, and the buffers. Waits until the version is committed. OUT_OF_RANGE: a newer one is;
-        FAILED_PRECONDITION: a unit has no initial values yet.
+        """Any client: describes one version of a run's weights: parameters, buffers and the owners of their shards. Waits
+        until the version is committed.
+
+        OUT_OF_RANGE: a newer version is committed. FAILED_PRECONDITION: a unit has no initial values yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListServers(self, request, context):
-        """People: the shard servers.
+        """Inspection: lists the shard servers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForgetServer(self, request, context):
-        """People: removes a shard server that is not live from the list. FAILED_PRECONDITION: it is live, or has shards of a
-        run.
+        """Any client: removes a shard server that is not live from the list.
+
+        FAILED_PRECONDITION: the server is live, or has shards of a run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExplainStall(self, request, context):
-        """People: what the run is waiting for, and on whom.
+        """Inspection: explains what a run is waiting for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """People: what happens, as it happens, from now on; the last few events come first.
+        """Inspection: streams the last few events, and then new events as they happen.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -473,10 +502,14 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CoordinatorService(object):
-    """Assigns ranks and shards and commits steps. Every rpc may also return INVALID_ARGUMENT
-    (malformed request), NOT_FOUND (unknown run, trainer or server), DEADLINE_EXCEEDED and
-    UNAVAILABLE (shutting down); further statuses are named at each rpc. Rpcs that wait return after
-    `wait_s` at the latest and say what they wait for; asking again is harmless.
+    """Assigns logical ranks to trainers, places units on shard servers, and commits steps.
+
+    Each rpc names its caller: a shard server, a trainer, or any client. Rpcs that wait return after `wait_s` at the
+    latest and list what they wait for. Repeating a request is harmless.
+
+    Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, trainer or server),
+    UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (coordinator is shutting down). Other
+    statuses are listed with each rpc.
     """
 
     @staticmethod

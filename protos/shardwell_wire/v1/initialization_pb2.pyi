@@ -120,8 +120,8 @@ class ParameterDraw(google.protobuf.message.Message):
     stream: builtins.str
     """Name of the random stream. Parameters with the same seed and stream get the same values."""
     zero_start: builtins.int
-    """First element of a range that is 0 instead, such as the padding row of an embedding. Indices count elements of the
-    flattened parameter. Equal to zero_stop: no such range.
+    """First element of a range that is 0 instead, such as the padding row of an embedding. Indices count elements of
+    the flattened parameter. Equal to zero_stop: no such range.
     """
     zero_stop: builtins.int
     """End of the range, exclusive. Must be at least zero_start."""

@@ -340,9 +340,9 @@ global___GatherRequest = GatherRequest
 class SharedSegment(google.protobuf.message.Message):
     """A file in shared memory that contains a shard.
 
-    The first 4096 bytes are its header, which starts with the readable version: a little-endian signed 64-bit integer, or
-    -1 while the next version is written. The bytes of the shard follow. A reader loads the version before and after it
-    reads: if both are equal, the bytes are of that version.
+    The first 4096 bytes are its header, which starts with the readable version: a little-endian signed 64-bit integer,
+    or -1 while the next version is written. The bytes of the shard follow. A reader loads the version before and after
+    it reads: if both are equal, the bytes are of that version.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -452,8 +452,8 @@ class ReduceScatterHeader(google.protobuf.message.Message):
 
     @property
     def dropped_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Parameters whose earlier gradients are dropped before this part is added, as ascending layout indices: gradients of
-        earlier parts, and gradients kept from earlier steps.
+        """Parameters whose earlier gradients are dropped before this part is added, as ascending layout indices: gradients
+        of earlier parts, and gradients kept from earlier steps.
         """
 
     def __init__(
@@ -603,9 +603,9 @@ class SharedMemoryOffer(google.protobuf.message.Message):
     PATH_FIELD_NUMBER: builtins.int
     PROOF_FIELD_NUMBER: builtins.int
     path: builtins.str
-    """Absolute path of a file on the server's host, in the server's folder. The folder contains every file that the server
-    offers later; its name starts with "shardwell-". A trainer opens a file only if the trainer's user owns it and no
-    other user can enter the folder.
+    """Absolute path of a file on the server's host, in the server's folder. The folder contains every file that the
+    server offers later; its name starts with "shardwell-". A trainer opens a file only if the trainer's user owns it
+    and no other user can enter the folder.
     """
     proof: builtins.bytes
     """The first 32 bytes of the file, which are random. A trainer that reads them shares memory with the server."""
@@ -815,8 +815,8 @@ class ReduceGradientBufferResponse(google.protobuf.message.Message):
     version: builtins.int
     """Version that the gradient was computed from: the step."""
     adopted: builtins.bool
-    """True if the buffer has become the contribution. The trainer must not write to it until the step is committed or the
-    contribution is withdrawn. False: the buffer is free again.
+    """True if the buffer has become the contribution. The trainer must not write to it until the step is committed or
+    the contribution is withdrawn. False: the buffer is free again.
     """
     def __init__(
         self,
@@ -972,8 +972,8 @@ class PrepareStepRequest(google.protobuf.message.Message):
     norm_type: builtins.float
     """Type p of another norm to compute besides the Euclidean one: a positive number or infinity. 0: none."""
     skip: builtins.bool
-    """True: prepare the step as if no rank had pushed a gradient, because a gradient was not finite. No norm is returned.
-    Buffers are stored as usual.
+    """True: prepare the step as if no rank had pushed a gradient, because a gradient was not finite. No norm is
+    returned. Buffers are stored as usual.
     """
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
@@ -1018,8 +1018,8 @@ class UnitNorm(google.protobuf.message.Message):
     """Largest absolute value. Only set if norm_type is infinity."""
     @property
     def square_partials(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Squares of the mean gradient, summed in fp64 over fixed blocks of 4096 bytes. The exact sum of all block sums is the
-        exact sum of these few doubles.
+        """Squares of the mean gradient, summed in fp64 over fixed blocks of 4096 bytes. The exact sum of all block sums is
+        the exact sum of these few doubles.
         """
 
     @property
@@ -1248,8 +1248,9 @@ class ReadPartitionResponse(google.protobuf.message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     @property
     def header(self) -> global___ReadPartitionHeader:
-        """On the first message only. The stream has, clipped to the range, the values of all parameters and the gradients of
-        those that have one, each in layout order and without padding, and then the state tensors in the header's order.
+        """On the first message only. The stream has, clipped to the range, the values of all parameters and the gradients
+        of those that have one, each in layout order and without padding, and then the state tensors in the header's
+        order.
         """
 
     @property
@@ -1330,8 +1331,8 @@ class StagePartitionRequest(google.protobuf.message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     @property
     def header(self) -> global___StagePartitionHeader:
-        """On the first message only. The stream has the values of the parameters in parameter_indices, clipped to the range,
-        in layout order and without padding, and then the state tensors in the header's order.
+        """On the first message only. The stream has the values of the parameters in parameter_indices, clipped to the
+        range, in layout order and without padding, and then the state tensors in the header's order.
         """
 
     @property
@@ -1400,12 +1401,12 @@ class OpenStagingBufferResponse(google.protobuf.message.Message):
     staging_buffer_id: builtins.int
     """Identifies the shared staging buffer within its transport."""
     path: builtins.str
-    """Path of a file on the server's host. It contains the gradients and, from the next multiple of 4096, room for the new
-    values. Both have the layout of the partition's range in the flat vector.
+    """Path of a file on the server's host. It contains the gradients and, from the next multiple of 4096, room for the
+    new values. Both have the layout of the partition's range in the flat vector.
     """
     state_path: builtins.str
-    """Path of a read-only file with the current state: the tensors in the header's order, each at a multiple of 64 bytes.
-    Empty: there is no state.
+    """Path of a read-only file with the current state: the tensors in the header's order, each at a multiple of 64
+    bytes. Empty: there is no state.
     """
     new_state_path: builtins.str
     """Path of a file with room for the new state, in the same layout. Empty: there is no state."""

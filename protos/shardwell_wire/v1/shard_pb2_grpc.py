@@ -38,8 +38,8 @@ class ShardServiceStub(object):
 
     Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter),
     UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
-    coordinator may also return ABORTED (older coordinator term), PERMISSION_DENIED (this server's coordinator has another
-    term) and UNAVAILABLE (the term cannot be checked now). Other statuses are listed with each rpc.
+    coordinator may also return ABORTED (older coordinator term), PERMISSION_DENIED (this server's coordinator has
+    another term) and UNAVAILABLE (the term cannot be checked now). Other statuses are listed with each rpc.
     """
 
     def __init__(self, channel):
@@ -193,8 +193,8 @@ class ShardServiceServicer(object):
 
     Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter),
     UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
-    coordinator may also return ABORTED (older coordinator term), PERMISSION_DENIED (this server's coordinator has another
-    term) and UNAVAILABLE (the term cannot be checked now). Other statuses are listed with each rpc.
+    coordinator may also return ABORTED (older coordinator term), PERMISSION_DENIED (this server's coordinator has
+    another term) and UNAVAILABLE (the term cannot be checked now). Other statuses are listed with each rpc.
     """
 
     def ReserveUnit(self, request, context):
@@ -203,24 +203,25 @@ class ShardServiceServicer(object):
         A reservation with a higher placement number replaces one with a lower number and discards the values sent to it,
         unless the unit has been updated.
 
-        RESOURCE_EXHAUSTED: the shard exceeds the memory budget. FAILED_PRECONDITION: the unit exists with another layout or
-        range, or a step is prepared. ABORTED: the placement was released.
+        RESOURCE_EXHAUSTED: the shard exceeds the memory budget. FAILED_PRECONDITION: the unit exists with another layout
+        or range, or a step is prepared. ABORTED: the placement was released.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseUnit(self, request, context):
-        """Coordinator: releases the reservation of a unit, for example because another server has no memory for its shard. A
-        later reservation with the same placement number is rejected.
+        """Coordinator: releases the reservation of a unit, for example because another server has no memory for its shard.
+        A later reservation with the same placement number is rejected.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def InitializeUnit(self, request_iterator, context):
-        """Trainer: streams the initial values of a reserved shard, or describes how to draw them. Until the unit is published,
-        values sent under a higher epoch replace those of a lower one. Afterwards values are acknowledged and dropped.
+        """Trainer: streams the initial values of a reserved shard, or describes how to draw them. Until the unit is
+        published, values sent under a higher epoch replace those of a lower one. Afterwards values are acknowledged and
+        dropped.
 
         DATA_LOSS: checksum mismatch. ABORTED: stale epoch. FAILED_PRECONDITION: non-finite values.
         """
@@ -250,18 +251,18 @@ class ShardServiceServicer(object):
         """Trainer: streams one part of the contribution of (unit, step, logical dp rank). The reduced shard stays on the
         server. A duplicate is acknowledged and dropped. Never waits for other ranks.
 
-        ABORTED: stale epoch or attempt. OUT_OF_RANGE: the step is committed. FAILED_PRECONDITION: the step is prepared, or
-        an earlier part is missing. DATA_LOSS: checksum mismatch. RESOURCE_EXHAUSTED: memory budget exceeded.
+        ABORTED: stale epoch or attempt. OUT_OF_RANGE: the step is committed. FAILED_PRECONDITION: the step is prepared,
+        or an earlier part is missing. DATA_LOSS: checksum mismatch. RESOURCE_EXHAUSTED: memory budget exceeded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinVersion(self, request, context):
-        """Any client: keeps a version of all shards of a run on this server readable while training goes on, until the client
-        cancels the stream or the run is deleted. Waits until the version exists. The only response arrives once the version
-        is pinned. The server copies what the next step overwrites, and evicts the copies when training needs the memory;
-        Gather of the version then returns OUT_OF_RANGE.
+        """Any client: keeps a version of all shards of a run on this server readable while training goes on, until the
+        client cancels the stream or the run is deleted. Waits until the version exists. The only response arrives once
+        the version is pinned. The server copies what the next step overwrites, and evicts the copies when training needs
+        the memory; Gather of the version then returns OUT_OF_RANGE.
 
         OUT_OF_RANGE: the version was overwritten.
         """
@@ -290,17 +291,19 @@ class ShardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenGradientBuffer(self, request, context):
-        """Trainer with a shm transport: opens a shared gradient buffer for a shard, which lasts until the transport is closed.
+        """Trainer with a shm transport: opens a shared gradient buffer for a shard, which lasts until the transport is
+        closed.
 
-        FAILED_PRECONDITION: the transport is closed. RESOURCE_EXHAUSTED: memory budget exceeded, or shared memory is full.
+        FAILED_PRECONDITION: the transport is closed. RESOURCE_EXHAUSTED: memory budget exceeded, or shared memory is
+        full.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReduceGradientBuffer(self, request, context):
-        """Trainer with a shm transport: as ReduceScatter, for gradients in a shared gradient buffer. Each gradient is located
-        where its parameter is located in the shard, as stored.
+        """Trainer with a shm transport: as ReduceScatter, for gradients in a shared gradient buffer. Each gradient is
+        located where its parameter is located in the shard, as stored.
 
         Statuses of ReduceScatter, and FAILED_PRECONDITION: the buffer is already a contribution.
         """
@@ -316,8 +319,8 @@ class ShardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fence(self, request, context):
-        """Coordinator: drops the contributions of failed attempts of logical ranks, and rejects older epochs and attempts from
-        then on.
+        """Coordinator: drops the contributions of failed attempts of logical ranks, and rejects older epochs and attempts
+        from then on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -344,22 +347,23 @@ class ShardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StagePartition(self, request_iterator, context):
-        """Trainer: stages new values and new optimizer state of a partition, computed from the response of ReadPartition. They
-        take effect with the update. They replace what was staged under the same or a lower epoch.
+        """Trainer: stages new values and new optimizer state of a partition, computed from the response of ReadPartition.
+        They take effect with the update. They replace what was staged under the same or a lower epoch.
 
-        DATA_LOSS: checksum mismatch. ABORTED: stale epoch. FAILED_PRECONDITION: the step is not prepared, its gradient has
-        since been recomputed, or a value is not finite. RESOURCE_EXHAUSTED: memory budget exceeded.
+        DATA_LOSS: checksum mismatch. ABORTED: stale epoch. FAILED_PRECONDITION: the step is not prepared, its gradient
+        has since been recomputed, or a value is not finite. RESOURCE_EXHAUSTED: memory budget exceeded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenStagingBuffer(self, request, context):
-        """Trainer with a shm transport: as ReadPartition, through a shared staging buffer. The server copies the gradient into
-        the buffer, which also has room for the new values and state. What was staged in another buffer stays staged until
-        it is replaced.
+        """Trainer with a shm transport: as ReadPartition, through a shared staging buffer. The server copies the gradient
+        into the buffer, which also has room for the new values and state. What was staged in another buffer stays staged
+        until it is replaced.
 
-        Statuses of ReadPartition. FAILED_PRECONDITION: the transport is closed. RESOURCE_EXHAUSTED: no memory for a buffer.
+        Statuses of ReadPartition. FAILED_PRECONDITION: the transport is closed. RESOURCE_EXHAUSTED: no memory for a
+        buffer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -375,8 +379,8 @@ class ShardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ConfirmPartitions(self, request, context):
-        """Coordinator, before the commit record of a step with an optimizer on the trainers: confirms that every partition is
-        staged. Changes nothing.
+        """Coordinator, before the commit record of a step with an optimizer on the trainers: confirms that every partition
+        is staged. Changes nothing.
 
         FAILED_PRECONDITION: partitions are not staged; the message names them.
         """
@@ -385,8 +389,8 @@ class ShardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PrepareUpdate(self, request, context):
-        """Coordinator, before the commit record, unless PrepareStep returned update_ready for an equivalent optimizer: checks
-        the optimizer and allocates all memory that Update needs. Changes no parameter.
+        """Coordinator, before the commit record, unless PrepareStep returned update_ready for an equivalent optimizer:
+        checks the optimizer and allocates all memory that Update needs. Changes no parameter.
 
         RESOURCE_EXHAUSTED: memory budget exceeded. FAILED_PRECONDITION: the step is not prepared.
         """
@@ -600,8 +604,8 @@ class ShardService(object):
 
     Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter),
     UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
-    coordinator may also return ABORTED (older coordinator term), PERMISSION_DENIED (this server's coordinator has another
-    term) and UNAVAILABLE (the term cannot be checked now). Other statuses are listed with each rpc.
+    coordinator may also return ABORTED (older coordinator term), PERMISSION_DENIED (this server's coordinator has
+    another term) and UNAVAILABLE (the term cannot be checked now). Other statuses are listed with each rpc.
     """
 
     @staticmethod
