@@ -1,75 +1,101 @@
-"""Trainer processes for tests: started, watched, and ended whatever happens."""
+"""Trainer processes for tests: started, observed, and always ended."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# Note: [Fork server]
+# Importing torch, torch._dynamo and the SDK takes a trainer about 4 s of CPU time. A fork server imports them once per
+# pytest process and forks the trainers. It has one thread and no gRPC channel, which makes the fork safe.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["tests.support.preloaded"])
+
 
 class TrainerProcess:
-    """``tests.support.trainer``, or another module, in a process; a context manager that leaves none behind."""
+    """Process that runs ``tests.support.trainer`` or another module; the context manager ends it."""
 
     module = "tests.support.trainer"
 
     def __init__(self, address: str, run: str, *arguments: object) -> None:
-        command = [sys.executable, "-m", self.module, "--address", address, "--run", run]
-        self._lines: list[str] = []
-        self.process = subprocess.Popen(
-            [*command, *map(str, arguments)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        command = [self.module, "--address", address, "--run", run, *map(str, arguments)]
+        self._folder = TemporaryDirectory()
+        self._output, self._errors = (Path(self._folder.name) / name for name in ("output", "errors"))
+        for path in (self._output, self._errors):
+            path.touch()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = _processes.Process(
+            target=_run_module, args=(command, environment, self._output, self._errors), daemon=True
         )
+        self.process.start()
 
     def wait_for_step(self, step: int) -> None:
         """Returns when the trainer has computed an item of that step."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.append(line)
-            if json.loads(line).get("step") == step:
+        while self.process.is_alive():
+            if any(message.get("step") == step for message in self._messages()):
                 return
+            time.sleep(0.01)
         raise AssertionError(f"the trainer ended before step {step}: {self.finish()}")
 
     def wait_stopped(self, timeout_s: float = 60.0) -> None:
         """Returns when the trainer has stopped itself."""
         deadline, process = time.monotonic() + timeout_s, psutil.Process(self.process.pid)
         while process.status() != psutil.STATUS_STOPPED:
-            assert self.process.poll() is None, f"the trainer ended: {self.finish()}"
+            assert self.process.is_alive(), f"the trainer ended: {self.finish()}"
             assert time.monotonic() < deadline, "the trainer did not stop"
             time.sleep(0.01)
 
     def resume(self) -> None:
-        """Has a stopped trainer go on."""
-        self.process.send_signal(signal.SIGCONT)
+        """Continues a stopped trainer."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
 
     def finish(self, timeout_s: float = 120.0) -> dict[str, Any]:
-        """Waits for the end; returns what was printed, with ``returncode`` and ``stderr``."""
-        output, errors = self.process.communicate(timeout=timeout_s)
-        result: dict[str, Any] = {"losses": [], "returncode": self.process.returncode, "stderr": errors}
-        for line in [*self._lines, *output.splitlines()]:
-            message = json.loads(line)
+        """Waits for the end of the process; returns its output with ``returncode`` and ``stderr``."""
+        self.process.join(timeout_s)
+        assert self.process.exitcode is not None, f"the trainer has not ended after {timeout_s} s"
+        errors = self._errors.read_text(encoding="utf-8")
+        result: dict[str, Any] = {"losses": [], "returncode": self.process.exitcode, "stderr": errors}
+        for message in self._messages():
             if "loss" in message:
                 result["losses"].append((message["step"], message["loss"]))
             else:
                 result.update(message)
         return result
 
+    def _messages(self) -> list[dict[str, Any]]:
+        """Returns the complete lines of the output."""
+        lines = self._output.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
     def __enter__(self) -> TrainerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.communicate()
+        self.process.kill()
+        self.process.join()
+        self._folder.cleanup()
+
+
+def _run_module(command: list[str], environment: Mapping[str, str], output: Path, errors: Path) -> None:
+    """Runs the ``main`` of a module with its own arguments, environment and output; called in the process."""
+    for descriptor, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = command
+    importlib.import_module(command[0]).main()
