@@ -19,10 +19,10 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
-from shardwell.module.boxes import Box, local_box
-from shardwell.module.collect import FoundParameter, Site
 from shardwell.module.initialization import InitFunction, Naming
 from shardwell.module.store import InitialValues
+from shardwell.module.tensors import Box, local_box
+from shardwell.module.unit_parameters import FoundParameter, Site
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.v1 import initialization_pb2

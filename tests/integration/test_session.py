@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwell
-from shardwell.module import clip_guards
+from shardwell.module import torch_patches
 from shardwell.session import membership
 from tests.support import transformer
 from tests.support.cluster import join_options
@@ -452,7 +452,7 @@ def test_the_model_is_a_function_of_its_units(join: Callable[..., shardwell.Sess
 def test_gradients_of_a_closed_session_are_nobodys(
     join: Callable[..., shardwell.Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clip_guards, "_sharded", WeakSet())
+    monkeypatch.setattr(torch_patches, "_watched", WeakSet())
     session = join()
     model = shardwell.fully_shard(nn.Linear(3, 3), session, name="left")
     model(torch.ones(1, 3)).sum().backward()

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwell import ActivationOffload, CapacityError, UsageError, offload_activations
 from shardwell.module.fully_shard import fully_shard
-from shardwell.module.unit import UnitState
+from shardwell.module.residency import UnitState
 from tests.support.module_parity import LAYERS, Pair, Sharded, gpt, gpt_loss, inputs, wrap_blocks
 
 
@@ -198,7 +198,7 @@ def test_weights_of_units_are_left_where_the_unit_frees_them(tmp_path: Path) -> 
     loss = gpt_loss(sharded.model, 0)
     blocks = [unit for unit in sharded.units if unit.name.startswith("Block")]
     assert all(unit.state is UnitState.FREED for unit in blocks)
-    moved = sum(block.forward._around.__self__.moved_bytes for block in sharded.model.blocks)
+    moved = sum(block.forward._wrapper.__self__.moved_bytes for block in sharded.model.blocks)
     sizes = {unit.layout.size_bytes for unit in blocks}
     assert moved > 0
     loss.backward()
@@ -251,7 +251,7 @@ def test_to_host_memory_has_nothing_to_do_on_the_cpu() -> None:
         offload_blocks(model, "cpu")
 
     pair = Pair(gpt(), wrap).train(gpt_loss, steps=2)
-    assert all(block.forward._around.__self__.moved_bytes == 0 for block in pair.sharded.model.blocks)
+    assert all(block.forward._wrapper.__self__.moved_bytes == 0 for block in pair.sharded.model.blocks)
 
 
 def test_a_copy_of_a_module_has_an_offload_of_its_own(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_full_disk_says_so_and_the_step_can_be_repeated(tmp_path: Path) -> Non
 
 def test_wrong_arguments(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
-    with pytest.raises(UsageError, match=r"to='.*missing'\): expected 'cpu', 'disk' or a directory"):
+    with pytest.raises(UsageError, match=r"to='.*missing'\): expected 'cpu', 'disk' or a writable directory"):
         offload_activations(module, to=tmp_path / "missing")
     with pytest.raises(UsageError, match="min_bytes=0"):
         offload_activations(module, to=tmp_path, min_bytes=0)

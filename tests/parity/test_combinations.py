@@ -17,8 +17,8 @@ import torch
 import shardwell
 from shardwell import BackwardPrefetch, MixedPrecisionPolicy, ReplicaOptions, ShardingStrategy
 from shardwell.module.fully_shard import fully_shard
-from shardwell.module.parameter import owner_of
 from shardwell.module.sharded_module import ShardedModule
+from shardwell.module.unit import owner_of
 from tests.support.combinations import ByHand, Combination, Layer, loss_of, random_model, random_policy
 from tests.support.in_memory_store import InMemoryStore, fused_adamw
 from tests.support.module_parity import Sharded

@@ -17,9 +17,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from shardwell import MixedPrecisionPolicy
-from shardwell.module import clip_guards
+from shardwell.module import torch_patches
 from shardwell.module.fully_shard import fully_shard
-from shardwell.module.unit import UnitState
+from shardwell.module.residency import UnitState
 from shardwell_wire.errors import UsageError
 from tests.support.in_memory_store import InMemoryStore, fused_adamw
 from tests.support.module_parity import (
@@ -403,7 +403,7 @@ def test_1f1b_pushes_on_the_last_micro_batch_only() -> None:
 @pytest.fixture
 def gathered(monkeypatch: pytest.MonkeyPatch) -> Sharded:
     """Returns a model after a backward: its gradients are pushed and its weights are still gathered."""
-    monkeypatch.setattr(clip_guards, "_sharded", WeakSet())  # ignores the models of other tests
+    monkeypatch.setattr(torch_patches, "_watched", WeakSet())  # ignores the models of other tests
     sharded = Sharded(layers(7, 15, 3), wrap_children)
     model: Any = sharded.model
     model.set_reshard_after_backward(False)

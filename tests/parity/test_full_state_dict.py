@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwell.module.fully_shard import fully_shard
-from shardwell.module.unit import UnitState
+from shardwell.module.residency import UnitState
 from shardwell.weights.state_dict import full_state_dict, iter_full_state_dict
 from tests.support.module_parity import Pair, Sharded, gpt, gpt_loss, inputs, wrap_blocks, wrap_children
 

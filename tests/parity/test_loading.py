@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardwell
 from shardwell import SizePolicy, auto_wrap, from_safetensors
-from shardwell.module.boxes import Box
 from shardwell.module.fully_shard import fully_shard
+from shardwell.module.tensors import Box
 from shardwell.module.units import Units
 from shardwell.weights import loading
 from shardwell.weights.safetensors_file import StoredTensor

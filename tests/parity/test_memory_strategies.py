@@ -79,11 +79,11 @@ def test_gathers_per_step(strategy: MemoryStrategy, of_block: int, of_root: int,
 
 def test_what_a_strategy_sets(tmp_path: Path) -> None:
     sharded = Pair(gpt(), wrap_for(exact(MemoryStrategy.EXTREME, tmp_path))).sharded
-    assert sharded.units.keep_bytes == sharded.units.gathering.prefetch_bytes == 0
-    assert sharded.units.gathering.backward_prefetch is BackwardPrefetch.NONE
+    assert sharded.units.policy.keep_bytes == sharded.units.policy.prefetch_bytes == 0
+    assert sharded.units.policy.backward_prefetch is BackwardPrefetch.NONE
     assert {unit.settings.strategy for unit in sharded.units} == {ShardingStrategy.FULL_SHARD}
     gpt_loss(sharded.model, 0).backward()
-    moved = [block.forward._around.__self__.moved_bytes for block in sharded.model.blocks]  # type: ignore[union-attr]
+    moved = [block.forward._wrapper.__self__.moved_bytes for block in sharded.model.blocks]  # type: ignore[union-attr]
     assert moved == [2 * 7 * WIDTH * 4] * LAYERS, "the input of each block"
 
 

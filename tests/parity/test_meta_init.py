@@ -11,8 +11,8 @@ from torch import nn
 
 from shardwell import NoWrapPolicy, SizePolicy, auto_wrap
 from shardwell.module.fully_shard import fully_shard
-from shardwell.module.parameter import owner_of
 from shardwell.module.store import InitialValues
+from shardwell.module.unit import owner_of
 from shardwell.module.units import Units
 from shardwell.seeds import derive_seed
 from shardwell.weights.state_dict import full_state_dict

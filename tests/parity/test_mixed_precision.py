@@ -420,7 +420,7 @@ def test_freed_parameter_has_the_stored_dtype_and_unsharded_the_compute_dtype(sh
     state = shardwell.full_state_dict(model)
     assert torch.equal(state["0.weight"], expected)
     model.float()  # the dtype on the servers
-    with pytest.raises(shardwell.UsageError, match=r"is torch.float32 on cpu and can not become torch.bfloat16"):
+    with pytest.raises(shardwell.UsageError, match=r"is torch.float32 on cpu and cannot become torch.bfloat16"):
         model.bfloat16()
 
 

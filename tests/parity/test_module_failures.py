@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell.module.unit import UnitState
+from shardwell.module.residency import UnitState
 from shardwell_wire.errors import FreedParameterError, UnavailableError, UsageError
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Gpt, Pair, Sharded, gpt, gpt_loss, inputs, wrap_blocks, wrap_children

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shardwell
 from shardwell import UsageError
-from shardwell.module import parameter as parameter_module
+from shardwell.module import freed_parameter
 from shardwell.module.fully_shard import fully_shard
 from shardwell_wire.errors import FreedParameterError
 from tests.support.module_parity import Pair, Sharded, gpt, gpt_loss, wrap_blocks, wrap_whole
@@ -144,7 +144,7 @@ def test_no_sync_ends_with_an_exception(sharded: Sharded) -> None:
 
 
 def test_reading_a_gradient_that_was_pushed_warns_once(sharded: Sharded) -> None:
-    parameter_module._warn_of_pushed_gradient.cache_clear()
+    freed_parameter._warn_of_pushed_gradient.cache_clear()
     gpt_loss(sharded.model, 0).backward()
     with pytest.warns(UserWarning, match=r"was pushed to the shard servers.*optimizer.clip_grad_norm_") as caught:
         assert all(parameter.grad is None for parameter in sharded.model.parameters())

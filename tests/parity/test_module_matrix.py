@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from shardwell.module.fully_shard import fully_shard
+from shardwell.module.residency import UnitState
 from shardwell.module.sharded_module import ShardedModule
 from shardwell.module.store import InitialValues
-from shardwell.module.unit import UnitState
 from shardwell.module.units import Units
 from shardwell.weights.state_dict import full_state_dict
 from shardwell_wire.errors import CapacityError, TiedParameterError, UsageError

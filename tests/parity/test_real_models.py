@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.module.unit import UnitState
+from shardwell.module.residency import UnitState
 from shardwell.seeds import derive_seed
 from tests.support.module_parity import Pair
 from tests.support.real_models import (

@@ -17,7 +17,7 @@ from torch import nn
 import shardwell
 from shardwell import BackwardPrefetch, ReplicaOptions, ShardingStrategy, UsageError
 from shardwell.module.fully_shard import fully_shard
-from shardwell.module.unit import UnitState
+from shardwell.module.residency import UnitState
 from shardwell.module.units import Units
 from shardwell_wire.errors import CapacityError, FreedParameterError
 from shardwell_wire.layout import UnitLayout
@@ -280,7 +280,7 @@ def test_a_strategy_can_not_change_in_use() -> None:
     sharded = Sharded(gpt(), wrap_blocks)
     block: Any = sharded.model.blocks[0]
     handle = block.up.register_forward_pre_hook(lambda *_: block.set_sharding_strategy(NONE))
-    with pytest.raises(UsageError, match="'Block-0' can not change while a forward or backward uses it"):
+    with pytest.raises(UsageError, match="'Block-0' cannot change while a forward or backward uses the unit"):
         gpt_loss(sharded.model, 0)
     handle.remove()
     sharded.units.zero_grad()

@@ -280,9 +280,9 @@ def test_an_ordinary_backward_is_searched_only_up_to_the_results(store: InMemory
     model, x = build(), torch.rand(4, 6)
     units = shard(model, store)
     loss = model(x).pow(2).sum()
-    watched = set(units.graphs.watched)
+    watched = set(units.passes.graphs.watched)
     loss.backward()
-    assert units.graphs.watched == watched
+    assert units.passes.graphs.watched == watched
 
 
 def test_a_backward_in_another_thread_gathers_nothing(store: InMemoryStore) -> None:
@@ -295,10 +295,10 @@ def test_a_backward_in_another_thread_gathers_nothing(store: InMemoryStore) -> N
         sum(aux_losses(plain, x) for _ in range(3)).backward()
 
     in_thread(lambda: model(x))
-    watched = set(units.graphs.watched)
+    watched = set(units.passes.graphs.watched)
     assert watched
     in_thread(backward_of_plain_model)
-    assert units.graphs.watched == watched
+    assert units.passes.graphs.watched == watched
 
 
 def test_the_graph_of_another_thread_gives_the_gradients_of_plain_pytorch(store: InMemoryStore) -> None:

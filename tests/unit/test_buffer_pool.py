@@ -11,19 +11,19 @@ LIMIT = 1000
 
 def kept(pool: BufferPool, size_bytes: int) -> bool:
     """Whether a buffer that was given back is what is taken next of its size."""
-    buffer = pool.take(size_bytes)
-    pool.give(buffer)
-    return pool.take(size_bytes) is buffer
+    buffer = pool.acquire(size_bytes)
+    pool.release(buffer)
+    return pool.acquire(size_bytes) is buffer
 
 
 @pytest.mark.parametrize("one_larger", [False, True])
 def test_buffers_are_kept_up_to_the_limit(one_larger: bool) -> None:
     pool = BufferPool(LIMIT, one_larger=one_larger)
-    taken = [pool.take(400) for _ in range(3)]
+    taken = [pool.acquire(400) for _ in range(3)]
     for buffer in taken:
-        pool.give(buffer)
+        pool.release(buffer)
     assert pool.idle_bytes == 800, "the third does not fit, and is not larger than the limit"
-    assert {id(pool.take(400)) for _ in range(2)} == {id(buffer) for buffer in taken[:2]}
+    assert {id(pool.acquire(400)) for _ in range(2)} == {id(buffer) for buffer in taken[:2]}
     assert pool.idle_bytes == 0
 
 
@@ -35,24 +35,24 @@ def test_one_that_is_larger_than_the_limit_is_kept_if_that_is_wanted() -> None:
 
 def test_it_goes_before_another_size_comes() -> None:
     pool = BufferPool(LIMIT, one_larger=True)
-    small, large = pool.take(400), pool.take(5000)
-    pool.give(small)
-    pool.give(large)
+    small, large = pool.acquire(400), pool.acquire(5000)
+    pool.release(small)
+    pool.release(large)
     assert pool.idle_bytes == 5400, "beside what the limit allows"
-    assert pool.take(400) is small
+    assert pool.acquire(400) is small
     assert pool.idle_bytes == 0
-    pool.give(large)
-    assert pool.take(5001).numel() == 5001
+    pool.release(large)
+    assert pool.acquire(5001).numel() == 5001
     assert pool.idle_bytes == 0
 
 
 def test_of_several_the_last_stays() -> None:
     pool = BufferPool(LIMIT, one_larger=True)
-    first, second = pool.take(2000), pool.take(3000)
-    pool.give(second)
-    pool.give(first)
+    first, second = pool.acquire(2000), pool.acquire(3000)
+    pool.release(second)
+    pool.release(first)
     assert pool.idle_bytes == 2000
-    assert pool.take(2000) is first
+    assert pool.acquire(2000) is first
 
 
 def test_a_limit_of_nothing_keeps_nothing() -> None:
@@ -63,29 +63,29 @@ def test_a_limit_of_nothing_keeps_nothing() -> None:
 
 def test_another_limit_frees_what_is_idle() -> None:
     pool = BufferPool(LIMIT, one_larger=True)
-    small, large = pool.take(400), pool.take(5000)
+    small, large = pool.acquire(400), pool.acquire(5000)
     for limit, expected in ((0, 0), (LIMIT, 5400)):
-        pool.give(small)
-        pool.give(large)
+        pool.release(small)
+        pool.release(large)
         pool.set_limit(limit)
         assert pool.idle_bytes == 0
-        pool.give(small)
-        pool.give(large)
+        pool.release(small)
+        pool.release(large)
         assert pool.idle_bytes == expected
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 1 << 20, (1 << 20) + 1])
 def test_a_buffer_is_writable_and_of_the_size_asked_for(size_bytes: int) -> None:
     pool = BufferPool(4 << 20)
-    with pool.lend(size_bytes) as lent:
+    with pool.acquired(size_bytes) as lent:
         lent[:] = b"\x07" * size_bytes
         assert len(lent) == size_bytes
-    assert bytes(memoryview(pool.take(size_bytes).numpy())) == b"\x07" * size_bytes
+    assert bytes(memoryview(pool.acquire(size_bytes).numpy())) == b"\x07" * size_bytes
 
 
 def test_what_was_lent_can_be_read_after_it_was_freed() -> None:
     """gRPC reads on for a moment when its rpc has failed."""
     pool = BufferPool(0)
-    with pool.lend(2 << 20) as buffer:
+    with pool.acquired(2 << 20) as buffer:
         buffer[-1:] = b"x"
     assert bytes(buffer[-1:]) == b"x"

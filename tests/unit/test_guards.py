@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwell
 from shardwell import auto_wrap, fully_shard
-from shardwell.module.unit import UnitState
+from shardwell.module.residency import UnitState
 from shardwell.module.units import Units
 from shardwell_wire.errors import FreedParameterError, UsageError
 from tests.support.in_memory_store import InMemoryStore
@@ -91,7 +91,7 @@ def test_load_state_dict_raises(sharded: Sharded, assign: bool) -> None:
 def test_copies_raise(sharded: Sharded, copying: Any) -> None:
     for module in (sharded.model, sharded.model[0]):
         kind = type(module).__name__.removeprefix("Sharded")
-        with pytest.raises(UsageError, match=f"{kind} can not be copied or pickled.*full_state_dict.*ema_decay"):
+        with pytest.raises(UsageError, match=f"{kind} cannot be copied or pickled.*full_state_dict.*ema_decay"):
             copying(module)
 
 
@@ -100,7 +100,7 @@ def test_copies_raise(sharded: Sharded, copying: Any) -> None:
 )
 def test_conversion_raises_and_changes_nothing(sharded: Sharded, convert: Any) -> None:
     for module in (sharded.model, sharded.model[0]):
-        with pytest.raises(UsageError, match=r"can not become.*convert or move the module before.*mp_policy"):
+        with pytest.raises(UsageError, match=r"cannot become.*convert or move the module before.*mp_policy"):
             convert(module)
     assert {parameter.dtype for parameter in sharded.model.parameters()} == {torch.float32}
     sharded.model(inputs(0, 4, 7)).sum().backward()
@@ -143,7 +143,7 @@ def test_exception_leaves_no_unit_gathered() -> None:
 
 
 def test_sharding_twice_says_what_to_call(sharded: Sharded) -> None:
-    again = "Sequential is sharded already.*once for each module.*set_sharding_strategy.*make the model anew"
+    again = "Sequential is sharded already.*once for each module.*set_sharding_strategy.*construct the model again"
     for session in (sharded.session, SimpleNamespace(units=Units(InMemoryStore()))):
         for shard in (fully_shard, auto_wrap):
             with pytest.raises(UsageError, match=again):
@@ -196,7 +196,7 @@ def test_a_module_of_two_parents_says_what_to_shard_first() -> None:
 
 
 def test_initial_values_are_set_before(sharded: Sharded) -> None:
-    with pytest.raises(FreedParameterError, match="before fully_shard, or by its source="):
+    with pytest.raises(FreedParameterError, match="before fully_shard, or with its source="):
         torch.Tensor.zero_(sharded.model[0].weight)
 
 

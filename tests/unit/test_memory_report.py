@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from shardwell.module.memory_report import MemoryReport, local_ratio, measure, num_parameters
-from shardwell.module.unit import UnitState
+from shardwell.module.residency import UnitState
 from tests.support.module_parity import Sharded, gpt, gpt_loss, wrap_blocks, wrap_whole
 
 
@@ -55,7 +55,7 @@ def test_a_unit_larger_than_what_is_kept_keeps_its_memory_unless_nothing_is_kept
     sharded = Sharded(gpt(), wrap_blocks, prefetch_bytes=1)
     unit = next(iter(sharded.units))
     for prefetch_bytes, kept_bytes in ((1, unit.own_bytes), (0, 0)):
-        sharded.units.gathering.prefetch_bytes = prefetch_bytes
+        sharded.units.set_limits(prefetch_bytes=prefetch_bytes)
         for _ in range(2):
             sharded.model.blocks[0].unshard()
             assert report(sharded).idle_bytes == 0

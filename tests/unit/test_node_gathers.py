@@ -20,7 +20,7 @@ from shardwell.data_plane.node_group import NodeGroup
 from shardwell.data_plane.node_rendezvous import NodeRendezvous
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
-from shardwell.memory.completion import Exchange
+from shardwell.memory.device_copies import Exchange
 from shardwell.module.mixed_precision import layout_in
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import CapacityError, UnavailableError

@@ -16,7 +16,7 @@ from shardwell import (
     SizePolicy,
     auto_wrap,
 )
-from shardwell.module.flat_vector import Memory
+from shardwell.module.flat_vector import VectorMemory
 from shardwell.planning.options import PlanOptions
 from shardwell.planning.plan_model import plan_units
 from shardwell.planning.rehearsal import rehearse
@@ -46,13 +46,13 @@ NUM_STEPS = 4
 def totals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Weights and idle buffers together, whenever weights were gathered or freed."""
     seen: list[int] = []
-    take = Memory.take
+    take = VectorMemory.take
 
-    def noting(memory: Memory, size_bytes: int) -> None:
+    def noting(memory: VectorMemory, size_bytes: int) -> None:
         take(memory, size_bytes)
         seen.append(memory.live_bytes + memory.pool.idle_bytes)
 
-    monkeypatch.setattr(Memory, "take", noting)
+    monkeypatch.setattr(VectorMemory, "take", noting)
     return seen
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwell.module.prefetch import Order, Phase
+from shardwell.module.residency import Phase, UsageOrder
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 
@@ -14,7 +14,7 @@ class Named:
         self.index = index
 
 
-def observe(order: Order, events: list[tuple[Named, Phase]]) -> list[list[int]]:
+def observe(order: UsageOrder, events: list[tuple[Named, Phase]]) -> list[list[int]]:
     """What was predicted after each event."""
     predicted = []
     for unit, phase in events:
@@ -26,7 +26,7 @@ def observe(order: Order, events: list[tuple[Named, Phase]]) -> list[list[int]]:
 def test_nothing_is_predicted_at_first_and_everything_in_the_second_step() -> None:
     a, b, c = Named(0), Named(1), Named(2)
     step = [(a, F), (b, F), (c, F), (c, B), (b, B), (a, B)]
-    order = Order()
+    order = UsageOrder()
     assert observe(order, step) == [[], [], [], [], [], []]
     observe(order, step)
     assert observe(order, step) == [[1, 2], [2], [], [1, 0], [0], []]
@@ -35,7 +35,7 @@ def test_nothing_is_predicted_at_first_and_everything_in_the_second_step() -> No
 def test_unit_used_twice_is_told_apart_by_what_came_before() -> None:
     tied, a, b = Named(0), Named(1), Named(2)
     forward = [(tied, F), (a, F), (b, F), (tied, F)]
-    order = Order()
+    order = UsageOrder()
     for _ in range(2):
         observe(order, [*forward, (tied, B), (b, B), (a, B), (tied, B)])
     assert observe(order, forward) == [[1, 2, 0], [2, 0], [0], []]
@@ -43,7 +43,7 @@ def test_unit_used_twice_is_told_apart_by_what_came_before() -> None:
 
 def test_forward_only_loop_predicts_the_next_round() -> None:
     a, b = Named(0), Named(1)
-    order = Order()
+    order = UsageOrder()
     for _ in range(2):
         observe(order, [(a, F), (b, F)])
     assert observe(order, [(a, F)]) == [[1, 0, 1, 0, 1, 0, 1, 0]]
@@ -51,14 +51,14 @@ def test_forward_only_loop_predicts_the_next_round() -> None:
 
 def test_repeated_event_is_one_event() -> None:
     a, b = Named(0), Named(1)
-    order = Order()
+    order = UsageOrder()
     observe(order, [(a, F), (b, F), (b, B), (a, B), (a, F), (b, F), (b, B), (b, B), (b, B), (a, B)])
     assert observe(order, [(a, F), (a, F)]) == [[1], [1]]
 
 
 def test_look_ahead_is_bounded() -> None:
     many = [Named(index) for index in range(30)]
-    order = Order()
+    order = UsageOrder()
     for _ in range(2):
         observe(order, [(unit, F) for unit in many])
     assert len(observe(order, [(many[0], F)])[0]) == 8
@@ -66,7 +66,7 @@ def test_look_ahead_is_bounded() -> None:
 
 def test_forward_order_begins_anew_after_a_backward_or_the_end_of_a_step() -> None:
     a, b = Named(3), Named(5)
-    order = Order()
+    order = UsageOrder()
     observe(order, [(a, F), (b, F), (a, F)])
     assert order.forward == [3, 5]
     observe(order, [(b, B), (b, F)])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwell.module.fully_shard import fully_shard
-from shardwell.module.parameter import owner_of
+from shardwell.module.unit import owner_of
 from shardwell.module.units import Units
 from shardwell.wrapping.policies import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, WrapPolicy
 from shardwell.wrapping.wrap import auto_wrap

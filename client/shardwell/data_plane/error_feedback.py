@@ -120,7 +120,7 @@ class ErrorFeedback:
             of_rank[unit_index] = _Residual(layout)
         residual, indices = of_rank[unit_index], tuple(sorted(gradients))
         plan = self._plans[unit_index].plan(indices, self._wire_dtype)
-        buffer = self._buffers.take(plan.size_bytes)
+        buffer = self._buffers.acquire(plan.size_bytes)
         source = InParameters(gradients)
         before = InParameters({index: residual.before(index) for index in lossy})
         residual.touch(lossy)
@@ -135,7 +135,7 @@ class ErrorFeedback:
             self._wire_dtype,
             memory_at(buffer.data_ptr(), plan.size_bytes, buffer),
             sum(gradient.nbytes for gradient in gradients.values()),
-            partial(self._buffers.give, buffer),
+            partial(self._buffers.release, buffer),
         )
 
     def reset(self, dp_rank: int) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from shardwell.data_plane.node_group import EXCHANGE_LIMIT_S, NodeGroup
 from shardwell.data_plane.node_rendezvous import Outcome, Round
 from shardwell.data_plane.traffic import RemoteUnit, Traffic, WaitedFor
-from shardwell.memory.completion import Completable
+from shardwell.memory.device_copies import Completable
 from shardwell_wire.layout import UnitLayout
 
 logger = logging.getLogger(__name__)

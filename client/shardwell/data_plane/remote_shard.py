@@ -106,7 +106,7 @@ class RemoteShard:
         if wire_dtype == AS_STORED:
             return self._stream(version, wire_dtype, target, nearly)
         plan = self._plans.plan(None, wire_dtype)
-        with self._wire.encoded.lend(plan.size_bytes) as encoded:
+        with self._wire.encoded.acquired(plan.size_bytes) as encoded:
             fetched = self._stream(version, wire_dtype, encoded, nearly)
             plan.decode(encoded, self._in_vector(target))
         return fetched
@@ -131,12 +131,12 @@ class RemoteShard:
             self.window.check(there)
             return there
         if self.cached is None and self.window is None and self._travels_as(layout):
-            with self._wire.encoded.lend(sum(out.nbytes for out in outs)) as encoded:
+            with self._wire.encoded.acquired(sum(out.nbytes for out in outs)) as encoded:
                 fetched = self._stream(version, self._wire.gather_dtype, encoded, nearly)
                 parts = torch.split(bytes_tensor(encoded), [out.nbytes for out in outs])
                 _copy(parts, [out.view(torch.uint8) for out in outs])
             return fetched
-        with self._wire.encoded.lend(self.stop_bytes - self.start_bytes) as stored:
+        with self._wire.encoded.acquired(self.stop_bytes - self.start_bytes) as stored:
             fetched = self.fetch(version, stored, nearly)
             _copy(self._views(self._layout, stored, self.start_bytes), outs)
         return fetched
@@ -317,7 +317,7 @@ class RemoteShard:
     def _encode_and_send(
         self, header: shard_pb2.ReduceScatterHeader, plan: StreamPlan, flats: Mapping[int, torch.Tensor], nearly: Nearly
     ) -> None:
-        with self._wire.encoded.lend(plan.size_bytes) as encoded:
+        with self._wire.encoded.acquired(plan.size_bytes) as encoded:
             plan.encode(InParameters(flats), encoded)
             self._stream_out(header, [encoded], nearly)
 

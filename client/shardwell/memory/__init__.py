@@ -1,1 +1,1 @@
-"""Memory of this process and of its GPU: how it is allocated, lent again and copied."""
+"""Memory of a process: the C library's allocator, reusable buffers, copies to and from a GPU."""

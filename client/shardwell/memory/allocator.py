@@ -1,9 +1,9 @@
-"""Has the C library use freed gradients and activations again, and not return each to the system.
+"""Settings of the C library's allocator: reuse the memory of freed gradients and activations.
 
-By default glibc maps large blocks directly and unmaps them when they are freed: every gradient of such a size then
-costs the clearing of all its pages, in every step. Layers do not come from its heaps (``buffer_pool.py``,
-``shared_vector.py``), so they leave no holes there. MALLOC_* or GLIBC_TUNABLES in the environment has precedence over
-all of this; without glibc it does nothing.
+By default, glibc maps large blocks directly and unmaps them when they are freed. Every large gradient then costs the
+clearing of all its pages, in every step. Units do not use glibc's heaps (``buffer_pool.py``, ``shared_vector.py``), so
+they leave no holes in them. MALLOC_* and GLIBC_TUNABLES in the environment take precedence. Without glibc these
+functions do nothing.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ import sys
 import threading
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
-"""From glibc's malloc.h."""
+"""Constants of glibc's malloc.h."""
 
 _TRIM_THRESHOLD_BYTES = 1 << 30
-"""So much may lie free at the end of a heap."""
+"""How much may be free at the end of a heap."""
 
 _RETURNED_BYTES, _MAX_MAPPED_COUNT = 1 << 20, 65536
-"""Blocks from this size on are mapped by themselves and go when they are freed; as many as glibc has by default."""
+"""Size from which blocks are mapped directly, and glibc's default limit of their number."""
 
 _NUM_ARENAS = 2
-"""Background threads share heaps instead of keeping one each."""
+"""Background threads share heaps, instead of one heap per thread."""
 
 
 @functools.cache
 def share_heaps() -> None:
-    """Bounds the number of heaps of this process."""
+    """Limits the number of heaps of this process."""
     _set(_M_ARENA_MAX, _NUM_ARENAS)
 
 
 _settled = threading.Event()
-"""Whether it is decided what becomes of freed memory."""
+"""Set once one of the two functions below was called: the first call decides."""
 
 
 def keep_freed_memory() -> None:
-    """From now on all blocks come from the heaps, and what is freed stays there, unless it was decided otherwise.
+    """Makes all blocks come from the heaps, where freed memory stays; no effect after ``return_freed_memory``.
 
-    To be called when the first backward begins: the layers that were built before, and are on the servers now, were
-    mapped directly, so the heaps have no holes of them, and what a step needs at once is what they grow to.
+    Called when the first backward begins. Layers that were built before, and are on the servers now, were mapped
+    directly and left no holes in the heaps, so the heaps grow only to the needs of a step.
     """
     if not _settled.is_set():
         _settled.set()
@@ -50,7 +50,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """From now on large blocks go back to the system when they are freed, which takes time and saves memory."""
+    """Makes freed large blocks return to the system, which takes time and saves memory."""
     _settled.set()
     _set(_M_MMAP_MAX, _MAX_MAPPED_COUNT)
     _set(_M_MMAP_THRESHOLD, _RETURNED_BYTES)
@@ -58,7 +58,7 @@ def return_freed_memory() -> None:
 
 
 def trim() -> None:
-    """Gives what lies free in the heaps back to the system, once."""
+    """Returns the free memory of the heaps to the system, once."""
     if (malloc_trim := _of_glibc("malloc_trim")) is not None:
         malloc_trim(0)
 

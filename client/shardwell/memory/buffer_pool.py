@@ -1,4 +1,4 @@
-"""Buffers that are used again: a fresh allocation page-faults at a tenth of memcpy's speed."""
+"""A pool of reusable buffers: page faults make a fresh allocation ten times slower than memcpy."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from shardwell_wire.codec import memory_at
 
 _MAPPED_BYTES = 1 << 20
-"""Larger buffers are mapped by themselves: in the heaps they would leave holes when they are freed."""
+"""Size from which buffers are mapped directly: in the heaps they would leave holes when they are freed."""
 
 
 class BufferPool:
-    """Byte buffers, lent to one thread at a time.
+    """A pool of byte buffers. Thread-safe.
 
     Args:
-        limit_bytes: How much is kept for later; what is given back beyond that is freed.
-        one_larger: Also keep one buffer that alone is larger than the limit, unless that is 0, until one of another
-            size is taken: whoever uses that size again and again finds its pages, and as it goes before another
-            buffer comes, it never lies idle beside what took its place.
+        limit_bytes: How many bytes of idle buffers are kept. Buffers that are released beyond the limit are freed.
+        one_larger: Also keep one buffer that is larger than the whole limit, unless the limit is 0, until a buffer of
+            another size is acquired. Repeated use of the same size then reuses its pages. The buffer is freed before
+            the other one is allocated, so both never exist at once.
     """
 
     def __init__(self, limit_bytes: int, *, one_larger: bool = False) -> None:
@@ -33,26 +33,26 @@ class BufferPool:
 
     @property
     def idle_bytes(self) -> int:
-        """What is kept for later now."""
+        """Bytes of idle buffers."""
         with self._lock:
             return self._idle_bytes + (0 if self._larger is None else self._larger.numel())
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Keeps so much from now on, and frees what is idle."""
+        """Changes the limit, and frees all idle buffers."""
         self._limit_bytes = limit_bytes
         self.trim()
 
     @contextmanager
-    def lend(self, size_bytes: int) -> Iterator[memoryview]:
-        """A buffer with any content. [size_bytes]"""
-        buffer = self.take(size_bytes)
+    def acquired(self, size_bytes: int) -> Iterator[memoryview]:
+        """Context with a buffer of arbitrary content. [size_bytes]"""
+        buffer = self.acquire(size_bytes)
         try:
             yield memory_at(buffer.data_ptr(), size_bytes, buffer)
         finally:
-            self.give(buffer)
+            self.release(buffer)
 
-    def take(self, size_bytes: int) -> torch.Tensor:
-        """A buffer with any content, until ``give``. uint8. [size_bytes]"""
+    def acquire(self, size_bytes: int) -> torch.Tensor:
+        """Returns a buffer of arbitrary content, to pass to ``release`` later. uint8. [size_bytes]"""
         with self._lock:
             larger, self._larger = self._larger, None
             if larger is not None and larger.numel() == size_bytes:
@@ -60,11 +60,11 @@ class BufferPool:
             if idle := self._idle.get(size_bytes):
                 self._idle_bytes -= size_bytes
                 return idle.pop()
-        del larger  # before there is another one
+        del larger  # free it before the other buffer is allocated
         return _mapped(size_bytes) if size_bytes >= _MAPPED_BYTES else torch.empty(size_bytes, dtype=torch.uint8)
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """Takes a buffer back; nobody may use it any more."""
+    def release(self, buffer: torch.Tensor) -> None:
+        """Returns a buffer to the pool; the caller must not use it any longer."""
         size_bytes = buffer.numel()
         with self._lock:
             if self._idle_bytes + size_bytes <= self._limit_bytes:
@@ -74,7 +74,7 @@ class BufferPool:
                 self._larger = buffer
 
     def trim(self) -> None:
-        """Frees what is idle."""
+        """Frees all idle buffers."""
         with self._lock:
             self._idle.clear()
             self._idle_bytes, self._larger = 0, None

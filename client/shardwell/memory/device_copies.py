@@ -1,7 +1,7 @@
-"""Copies between the host and a GPU that the compute stream does not wait for.
+"""Copies between the host and a GPU that run in parallel with the compute stream.
 
-Each device has one stream for them. Memory on the host is pinned; torch's allocator for it uses it again only when
-the copies from it are done.
+Each device has one stream for copies. Host memory is pinned; torch's allocator reuses it only after the copies from it
+are done.
 """
 
 from __future__ import annotations
@@ -10,12 +10,40 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
-from shardwell.memory.completion import Exchange
+Exchange = Callable[[torch.Tensor], None]
+"""Writes the missing parts of a vector of which one part is in place. On a GPU, enqueues the work on the current stream
+and does not wait. uint8. [size_bytes]"""
 
 _POLL_S = 0.0002
+
+
+class Completable(Protocol):
+    """A flat vector of which one part is received, and other processes write the rest directly to its device."""
+
+    @property
+    def device_type(self) -> str:
+        """The device of its memory."""
+        ...
+
+    def complete(self, start_bytes: int, stop_bytes: int, exchange: Exchange, limit_s: float) -> None:
+        """Takes a part from the receive buffer, runs the exchange for the rest, and waits for its end.
+
+        Called from a background thread. Afterwards the vector is complete.
+
+        Args:
+            start_bytes: Start of the part.
+            stop_bytes: End of the part, exclusive.
+            exchange: Writes the rest.
+            limit_s: Seconds to wait for the device.
+
+        Raises:
+            TimeoutError: The exchange took longer. Once it has ended, the whole vector may be received instead.
+        """
+        ...
 
 
 @functools.cache
@@ -25,71 +53,71 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 @functools.cache
 def _exchange_stream(device: torch.device) -> torch.cuda.Stream:
-    """Apart from the copies, which must go on if an exchange hangs because another process died."""
+    """A separate stream: copies must continue if an exchange hangs because another process died."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Arrival:
-    """One flat vector on its way to a GPU.
+    """The transfer of one flat vector to a GPU.
 
     Args:
-        target: Its memory on the device, just allocated by the thread that computes. uint8. [size_bytes]
+        target: Memory on the device, just allocated by the thread that computes. uint8. [size_bytes]
     """
 
     def __init__(self, target: torch.Tensor) -> None:
         self._target = target
         self.staging = torch.empty(target.numel(), dtype=torch.uint8, pin_memory=True)
-        """Where the bytes are received. [size_bytes]"""
-        # Who had the memory before may still be computing with it.
-        self._free = torch.cuda.current_stream(target.device).record_event()
+        """Receive buffer in pinned host memory. [size_bytes]"""
+        # Kernels of the memory's previous owner may still be running.
+        self._reusable = torch.cuda.current_stream(target.device).record_event()
         self._copied: torch.cuda.Event | None = None
         self._exchanged: torch.cuda.Event | None = None
         self._abandoned = False
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """The bytes are there: starts to copy them. From any thread; once."""
+        """Starts the copy, once the receive buffer is complete. Called from any thread; only the first call counts."""
         with self._lock:
             if self._copied is not None or self._abandoned:
                 return
             stream = _copy_stream(self._target.device)
             with torch.cuda.stream(stream):
-                stream.wait_event(self._free)
-                if self._exchanged is not None:  # it failed, and was ended
+                stream.wait_event(self._reusable)
+                if self._exchanged is not None:  # a failed exchange, which has ended
                     stream.wait_event(self._exchanged)
                 self._target.copy_(self.staging, non_blocking=True)
                 self._copied = stream.record_event()
 
     def complete(self, start_bytes: int, stop_bytes: int, exchange: Exchange, limit_s: float) -> None:
-        """Copies a part of the bytes and exchanges it for the others; waits until the device has done that.
+        """Copies a part of the bytes, runs the exchange for the others, and waits until the device is done.
 
-        From a background thread, before anybody waits for the arrival. See ``Completable.complete``.
+        Called from a background thread before ``order``. See ``Completable.complete``.
         """
         stream = _exchange_stream(self._target.device)
         with torch.cuda.stream(stream):
-            stream.wait_event(self._free)
+            stream.wait_event(self._reusable)
             self._target[start_bytes:stop_bytes].copy_(self.staging[start_bytes:stop_bytes], non_blocking=True)
             try:
                 exchange(self._target)
             finally:
                 self._exchanged = stream.record_event()
-        # An exchange between GPUs whose other side died never ends by itself: nobody is told to wait for it before.
-        give_up = time.monotonic() + limit_s
+        # An exchange with a GPU process that died never ends by itself. `order` sees the event only after it has ended.
+        deadline = time.monotonic() + limit_s
         while not self._exchanged.query():
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"the exchange took more than {limit_s:.0f} s")
             time.sleep(_POLL_S)
         with self._lock:
             self._copied = self._exchanged
 
     def order(self) -> None:
-        """Has the compute stream run what follows after the copy; the caller does not wait."""
+        """Makes the compute stream wait for the copy; the caller does not wait."""
         with self._lock:
             assert self._copied is not None
             torch.cuda.current_stream(self._target.device).wait_event(self._copied)
 
     def abandon(self) -> None:
-        """The memory is given back: a copy that has begun ends before it is used again, none begins any more."""
+        """Releases the memory: it is reused only after a running copy has ended, and no other copy starts."""
         with self._lock:
             self._abandoned = True
             if (last := self._copied or self._exchanged) is not None:
@@ -100,11 +128,11 @@ def to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callab
     """Starts to copy tensors to the host.
 
     Args:
-        tensors: On any devices; changed by nobody from now on.
+        tensors: On any devices; must not change from now on.
 
     Returns:
-        The copies, flat and contiguous, those of tensors on the CPU being these themselves; and what waits, in
-        any thread, until they are complete.
+        The copies, flat and contiguous, and a function that waits in any thread until they are complete. A tensor on
+        the CPU is not copied.
     """
     events = []
     copies = []
@@ -129,7 +157,7 @@ def to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callab
 
 
 def _flat_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    # Operations that do nothing are not free: each gives up the interpreter lock.
+    # A torch operation without effect still costs time, because it releases the interpreter lock.
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.device.type != "cpu":
@@ -138,15 +166,15 @@ def _flat_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_device(source: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies what ``to_host`` brought back to a GPU; the compute stream waits for it, not the caller.
+    """Copies a result of ``to_host`` back to a GPU. The compute stream waits for the copy, the caller does not.
 
     Args:
-        source: In host memory, of which only the copy stream was told.
-        device: Where to.
+        source: Host memory that only the copy stream has used.
+        device: The device to copy to.
     """
     compute, stream = torch.cuda.current_stream(device), _copy_stream(device)
     target = torch.empty_like(source, device=device)
-    stream.wait_stream(compute)  # who had the memory before may still be computing with it
+    stream.wait_stream(compute)  # kernels of the memory's previous owner may still be running
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
     target.record_stream(stream)

@@ -1,7 +1,8 @@
-"""Memory that reads as NaN: what a view of a freed parameter shows, instead of a segmentation fault.
+"""Memory that reads as NaN, for views of freed parameters.
 
-torch reads a tensor without memory at address 0. Autograd and parameters raise before that ("Version counters" in
-``module/version_counters.py``), but a view that the user keeps, such as ``parameter.detach()``, is an ordinary tensor.
+torch reads a tensor without memory at address 0, which is a segmentation fault. Autograd and parameters raise before
+that (see Note: [Version counters]), but a view that the user keeps, such as ``parameter.detach()``, is an ordinary
+tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shardwell_wire.codec import memory_at
 
 _MAP_FIXED = 0x10
 _CHUNK_BYTES = 2 << 20
-"""So much memory is taken, once per process; it is mapped again and again."""
+"""Size of the physical memory, which is allocated once per process and mapped repeatedly."""
 
 CAN_MAP = hasattr(os, "memfd_create")
 
@@ -27,13 +28,13 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 
 _lock = threading.Lock()
 _regions: list[memoryview] = []
-"""Each is larger than those before."""
+"""Mapped regions, by rising size."""
 
 
 def nan_storage(size_bytes: int) -> torch.UntypedStorage:
-    """A storage whose bytes are all 0xff, NaN in every floating-point dtype; empty where that cannot be mapped.
+    """Returns a storage whose bytes are all 0xff: NaN in every floating-point dtype. Empty if mapping fails.
 
-    All such storages share their memory. What is written there is lost or seen by the others.
+    All such storages share their memory. A write is lost or visible in the others.
     """
     if not CAN_MAP or not size_bytes:
         return torch.empty(0, dtype=torch.uint8).untyped_storage()
@@ -45,7 +46,7 @@ def nan_storage(size_bytes: int) -> torch.UntypedStorage:
 
 
 def _region(size_bytes: int) -> memoryview:
-    """Mapped for the rest of the process; a larger one replaces it for those who come later."""
+    """Returns a region of at least this size. Regions stay mapped until the process ends."""
     with _lock:
         if not _regions or len(_regions[-1]) < size_bytes:
             _regions.append(_map(-(-size_bytes // _CHUNK_BYTES) * _CHUNK_BYTES))

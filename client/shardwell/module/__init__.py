@@ -1,1 +1,1 @@
-"""The sharded module: what becomes of a module whose parameters live elsewhere, from its forward to its gradients."""
+"""The sharded module: gathers a unit's weights before they are used, frees them afterwards and pushes gradients."""

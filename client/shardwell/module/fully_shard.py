@@ -1,25 +1,24 @@
-"""``fully_shard``: what is done to a module, in order, to move its parameters to the servers."""
+"""``fully_shard``: the steps that move a module's parameters to the servers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from collections.abc import Collection, Iterator, Sequence
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from shardwell.module import guards
-from shardwell.module.collect import collect_parameters
-from shardwell.module.hooks import hooked_method
-from shardwell.module.initialization import InitFunction, ValueSource, fill_ignored, plan_values
-from shardwell.module.meta import made_real
+from shardwell.module import guards, torch_patches
+from shardwell.module.hooks import hook_modules, hooked_method
+from shardwell.module.initialization import InitFunction, ValueSource, fill_ignored, materialized, plan_values
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy, attach_casts, cast_buffers, casting_method
 from shardwell.module.sharded_module import ShardedModule, Sharding, make_sharded, sharding_of
 from shardwell.module.strategy import ReplicaOptions, ShardingStrategy, check_strategy
+from shardwell.module.unit import owner_of
+from shardwell.module.unit_parameters import FoundParameter, Site
+from shardwell.module.units import Units
+from shardwell_wire.errors import TiedParameterError, UsageError
 from shardwell_wire.layout import UnitLayout
-
-if TYPE_CHECKING:
-    from shardwell.module.units import Units
 
 Placement = Literal["flat", "tensor"]
 
@@ -27,7 +26,7 @@ Shardable = TypeVar("Shardable", bound=nn.Module | Sequence[nn.Module])
 
 
 class HasUnits(Protocol):
-    """What ``fully_shard`` needs of a session."""
+    """The part of a session that ``fully_shard`` uses."""
 
     @property
     def units(self) -> Units: ...
@@ -49,46 +48,46 @@ def fully_shard(
 ) -> Shardable:
     """Moves a module's parameters to the shard servers; they are gathered when the module runs.
 
-    Call it bottom-up, as FSDP2's: all parameters in the module that no earlier call took become one
-    unit, gathered and freed together. Buffers stay. Every trainer calls it for the same modules in the
-    same order, whatever values they hold: all get those of the first rank.
+    Call this function bottom-up, as FSDP2's: all parameters in the module that no earlier call took become one unit,
+    which is gathered and freed as a whole. Buffers stay. Every trainer calls it for the same modules in the same
+    order. All trainers get the initial values of the first rank.
 
-    The parameter objects stay. While freed they have shape, dtype, gradient and hooks, and raise
-    ``FreedParameterError`` when their values are used. A gradient that was pushed is on the servers:
-    ``parameter.grad`` is None then. Values change by ``optimizer.step()`` only; a write in between
-    raises. A backward gathers a unit again wherever the graph reads its parameters, also for a penalty
-    computed between ``unshard`` and ``reshard``, or a tensor that left the forward in a list or by a hook. Where that
-    cannot be noticed, such as for a product with ``parameter.detach()``, the backward raises ``FreedParameterError``.
-    Under
-    ``torch.autocast`` autograd keeps a cast copy of every weight until the backward, which no freeing
-    of parameters can avoid: use ``mp_policy``.
+    The parameter objects stay. While freed, they have shape, dtype, gradient and hooks, and raise
+    ``FreedParameterError`` if their values are used. After a gradient was pushed to the servers, ``parameter.grad`` is
+    None. Only ``optimizer.step()`` changes values; a write in between raises. A backward gathers a unit again wherever
+    the graph reads its parameters, also for a penalty that was computed between ``unshard`` and ``reshard``, and for a
+    tensor that left the forward in a list or by a hook. Some reads cannot be noticed, such as a product with
+    ``parameter.detach()``: the backward then raises ``FreedParameterError``.
+
+    Under ``torch.autocast``, autograd keeps a cast copy of every weight until the backward, which freeing parameters
+    does not avoid: use ``mp_policy``.
 
     Args:
-        module: A module, or several that share one unit, such as an embedding and the head tied to it.
-        session: Where the parameters go.
-        reshard_after_forward: Whether to free the parameters after the forward. The default is to do so,
-            except for the unit around all others when gradients are needed: its backward comes at once.
+        module: A module, or several that become one unit, such as an embedding and the head that is tied to it.
+        session: The session that holds the parameters.
+        reshard_after_forward: Whether to free the parameters after the forward. By default they are freed, except those
+            of the root unit when gradients are needed: its backward comes at once.
         strategy: How long the weights stay in this trainer; ``set_sharding_strategy`` changes it later. The default
-            is what ``reshard_after_forward`` says.
-        replica: With ``ShardingStrategy.NO_SHARD``: how gradients travel.
-        mp_policy: What to compute in; the values on the servers keep their dtype.
+            follows ``reshard_after_forward``.
+        replica: With ``ShardingStrategy.NO_SHARD``: how gradients are pushed.
+        mp_policy: The dtypes to compute in; the values on the servers keep their dtype.
         ignored_params: Parameters to leave alone.
-        name: The unit's name in the run, under which parameters are inspected; by default the class
-            and a count, such as ``Block-0``. ``auto_wrap`` gives the names in the model.
-        placement: How the unit is cut over servers. ``flat``: evenly. ``tensor``: between parameters, as the
-            optimizers need that work on whole tensors, such as ``Muon``.
-        source: Where values come from that the run starts with: ``shardwell.from_safetensors(model, path)``,
+        name: The unit's name in the run, under which parameters are inspected. The default is the class and a number,
+            such as ``Block-0``. ``auto_wrap`` uses the names in the model.
+        placement: How the unit is divided among servers. ``flat``: evenly. ``tensor``: between parameters, for
+            optimizers that need whole tensors, such as ``Muon``.
+        source: Source of the values that a new run starts with: ``shardwell.from_safetensors(model, path)``,
             ``shardwell.init.drawn(model)``, or a function that initialises a module's own parameters and buffers in
-            place. By default parameters keep the values they hold, and modules on the meta device are
-            initialised by their ``reset_parameters``, with the run's seed.
-        device: Where the module is computed with, for what is on the meta device.
+            place. By default parameters keep their values, and modules on the meta device are initialised by their
+            ``reset_parameters``, with the run's seed.
+        device: The device to compute on, for modules on the meta device.
 
     Returns:
-        What was passed: its class is changed in place to a subclass with the methods of ``ShardedModule``.
+        The argument: its class is changed in place to a subclass with the methods of ``ShardedModule``.
 
     Raises:
         TiedParameterError: A parameter is shared with another unit.
-        UsageError: The module can not be sharded; the message says why.
+        UsageError: The module cannot be sharded; the message gives the reason.
         ShardwellError: The run refused the unit.
     """
     guards.check_session(session)
@@ -127,11 +126,13 @@ def shard_modules(
     source: ValueSource | InitFunction | None = None,
     device: torch.device | str = "cpu",
 ) -> None:
-    """``fully_shard`` with the names decided, but for ``units.name_prefix``, which all begin with.
+    """Does the work of ``fully_shard`` for modules whose names are decided.
 
-    A module's parameters are named by its prefix and their names in the module.
+    Args:
+        name: Name of the unit, without ``units.name_prefix``.
+        prefixes: Prefix of each module's parameter names, without ``units.name_prefix``.
     """
-    guards.install(units)
+    torch_patches.watch(units)
     guards.check_ignored(ignored_params)
     guards.check_modules(modules, ignored_params)
     check_strategy(name, strategy, replica, reshard_after_forward)
@@ -139,12 +140,13 @@ def shard_modules(
     meta_device = torch.device(device)
     guards.check_parameters([(entry.names[0], entry.parameter) for entry in found], meta_device)
     unit = None
-    # The block of `with torch.device("meta")` may still be open.
-    with meta_device, made_real(found, modules, meta_device) as blanks:
+    # Overrides a block of `with torch.device("meta")` that may still be open.
+    with meta_device, materialized(found, modules, meta_device) as blanks:
         layout = UnitLayout(f"{units.name_prefix}{name}", tuple(entry.describe() for entry in found), placement)
         values = plan_values(source, layout, found, modules, blanks, units.naming)
         if found:
             unit = units.add(layout, found, modules, values, mp_policy)
+            hook_modules(unit, units)
             unit.settings.reshard_after_forward = reshard_after_forward
         else:
             values.initialize()
@@ -161,14 +163,82 @@ def shard_modules(
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """Has a method other than ``forward`` gather and free a sharded module's parameters too.
+    """Makes a method other than ``forward`` gather and free a sharded module's parameters.
 
     Args:
         module: A sharded module.
-        method_name: Such as ``generate``.
+        method_name: Name of the method, such as ``generate``.
     """
     sharding = sharding_of(module)
     method = getattr(module, method_name)
     if sharding.unit is not None:
         method = hooked_method(sharding.unit, sharding.units, module, method_name)
     setattr(module, method_name, casting_method(method, sharding.policy))
+
+
+def collect_parameters(
+    modules: Sequence[nn.Module], prefixes: Sequence[str], ignored: Collection[nn.Parameter]
+) -> list[FoundParameter]:
+    """Returns the parameters in modules that belong to no unit yet, each once, in the order of the modules.
+
+    Args:
+        modules: The modules of one ``fully_shard`` call.
+        prefixes: Prefix of each module's parameter names.
+        ignored: Parameters to leave alone.
+
+    Raises:
+        TiedParameterError: A parameter also belongs to another unit.
+        UsageError: The parameters belong to the unit of a module that contains these modules.
+    """
+    inside = {id(part) for module in modules for part in module.modules()}
+    ignored_ids = {id(parameter) for parameter in ignored}
+    found: dict[int, FoundParameter] = {}
+    for name, site, parameter in _named_sites(modules, prefixes):
+        if id(parameter) in ignored_ids:
+            continue
+        if owner_of(parameter) is not None:
+            _check_nested(parameter, site, name, modules, inside)
+            continue
+        entry = found.setdefault(id(parameter), FoundParameter(parameter))
+        entry.names.append(name)
+        if site not in entry.sites:
+            entry.sites.append(site)
+    return list(found.values())
+
+
+def _named_sites(modules: Sequence[nn.Module], prefixes: Sequence[str]) -> Iterator[tuple[str, Site, nn.Parameter]]:
+    for module, prefix in zip(modules, prefixes, strict=True):
+        for part_name, part in module.named_modules(remove_duplicate=False):
+            for own_name, parameter in part._parameters.items():
+                if parameter is not None:
+                    name = f"{part_name}.{own_name}" if part_name else own_name
+                    yield f"{prefix}{name}", Site(part, own_name), parameter
+
+
+def _check_nested(
+    parameter: nn.Parameter, site: Site, name: str, modules: Sequence[nn.Module], inside: set[int]
+) -> None:
+    """Raises unless a parameter of an earlier unit is found at a site of that unit, inside the given modules."""
+    owner = owner_of(parameter)
+    assert owner is not None
+    if site not in owner.unit.sites[owner.index]:
+        raise TiedParameterError(
+            f"parameter {name!r} is tied to {owner.name!r} of unit {owner.unit.name!r}: "
+            "put both modules into one unit, fully_shard([a, b], session)",
+            parameter=name,
+            unit=owner.unit.name,
+        )
+    holders = [module for module in owner.unit.modules if any(part is site.module for part in module.modules())]
+    if any(id(module) in inside for module in holders):
+        return
+    within = {id(part) for module in holders for part in module.modules()}
+    if any(id(module) in within for module in modules):
+        advice = "call fully_shard bottom-up, for inner modules before the modules that contain them"
+    else:
+        kind = type(site.module).__name__
+        advice = f"its {kind} is in several modules, so call fully_shard on that {kind} before the modules around it"
+    raise UsageError(
+        f"parameter {name!r} already belongs to unit {owner.unit.name!r}: {advice}",
+        parameter=name,
+        unit=owner.unit.name,
+    )

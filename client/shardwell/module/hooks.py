@@ -1,42 +1,29 @@
-"""When a unit is gathered and freed: hooks on modules and on autograd's nodes.
+"""Hooks around the forward of modules: they gather a unit before its forward, and find its autograd nodes afterwards.
 
-Note: Nodes and their numbers
-    Autograd numbers its nodes as they are made, and a backward always runs the highest number that is
-    ready. So the backward of a forward call begins at a node that made one of its results, and is
-    over when any node with a lower number than the call's first runs. Hooks on result nodes are
-    therefore enough. Unlike hooks on tensors they survive in-place operations, and nothing is done to
-    inputs: an alias of an input would change what ``is`` says and the order in which gradients add up.
+See Note: [Node numbers] in ``graph_tracking.py`` for how the hooked nodes start and end a unit's backward.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwell.module.mixed_precision import warn_of_autocast
 from shardwell.module.tensors import attribute_tensors, find_tensors, map_tensors, share_storage
-from shardwell.module.usage import ForwardCall
+from shardwell.module.unit import ForwardCall, Unit
+from shardwell.module.units import Units
 from shardwell_wire.errors import UsageError
 
-if TYPE_CHECKING:
-    from shardwell.module.unit import Unit
-    from shardwell.module.units import Units
-
-NO_TASK = -1
-"""No backward is running."""
+Wrapper = Callable[..., Any]
+"""Called with a module's forward and its arguments; returns what the forward returns."""
 
 
-def backward_task() -> int:
-    """The id of the backward that runs in this thread, or ``NO_TASK``; nested ones have their own."""
-    return torch._C._current_graph_task_id()
-
-
-def attach(unit: Unit, units: Units) -> None:
-    """Hooks a unit's modules."""
+def hook_modules(unit: Unit, units: Units) -> None:
+    """Adds the hooks to a unit's modules."""
     hooks = _Hooks(unit, units)
     for module in unit.modules:
         before = torch.compiler.disable(hooks.before_forward)  # type: ignore[no-untyped-call]
@@ -50,13 +37,13 @@ class _Hooks:
 
     def __init__(self, unit: Unit, units: Units) -> None:
         self._unit = unit
-        self._units = units
-        others = {id(part) for other in units if other is not unit for part in _parts(other)}
-        self._own_parts = [part for part in _parts(unit) if id(part) not in others and _may_keep_results(part)]
+        self._passes = units.passes
+        nested = {id(part) for other in units if other is not unit for part in _parts(other)}
+        self._own_parts = [part for part in _parts(unit) if id(part) not in nested and _may_keep_results(part)]
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         warn_of_autocast(self._unit.precision.layout, self._unit.device_type)
-        self._units.enter_forward(self._unit)
+        self._passes.pre_forward(self._unit)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         calls = self._unit.usage.forward_calls
@@ -64,16 +51,16 @@ class _Hooks:
         if call is not None and output is not None:
             output = self._copy_own_memory(output)
         if call is not None and torch.is_grad_enabled():
-            # A module may also hand out a result by changing an argument or keeping an attribute.
+            # A module may also return a result through an argument that it changes, or through an attribute.
             self._watch(call, [*find_tensors(output, args, kwargs), *attribute_tensors(self._own_parts)])
         if call is not None:
-            self._units.leave_forward(call)
+            self._passes.post_forward(call)
         return output
 
     def _watch(self, call: ForwardCall, results: Sequence[torch.Tensor]) -> None:
-        """Has every node that made a result begin the call's backward.
+        """Hooks every node that made a result, so that the node begins the call's backward.
 
-        The node of a view's base is one of them: an in-place operation on the view goes around the view's own.
+        The node of a view's base is hooked too: an in-place operation on the view bypasses the view's own node.
         """
         nodes = {tensor.grad_fn for tensor in results}
         nodes |= {tensor._base.grad_fn for tensor in results if tensor._base is not None}
@@ -82,12 +69,12 @@ class _Hooks:
                 continue
             if (number := node._sequence_nr()) >= call.first_node_number:
                 call.has_backward = True
-                self._units.graphs.watch(node, number, call)
+                self._passes.graphs.watch(node, number, call)
             else:
-                self._units.graphs.watch_input(node, number)
+                self._passes.graphs.watch_input(node, number)
 
     def _copy_own_memory(self, output: Any) -> Any:
-        """Copies outputs that are parameters or views of them, whose memory is about to go."""
+        """Copies outputs that are parameters or views of them, because their memory is about to be released."""
         storage = self._unit.storage
         found = [tensor for tensor in find_tensors(output) if share_storage(tensor, storage)]
         if not found:
@@ -95,8 +82,8 @@ class _Hooks:
         output = map_tensors(output, lambda tensor: tensor.clone() if share_storage(tensor, storage) else tensor)
         if any(share_storage(tensor, storage) for tensor in find_tensors(output)):
             raise UsageError(
-                f"the forward of unit {self._unit.name!r} returns a view of its parameters inside an object that is no "
-                "list, tuple, dict or dataclass; return a clone of the view",
+                f"the forward of unit {self._unit.name!r} returns a view of its parameters inside an object that is "
+                "not a list, tuple, dict or dataclass: return a clone of the view",
                 unit=self._unit.name,
             )
         return output
@@ -107,12 +94,12 @@ def _parts(unit: Unit) -> Iterator[nn.Module]:
 
 
 def _may_keep_results(module: nn.Module) -> bool:
-    """Whether a module may keep a result as an attribute: those of torch do not, and most modules are those."""
+    """True if a module may keep a result as an attribute. Torch's own modules, which are the most, do not."""
     return not type(module).__module__.startswith("torch.nn.")
 
 
 def hooked_method(unit: Unit, units: Units, module: nn.Module, method_name: str) -> Callable[..., Any]:
-    """A method of a module with the unit's hooks before and after it."""
+    """Returns a method of a module with the unit's hooks around it."""
     hooks, original = _Hooks(unit, units), getattr(module, method_name)
 
     @functools.wraps(original)
@@ -126,3 +113,35 @@ def hooked_method(unit: Unit, units: Units, module: nn.Module, method_name: str)
         return output
 
     return method
+
+
+class WrappedForward:
+    """Value of a module's ``forward`` attribute. An object and not a closure, so that it is copied with its module.
+
+    Args:
+        forward: The module's forward until now.
+        wrapper: Calls it.
+    """
+
+    def __init__(self, forward: Callable[..., Any], wrapper: Wrapper) -> None:
+        functools.update_wrapper(self, forward)
+        self._forward, self._wrapper = forward, wrapper
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper(self._forward, *args, **kwargs)
+
+
+def wrap_forward(module: nn.Module, wrapper: Wrapper) -> None:
+    """Wraps the module's forward, and all earlier wrappers of it."""
+    _exclude_from_compilation()
+    module.forward = WrappedForward(module.forward, wrapper)
+
+
+@functools.cache
+def _exclude_from_compilation() -> None:
+    """Makes ``torch.compile`` compile the wrapped forward and not the wrapper.
+
+    Not done at import, because it imports the compiler, which takes seconds.
+    """
+    exclude = torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call]
+    WrappedForward.__call__ = exclude(WrappedForward.__call__)  # type: ignore[method-assign]

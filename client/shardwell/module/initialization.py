@@ -1,72 +1,85 @@
-"""Where the values of a new unit come from: its parameters, its modules, or a source beside them."""
+"""Initial values of a new unit: from its parameters, from its modules' init functions, or from another source.
+
+Modules on the meta device are materialized first: their parameters and buffers become real ones, the same objects in
+the same places.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeGuard, cast
 
 import torch
 from torch import nn
+from torch.utils import swap_tensors
 
-from shardwell.module.collect import FoundParameter, Site
-from shardwell.module.meta import Blanks
-from shardwell.module.parameter import owner_of
+from shardwell.module.freed_parameter import is_sharded
 from shardwell.module.store import InitialValues
+from shardwell.module.tensors import local_part
+from shardwell.module.unit_parameters import FoundParameter, Site
 from shardwell.seeds import derive_seed
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.v1 import initialization_pb2
 
 InitFunction = Callable[[nn.Module], object]
-"""Gives values to the parameters and buffers that a module holds itself, in place."""
+"""Initialises the parameters and buffers that a module holds itself, in place."""
+
+
+# Where values come from.
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What values that are a function of names and seed depend on."""
+    """Inputs of random initial values, beside the names of parameters."""
 
     seed: int
-    """Of the run and the pipeline stage."""
+    """Seed of the run and the pipeline stage."""
     prefix: str
-    """Begins every name in the session; values do not depend on it."""
+    """Prefix of every name in the session; values do not depend on it."""
 
 
 class ValueSource(Protocol):
-    """Has values for modules that are about to be sharded."""
+    """Provides values for modules that are about to be sharded."""
 
     @property
     def init(self) -> InitFunction | None:
-        """What initialises modules with buffers that it has no values for; None: their ``reset_parameters``."""
+        """Initialises modules with buffers for which the source has no values; None: their ``reset_parameters``."""
         ...
 
     def unit_values(self, layout: UnitLayout, found: Sequence[FoundParameter], naming: Naming) -> InitialValues:
-        """The values of all parameters of a new unit.
+        """Returns the values of all parameters of a new unit.
 
         Raises:
-            UsageError: It has none for one of them.
+            UsageError: The source has no values for a parameter.
         """
         ...
 
     def fill(self, site: Site, tensor: torch.Tensor) -> bool:
-        """Writes the value of what stays in the trainer, a buffer or an ignored parameter; False if it has none."""
+        """Writes the value of a tensor that stays in the trainer: a buffer or an ignored parameter.
+
+        Returns:
+            False if the source has no value for the tensor.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FlatValues:
-    """Initial values that lie in a unit's flat vector in this process's memory.
+    """Initial values in a unit's flat vector, in this process's memory.
 
     Args:
-        flat: All of it. [size_bytes]
+        flat: The whole vector. [size_bytes]
     """
 
     flat: memoryview
 
     @property
     def draws(self) -> Mapping[int, initialization_pb2.ParameterDraw]:
-        """None."""
+        """An empty mapping: the servers draw nothing."""
         return {}
 
     def read(self, segment: Segment) -> Iterator[memoryview]:
@@ -76,12 +89,12 @@ class FlatValues:
 
 @dataclass(frozen=True, slots=True)
 class NewValues:
-    """What a new unit needs to get its values.
+    """How a new unit gets its values.
 
     Args:
         elsewhere: The values, unless they are in the parameters or computed by ``initialize``.
-        blank: The parameters without values, by index.
-        initialize: Gives values to blank parameters, once they have memory, and to blank buffers.
+        blank: Indices of the parameters without values.
+        initialize: Initialises blank parameters, once they have memory, and blank buffers.
     """
 
     elsewhere: InitialValues | None = None
@@ -100,13 +113,13 @@ def plan_values(
     """Decides where each parameter's values come from, and fills buffers for which the source has values.
 
     Args:
-        source: None: parameters keep the values they hold; the modules' own ``reset_parameters`` makes those of
-            blank ones. A function does so instead of ``reset_parameters``.
-        layout: Of the unit.
-        found: Its parameters.
-        modules: Their modules.
-        blanks: What has no values.
-        naming: What random values depend on.
+        source: None: parameters keep their values, and the modules' own ``reset_parameters`` initialise blank
+            parameters. A function replaces ``reset_parameters``.
+        layout: Layout of the unit.
+        found: Parameters of the unit.
+        modules: Modules of the unit.
+        blanks: Parameters and buffers without values.
+        naming: Inputs of random values.
     """
     filled = _fill_buffers(source, modules) if _is_source(source) else set()
     blank_buffers = [site for site in blanks.buffers if (id(site.module), site.name) not in filled]
@@ -126,11 +139,11 @@ def plan_values(
 
 
 def fill_ignored(source: ValueSource | InitFunction | None, modules: Sequence[nn.Module]) -> None:
-    """Has a source write the parameters that stay in the trainer because they are in no unit."""
+    """Makes a source write the parameters that stay in the trainer because they belong to no unit."""
     if not _is_source(source):
         return
     for site, parameter in _sites(modules, "_parameters"):
-        if owner_of(parameter) is None and not parameter.is_meta:
+        if not is_sharded(parameter) and not parameter.is_meta:
             source.fill(site, parameter)
 
 
@@ -139,7 +152,7 @@ def _is_source(source: ValueSource | InitFunction | None) -> TypeGuard[ValueSour
 
 
 def _fill_buffers(source: ValueSource, modules: Sequence[nn.Module]) -> set[tuple[int, str]]:
-    """Returns which: by the module's id and the buffer's name there."""
+    """Fills buffers, and returns id of the module and name for each of them."""
     return {(id(site.module), site.name) for site, buffer in _sites(modules, "_buffers") if source.fill(site, buffer)}
 
 
@@ -154,14 +167,14 @@ def _require_blank(found: Sequence[FoundParameter], blanks: Blanks) -> None:
     for index, entry in enumerate(found):
         if index not in blanks.parameters:
             raise UsageError(
-                f"parameter {entry.names[0]!r} has values already, and a function as source is for modules on the meta "
-                "device: call it before fully_shard, without source=",
+                f"parameter {entry.names[0]!r} has values already, but a function as source= is only for modules on "
+                "the meta device: call the function before fully_shard, and leave source= out",
                 parameter=entry.names[0],
             )
 
 
 def _outside_units(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """All parts of modules but those inside units that were made before, outer ones first."""
+    """Yields all parts of modules that are not in an earlier unit, outer ones first."""
     for module in modules:
         yield module
         yield from _outside_units([child for child in module.children() if not hasattr(child, "_shardwell_sharding")])
@@ -170,7 +183,7 @@ def _outside_units(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
 def _names(
     modules: Iterable[nn.Module], layout: UnitLayout, found: Sequence[FoundParameter], naming: Naming
 ) -> dict[nn.Module, str]:
-    """Something that tells a module from others in the model, and does not depend on how units are cut if possible."""
+    """Names modules uniquely in the model and, if possible, independently of how the model is cut into units."""
     by_id = {id(entry.parameter): entry.names[0].removeprefix(naming.prefix) for entry in found}
     names = {}
     for number, module in enumerate(modules):
@@ -181,7 +194,7 @@ def _names(
 
 
 def _initialize_all(modules: Mapping[nn.Module, str], function: InitFunction | None, seed: int) -> None:
-    """Initialises modules, inner ones first; each begins with random numbers of its own."""
+    """Initialises modules, inner ones first, each with a seed of its own."""
     for module, name in reversed(list(modules.items())):
         _initialize(module, function or _own_function(module, name), derive_seed(seed, "initial", name))
 
@@ -201,8 +214,126 @@ def _own_function(module: nn.Module, name: str) -> InitFunction:
     blank = [name for name, tensor in (*module._parameters.items(), *module._buffers.items()) if tensor is not None]
     raise UsageError(
         f"{type(module).__name__} ({name.rpartition('/')[0]!r}) has {', '.join(map(repr, blank))} on the meta device "
-        "and no reset_parameters() to give them values: pass fully_shard(..., source=) a function that initialises a "
+        "and no reset_parameters() to initialise them: pass fully_shard(..., source=) a function that initialises a "
         "module, shardwell.init.drawn(...) or shardwell.from_safetensors(...), the last two with init= for buffers; or "
         "build the module on another device",
         module=type(module).__name__,
     )
+
+
+# Modules on the meta device.
+
+
+@dataclass(slots=True)
+class Blanks:
+    """Parameters and buffers that were on the meta device and have no values yet."""
+
+    parameters: frozenset[int] = frozenset()
+    """Indices of a unit's parameters. They have a device now, but no memory."""
+    buffers: list[Site] = field(default_factory=list)
+    """They have memory with arbitrary content."""
+
+    def __bool__(self) -> bool:
+        return bool(self.parameters or self.buffers)
+
+
+@contextmanager
+def materialized(
+    found: Sequence[FoundParameter], modules: Sequence[nn.Module], device: torch.device
+) -> Iterator[Blanks]:
+    """Moves what is on the meta device to a device, and undoes the move if the block raises.
+
+    Parameters stay the same objects, so ties, optimizers and lists that hold them stay valid.
+
+    Args:
+        found: Parameters of a future unit.
+        modules: Their modules, whose buffers are moved too.
+        device: The device to move to.
+
+    Raises:
+        UsageError: A parameter has a hook already, or a weak reference to it exists.
+    """
+    blank = [index for index, entry in enumerate(found) if entry.parameter.is_meta]
+    swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
+    sites = [(site, site.module._buffers[site.name]) for site in _meta_buffers(modules)]
+    try:
+        for index in blank:
+            parameter = found[index].parameter
+            real = _without_memory(found[index], device)
+            _swap(parameter, real, found[index].names[0])
+            swapped.append((parameter, real))
+        _replace_buffers(sites, device)
+        yield Blanks(frozenset(blank), [site for site, _ in sites])
+    except BaseException:
+        for site, buffer in sites:
+            site.module._buffers[site.name] = buffer
+        for parameter, real in swapped:
+            _swap_contents(parameter, real)
+        raise
+
+
+def _without_memory(entry: FoundParameter, device: torch.device) -> nn.Parameter:
+    """Returns a parameter of the same shape on a device; all elements share one."""
+    parameter, local = entry.parameter, local_part(entry.parameter)
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise UsageError(
+            f"parameter {entry.names[0]!r} is on the meta device and has hooks, which fully_shard would remove: "
+            "register them after fully_shard",
+            parameter=entry.names[0],
+        )
+    values = torch.empty((), dtype=local.dtype, device=device).expand(local.shape)
+    if not hasattr(parameter, "placements"):
+        return nn.Parameter(values, parameter.requires_grad)
+    real = nn.Parameter(_as_dtensor(values, parameter), parameter.requires_grad)
+    vars(real).update(vars(parameter))
+    return real
+
+
+def _as_dtensor(local: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        like.device_mesh,  # type: ignore[attr-defined]
+        like.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _swap(parameter: nn.Parameter, real: nn.Parameter, name: str) -> None:
+    try:
+        _swap_contents(parameter, real)
+    except RuntimeError as error:
+        raise UsageError(
+            f"parameter {name!r} is on the meta device and cannot be given memory ({error}): call fully_shard before "
+            "a graph refers to the parameter, or build the module on another device",
+            parameter=name,
+        ) from error
+
+
+def _swap_contents(parameter: nn.Parameter, real: nn.Parameter) -> None:
+    if hasattr(parameter, "placements"):
+        swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+    else:  # swap_tensors refuses weak references, which nn.LSTM has; they must see the new content
+        torch._C._swap_tensor_impl(parameter, real)
+
+
+def _meta_buffers(modules: Sequence[nn.Module]) -> list[Site]:
+    parts = {part: None for module in modules for part in module.modules()}
+    return [
+        Site(part, name)
+        for part in parts
+        for name, buffer in part._buffers.items()
+        if buffer is not None and buffer.is_meta
+    ]
+
+
+def _replace_buffers(sites: Sequence[tuple[Site, torch.Tensor | None]], device: torch.device) -> None:
+    real: dict[int, torch.Tensor] = {}
+    for site, buffer in sites:
+        assert buffer is not None
+        if id(buffer) not in real:
+            real[id(buffer)] = torch.empty_like(buffer, device=device)
+        site.module._buffers[site.name] = real[id(buffer)]

@@ -1,4 +1,4 @@
-"""How much of a model lies in this process: what ``session.memory()`` shows."""
+"""How much of a model is in this process: the report of ``session.memory()``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from torch import nn
 
-from shardwell.module.parameter import owner_of
+from shardwell.module.residency import UnitState
 from shardwell.module.tensors import local_part
-from shardwell.module.unit import Unit, UnitState
+from shardwell.module.unit import Unit, owner_of
 from shardwell.module.units import Units
 from shardwell.sizes import format_size
 
@@ -22,72 +22,72 @@ _WIDTH = 120
 
 @dataclass(frozen=True, slots=True)
 class UnitMemory:
-    """One unit, as ``session.memory()`` found it."""
+    """Memory of one unit at the time of the report."""
 
     name: str
     state: UnitState
     size_bytes: int
-    """Of its flat vector, wherever that lies."""
+    """Size of its flat vector, wherever the vector is stored."""
     num_parameters: int
-    """Elements, padding not counted."""
+    """Number of elements, without padding."""
     held_bytes: int
-    """What its weights take of this process's own memory now; 0 for what is read in a server's memory."""
+    """Memory of this process that its weights take now; 0 if they are read in a server's memory."""
     gradient_bytes: int
-    """Gradients that are here and not pushed."""
+    """Local gradients that are not pushed."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """What a trainer holds of its sharded modules; ``print`` shows it as a table.
+    """Memory that a trainer uses for its sharded modules; ``print`` shows a table.
 
-    Memory of the interpreter, of activations and of gradients on their way to the servers is not in it.
+    Does not include the interpreter, activations, and gradients that are being sent.
     """
 
     current_bytes: int
     """Weights in this process's own memory now."""
     peak_bytes: int
-    """The most that ``current_bytes`` has been since the session began."""
+    """Maximum of ``current_bytes`` since the session began."""
     fetching_bytes: int
-    """Of ``current_bytes``, those that are on their way here, or wait for their first use."""
+    """Part of ``current_bytes``: weights that are being fetched or have not been used yet."""
     kept_bytes: int
-    """Of ``current_bytes``, those that wait for their next use in the step (``keep_bytes`` of ``join``)."""
+    """Part of ``current_bytes``: weights kept for their next use in the step (``keep_bytes`` of ``join``)."""
     idle_bytes: int
-    """Memory without weights that is kept for the next units; beyond ``current_bytes``."""
+    """Empty buffers for the next units; not part of ``current_bytes``."""
     gather_count: int
-    """Gathers so far: one per unit that was brought here, or waited for in place."""
+    """Gathers so far, including waits for units that are read in place."""
     reduce_scatter_count: int
-    """Pushes so far: one per unit and part of a contribution."""
+    """Pushes so far: one per part of a contribution."""
     units: tuple[UnitMemory, ...]
-    """In the order in which they were made."""
+    """All units, in the order in which they were made."""
 
     @property
     def model_bytes(self) -> int:
-        """Weights of all units: what a replica would hold."""
+        """Size of all weights: the memory of a replica."""
         return sum(unit.size_bytes for unit in self.units)
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all units, tied ones once."""
+        """Number of elements of all units; tied parameters count once."""
         return sum(unit.num_parameters for unit in self.units)
 
     @property
     def gradient_bytes(self) -> int:
-        """Gradients that are here and not pushed."""
+        """Local gradients that are not pushed."""
         return sum(unit.gradient_bytes for unit in self.units)
 
     @property
     def saved_bytes(self) -> int:
-        """Weights that a replica would hold and this process does not, now."""
+        """Weights of a replica that this process does not hold now."""
         return self.model_bytes - self.current_bytes
 
     @property
     def saved_at_peak_bytes(self) -> int:
-        """Weights that a replica would hold and this process never did at once."""
+        """Weights of a replica that this process did not hold at its peak."""
         return self.model_bytes - self.peak_bytes
 
     @property
     def local_ratio(self) -> float:
-        """Share of the units' parameters that lies in this process's own memory now."""
+        """Fraction of the units' parameters that are in this process's own memory now."""
         here = sum(unit.num_parameters for unit in self.units if unit.held_bytes)
         return here / self.num_parameters if self.num_parameters else 0.0
 
@@ -133,10 +133,10 @@ class MemoryReport:
 
 
 def measure(units: Units, stats: Mapping[str, float]) -> MemoryReport:
-    """What the units of a session hold now.
+    """Measures the memory that the units of a session use now.
 
     Args:
-        units: Of the session.
+        units: Units of the session.
         stats: ``gather_count`` and ``push_count`` of its store.
     """
     return MemoryReport(
@@ -152,31 +152,31 @@ def measure(units: Units, stats: Mapping[str, float]) -> MemoryReport:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Elements of a whole model's parameters, tied ones once, whether they are sharded or not.
+    """Returns the number of elements of a model's parameters, sharded or not. Tied parameters count once.
 
     Args:
-        model: Any module. Of a ``DTensor`` this process's part counts.
+        model: Any module. For a ``DTensor``, the part of this process counts.
     """
     return sum(local_part(parameter).numel() for parameter in model.parameters())
 
 
 def local_ratio(model: nn.Module) -> float:
-    """Share of a model's parameters whose values lie in this process's own memory now.
+    """Returns the fraction of a model's parameters whose values are in this process's own memory now.
 
-    Those that are in no unit do; those that are read in a server's memory do not.
+    Parameters that are not sharded count; parameters that are read in a server's memory do not.
 
     Args:
-        model: Any module, sharded as a whole, in part or not at all.
+        model: Any module, sharded or not.
 
     Returns:
-        0 to 1; 0 for a model without parameters.
+        A number from 0 to 1; 0 for a model without parameters.
     """
     total = num_parameters(model)
-    here = sum(local_part(parameter).numel() for parameter in model.parameters() if _is_here(parameter))
+    here = sum(local_part(parameter).numel() for parameter in model.parameters() if _is_local(parameter))
     return here / total if total else 0.0
 
 
-def _is_here(parameter: nn.Parameter) -> bool:
+def _is_local(parameter: nn.Parameter) -> bool:
     owner = owner_of(parameter)
     return owner is None or _held_bytes(owner.unit) > 0
 

@@ -1,9 +1,8 @@
-"""Mixed precision: which dtype a unit computes in, and which one its gradients are summed in.
+"""Mixed precision: the dtype that a unit computes in, and the dtype in which its gradients are summed.
 
-The servers keep and update what was sharded, the master values. A trainer gathers them as another dtype:
-``Precision`` says how one unit's flat vector lies then, and what becomes of the gradients that autograd makes in
-that dtype. Casts of what goes into and comes out of modules are hooks of their own, so they work for a module
-that has no parameters of its own too.
+The servers store and update the master values. A trainer gathers them in another dtype: ``Precision`` has the layout
+of the flat vector in that dtype, and converts the gradients. Inputs and outputs of modules are cast by separate hooks,
+which also work for a module without parameters of its own.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ _DTYPES = {getattr(torch, name) for name in PARAMETER_ITEM_SIZES}
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
-    """What ``fully_shard(..., mp_policy=...)`` computes in; the first four fields are FSDP2's.
+    """The dtypes of ``fully_shard(..., mp_policy=...)``. The first four fields are FSDP2's.
 
-    The values on the servers, and what optimizers and ``full_state_dict`` see, keep the dtype that the
-    parameters had before ``fully_shard``.
+    The values on the servers, which optimizers and ``full_state_dict`` use, keep the dtype that the parameters had
+    before ``fully_shard``.
 
     Raises:
-        UsageError: A dtype is none of float32, float64, bfloat16 and float16.
+        UsageError: A dtype is not float32, float64, bfloat16 or float16.
     """
 
     param_dtype: torch.dtype | None = None
-    """Of parameters in forward and backward. None: as they are stored."""
+    """Dtype of parameters in forward and backward. None: the dtype in which they are stored."""
     reduce_dtype: torch.dtype | None = None
-    """What gradients are cast to before they are pushed, and summed in where several backwards come before a
-    push. None: the dtype in which the parameters are stored. The servers sum in fp32 either way; how many bytes
-    travel is ``push_dtype``'s matter."""
+    """Dtype to which gradients are cast before a push, and in which the gradients of several backwards are summed
+    before a push. None: the dtype in which the parameters are stored. The servers always sum in float32;
+    ``push_dtype`` sets the dtype on the wire."""
     output_dtype: torch.dtype | None = None
-    """What floating-point results of the forward are cast to. None: as they are."""
+    """Dtype to which floating-point results of the forward are cast. None: no cast."""
     cast_forward_inputs: bool = True
     """Whether floating-point tensors in the forward's arguments are cast to ``param_dtype``."""
     buffer_dtype: torch.dtype | None = None
-    """What floating-point buffers are cast to by ``fully_shard``. None: as they are."""
+    """Dtype to which ``fully_shard`` casts floating-point buffers. None: no cast."""
     keep_low_precision_grads: bool = False
-    """Whether gradients that are kept here over several backwards stay in ``parameter.grad`` as autograd made
-    them, which takes less memory and rounds every sum."""
+    """Whether gradients that are accumulated over several backwards stay in ``parameter.grad`` in autograd's dtype.
+    This takes less memory and rounds every sum."""
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
@@ -63,10 +62,10 @@ AS_STORED = MixedPrecisionPolicy()
 
 
 class Precision:
-    """How one unit's parameters and gradients change their dtype.
+    """Converts the dtypes of one unit's parameters and gradients.
 
     Args:
-        policy: What the user chose.
+        policy: The dtypes that the user chose.
         stored: The unit's layout on the servers.
     """
 
@@ -74,22 +73,22 @@ class Precision:
         self._stored_dtypes: list[torch.dtype] = [getattr(torch, parameter.dtype) for parameter in stored.parameters]
         self._reduce_dtype = policy.reduce_dtype
         self.layout = stored if policy.param_dtype is None else layout_in(stored, policy.param_dtype)
-        """Of the flat vector here."""
+        """Layout of the flat vector in this process."""
         self.casts = self.layout != stored
-        """Whether it differs from that on the servers."""
+        """True if ``layout`` differs from that on the servers."""
         self.sums_apart = not policy.keep_low_precision_grads and (self.casts or policy.reduce_dtype is not None)
-        """Whether gradients of several backwards are summed in another dtype than they come in."""
+        """True if gradients of several backwards are summed in another dtype than autograd's."""
         self._sums: dict[int, torch.Tensor] = {}
 
     def stored_dtype(self, index: int) -> torch.dtype:
-        """Of a parameter on the servers."""
+        """Returns the dtype of a parameter on the servers."""
         return self._stored_dtypes[index]
 
-    def put_by(self, index: int, gradient: torch.Tensor) -> bool:
-        """Adds a gradient to the sum kept here, as FSDP2 does, if that is of another dtype.
+    def accumulate(self, index: int, gradient: torch.Tensor) -> bool:
+        """Adds a gradient to a separate sum, as FSDP2 does, if the sum has another dtype.
 
         Returns:
-            Whether it did; else the gradient stays in ``parameter.grad``.
+            False if the gradient stays in ``parameter.grad``.
         """
         dtype = self._reduce_dtype or self._stored_dtypes[index]
         if not self.sums_apart or gradient.dtype == dtype:
@@ -101,12 +100,12 @@ class Precision:
         return True
 
     @property
-    def has_put_by(self) -> bool:
-        """Whether there are such sums."""
+    def has_sums(self) -> bool:
+        """True if there are separate sums."""
         return bool(self._sums)
 
     def finish(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """What is to be pushed, in the dtype of the servers: what was put by and the gradient that came last."""
+        """Returns the gradient to push, in the dtype of the servers: the separate sum plus the latest gradient."""
         total = self._sums.pop(index, None)
         if gradient is not None:
             if total is None:
@@ -118,19 +117,19 @@ class Precision:
         return total.to(self._stored_dtypes[index])
 
     def drop(self, indices: Iterable[int] | None = None) -> None:
-        """Forgets what was put by of all or some parameters."""
+        """Drops the separate sums of all or some parameters."""
         for index in list(self._sums) if indices is None else indices:
             self._sums.pop(index, None)
 
 
 def layout_in(layout: UnitLayout, dtype: torch.dtype) -> UnitLayout:
-    """The same parameters in another dtype, aligned anew. All that can be sharded are floating-point."""
+    """Returns the layout of the same parameters in another dtype. All sharded parameters are floating-point."""
     name = str(dtype).removeprefix("torch.")
     return UnitLayout(layout.unit, tuple(replace(parameter, dtype=name) for parameter in layout.parameters))
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """A value with the floating-point tensors in its lists, tuples, dicts and dataclasses cast."""
+    """Returns a value with a cast of the floating-point tensors in its lists, tuples, dicts and dataclasses."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -139,9 +138,9 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def attach_casts(modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> None:
-    """Has modules cast what goes in and comes out; after the unit's own hooks are attached.
+    """Makes modules cast their inputs and outputs. Called after the unit's own hooks were added.
 
-    So inputs are cast outside of the unit's forward call: the casts' backward comes when the unit's is over.
+    Inputs are then cast outside of the unit's forward call, and the casts' backward runs after the unit's.
     """
     casts = _Casts(policy)
     for module in modules:
@@ -154,7 +153,7 @@ def attach_casts(modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> 
 
 
 def casting_method(method: Callable[..., Any], policy: MixedPrecisionPolicy) -> Callable[..., Any]:
-    """A method that casts what goes in and comes out as the forward does."""
+    """Returns a method with the casts of inputs and outputs that the forward has."""
     casts = _Casts(policy)
 
     @functools.wraps(method)
@@ -166,7 +165,7 @@ def casting_method(method: Callable[..., Any], policy: MixedPrecisionPolicy) -> 
 
 
 class _Casts:
-    """What one policy does to arguments and results."""
+    """The casts of arguments and results that one policy makes."""
 
     def __init__(self, policy: MixedPrecisionPolicy) -> None:
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
@@ -190,7 +189,7 @@ class _Casts:
 
 
 def cast_buffers(modules: Sequence[nn.Module], dtype: torch.dtype, is_sharded: Callable[[nn.Module], bool]) -> None:
-    """Casts the floating-point buffers of modules, but not of those inside them that are sharded by themselves."""
+    """Casts the floating-point buffers of modules, but not those of sharded modules inside them."""
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
@@ -199,7 +198,7 @@ def cast_buffers(modules: Sequence[nn.Module], dtype: torch.dtype, is_sharded: C
 
 
 def warn_of_autocast(layout: UnitLayout, device_type: str) -> None:
-    """Warns, once per process, if autograd is about to keep cast copies of a unit's weights."""
+    """Warns once per process if autograd is about to save cast copies of a unit's weights."""
     if not torch.is_autocast_enabled(device_type) or not torch.is_grad_enabled():
         return
     if any(parameter.dtype == "float32" for parameter in layout.parameters):

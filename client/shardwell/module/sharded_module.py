@@ -1,11 +1,11 @@
-"""The methods that ``fully_shard`` gives to a module, and what they are about; names and meanings are FSDP2's."""
+"""The methods that ``fully_shard`` adds to a module. Names and meanings are FSDP2's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -13,26 +13,24 @@ from shardwell.module import guards
 from shardwell.module.mixed_precision import MixedPrecisionPolicy
 from shardwell.module.strategy import ReplicaOptions, ShardingStrategy, check_strategy
 from shardwell.module.unit import Unit
+from shardwell.module.units import Units
 from shardwell_wire.errors import UsageError
-
-if TYPE_CHECKING:
-    from shardwell.module.units import Units
 
 _STATE = "_shardwell_sharding"
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What a sharded module knows of itself."""
+    """How a module is sharded."""
 
     units: Units
     unit: Unit | None
-    """None if all its parameters belong to nested units, or it has none."""
+    """None if all its parameters belong to nested units, or it has no parameters."""
     policy: MixedPrecisionPolicy
 
 
 class UnshardHandle:
-    """A gather that ``module.unshard(async_op=True)`` started."""
+    """Handle of a gather that ``module.unshard(async_op=True)`` started."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -43,19 +41,19 @@ class UnshardHandle:
 
 
 class ShardedModule(nn.Module):
-    """What ``fully_shard`` adds to a module's class. Not made by hand."""
+    """Methods that ``fully_shard`` adds to a module's class. Not constructed directly."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this module's parameters; they stay until ``reshard`` or the end of a forward or backward.
+        """Gathers this module's parameters. They stay until ``reshard`` or the end of a forward or backward.
 
         Args:
-            async_op: Return at once, with a handle to wait on.
+            async_op: Return at once, with a handle whose ``wait`` completes the gather.
         """
         unit = sharding_of(self).unit
         if unit is None:
             return None
-        sharding_of(self).units.graphs.begin()
-        sharding_of(self).units.gathering.start(unit)
+        sharding_of(self).units.passes.graphs.begin()
+        sharding_of(self).units.passes.start_gather(unit)
         if async_op:
             return UnshardHandle(unit)
         unit.unshard()
@@ -65,19 +63,19 @@ class ShardedModule(nn.Module):
         """Frees this module's parameters, unless a forward or backward is using them."""
         sharding = sharding_of(self)
         if sharding.unit is not None:
-            sharding.units.free_unused(sharding.unit, thorough=True)
+            sharding.units.passes.free_unused(sharding.unit, thorough=True)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether gradients are pushed at the end of each backward, or kept and summed here until one that is.
+        """Sets whether each backward pushes its gradients, or accumulates them in this process.
 
-        What is still here at the end of a step is pushed then.
+        Accumulated gradients are pushed with the next backward that pushes, or at the end of the step.
         """
         for unit in _units_in(self, recurse):
             unit.settings.requires_gradient_sync = requires_gradient_sync
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As of DDP and FSDP1: gradients of backwards in it are kept here, and pushed with the next ones after it."""
+        """Context in which backwards accumulate gradients in this process. The next backward after it pushes them."""
         before = {unit: unit.settings.requires_gradient_sync for unit in _units_in(self, recurse=True)}
         self.set_requires_gradient_sync(False)
         try:
@@ -87,10 +85,10 @@ class ShardedModule(nn.Module):
                 unit.settings.requires_gradient_sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | None, recurse: bool = True) -> None:
-        """Whether parameters are freed after a forward and gathered again for the backward; None: as by default.
+        """Sets whether parameters are freed after a forward and gathered again for the backward; None: the default.
 
         Raises:
-            UsageError: A unit has a strategy that says otherwise; nothing is changed.
+            UsageError: A unit has a contradicting strategy; nothing is changed.
         """
         units = list(_units_in(self, recurse))
         for unit in units:
@@ -105,17 +103,17 @@ class ShardedModule(nn.Module):
         *,
         replica: ReplicaOptions | None = None,
     ) -> None:
-        """Changes between steps how long weights stay in this trainer; the results are the same bits.
+        """Changes how long weights stay in this trainer. Call it between steps. The results are the same bits.
 
-        Trainers need not agree on it.
+        Trainers may use different strategies.
 
         Args:
-            strategy: None: what ``fully_shard`` does when it is not told.
-            recurse: Also for the units inside this module.
-            replica: With ``NO_SHARD``: how gradients travel.
+            strategy: None: the default of ``fully_shard``.
+            recurse: Include the units inside this module.
+            replica: With ``NO_SHARD``: how gradients are pushed.
 
         Raises:
-            UsageError: ``reshard_after_forward`` was chosen and says otherwise, or a forward or backward is running.
+            UsageError: ``reshard_after_forward`` contradicts the strategy, or a forward or backward is running.
             CapacityError: ``HYBRID_SHARD``, and the host has too little shared memory.
         """
         units = list(_units_in(self, recurse))
@@ -125,27 +123,27 @@ class ShardedModule(nn.Module):
             sharding_of(self).units.set_strategy(unit, strategy, replica)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are freed after a backward; the end of a step frees them anyway."""
+        """Sets whether parameters are freed after a backward. The end of a step always frees them."""
         for unit in _units_in(self, recurse):
             unit.settings.reshard_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the end of the next backward frees what was gathered ahead and not used."""
-        sharding_of(self).units.is_last_backward = is_last_backward
+        """Sets whether the end of the next backward frees units that were prefetched and not used."""
+        sharding_of(self).units.passes.is_last_backward = is_last_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Sharded modules to gather ahead while this one computes forward, instead of those observed to follow."""
+        """Sets the sharded modules to prefetch during this module's forward, instead of those predicted."""
         self._require_unit().settings.forward_prefetch = _prefetch_list(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Sharded modules to gather ahead while this one computes backward, instead of those observed to follow."""
+        """Sets the sharded modules to prefetch during this module's backward, instead of those predicted."""
         self._require_unit().settings.backward_prefetch = _prefetch_list(modules)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients that are still here, and those that earlier steps left for another optimizer's.
+        """Drops local gradients, and gradients of earlier steps that the servers keep for another optimizer.
 
         Raises:
-            UsageError: Some of this step are on the servers already: ``optimizer.zero_grad()`` drops those too.
+            UsageError: Gradients of this step are on the servers: ``optimizer.zero_grad()`` drops these too.
         """
         guards.refuse_zero_grad_after_push(list(_units_in(self, recurse=True)))
         super().zero_grad(set_to_none)
@@ -156,18 +154,20 @@ class ShardedModule(nn.Module):
     def _require_unit(self) -> Unit:
         unit = sharding_of(self).unit
         if unit is None:
-            raise UsageError(f"{type(self).__name__} has no parameters of its own to gather: all are in nested units")
+            raise UsageError(
+                f"{type(self).__name__} has no parameters of its own to gather: all belong to nested units"
+            )
         return unit
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
-        """Raises: ``fully_shard`` has made modules on the meta device real, and buffers would lose their values."""
+        """Raises: ``fully_shard`` has materialized modules on the meta device, and buffers would lose their values."""
         raise UsageError(
-            "to_empty after fully_shard: fully_shard(..., device=...) has made modules on the meta device real, with "
-            "the values of their reset_parameters or of source=..."
+            "to_empty after fully_shard would erase values: fully_shard(..., device=...) has already moved modules "
+            "from the meta device, with the values of their reset_parameters or of source=.... Remove the call"
         )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedModule:
-        with guards.converted(list(_units_in(self, recurse)), fn):
+        with guards.hidden_parameters(list(_units_in(self, recurse)), fn):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -185,10 +185,10 @@ def make_sharded(module: nn.Module, sharding: Sharding) -> None:
 
 
 def sharding_of(module: nn.Module) -> Sharding:
-    """What a sharded module knows of itself.
+    """Returns how a module is sharded.
 
     Raises:
-        UsageError: It is not sharded.
+        UsageError: The module is not sharded.
     """
     sharding: Sharding | None = getattr(module, _STATE, None)
     if sharding is None:
@@ -207,7 +207,7 @@ def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _units_in(module: nn.Module, recurse: bool) -> Iterator[Unit]:
-    """The units of a sharded module and, if asked, of those inside it; each once."""
+    """Returns the units of a sharded module and, if ``recurse``, of the modules inside it; each once."""
     found: dict[Unit, None] = {}
     for part in module.modules() if recurse else [module]:
         if isinstance(part, ShardedModule) and (unit := sharding_of(part).unit) is not None:

@@ -1,101 +1,84 @@
-"""How long weights stay in a trainer and when they are gathered: what a user chooses, and which choices contradict."""
+"""Sharding options that a user sets per unit: how long weights stay in a trainer, and when they are gathered."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from shardwell_wire.errors import UsageError
 
-if TYPE_CHECKING:
-    from shardwell.module.unit import Unit
-
 
 class ShardingStrategy(enum.Enum):
-    """Where a unit's weights are between their uses. The results are the same bits with each.
+    """Where a unit's weights are between their uses. All strategies give the same bits.
 
-    The names are FSDP1's. Gradients and optimizer state are on the servers with every one of them.
+    The names are FSDP1's. With every strategy, gradients and optimizer state are on the servers.
     """
 
     FULL_SHARD = enum.auto()
-    """Freed after the forward, gathered again for the backward, freed after that. The unit around all others is kept
-    from its forward to its backward, which follows at once, unless ``reshard_after_forward=True``. It is freed, too, in
-    ``eval()`` and where no result needs a gradient: a backward gathers it again."""
+    """Freed after the forward, gathered again for the backward, freed after the backward. The root unit is kept from
+    its forward to its backward, which follows at once, unless ``reshard_after_forward=True``. In ``eval()``, and where
+    no result needs a gradient, the root unit is freed too; a later backward gathers it again."""
     SHARD_GRAD_OP = enum.auto()
-    """Kept from the forward to the end of the backward; gathered once per forward. Freed after a forward that has no
-    backward, and in ``eval()``: a backward gathers it again."""
+    """Kept from the forward to the end of the backward, so gathered once per forward. Freed after a forward that has
+    no backward, and in ``eval()``; a later backward gathers the unit again."""
     NO_SHARD = enum.auto()
     """A replica: stays in the trainer from its first use on. After each commit the new version is fetched into the
-    same memory in the background, so it is gathered once per step, however many forwards there are."""
+    same memory in the background, so the unit is gathered once per step, however many forwards the step has."""
     HYBRID_SHARD = enum.auto()
-    """One full copy per host, in shared memory, which the trainers of the host read: its shards are fetched from
-    servers of other hosts once per host and step. Where the servers are on this host their memory is the copy."""
+    """One full copy per host in shared memory, which all trainers of the host read. Its shards are fetched from the
+    servers of other hosts once per host and step. If the servers run on this host, their memory is the copy."""
 
 
 class BackwardPrefetch(enum.StrEnum):
-    """When, in a backward, the weights of the next unit are gathered. The names are FSDP1's.
+    """When a backward gathers the weights of the next unit. The names are FSDP1's.
 
-    A list given to ``set_modules_to_backward_prefetch`` has precedence for its unit.
+    A list that was passed to ``set_modules_to_backward_prefetch`` has precedence for its unit.
     """
 
     PRE = "pre"
-    """Before the current unit computes, so that the gather hides behind that; as many units ahead as ``prefetch_bytes``
-    allows."""
+    """Before the current unit computes, so that the computation hides the gather. Gathers as many units ahead as
+    ``prefetch_bytes`` allows."""
     POST = "post"
-    """When the current unit has computed and is freed, before its gradients are pushed: the gather hides behind that
-    only, and the weights of one unit are held at a time."""
+    """After the current unit is freed and before its gradients are pushed. Only the push hides the gather, and the
+    weights of one unit are held at a time."""
     NONE = "none"
-    """When the next unit needs them, after the gradients of the current one were handed over."""
+    """When the next unit needs its weights, after the gradients of the current unit were pushed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaOptions:
-    """How the gradients of a ``NO_SHARD`` unit travel: what ``DistributedDataParallel`` is told."""
+    """How the gradients of a ``NO_SHARD`` unit are pushed. The names are those of ``DistributedDataParallel``."""
 
     bucket_bytes: int = 25 << 20
-    """Gradients are pushed whenever so many are complete, and at the end of the unit's backward. A bucket holds
-    gradients of one unit. Where gradients go through shared memory each unit is one bucket."""
+    """Bytes of complete gradients that trigger a push. The rest is pushed at the end of the unit's backward. A bucket
+    holds gradients of one unit. Over shared memory, each unit is one bucket."""
     push_during_backward: bool = True
-    """False: nothing is pushed before the whole backward is over."""
+    """False: nothing is pushed before the whole backward has ended."""
     find_unused_parameters: bool = False
-    """Log the names of parameters that get no gradient in a work item, once for each set of names. Parameters
-    without a gradient always work, also when ranks differ."""
+    """Log the names of parameters without a gradient in a work item, once per set of names. Parameters without a
+    gradient always work, also if ranks differ."""
     static_graph: bool = False
-    """The same parameters get a gradient in every work item. This is verified: the end of a work item raises
-    ``UsageError`` if they differ from those of this trainer's first one. Nothing relies on it."""
+    """Declares that the same parameters get a gradient in every work item. The declaration is only verified: the end
+    of a work item raises ``UsageError`` if the parameters differ from those of this trainer's first work item."""
     gradient_as_bucket_view: bool = False
-    """Refused if True: a gradient is handed over, never copied into a bucket, so there is no copy to save."""
+    """Must be False: gradients are never copied into a bucket, so there is no copy to save."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise UsageError(f"bucket_bytes={self.bucket_bytes!r}: expected at least 1")
         if self.gradient_as_bucket_view:
             raise UsageError(
-                "gradient_as_bucket_view=True: gradients are handed over to the transport as autograd made them and "
-                "never copied into a bucket, so parameter.grad cannot be a view of one and there is no copy to save. "
-                "Leave it out"
+                "gradient_as_bucket_view=True is not supported: gradients are passed to the transport as autograd "
+                "made them and never copied into a bucket, so parameter.grad cannot be a view of one. Remove the "
+                "argument"
             )
 
 
 _CONTRADICTIONS = {
-    (ShardingStrategy.FULL_SHARD, False): "frees them: use SHARD_GRAD_OP",
-    (ShardingStrategy.SHARD_GRAD_OP, True): "keeps them: use FULL_SHARD",
-    (ShardingStrategy.NO_SHARD, True): "keeps them: use FULL_SHARD",
+    (ShardingStrategy.FULL_SHARD, False): "frees the weights: use SHARD_GRAD_OP",
+    (ShardingStrategy.SHARD_GRAD_OP, True): "keeps the weights: use FULL_SHARD",
+    (ShardingStrategy.NO_SHARD, True): "keeps the weights: use FULL_SHARD",
 }
-
-
-@dataclass(slots=True)
-class UnitSettings:
-    """What a user has chosen for one unit. None leaves the choice to ``Units``."""
-
-    strategy: ShardingStrategy | None = None
-    replica: ReplicaOptions = field(default_factory=ReplicaOptions)
-    reshard_after_forward: bool | None = None
-    reshard_after_backward: bool = True
-    requires_gradient_sync: bool = True
-    forward_prefetch: tuple[Unit, ...] | None = None
-    backward_prefetch: tuple[Unit, ...] | None = None
 
 
 def check_strategy(
@@ -104,19 +87,19 @@ def check_strategy(
     replica: ReplicaOptions | None,
     reshard_after_forward: bool | None,
 ) -> None:
-    """Raises UsageError for choices for one unit that can not all be met."""
+    """Raises UsageError if the options of one unit are invalid or contradict each other."""
     if not isinstance(reshard_after_forward, bool | None):
         raise UsageError(
             f"unit {unit_name!r}: reshard_after_forward={reshard_after_forward!r}: expected True, False or None; "
-            "FSDP2's number of ranks is ShardingStrategy.HYBRID_SHARD here, one copy per host",
+            "FSDP2's number of ranks corresponds to ShardingStrategy.HYBRID_SHARD, one copy per host",
             unit=unit_name,
         )
     if strategy is not None and not isinstance(strategy, ShardingStrategy):
-        names = ", ".join(str(known) for known in ShardingStrategy)
+        names = ", ".join(str(member) for member in ShardingStrategy)
         raise UsageError(f"strategy={strategy!r}: expected one of {names}", unit=unit_name)
     if replica is not None and strategy is not ShardingStrategy.NO_SHARD:
         raise UsageError(
-            f"unit {unit_name!r}: replica=... says how a replica's gradients travel and needs "
+            f"unit {unit_name!r}: replica=... sets how a replica's gradients are pushed and needs "
             f"strategy=ShardingStrategy.NO_SHARD, got {strategy}",
             unit=unit_name,
         )

@@ -1,9 +1,10 @@
-"""Tensors inside the values that modules take and return."""
+"""Tensors: those inside nested values, their local parts, and rectangular parts of them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch
 
 
 def find_tensors(*values: Any) -> list[torch.Tensor]:
-    """All tensors in some values: in containers of any kind and in attributes of objects, but not in modules."""
+    """Returns all tensors in values: in containers of any kind and in attributes of objects, but not in modules."""
     found: list[torch.Tensor] = []
     _find(values, found, set())
     return found
@@ -38,9 +39,9 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Copies a value with each tensor replaced; what holds no tensor that changes stays the same object.
+    """Copies a value and replaces each tensor. A part in which no tensor changes stays the same object.
 
-    Lists, tuples, named tuples, dicts and dataclasses are entered, other objects are not.
+    Enters lists, tuples, named tuples, dicts and dataclasses, and no other objects.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -67,28 +68,84 @@ def _copy_with(mapping: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, An
     return copied
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor: its shard of a ``DTensor``, else the tensor itself."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
-
-
-def set_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Has a ``DTensor`` be of the dtype that its local part was given; any other tensor is already."""
-    if tensor.dtype != dtype:
-        typed: Any = torch.empty_like(tensor.detach(), dtype=dtype)
-        tensor.data = typed  # which leaves alone what DTensor keeps beside it
-        cast(Any, tensor)._spec = typed._spec
+def attribute_tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Returns tensors that modules store as plain attributes, such as an auxiliary loss."""
+    return [value for module in modules for value in module.__dict__.values() if isinstance(value, torch.Tensor)]
 
 
 def share_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether a tensor's memory is that storage."""
+    """True if a tensor's memory is the storage."""
     if tensor.layout is not torch.strided or not torch._C._has_storage(tensor):
         return False
     same: bool = tensor.untyped_storage()._cdata == storage._cdata
     return same
 
 
-def attribute_tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Tensors that modules keep as plain attributes, such as an auxiliary loss."""
-    return [value for module in modules for value in module.__dict__.values() if isinstance(value, torch.Tensor)]
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the shard of a ``DTensor`` that this process holds; any other tensor itself."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def set_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Sets the dtype of a ``DTensor`` to that of its new local part. Any other tensor has the dtype already."""
+    if tensor.dtype != dtype:
+        typed: Any = torch.empty_like(tensor.detach(), dtype=dtype)
+        tensor.data = typed  # does not change DTensor's own attributes
+        cast(Any, tensor)._spec = typed._spec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor, as tensor parallelism and sharded state dicts cut tensors."""
+
+    whole: tuple[int, ...]
+    """Shape of the tensor."""
+    offsets: tuple[int, ...]
+    """First index along each dim."""
+    shape: tuple[int, ...]
+    """Size along each dim."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the part is the whole tensor."""
+        return self.whole == self.shape
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Maps the elements ``[start, stop)`` of the flattened part to the flattened tensor.
+
+        Yields:
+            ``(first element, number of elements)`` of each consecutive run in the tensor.
+        """
+        outer, length = len(self.shape), 1
+        while outer and (outer == len(self.shape) or self.shape[outer] == self.whole[outer]):
+            outer -= 1
+            length *= self.shape[outer]
+        while start < stop:
+            number, within = divmod(start, length)
+            count = min(length - within, stop - start)
+            yield self._first(number, outer) + within, count
+            start += count
+
+    def _first(self, number: int, outer: int) -> int:
+        """Returns the first element of a run, by its number. Each run covers all dims from ``outer`` on."""
+        position, stride = 0, math.prod(self.whole[outer + 1 :])
+        for dim in reversed(range(outer + 1) if self.shape else range(0)):
+            index = 0
+            if dim < outer:
+                number, index = divmod(number, self.shape[dim])
+            position += (self.offsets[dim] + index) * stride
+            stride *= self.whole[dim]
+        return position
+
+
+def local_box(tensor: torch.Tensor) -> Box:
+    """Returns the part of a tensor that this process holds: of a ``DTensor`` its shard, otherwise the whole tensor."""
+    shape = tuple(tensor.shape)
+    if not hasattr(tensor, "placements"):
+        return Box(shape, (0,) * len(shape), shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sharded: Any = tensor
+    local, offsets = compute_local_shape_and_global_offset(tensor.shape, sharded.device_mesh, sharded.placements)
+    return Box(shape, tuple(offsets), tuple(local))

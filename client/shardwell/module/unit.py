@@ -1,64 +1,93 @@
 """One unit: parameters that are gathered and freed together.
 
-A unit's parameters are set to lie in its flat vector once, when the unit is made. Gathering gives the
-vector memory and has the store write into it; freeing takes the memory, and with it what autograd
-saved of the parameters, because that lies in the vector too.
+A unit's parameters are placed in its flat vector once, when the unit is made. Gathering allocates the vector's memory
+and lets the store write into it. Freeing releases the memory. Tensors that autograd saved of the parameters are views
+of the same vector, so they need no memory while the unit is freed.
 """
 
 from __future__ import annotations
 
-import enum
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from shardwell.memory.allocator import trim
-from shardwell.module.collect import FoundParameter
-from shardwell.module.flat_vector import FlatVector, Memory
+from shardwell.module.flat_vector import FlatVector, VectorMemory
+from shardwell.module.freed_parameter import OWNER_ATTRIBUTE
+from shardwell.module.gradients import LocalGradients
 from shardwell.module.initialization import FlatValues, NewValues
-from shardwell.module.local_gradients import LocalGradients
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy, Precision
-from shardwell.module.parameter import adopt
-from shardwell.module.placed_parameters import PlacedParameters
+from shardwell.module.residency import ResidentUnit, UnitState
 from shardwell.module.store import InPlaceVector, ParameterStore
-from shardwell.module.strategy import ShardingStrategy, UnitSettings
-from shardwell.module.usage import Usage
+from shardwell.module.unit_parameters import FoundParameter, UnitParameters
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import UnitLayout
 
 
-class UnitState(enum.Enum):
-    """Where a unit is in its life, and what memory it holds here.
+class ForwardCall:
+    """One call of a unit's forward, as the hooks on its part of the autograd graph refer to it.
 
-    Gradients that are not pushed yet are held in ``parameter.grad``, in any state.
+    Also stands for operations outside of every forward that read the unit's weights.
+
+    Args:
+        unit: The unit.
+        generation: ``Unit.generation`` at the time of the call. A graph is valid for one generation.
+        first_node_number: The lowest number of the nodes made during the call; by default the number of the next node.
     """
 
-    FREED = enum.auto()
-    """No memory. Using a parameter raises ``FreedParameterError``."""
-    FETCHING = enum.auto()
-    """The flat vector is allocated and bytes arrive in it, or all have. Using a parameter still raises."""
-    UNSHARDED = enum.auto()
-    """The flat vector is complete and the parameters are usable."""
-    KEPT = enum.auto()
-    """The flat vector is complete and waits for its next use in the step. Using a parameter raises."""
-    STALE = enum.auto()
-    """The flat vector of a replica has its memory, with bytes of an older version. Using a parameter raises."""
+    __slots__ = ("first_node_number", "generation", "has_backward", "outer", "stop_node_number", "unit")
+
+    def __init__(self, unit: Unit, generation: int, first_node_number: int | None = None) -> None:
+        self.unit = unit
+        self.generation = generation
+        if first_node_number is None:
+            first_node_number = torch._C._autograd._get_sequence_nr()
+        self.first_node_number: int = first_node_number
+        self.stop_node_number: float = math.inf
+        """Nodes made during the call have a lower number."""
+        self.has_backward = False
+        """True if a result has a graph through the call."""
+        self.outer: ForwardCall | None = None
+        """The forward call that made this call."""
 
 
-class Unit:
+@dataclass(slots=True)
+class Usage:
+    """The current users of a unit's memory. The unit is freed only when there are none."""
+
+    forward_calls: list[ForwardCall] = field(default_factory=list)
+    """Forwards that are running, innermost last."""
+    backward_calls: set[ForwardCall] = field(default_factory=set)
+    """Forwards whose backward is running."""
+    pinned: bool = False
+    """True if the graph of a backward (``create_graph=True``) reads the weights until the end of the work item."""
+
+    def clear(self) -> None:
+        """Removes all users."""
+        self.forward_calls.clear()
+        self.backward_calls.clear()
+        self.pinned = False
+
+    def __bool__(self) -> bool:
+        return bool(self.forward_calls or self.backward_calls or self.pinned)
+
+
+class Unit(ResidentUnit):
     """The parameters of one ``fully_shard`` call.
 
     Args:
-        layout: Names, shapes and places of the parameters.
-        found: They, in layout order, on one device; their values are uploaded and freed.
-        modules: The modules whose forward uses them.
+        layout: Names, shapes and positions of the parameters.
+        found: The parameters, in layout order, on one device. Their values are uploaded and freed.
+        modules: The modules whose forward uses the parameters.
         store: Holds the values.
-        memory: Counts this unit's memory among others.
-        values: Where the values come from.
-        policy: What to compute in.
+        memory: Memory for the flat vector; also counts it.
+        values: Source of the initial values.
+        policy: The dtypes to compute in.
     """
 
     def __init__(
@@ -67,35 +96,34 @@ class Unit:
         found: Sequence[FoundParameter],
         modules: Sequence[nn.Module],
         store: ParameterStore,
-        memory: Memory,
+        memory: VectorMemory,
         values: NewValues,
         policy: MixedPrecisionPolicy = AS_STORED,
     ) -> None:
+        super().__init__(memory)
         self.layout = layout
         self.precision = Precision(policy, layout)
         self.parameters = tuple(entry.parameter for entry in found)
         self.gradients = LocalGradients(self.parameters, self.precision)
         self.sites = tuple(tuple(entry.sites) for entry in found)
         self.modules = tuple(modules)
-        self.settings = UnitSettings()
         self.usage = Usage()
         self.pushed = False
-        """Whether a gradient was pushed that is not committed yet."""
+        """True if a gradient was pushed that is not committed yet."""
         self.generation = 0
-        """How often graphs made before became unusable."""
+        """Number of times that all earlier graphs became unusable."""
         self.is_current = False
-        """Whether the servers are known to have the version that the step reads."""
-        self.state = UnitState.FREED
+        """True if the servers are known to have the version that the step reads."""
         self._store = store
-        self._memory = memory
+        self._pool = memory.pool
         self._device = self.parameters[0].device
         self._flat = FlatVector(self.precision.layout, self._device, memory)
         self._shared: InPlaceVector | None = None
-        self._fetched: Future[int] | None = None
+        self._gather: Future[int] | None = None
         self._version = -1
-        """Of what was gathered last."""
-        self._placed = PlacedParameters(layout, found)
-        self.index = self._upload(values)
+        """The version that was gathered last."""
+        self._placed = UnitParameters(layout, found)
+        self.index = self._upload(values, memory)
 
     @property
     def name(self) -> str:
@@ -103,7 +131,7 @@ class Unit:
 
     @property
     def device_type(self) -> str:
-        """Where it computes."""
+        """The device that the unit computes on."""
         return self._device.type
 
     @property
@@ -111,49 +139,60 @@ class Unit:
         """The flat vector's memory; while freed it is empty or reads as NaN."""
         return self._flat.storage
 
-    def _upload(self, values: NewValues) -> int:
-        """Hands the unit's values to the store, as they are stored, and frees the parameters."""
+    @property
+    def size_bytes(self) -> int:
+        return self.precision.layout.size_bytes
+
+    @property
+    def own_bytes(self) -> int:
+        return 0 if self._flat.in_place else self.precision.layout.size_bytes
+
+    def _upload(self, values: NewValues, memory: VectorMemory) -> int:
+        """Gives the initial values to the store, in the dtypes of the servers, and frees the parameters."""
         casts = self.precision.casts
-        flat = FlatVector(self.layout, self._device, self._memory) if casts else self._flat
+        flat = FlatVector(self.layout, self._device, memory) if casts else self._flat
         flat.allocate()
-        placed = [flat.place(index) for index in range(len(self.parameters))]
+        places = [flat.place(index) for index in range(len(self.parameters))]
         try:
-            for number in values.blank:
-                self._placed.lie_at(number, placed[number])
+            for index in values.blank:
+                self._placed.place(index, places[index])
             if values.elsewhere is None:
-                self._placed.copy_to(placed, but=values.blank)
+                self._placed.copy_to(places, skip=values.blank)
             values.initialize()
-            index = self._store.declare(self.layout, values.elsewhere or FlatValues(flat.send_buffer()))
+            unit_index = self._store.declare(self.layout, values.elsewhere or FlatValues(flat.send_buffer()))
         except BaseException:
             flat.release()
             raise
         if casts:
             flat.release()
             self._flat.allocate()
-            placed = [self._flat.place(number) for number in range(len(self.parameters))]
-        self._placed.lie_in(placed)
-        for number, parameter in enumerate(self.parameters):
-            adopt(parameter, self, number)
+            places = [self._flat.place(index) for index in range(len(self.parameters))]
+        self._placed.place_all(places)
+        for index, parameter in enumerate(self.parameters):
+            setattr(parameter, OWNER_ATTRIBUTE, Owner(self, index))
         self._release()
-        self._read_in_place(index)
-        self._memory.pool.trim()
-        trim()  # of what the module's own memory was until now
-        return index
+        self._read_in_place(unit_index)
+        self._pool.trim()
+        trim()  # the heaps: until now they held the module's own memory
+        return unit_index
 
-    def _read_in_place(self, index: int) -> None:
-        """While freed: from now on the flat vector lies where the store keeps it, if this process can read it there."""
+    def _read_in_place(self, unit_index: int) -> None:
+        """Moves the flat vector of a freed unit to the store's memory, if this process can read the memory."""
         can_read = self.device_type == "cpu" and not self.precision.casts
-        shared = self._store.in_place(index) if can_read else None
+        shared = self._store.in_place(unit_index) if can_read else None
         if shared is None or self._shared is not None:
             return
-        self._flat.lie_in(shared.bytes)
+        self._flat.use_shared(shared.bytes)
         self._shared = shared
-        self._placed.lie_in([self._flat.place(number) for number in range(len(self.parameters))])
+        self._placed.place_all([self._flat.place(index) for index in range(len(self.parameters))])
 
     def share_on_host(self) -> bool:
-        """While freed: moves the values to memory that the processes of this host share; returns whether there is any.
+        """Moves the values of a freed unit to memory that the trainers of this host share.
 
-        Graphs that were made before can not be used any more.
+        Graphs that were made before become unusable.
+
+        Returns:
+            False if the host has no shared memory for the unit.
         """
         assert self.state is UnitState.FREED
         if not self._store.share_on_host(self.index):
@@ -164,22 +203,12 @@ class Unit:
     # Gathering and freeing.
 
     @property
-    def is_replica(self) -> bool:
-        """Whether the weights stay here."""
-        return self.settings.strategy is ShardingStrategy.NO_SHARD
-
-    @property
-    def needs_gather(self) -> bool:
-        """Whether the values are not here, nor on their way."""
-        return self.state in (UnitState.FREED, UnitState.STALE)
-
-    @property
     def in_flight(self) -> Future[int] | None:
-        """The gather into memory of this process that was started last, until its bytes are used."""
-        return None if self._flat.in_place else self._fetched
+        """The latest gather into memory of this process, until its bytes are used."""
+        return None if self._flat.in_place else self._gather
 
-    def start_fetch(self) -> None:
-        """Starts to gather, in the background, unless that has been done."""
+    def start_gather(self) -> None:
+        """Starts to gather in the background; no effect if the values are here or on their way."""
         if not self.needs_gather:
             return
         if self.state is UnitState.FREED:
@@ -187,22 +216,23 @@ class Unit:
         self._set_state(UnitState.FETCHING)
         try:
             if self._shared is not None:
-                self._fetched = self._store.await_version(self.index)
+                self._gather = self._store.await_version(self.index)
             else:
-                self._fetched = self._store.gather(
+                self._gather = self._store.gather(
                     self.index, self._flat.receive_buffer(), layout=self.precision.layout, vector=self._flat
                 )
-                self._fetched.add_done_callback(self._note_received)
+                self._gather.add_done_callback(self._begin_device_copy)
         except BaseException:
             self.free()
             raise
 
-    def _note_received(self, fetched: Future[int]) -> None:
-        if not fetched.cancelled() and fetched.exception() is None:
+    def _begin_device_copy(self, gather: Future[int]) -> None:
+        # Runs in the thread that completes the gather, so that a copy to a GPU does not wait for the training thread.
+        if not gather.cancelled() and gather.exception() is None:
             self._flat.received()
 
     def unshard(self) -> None:
-        """Makes the parameters usable; waits for their bytes.
+        """Waits for the values and makes the parameters usable.
 
         Raises:
             UsageError: A module holds another parameter than the one that was sharded.
@@ -217,21 +247,21 @@ class Unit:
         self._set_state(UnitState.UNSHARDED)
 
     def _receive(self) -> None:
-        self.start_fetch()
-        assert self._fetched is not None
+        self.start_gather()
+        assert self._gather is not None
         try:
-            self._version = self._fetched.result()
+            self._version = self._gather.result()
             self.is_current = True
             self._flat.receive()
         except Exception:
             self.free()
             raise
-        self._fetched = None
+        self._gather = None
 
     def require_current(self) -> None:
         """Waits until the servers have the version that the step reads, as a gather does.
 
-        Until then they may still be reading the last step's gradients, where those of this step will lie.
+        Before that, a server may still read the last step's gradients in the buffer that the next push overwrites.
         """
         if not self.is_current:
             if self._shared is not None:
@@ -241,41 +271,38 @@ class Unit:
             self.is_current = True
 
     def drop_kept_gradients(self) -> None:
-        """Drops the gradients that earlier steps left for another optimizer's."""
+        """Drops the gradients of earlier steps that the servers keep because no optimizer has used them."""
         if self._store.may_keep(self.index):
             self._store.drop(self.index, range(len(self.parameters)))
 
     def keep(self) -> None:
-        """Makes the parameters unusable, but keeps their bytes for the next use in the step."""
+        """Makes the parameters unusable and keeps the values for the next use in the step."""
         assert self.state is UnitState.UNSHARDED
         self._placed.forbid()
         self._set_state(UnitState.KEPT)
 
     def free(self) -> None:
-        """Gives the memory back; waits for a gather that is under way."""
+        """Releases the memory, after waiting for a gather that is running."""
         if self.state is UnitState.FREED:
             return
-        self._end_fetch()
+        self._end_gather()
         self._release()
 
     def expire(self) -> None:
-        """The values are of an older version: a replica keeps its memory for the next one, another unit is freed."""
-        if self.is_replica and self.state is not UnitState.FREED:
-            self._end_fetch()
-            self._placed.forbid()
-            self._placed.depart()
-            self._flat.abandon()
-            self._set_state(UnitState.STALE)
-        else:
-            self.free()
+        """Makes a replica stale: the values are old, and the memory stays for the next version."""
+        self._end_gather()
+        self._placed.forbid()
+        self._placed.mark_freed()
+        self._flat.abandon()
+        self._set_state(UnitState.STALE)
 
-    def _end_fetch(self) -> None:
-        if self._fetched is not None and self._shared is None:
-            wait([self._fetched])  # it is writing into the memory
-        self._fetched = None
+    def _end_gather(self) -> None:
+        if self._gather is not None and self._shared is None:
+            wait([self._gather])  # the gather writes into the memory
+        self._gather = None
 
     def forget_graphs(self) -> None:
-        """Graphs that were made before can not be used any more."""
+        """Makes all graphs that exist now unusable."""
         self.generation += 1
         self._placed.forget_graphs()
         if self.state is UnitState.UNSHARDED:
@@ -283,36 +310,25 @@ class Unit:
 
     def _release(self) -> None:
         self._placed.forbid()
-        self._placed.depart()
+        self._placed.mark_freed()
         self._flat.release()
         self._set_state(UnitState.FREED)
-
-    def _set_state(self, state: UnitState) -> None:
-        size_bytes, before = 0 if self.is_replica else self.own_bytes, self.state
-        self._memory.fetching_bytes += ((state is UnitState.FETCHING) - (before is UnitState.FETCHING)) * size_bytes
-        self._memory.kept_bytes += ((state is UnitState.KEPT) - (before is UnitState.KEPT)) * size_bytes
-        self.state = state
-
-    @property
-    def own_bytes(self) -> int:
-        """What the flat vector takes of this process's memory while gathered."""
-        return 0 if self._flat.in_place else self.precision.layout.size_bytes
 
     # Checks.
 
     def written_parameter(self) -> str | None:
-        """The name of a parameter that was written in place, or given other data, since it was gathered, if any."""
+        """Returns the name of a parameter that was written in place, or given other data, since it was gathered."""
         if self.state is not UnitState.UNSHARDED or not (changed := self._placed.written()):
             return None
         for index in changed:
-            self._placed.lie_at(index, self._flat.place(index))
+            self._placed.place(index, self._flat.place(index))
         self.written_page()
         return self.layout.parameters[changed[0]].name
 
     def written_page(self) -> str | None:
-        """Drops what was written to memory that the store shares; returns the name of a parameter there, if any.
+        """Returns the name of a parameter that was written in the store's shared memory, and undoes the write.
 
-        Finds also what torch does not count as a write.
+        Also finds writes that torch does not count.
         """
         byte = None if self._shared is None else self._shared.forget_writes()
         if byte is None:
@@ -324,7 +340,7 @@ class Unit:
         )
 
     def check_version(self) -> None:
-        """Frees the unit and raises VersionGoneError if bytes that are read in place have changed in use."""
+        """Raises VersionGoneError, and frees the unit, if the bytes that it reads in place changed while in use."""
         if self._shared is not None and self.state in (UnitState.UNSHARDED, UnitState.KEPT):
             try:
                 self._shared.check(self._version)
@@ -332,27 +348,62 @@ class Unit:
                 self.free()
                 raise
 
-    # Reading beside the training.
+    # Reads that are independent of training.
 
     def gather_copy(self) -> torch.Tensor:
-        """The flat vector as bytes in memory of its own; the unit's state does not change. [size_bytes]"""
+        """Gathers the flat vector into new memory; the unit's state does not change. uint8. [size_bytes]"""
         if self._shared is not None and self._shared.exact:
             version = self._store.await_version(self.index).result()
             copy = self._shared.bytes.clone()
             self._shared.check(version)
             return copy
         flat = torch.empty(self.layout.size_bytes, dtype=torch.uint8)
-        # A view that keeps the memory: after Ctrl-C here the gather goes on.
+        # The memoryview keeps the memory alive: after Ctrl-C here, the gather continues in the background.
         self._store.gather(self.index, flat.numpy().data, exact=True).result()
         return flat
 
     def gather_average(self) -> torch.Tensor:
-        """``gather_copy`` of the values' moving average. [size_bytes]"""
+        """Gathers the moving average of the values into new memory. uint8. [size_bytes]"""
         flat = torch.empty(self.layout.size_bytes, dtype=torch.uint8)
         self._store.gather_average(self.index, memory_at(flat.data_ptr(), self.layout.size_bytes))
         return flat
 
     def read(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """A parameter's values, as a view of what ``gather_copy`` returned."""
+        """Returns a parameter's values as a view of a result of ``gather_copy``."""
         spec, start = self.layout.parameters[index], self.layout.starts[index]
         return flat[start : start + spec.size_bytes].view(self.precision.stored_dtype(index)).view(spec.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The unit that a parameter belongs to."""
+
+    unit: Unit
+    index: int
+    """Index of the parameter in the unit's layout."""
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the run."""
+        return self.unit.layout.parameters[self.index].name
+
+    @property
+    def unit_name(self) -> str:
+        """The unit's name."""
+        return self.unit.name
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Dtype of the parameter on the servers."""
+        return self.unit.precision.stored_dtype(self.index)
+
+    @property
+    def is_pushed(self) -> bool:
+        """True if a gradient of the unit was pushed and not committed yet."""
+        return self.unit.pushed
+
+
+def owner_of(tensor: torch.Tensor) -> Owner | None:
+    """Returns the unit that holds a parameter, freed or not; None for any other tensor."""
+    owner: Owner | None = getattr(tensor, OWNER_ATTRIBUTE, None)
+    return owner

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from shardwell.module.guards import needs_closure
+from shardwell.module.torch_patches import needs_closure
 from shardwell.optimizers.partition_optimizer import PartitionOptimizer
 from shardwell.transport.partitions import PartitionSegment
 from shardwell_wire.errors import UsageError

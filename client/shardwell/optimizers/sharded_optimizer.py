@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from shardwell.module.callers import called_from
-from shardwell.module.parameter import USE_SHARDED_SCALER, owner_of
+from shardwell.module.freed_parameter import USE_SHARDED_SCALER, is_called_from
+from shardwell.module.unit import owner_of
 from shardwell.session.open_sessions import session_of
 from shardwell.session.session import Session
 from shardwell.session.step_end import StepUpdate
@@ -43,6 +43,8 @@ class ShardedOptimizer(Optimizer):
         UsageError: A parameter is not sharded: call ``fully_shard`` on the whole model first.
     """
 
+    updates_on_servers: ClassVar[bool] = True
+    """Marks the class for the checks of ``module/torch_patches.py``, which must not import it."""
     algorithm: ClassVar[str]
     """Its name in an ``OptimizerStep``."""
     _numbers: ClassVar[tuple[str, ...]]
@@ -198,7 +200,7 @@ class ShardedOptimizer(Optimizer):
             NonFiniteError: A gradient has NaN or infinity; the parameters are unchanged.
         """
         self._refuse_if_combined("step")
-        if called_from("torch/distributed/checkpoint/state_dict.py"):
+        if is_called_from("torch/distributed/checkpoint/state_dict.py"):
             raise UsageError(
                 "torch.distributed.checkpoint would take a step to find the state of an optimizer whose state is on "
                 "the shard servers: the run's checkpoints hold it, and optimizer.state_dict() the hyper-parameters"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwell.module.collect import collect_parameters
+from shardwell.module.fully_shard import collect_parameters
 from shardwell.planning.activations import SavedActivations, recording
 from shardwell.planning.planned_units import PlannedCall, PlannedUnit
 from shardwell.wrapping.choice import ChosenUnit, choose_units

@@ -16,8 +16,7 @@ from shardwell.data_plane.node_gathers import NodeGathers, fetch
 from shardwell.data_plane.partition_updates import PartitionUpdates
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
-from shardwell.memory.completion import Completable
-from shardwell.memory.device_copies import to_host
+from shardwell.memory.device_copies import Completable, to_host
 from shardwell.module.store import InitialValues
 from shardwell.session.buffer_store import RemoteBuffers
 from shardwell.session.config import JoinConfig

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwell.credentials import find_credentials
 from shardwell.memory.allocator import share_heaps
-from shardwell.module import clip_guards, guards
+from shardwell.module import guards, torch_patches
 from shardwell.module.memory_report import MemoryReport, measure
 from shardwell.module.strategy import BackwardPrefetch
 from shardwell.module.units import Units
@@ -306,7 +306,7 @@ class Session:
     def _note_closed(self) -> None:
         self._closed = True
         open_sessions.note_closed(self)
-        clip_guards.unwatch(self.units)
+        torch_patches.unwatch(self.units)
 
     def _close_connections(self) -> None:
         self._coordinator.close()

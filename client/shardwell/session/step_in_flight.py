@@ -53,7 +53,7 @@ class StepInFlight:
         """Whether ``zero_grad`` was called since the step began: a commit without gradients is intended."""
         self._interrupted: StepUpdate | None = None
         """What the ``optimizer.step()`` asked for that was called last and did not come to its end."""
-        units.before_use = self.settle
+        units.passes.before_use = self.settle
 
     @property
     def wait_s(self) -> dict[str, float]:

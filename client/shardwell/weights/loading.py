@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwell.module.boxes import Box, local_box
-from shardwell.module.collect import FoundParameter, Site
 from shardwell.module.initialization import InitFunction, Naming
-from shardwell.module.parameter import owner_of
 from shardwell.module.store import InitialValues
-from shardwell.module.tensors import local_part
+from shardwell.module.tensors import Box, local_box, local_part
+from shardwell.module.unit import owner_of
+from shardwell.module.unit_parameters import FoundParameter, Site
 from shardwell.weights.safetensors_file import StoredTensor, find_tensors
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import Segment, UnitLayout

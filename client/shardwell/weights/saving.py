@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwell.module.parameter import owner_of
+from shardwell.module.unit import owner_of
 from shardwell.weights.checkpoint_files import Values, write_dcp, write_safetensors
 from shardwell.weights.state_dict import read_values
 from shardwell.weights.tensor_parallel import mesh_of, written_by_one

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwell.module.parameter import owner_of
+from shardwell.module.unit import owner_of
 from shardwell.session.open_sessions import session_of
 from shardwell.session.session import Session
 from shardwell.weights.state_dict import iter_full_state_dict

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from shardwell.memory.allocator import trim
-from shardwell.module.parameter import owner_of
 from shardwell.module.tensors import local_part
-from shardwell.module.unit import Unit
+from shardwell.module.unit import Unit, owner_of
 from shardwell.weights.tensor_parallel import whole
 
 

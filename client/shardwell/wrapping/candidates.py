@@ -9,9 +9,9 @@ from typing import overload
 from torch import nn
 
 from shardwell.module.guards import has_forward
-from shardwell.module.parameter import owner_of
 from shardwell.module.sharded_module import ShardedModule
 from shardwell.module.tensors import local_part
+from shardwell.module.unit import owner_of
 
 _READS_CHILDREN = (nn.MultiheadAttention,)
 """Their forward reads the parameters of their children without calling them."""

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwell.memory.allocator import keep_freed_memory, return_freed_memory
 from shardwell.module.activation_offload import offload_activations
-from shardwell.module.forward_wrapper import wrap_forward
+from shardwell.module.hooks import wrap_forward
 from shardwell.module.strategy import BackwardPrefetch, ShardingStrategy
 from shardwell_wire.errors import UsageError
 
@@ -130,12 +130,11 @@ def prepare_session(session: Session, options: MemoryOptions) -> None:
         keep_freed_memory()
     elif options.keep_freed_memory is not None:
         return_freed_memory()
-    if options.keep_bytes is not None:
-        units.keep_bytes = options.keep_bytes
-    if options.prefetch_bytes is not None:
-        units.gathering.prefetch_bytes = options.prefetch_bytes
-    if options.backward_prefetch is not None:
-        units.gathering.backward_prefetch = options.backward_prefetch
+    units.set_limits(
+        prefetch_bytes=options.prefetch_bytes,
+        keep_bytes=options.keep_bytes,
+        backward_prefetch=options.backward_prefetch,
+    )
 
 
 def save_less(modules: Sequence[nn.Module], options: MemoryOptions) -> None:

@@ -1,0 +1,187 @@
+"""The entry of every backward: hooks nodes that read a unit's weights and have no hook yet.
+
+The hooks on the results of a forward (``hooks.py``) are enough for graphs that lead through these results. Two kinds
+of nodes are reached in another way:
+
+- Nodes that were made in a forward, and whose value left the forward in another way: an auxiliary loss that was
+  appended to a list, a feature that a hook on a submodule took.
+- Nodes that were made outside of every forward while the unit was gathered, such as a penalty on its parameters.
+
+They are found from the roots of the backward. The search ends at nodes that have a hook, so in an ordinary step it
+visits only the nodes of the loss function. What the search misses is safe: see Note: [Version counters].
+
+A backward searches only for the units of sessions whose forwards ran in the same thread. See Note: [Node numbers].
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import graph
+
+from shardwell.module.unit import ForwardCall, Unit, owner_of
+from shardwell.module.unit_parameters import FIRST_VERSION, FREED_VERSION
+from shardwell.module.units import Units
+from shardwell_wire.errors import FreedParameterError, UsageError
+
+_RUN_BACKWARD = "_engine_run_backward"
+
+_MAX_NODES = 4096
+"""Limit of the search, which takes about a microsecond per node."""
+
+_ALIASES = ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "Squeeze", "Unsqueeze")
+_VIEWS = tuple(
+    f"{name}Backward" for name in (*_ALIASES, "Select", "Slice", "Narrow", "Split", "Unbind", "AsStrided", "Alias")
+)
+"""Prefixes of the names of nodes whose result is a view: an operation on the view reads the parameter."""
+
+_OTHER_VERSION = re.compile(r"is at version (\d+); expected version (\d+) instead")
+_NO_MEMORY = ("out of bounds for storage of size 0", "its data is not allocated yet")
+"""Errors of torch about a tensor without memory, where torch compares no version counter."""
+
+_ADVICE = (
+    "Make the tensor a result of the forward (a return value, or an attribute of one of the unit's modules), call "
+    "backward while the unit is gathered (after module.unshard() and before module.reshard()), or compute the tensor "
+    "from a clone of the parameter"
+)
+
+_watched: weakref.WeakSet[Units] = weakref.WeakSet()
+
+
+def watch(units: Units) -> None:
+    """Makes all later backwards gather these units where they need them."""
+    _install()
+    _watched.add(units)
+
+
+@functools.cache
+def _install() -> None:
+    """Wraps the function through which all Python code of torch runs a backward."""
+    original = graph._engine_run_backward
+
+    @functools.wraps(original)
+    def run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        watched = list(_watched)
+        for units in watched:
+            hook_loose_nodes(units, t_outputs)
+        try:
+            return original(t_outputs, *args, **kwargs)
+        except RuntimeError as error:
+            explanation = _explain(error, [unit for units in watched for unit in units])
+            if explanation is None:
+                raise
+            raise explanation from error
+
+    skipped = torch.compiler.disable(run_backward, recursive=False)  # type: ignore[no-untyped-call]
+    for module in (graph, torch.autograd):
+        setattr(module, _RUN_BACKWARD, skipped)
+
+
+def hook_loose_nodes(units: Units, roots: Iterable[Any]) -> None:
+    """Hooks the nodes that read a unit's weights without a hook, so that the unit is gathered before they run."""
+    graphs = units.passes.graphs
+    if not graphs.made_by_this_thread:
+        return
+    found = _search(units, roots)
+    open_groups: dict[Unit, ForwardCall] = {}
+    for number in sorted(found):
+        node, readers = found[number]
+        groups = {unit: open_groups.get(unit) or ForwardCall(unit, unit.generation, number) for unit in readers}
+        open_groups = groups
+        for call in groups.values():
+            graphs.watch(node, number, call)
+
+
+def _search(units: Units, roots: Iterable[Any]) -> dict[int, tuple[Any, list[Unit]]]:
+    """Returns the nodes without a hook that read weights, by number, with the units that they read.
+
+    Hooks the nodes that were made in a forward call at once.
+    """
+    graphs = units.passes.graphs
+    nodes = {node: node._sequence_nr() for node in _reachable(roots, graphs.watched)}
+    reads: dict[Any, list[Unit]] = {}
+    found: dict[int, tuple[Any, list[Unit]]] = {}
+    for node, number in sorted(nodes.items(), key=lambda item: item[1]):
+        if _is_leaf(node):
+            continue
+        readers = {unit: None for child, _ in node.next_functions for unit in _read_by(child, reads, units)}
+        if readers and node.name().startswith(_VIEWS):
+            reads[node] = list(readers)
+        if (call := graphs.calls.find(number)) is not None:
+            graphs.watch(node, number, call)
+        elif readers:
+            found[number] = node, list(readers)
+    return found
+
+
+def _read_by(child: Any, reads: dict[Any, list[Unit]], units: Units) -> list[Unit]:
+    """Returns the units whose weights a node reads through one of its inputs."""
+    if child is None:
+        return []
+    if not _is_leaf(child):
+        return reads.get(child, [])
+    owner = owner_of(child.variable)
+    return [owner.unit] if owner is not None and units.has(owner.unit) else []
+
+
+def _is_leaf(node: Any) -> bool:
+    """True if a node stands for a tensor that was not computed."""
+    return type(node).__name__ == "AccumulateGrad"
+
+
+def _reachable(roots: Iterable[Any], hooked: set[int]) -> Iterator[Any]:
+    """Yields the nodes of a backward down to those that have a hook."""
+    seen: set[Any] = set()
+    waiting = [node for root in roots if (node := _node_of(root)) is not None]
+    while waiting and len(seen) < _MAX_NODES:
+        node = waiting.pop()
+        if node in seen or node._sequence_nr() in hooked:
+            continue
+        seen.add(node)
+        yield node
+        waiting.extend(child for child, _ in node.next_functions if child is not None)
+
+
+def _node_of(root: Any) -> Any:
+    """Returns the node of a tensor or of a ``GradientEdge``."""
+    return root.grad_fn if isinstance(root, torch.Tensor) else root.node
+
+
+def _explain(error: RuntimeError, units: Sequence[Unit]) -> UsageError | None:
+    """Returns a clearer error if a backward failed because of sharded weights; None if for another reason."""
+    text = str(error)
+    if (found := _OTHER_VERSION.search(text)) is None:
+        freed = any(phrase in text for phrase in _NO_MEMORY) and any(unit.needs_gather for unit in units)
+        return _freed(None, None) if freed else None
+    now, expected = int(found[1]), int(found[2])
+    if now >= FREED_VERSION:
+        for unit in units:
+            for index, parameter in enumerate(unit.parameters):
+                if parameter._version == now:
+                    return _freed(unit.name, unit.layout.parameters[index].name)
+        return _freed(None, None)
+    if now >= FIRST_VERSION and expected >= FIRST_VERSION:
+        return UsageError(
+            "backward through a graph that was made before the last optimizer.step() or in another work item: the "
+            "weights that the graph saved are gone; run the forward again"
+        )
+    return None
+
+
+def _freed(unit: str | None, parameter: str | None) -> FreedParameterError:
+    weights = (
+        "weights of a sharded module, which are freed"
+        if unit is None
+        else f"parameter {parameter!r}, whose unit {unit!r} is freed"
+    )
+    return FreedParameterError(
+        f"backward needs {weights}: a tensor was computed from the weights that is not a result of the unit's forward. "
+        + _ADVICE,
+        unit=unit,
+        parameter=parameter,
+    )

@@ -1,0 +1,230 @@
+"""Gathers units before their forwards and backwards, and frees them and pushes their gradients afterwards.
+
+``residency.py`` decides; this module carries out the decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+import torch
+
+from shardwell.module.gradients import GradientPushes
+from shardwell.module.graph_tracking import NO_TASK, RunningBackwards, WatchedGraphs, backward_task
+from shardwell.module.residency import Phase, ResidencyPolicy, UnitState
+from shardwell.module.unit import ForwardCall, Unit
+from shardwell_wire.errors import UsageError
+
+
+class ForwardBackward:
+    """The forwards and backwards of one session's units.
+
+    Called from the training thread, and from autograd's threads while the training thread waits in a backward.
+
+    Attributes:
+        graphs: The graphs that can still be used.
+        entered: True if a forward has begun since the last commit.
+        before_use: Called before a forward; may commit a step.
+        is_last_backward: True if the end of a backward frees prefetched units that the backward did not use.
+        root: The unit that contains all other units; None if there is no single one.
+
+    Args:
+        units: All units of the session, also those that are added later.
+        policy: Decides what to gather, keep and free.
+        pushes: Pushes gradients.
+        max_gathers_in_flight: Limit of gathers into this process that run at once; 0: no limit.
+    """
+
+    def __init__(
+        self,
+        units: Collection[Unit],
+        policy: ResidencyPolicy[Unit],
+        pushes: GradientPushes,
+        *,
+        max_gathers_in_flight: int,
+    ) -> None:
+        self.graphs = WatchedGraphs(self._before_node)
+        self.entered = False
+        self.before_use: Callable[[], None] = _nothing
+        self.is_last_backward = True
+        self.root: Unit | None = None
+        self._units, self._policy, self._pushes = units, policy, pushes
+        self._backwards = RunningBackwards(self._end_backward)
+        self._max_in_flight = max_gathers_in_flight
+        self._in_flight: set[Future[int]] = set()
+
+    # Called by hooks.
+
+    def pre_forward(self, unit: Unit) -> None:
+        """Begins a forward of a unit: gathers the unit."""
+        in_backward = backward_task() != NO_TASK
+        if not in_backward:
+            self.before_use()
+            self.entered = True
+            self.graphs.begin()
+        call = ForwardCall(unit, unit.generation)
+        unit.usage.forward_calls.append(call)
+        if not in_backward:
+            if torch.is_grad_enabled():
+                self.graphs.calls.begin(call)
+            self._forget_failed_backward()
+            self._use(unit, Phase.FORWARD)
+        else:  # activation checkpointing recomputes the forward, and its backward comes next
+            self._backwards.current().units[unit] = None
+            self._use(unit, Phase.BACKWARD)
+
+    def post_forward(self, call: ForwardCall) -> None:
+        """Ends a forward of a unit, which returned or raised: may free the unit."""
+        unit = call.unit
+        self.graphs.calls.end(call)
+        if backward_task() == NO_TASK and self._frees_after_forward(call):
+            self.free_unused(unit)
+        else:
+            unit.check_version()
+
+    def _frees_after_forward(self, call: ForwardCall) -> bool:
+        unit = call.unit
+        expects_backward = call.has_backward and any(module.training for module in unit.modules)
+        return self._policy.frees_after_forward(unit, is_root=unit is self.root, expects_backward=expects_backward)
+
+    def _before_node(self, call: ForwardCall, node_number: int, gradients: object) -> None:
+        """Runs before a node that was made in a forward call or reads the unit's weights: gathers the unit."""
+        unit = call.unit
+        if call.generation != unit.generation:
+            raise UsageError(
+                f"backward through unit {unit.name!r} with a graph that was made before the last optimizer.step() or "
+                "in another work item: the weights of the graph are gone; run the forward again",
+                unit=unit.name,
+            )
+        backward = self._backwards.current()
+        ended = backward.end_calls_after(node_number)
+        if self._policy.gathers_before_push(unit):
+            for other in ended:
+                self._free_after_backward(other.unit)
+            self.start_gather(unit)
+        for other in ended:
+            self._post_backward(other.unit)
+        backward.begin(call)
+        self._use(unit, Phase.BACKWARD)
+
+    def _post_backward(self, unit: Unit, *, whole: bool = False) -> None:
+        self._pushes.after_backward(unit, whole=whole)
+        self._free_after_backward(unit)
+
+    def _free_after_backward(self, unit: Unit) -> None:
+        if self._policy.frees_after_backward(unit):
+            self.free_unused(unit)
+
+    def _end_backward(self, units: Iterable[Unit]) -> None:
+        """Ends the calls that no older call followed, and pushes gradients that came late, such as tied parameters'.
+
+        Checks all units that are read in place: the backward may have read units whose nodes have no hook.
+        """
+        for unit in self._units:
+            unit.check_version()
+        for unit in units:
+            self._post_backward(unit, whole=True)
+        if not self._backwards and self.is_last_backward:
+            for unit in self._policy.unused_prefetches(self._units):
+                unit.free()
+
+    # Gathering.
+
+    def _use(self, unit: Unit, phase: Phase) -> None:
+        self.start_gather(unit)
+        self._policy.order.observe(unit, phase)
+        self._prefetch(unit, phase)
+        unit.unshard()
+        if self._max_in_flight:  # the unit's own gather was one of those in flight
+            self._prefetch(unit, phase)
+
+    def _prefetch(self, unit: Unit, phase: Phase) -> None:
+        for following in self._policy.prefetches(unit, phase):
+            if not self._has_room():
+                return
+            self.start_gather(following)
+
+    def start_gather(self, unit: Unit) -> None:
+        """Starts to gather a unit, unless a gather is running or done; waits while too many gathers are running."""
+        if not unit.needs_gather:
+            return
+        while not self._has_room():
+            wait(self._in_flight, return_when=FIRST_COMPLETED)
+        unit.start_gather()
+        if self._max_in_flight and unit.in_flight is not None:
+            self._in_flight.add(unit.in_flight)
+
+    def _has_room(self) -> bool:
+        self._in_flight = {gather for gather in self._in_flight if not gather.done()}
+        return not self._max_in_flight or len(self._in_flight) < self._max_in_flight
+
+    def begin_step(self) -> None:
+        """Starts to fetch the new version of replicas, in the order of the last forward."""
+        for unit in self._policy.gathers_at_step_start(self._units):
+            if self._has_room():
+                self.start_gather(unit)
+
+    # Freeing.
+
+    def free_unused(self, unit: Unit, *, thorough: bool = False) -> None:
+        """Frees or keeps a unit, unless a forward or backward uses it.
+
+        Args:
+            unit: The unit.
+            thorough: Also look for writes that torch does not count, which takes longer. ``Units.finish_item`` finds
+                these writes otherwise.
+
+        Raises:
+            UsageError: A parameter was written in place; the write would be lost.
+            VersionGoneError: Bytes that are read in place changed while in use.
+        """
+        if unit.usage:
+            return
+        written = unit.written_parameter() or (unit.written_page() if thorough else None)
+        if written:
+            unit.free()
+            raise_written(unit, written)
+        unit.check_version()
+        self.release(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Keeps a unit if ``keep_bytes`` has room for it, otherwise frees it."""
+        state = self._policy.state_after_release(unit)
+        if state is UnitState.FREED:
+            unit.free()
+        elif state is not unit.state:
+            unit.keep()
+
+    def abort(self, put_away: Callable[[Unit], None]) -> None:
+        """Ends all forwards and backwards, and calls a function on every unit."""
+        self._backwards.clear()
+        for unit in self._units:
+            unit.usage.clear()
+            put_away(unit)
+
+    def clean_up(self) -> None:
+        """Frees all units if an exception stopped a forward or backward."""
+        failed = self._backwards or any(unit.usage.forward_calls for unit in self._units)
+        if failed and backward_task() == NO_TASK:
+            self.abort(Unit.free)
+
+    def _forget_failed_backward(self) -> None:
+        if self._backwards:
+            self._backwards.clear()
+            for unit in self._units:
+                unit.usage.backward_calls.clear()
+
+
+def raise_written(unit: Unit, name: str) -> None:
+    """Raises UsageError because a parameter was written in place."""
+    raise UsageError(
+        f"parameter {name!r} of unit {unit.name!r} was written in place. The values are stored on the shard servers, "
+        "so the write is lost: change parameters before fully_shard",
+        unit=unit.name,
+        parameter=name,
+    )
+
+
+def _nothing() -> None:
+    pass

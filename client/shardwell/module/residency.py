@@ -1,0 +1,269 @@
+"""The residency policy: which units to gather, prefetch, keep and free, and when.
+
+Pure bookkeeping, without torch and without I/O: events go in, decisions come out. ``forward_backward.py`` carries out
+the decisions for a sharded model, ``planning/rehearsal.py`` for a model that exists in sizes only.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar, cast
+
+from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
+
+MAX_UNITS_AHEAD = 8
+"""Limit of the look-ahead. A longer one hides no more latency, and every use of a unit would walk the whole model."""
+
+
+class UnitState(enum.Enum):
+    """Lifecycle of a unit, and the memory that it holds in this process.
+
+    Gradients that are not pushed yet are in ``parameter.grad``, in any state.
+    """
+
+    FREED = enum.auto()
+    """No memory. Using a parameter raises ``FreedParameterError``."""
+    FETCHING = enum.auto()
+    """The flat vector is allocated, and a gather is running or done. Using a parameter still raises."""
+    UNSHARDED = enum.auto()
+    """The flat vector is complete and the parameters are usable."""
+    KEPT = enum.auto()
+    """The flat vector is complete and kept for the unit's next use in the step. Using a parameter raises."""
+    STALE = enum.auto()
+    """The flat vector of a replica keeps its memory, with an older version in it. Using a parameter raises."""
+
+
+class Phase(enum.IntEnum):
+    """The pass that a unit is gathered for."""
+
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+
+
+@dataclass(slots=True)
+class UnitSettings:
+    """What a user has chosen for one unit. None leaves the choice to ``ResidencyPolicy``."""
+
+    strategy: ShardingStrategy | None = None
+    replica: ReplicaOptions = field(default_factory=ReplicaOptions)
+    reshard_after_forward: bool | None = None
+    reshard_after_backward: bool = True
+    requires_gradient_sync: bool = True
+    forward_prefetch: tuple[ResidentUnit, ...] | None = None
+    backward_prefetch: tuple[ResidentUnit, ...] | None = None
+
+
+@dataclass(slots=True)
+class ResidentBytes:
+    """Bytes that the flat vectors of all units take in this process."""
+
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    """Maximum of ``live_bytes`` so far."""
+    fetching_bytes: int = 0
+    """Of units in the state FETCHING; replicas are not counted."""
+    kept_bytes: int = 0
+    """Of units in the state KEPT; replicas are not counted."""
+
+    def take(self, size_bytes: int) -> None:
+        """Counts memory that was allocated, or released if the number is negative."""
+        self.live_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+class ResidentUnit:
+    """What the policy knows about a unit. A subclass says how large it is and moves its bytes.
+
+    Args:
+        memory: Counts the unit's memory among that of other units.
+    """
+
+    index: int
+    """Number of the unit in the run."""
+
+    def __init__(self, memory: ResidentBytes) -> None:
+        self.state = UnitState.FREED
+        self.settings = UnitSettings()
+        self._memory = memory
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the flat vector, wherever it is stored."""
+        raise NotImplementedError
+
+    @property
+    def own_bytes(self) -> int:
+        """Memory of this process that the flat vector takes while gathered; 0 if it is read in place."""
+        raise NotImplementedError
+
+    @property
+    def is_replica(self) -> bool:
+        """True if the weights stay in this process."""
+        return self.settings.strategy is ShardingStrategy.NO_SHARD
+
+    @property
+    def needs_gather(self) -> bool:
+        """True if the current values are neither in this process nor on their way."""
+        return self.state in (UnitState.FREED, UnitState.STALE)
+
+    def _set_state(self, state: UnitState) -> None:
+        size_bytes, before = 0 if self.is_replica else self.own_bytes, self.state
+        self._memory.fetching_bytes += ((state is UnitState.FETCHING) - (before is UnitState.FETCHING)) * size_bytes
+        self._memory.kept_bytes += ((state is UnitState.KEPT) - (before is UnitState.KEPT)) * size_bytes
+        self.state = state
+
+
+class _Indexed(Protocol):
+    @property
+    def index(self) -> int: ...
+
+
+IndexedT = TypeVar("IndexedT", bound=_Indexed)
+UnitT = TypeVar("UnitT", bound=ResidentUnit)
+
+
+class UsageOrder(Generic[IndexedT]):
+    """The order in which units were used, from which the next uses are predicted.
+
+    A use is predicted from the two uses before it. The prediction is exact for a model that runs the same way every
+    time, also where a unit is used several times, and needs no notion of where a step begins.
+    """
+
+    def __init__(self) -> None:
+        self._next_use: dict[tuple[tuple[IndexedT, Phase] | None, tuple[IndexedT, Phase]], tuple[IndexedT, Phase]] = {}
+        self._previous: tuple[IndexedT, Phase] | None = None
+        self._latest: tuple[IndexedT, Phase] | None = None
+        self._forward: list[int] = []
+        self._forward_ended = False
+
+    def observe(self, unit: IndexedT, phase: Phase) -> None:
+        """Records that a unit is used now. A repetition of the latest use is ignored."""
+        use = (unit, phase)
+        if use == self._latest:
+            return
+        if self._latest is not None:
+            self._next_use[self._previous, self._latest] = use
+        self._previous, self._latest = self._latest, use
+        self._record_forward(unit, phase)
+
+    def upcoming(self) -> Iterator[IndexedT]:
+        """Yields the units that the current phase is expected to use next, nearest first."""
+        previous, use = self._previous, self._latest
+        for _ in range(MAX_UNITS_AHEAD):
+            if use is None:
+                return
+            previous, use = use, self._next_use.get((previous, use))
+            if use is None or use[1] is not previous[1]:
+                return
+            yield use[0]
+
+    def _record_forward(self, unit: IndexedT, phase: Phase) -> None:
+        if phase is Phase.BACKWARD:
+            self._forward_ended = True
+            return
+        if self._forward_ended:
+            self._forward, self._forward_ended = [], False
+        if unit.index not in self._forward:
+            self._forward.append(unit.index)
+
+    def end_forward(self) -> None:
+        """Ends the current forward: the next one starts a new list in ``forward``."""
+        self._forward_ended = True
+
+    @property
+    def forward(self) -> list[int]:
+        """Indices of the units of the last forward, by first use."""
+        return list(self._forward)
+
+
+class ResidencyPolicy(Generic[UnitT]):
+    """Decides when the units of one trainer are gathered, kept and freed.
+
+    Attributes:
+        prefetch_bytes: How much may be gathered ahead of its use, beyond the units in use.
+        keep_bytes: How much may stay between its uses in a step.
+        backward_prefetch: When the next unit of a backward is gathered.
+        order: The order of uses seen so far.
+
+    Args:
+        memory: What the units take now.
+    """
+
+    def __init__(
+        self, memory: ResidentBytes, *, prefetch_bytes: int, keep_bytes: int, backward_prefetch: BackwardPrefetch
+    ) -> None:
+        self.prefetch_bytes, self.keep_bytes, self.backward_prefetch = prefetch_bytes, keep_bytes, backward_prefetch
+        self.order: UsageOrder[UnitT] = UsageOrder()
+        self._memory = memory
+
+    def prefetches(self, unit: UnitT, phase: Phase) -> Iterator[UnitT]:
+        """Yields the units to gather while a unit computes, nearest first.
+
+        The caller starts each gather before it asks for the next unit, and stops when no more gathers may run.
+        """
+        is_forward = phase is Phase.FORWARD
+        chosen = unit.settings.forward_prefetch if is_forward else unit.settings.backward_prefetch
+        if chosen is not None:
+            yield from (following for following in cast("tuple[UnitT, ...]", chosen) if following.needs_gather)
+            return
+        if not is_forward and self.backward_prefetch is not BackwardPrefetch.PRE:
+            return
+        # A replica has its memory permanently, so it takes no part of the budget.
+        is_ahead = unit.state is UnitState.FETCHING and not unit.is_replica
+        ahead_bytes = self._memory.fetching_bytes - (unit.own_bytes if is_ahead else 0)
+        for following in self.order.upcoming():
+            if not following.needs_gather:
+                continue
+            ahead_bytes += 0 if following.is_replica else following.size_bytes
+            if ahead_bytes > self.prefetch_bytes:
+                return
+            yield following
+
+    def gathers_before_push(self, unit: UnitT) -> bool:
+        """True if a unit is gathered before the gradients of the units that its backward follows are pushed."""
+        return self.backward_prefetch is BackwardPrefetch.POST and unit.needs_gather
+
+    def frees_after_forward(self, unit: UnitT, *, is_root: bool, expects_backward: bool) -> bool:
+        """True if a unit is released after its forward.
+
+        Args:
+            unit: The unit.
+            is_root: True if the unit contains all others: its backward begins at once.
+            expects_backward: True if a result of the forward has a graph, and the module is in training mode.
+        """
+        strategy, choice = unit.settings.strategy, unit.settings.reshard_after_forward
+        if strategy is ShardingStrategy.NO_SHARD:
+            return False
+        if choice is not None:
+            return choice
+        stays = strategy is ShardingStrategy.SHARD_GRAD_OP or is_root
+        return not (stays and expects_backward)
+
+    def frees_after_backward(self, unit: UnitT) -> bool:
+        """True if a unit is released after its backward."""
+        return unit.settings.reshard_after_backward and not unit.is_replica
+
+    def state_after_release(self, unit: UnitT) -> UnitState:
+        """Returns the state that a released unit enters: KEPT if ``keep_bytes`` has room for it, otherwise FREED."""
+        if unit.state is UnitState.KEPT:
+            return UnitState.KEPT
+        fits = unit.is_replica or self._memory.kept_bytes + unit.own_bytes <= self.keep_bytes
+        if unit.state is UnitState.UNSHARDED and fits:
+            return UnitState.KEPT
+        return unit.state if unit.is_replica else UnitState.FREED
+
+    def state_after_commit(self, unit: UnitT) -> UnitState:
+        """Returns the state that a unit enters when a commit makes its values old."""
+        return UnitState.STALE if unit.is_replica and unit.state is not UnitState.FREED else UnitState.FREED
+
+    def unused_prefetches(self, units: Iterable[UnitT]) -> Iterator[UnitT]:
+        """Yields the units that were prefetched and that the backward that has ended did not use."""
+        return (unit for unit in units if unit.state is UnitState.FETCHING and not unit.is_replica)
+
+    def gathers_at_step_start(self, units: Iterable[UnitT]) -> list[UnitT]:
+        """Returns the replicas whose new version is fetched when a step starts, in the order of the last forward."""
+        rank = {index: number for number, index in enumerate(self.order.forward)}
+        stale = [unit for unit in units if unit.state is UnitState.STALE]
+        return sorted(stale, key=lambda unit: rank.get(unit.index, len(rank)))

@@ -1,0 +1,126 @@
+"""Changes to torch: its optimizers and gradient clipping raise for gradients that are on the shard servers.
+
+Torch's functions would silently work with a part of the gradients. Freed parameters raise by themselves
+(``freed_parameter.py``). Gathered parameters are ordinary ones, and a list of gradients that were all pushed is empty,
+so torch's functions are wrapped, under every name that torch has for them. Nothing changes before the first
+``fully_shard``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn import utils
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from shardwell.module import backward_entry
+from shardwell.module.freed_parameter import refuse_clipping
+from shardwell.module.unit import owner_of
+from shardwell.module.units import Units
+from shardwell_wire.errors import UsageError
+
+_CLIPPING_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
+
+_SERVER_SIDE = frozenset(
+    (
+        *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LAMB", "Lion", "Muon", "NAdam", "RAdam"),
+        "RMSprop",
+        "SGD",
+    )
+)
+"""Classes of ``shardwell.optim``."""
+
+_watched: weakref.WeakSet[Units] = weakref.WeakSet()
+"""Units whose gradients may be on the servers."""
+
+
+def watch(units: Units) -> None:
+    """Makes torch check for the parameters and gradients of these units from now on."""
+    _install()
+    _watched.add(units)
+    backward_entry.watch(units)
+
+
+def unwatch(units: Units) -> None:
+    """Ends the checks for gradients that were pushed, because the session is closed."""
+    _watched.discard(units)
+
+
+def needs_closure(optimizer: type[Optimizer]) -> bool:
+    """True if the optimizer's step evaluates the model itself, as LBFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+@functools.cache
+def _install() -> None:
+    register_optimizer_step_pre_hook(_refuse_local_step)
+    for name in _CLIPPING_FUNCTIONS:
+        original = getattr(clip_grad, name)
+        checked = _checked(original, _check_parameters)
+        for module in (clip_grad, utils):
+            for alias in [alias for alias, value in vars(module).items() if value is original]:
+                setattr(module, alias, checked)
+    # Not clip_grad.get_total_norm: clip_grad_norm_ of ordinary parameters without gradients calls that function.
+    utils.get_total_norm = _checked(utils.get_total_norm, _check_gradients)
+
+
+def _refuse_local_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    if getattr(optimizer, "updates_on_servers", False):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (owner := owner_of(parameter)) is not None:
+                raise UsageError(
+                    f"{type(optimizer).__name__}.step() cannot update parameter {owner.name!r}, because its values are "
+                    f"on the shard servers. Use {_replacement(type(optimizer))}",
+                    parameter=owner.name,
+                )
+
+
+def _replacement(optimizer: type[Optimizer]) -> str:
+    if optimizer.__name__ in _SERVER_SIDE:
+        return f"shardwell.optim.{optimizer.__name__}"
+    if needs_closure(optimizer):
+        return "an optimizer of shardwell.optim: none of them evaluates the model several times in a step"
+    return f"shardwell.ClientSide(parameters, {optimizer.__name__}, ...), or an optimizer of shardwell.optim"
+
+
+def _checked(original: Callable[..., Any], check: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Returns the function with a check of its first argument."""
+
+    @functools.wraps(original)
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(check(tensors), *args, **kwargs)
+
+    return checked
+
+
+def _check_parameters(parameters: torch.Tensor | Iterable[torch.Tensor]) -> Any:
+    """Raises if a parameter is sharded; returns the argument, an iterator as a list."""
+    found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for parameter in found:
+        if (owner := owner_of(parameter)) is not None:
+            refuse_clipping(owner)
+    return found if found else parameters  # torch itself warns of an empty generator
+
+
+def _check_gradients(gradients: torch.Tensor | Iterable[torch.Tensor]) -> Any:
+    """Raises if there is no gradient, but some are on the servers; returns the argument, an iterator as a list."""
+    found = [gradients] if isinstance(gradients, torch.Tensor) else list(gradients)
+    if not found:
+        for units in _watched:
+            for unit in units:
+                if unit.pushed:
+                    raise UsageError(
+                        f"get_total_norm got no gradient: those of unit {unit.name!r} are on the shard servers. "
+                        "optimizer.clip_grad_norm_(float('inf')) returns the norm of all gradients and clips nothing",
+                        unit=unit.name,
+                    )
+    return found

@@ -1,0 +1,160 @@
+"""The parameter objects of a unit: where modules hold them, where their values are stored, and when they are usable.
+
+Note: [Version counters]
+    Autograd saves a tensor together with its version counter, and compares the counter when it reads the tensor. All
+    views of a tensor share the counter, except ``Tensor.data``. While a unit is freed, the counter of each of its
+    parameters is a number from ``FREED_VERSION`` on, so autograd raises instead of reading released memory. Gathering
+    restores the counter, so tensors that were saved before are valid again. Older graphs must not read newer weights:
+    when graphs become unusable, the next use of the unit sets the counters to the next multiple of ``_STRIDE``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shardwell.module.freed_parameter import freed_class
+from shardwell.module.tensors import local_part, set_dtype
+from shardwell_wire.errors import UsageError
+from shardwell_wire.layout import Parameter, UnitLayout
+
+FIRST_VERSION, FREED_VERSION, _STRIDE = 1 << 20, 1 << 31, 1 << 4
+"""torch stores 32 bits. Counters of tensors that are not sharded stay below ``FIRST_VERSION``."""
+
+_freed_versions = itertools.count(FREED_VERSION)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """An attribute of a module that holds a parameter or buffer."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(slots=True)
+class FoundParameter:
+    """A parameter with all its names and all sites that hold it."""
+
+    parameter: nn.Parameter
+    names: list[str] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+
+    def describe(self) -> Parameter:
+        """Returns the layout entry; for a ``DTensor`` that of this process's part."""
+        dtype = str(self.parameter.dtype).removeprefix("torch.")
+        shape = tuple(local_part(self.parameter).shape)
+        return Parameter(self.names[0], shape, dtype, aliases=tuple(self.names[1:]))
+
+
+class UnitParameters:
+    """The parameters of one unit. The objects stay in their modules, whether the unit is gathered or freed.
+
+    Args:
+        layout: Their names.
+        found: The parameters, in layout order.
+    """
+
+    def __init__(self, layout: UnitLayout, found: Sequence[FoundParameter]) -> None:
+        self._layout = layout
+        parameters = [entry.parameter for entry in found]
+        # A unit stores the local part of a DTensor, so sharding and tensor parallelism are independent.
+        self._locals = [local_part(parameter) for parameter in parameters]
+        self._classes = [(parameter, type(parameter), freed_class(type(parameter))) for parameter in parameters]
+        self._holders = [
+            (site.module._parameters, site.name, index) for index, entry in enumerate(found) for site in entry.sites
+        ]
+        self._fingerprints_at_allow: list[tuple[int, int]] = []
+        self._counters = VersionCounters([*parameters, *self._locals])
+
+    def place_all(self, places: Sequence[torch.Tensor]) -> None:
+        """Makes tensors the values of all parameters."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, place in enumerate(places):
+                self.place(index, place)
+
+    def place(self, index: int, place: torch.Tensor) -> None:
+        """Makes a tensor the values of one parameter."""
+        self._locals[index].data = place
+        set_dtype(self._classes[index][0], place.dtype)
+
+    def copy_to(self, places: Sequence[torch.Tensor], *, skip: Collection[int]) -> None:
+        """Copies the values of all parameters except some, by index."""
+        with torch.no_grad():
+            for index, (place, local) in enumerate(zip(places, self._locals, strict=True)):
+                if index not in skip:
+                    place.copy_(local)
+
+    def mark_freed(self) -> None:
+        """Makes autograd raise if it reads the values, which are about to be released."""
+        self._counters.mark_freed()
+
+    def forget_graphs(self) -> None:
+        """Makes what graphs saved of the values unusable from the next ``allow`` on."""
+        self._counters.forget_graphs()
+
+    def allow(self) -> None:
+        """Makes the parameters usable, also by autograd. ``written`` reports writes from now on."""
+        self._counters.mark_valid()
+        for parameter, original, _ in self._classes:
+            parameter.__class__ = original
+        self._fingerprints_at_allow = self._fingerprints()
+
+    def forbid(self) -> None:
+        """Makes every use of the parameters' values raise."""
+        for parameter, _, freed in self._classes:
+            parameter.__class__ = freed
+
+    def written(self) -> list[int]:
+        """Returns the indices of the parameters that were written in place or given other data since ``allow``."""
+        return [
+            index
+            for index, (now, before) in enumerate(zip(self._fingerprints(), self._fingerprints_at_allow, strict=True))
+            if now != before
+        ]
+
+    def check_holders(self) -> None:
+        """Raises UsageError if a module holds another parameter than the one that was sharded."""
+        for attributes, name, index in self._holders:
+            if attributes.get(name) is not self._classes[index][0]:
+                unit, parameter = self._layout.unit, self._layout.parameters[index].name
+                raise UsageError(
+                    f"parameter {parameter!r} of unit {unit!r} was replaced or removed after fully_shard (by an "
+                    "assignment, load_state_dict(assign=True) or functional_call), but the shard servers still have "
+                    "the old values: change parameters before fully_shard",
+                    unit=unit,
+                    parameter=parameter,
+                )
+
+    def _fingerprints(self) -> list[tuple[int, int]]:
+        """Returns address and write count of each parameter. Gathering does not change them."""
+        return [(local.data_ptr(), local._version) for local in self._locals]
+
+
+class VersionCounters:
+    """The version counters of one unit's parameters. See Note: [Version counters].
+
+    Args:
+        tensors: The parameters, and for a ``DTensor`` also its local part.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = tuple({id(tensor): tensor for tensor in tensors}.values())
+        self._freed = tuple(next(_freed_versions) for _ in self._tensors)
+        self._valid = FIRST_VERSION
+
+    def mark_valid(self) -> None:
+        """Sets the counters that current graphs have saved."""
+        torch._C._autograd._unsafe_set_version_counter(self._tensors, (self._valid,) * len(self._tensors))
+
+    def mark_freed(self) -> None:
+        """Sets counters with which autograd raises."""
+        torch._C._autograd._unsafe_set_version_counter(self._tensors, self._freed)
+
+    def forget_graphs(self) -> None:
+        """Makes existing graphs unusable from the next ``mark_valid`` on."""
+        self._valid += _STRIDE
