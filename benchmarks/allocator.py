@@ -1,7 +1,7 @@
-"""What the C library's settings cost a trainer in memory and time: ``python -m benchmarks.allocator``.
+"""Measures the effect of the C library's settings on a trainer's memory and time: ``python -m benchmarks.allocator``.
 
-Trains 12 blocks of 12.6 MB, fetched over sockets, for 8 steps in a fresh process per setting. MALLOC_* in the
-environment keeps ``shardwell.join`` from making its own settings, so each row shows what its variables do.
+Trains 12 blocks of 12.6 MB, fetched over sockets, for 8 steps in a new process per setting. MALLOC_* variables disable
+the settings of ``shardwell.join``, so each row shows the effect of its variables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS, STEPS = 2, 8
 SETTINGS: dict[str, dict[str, str]] = {
-    "glibc's default": {"MALLOC_PERTURB_": "0"},  # changes nothing: only tells join to keep off
+    "glibc's default": {"MALLOC_PERTURB_": "0"},  # has no effect, except that join changes no settings
     "threshold 1 MB": {"MALLOC_MMAP_THRESHOLD_": "1000000"},
     "threshold 4 MB": {"MALLOC_MMAP_THRESHOLD_": "4000000"},
     "as join sets it": {},
@@ -40,10 +40,10 @@ def train(address: str) -> None:
         optimizer = shardwell.optim.SGD(model.parameters(), lr=0.0)
         seconds = []
         for _ in range(STEPS):
-            began = time.perf_counter()
+            started = time.perf_counter()
             model(torch.randn(64, WIDTH)).sum().backward()
             optimizer.step()
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - started)
         print(json.dumps({"mb": (own_bytes() - start) / 1e6, "s": statistics.median(seconds[2:])}))
 
 

@@ -1,10 +1,10 @@
-"""What a step costs beside its computation, as things grow: ``python -m benchmarks.growth``.
+"""Measures the overhead of a step for growing numbers of trainers, servers, units and parameters.
 
-Every point has a cluster and trainers of its own; the model is linear layers, one unit each. "Overhead" is a step's
-time beyond the same forward and backward without Shardwell. A part of it is fixed, however few units there are: telling
-the coordinator that the work is finished, and the commit. Both are shown, and what is left per unit. Processes share
-this machine's CPUs, so more trainers need more time as soon as the CPUs are full: CPU time per unit and trainer tells
-the two apart.
+Run ``python -m benchmarks.growth``. Every point has its own cluster and trainers. The model has linear layers, one unit
+each. The overhead is a step's time beyond the same forward and backward without Shardwell. It has two parts that do not
+depend on the number of units: reporting finished work to the coordinator, and the commit. The table shows both, and the
+rest per unit. All processes share this machine's CPUs, so more trainers need more time when the CPUs are busy. The CPU
+time per unit and trainer shows the cost without this effect.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from benchmarks.workers import Group
 
 WARMUP_STEPS, PLAIN_STEPS = 3, 5
 MIN_SHARD_BYTES = 4096
-"""So small that a unit of these models is cut over all servers."""
+"""Small enough to cut every unit of these models over all servers."""
 PARAMETER_BYTES = 4
 COPIES_AT_PEAK = 3
-"""Of all parameters, in the servers: the values, the gradients that are kept apart, what is being received."""
+"""Copies of all parameters in the servers: values, separate contributions, and data in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +49,18 @@ class Point:
 
     @property
     def needed_bytes(self) -> int:
-        """Memory that the servers need for it, roughly."""
+        """Estimated memory of the servers."""
         return (COPIES_AT_PEAK + self.trainers - 1) * PARAMETER_BYTES * self.parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Points that differ in one number."""
+    """Points that differ in one field."""
 
     varied: str
     points: tuple[Point, ...]
     full_points: tuple[Point, ...] = ()
-    """Measured with ``--full`` only."""
+    """Points that are measured with ``--full`` only."""
 
 
 SWEEPS = {
@@ -76,34 +76,34 @@ SWEEPS = {
 
 
 @contextmanager
-def started_for(point: Point) -> Iterator[Group]:
-    """The cluster and the trainers of one point."""
+def start_point(point: Point) -> Iterator[Group]:
+    """Starts the cluster and the trainers of a point."""
     with shardwell.LocalCluster(point.servers, min_shard_bytes=MIN_SHARD_BYTES, log_level="warning") as cluster:
         shape = {"address": cluster.address, "trainers": point.trainers, "layers": point.units, "width": point.width}
         arguments = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
         server_pids = [cluster.coordinator.pid, *(shard.pid for shard in cluster.shards)]
         command_lines = [arguments] * point.trainers
-        with workers.started("benchmarks.growth_trainer", command_lines, server_pids=server_pids) as group:
+        with workers.start_group("benchmarks.growth_trainer", command_lines, server_pids=server_pids) as group:
             yield group
 
 
 def measure_point(point: Point, steps: int) -> dict[str, Any]:
-    """Starts what a point needs, measures it and ends it."""
-    with started_for(point) as group:
+    """Starts the processes of a point, measures it and ends them."""
+    with start_point(point) as group:
         pids = [*group.worker_pids, *group.server_pids]
-        take_steps(group, "plain", WARMUP_STEPS)
-        plain = take_steps(group, "plain", PLAIN_STEPS)
-        take_steps(group, "sharded", WARMUP_STEPS)
+        run_steps(group, "plain", WARMUP_STEPS)
+        plain = run_steps(group, "plain", PLAIN_STEPS)
+        run_steps(group, "sharded", WARMUP_STEPS)
         wait_until_quiet(pids)
         cpu_s = cpu_seconds(pids)
-        sharded = take_steps(group, "sharded", steps)
+        sharded = run_steps(group, "sharded", steps)
         wait_until_quiet(pids)
         return summarize_point(point, plain, sharded, (cpu_seconds(pids) - cpu_s) / steps)
 
 
-def take_steps(group: Group, what: str, number: int) -> list[list[dict[str, float]]]:
-    """Every trainer's steps, taken at the same time."""
-    return [answer["times"] for answer in group.run(what=what, steps=number)]
+def run_steps(group: Group, kind: str, number: int) -> list[list[dict[str, float]]]:
+    """Runs steps on all trainers at the same time and returns their durations."""
+    return [answer["times"] for answer in group.run(kind=kind, steps=number)]
 
 
 def summarize_point(
@@ -112,13 +112,13 @@ def summarize_point(
     sharded: Sequence[Sequence[dict[str, float]]],
     cpu_s: float,
 ) -> dict[str, Any]:
-    """Medians over all trainers' steps.
+    """Returns medians over the steps of all trainers.
 
     Args:
-        point: What was measured.
+        point: The measured point.
         plain: Steps without Shardwell, by trainer.
-        sharded: Steps with it, by trainer.
-        cpu_s: CPU time of one step, of all processes.
+        sharded: Steps with Shardwell, by trainer.
+        cpu_s: CPU time of one step, summed over all processes.
     """
 
     def median(steps: Sequence[Sequence[dict[str, float]]], name: str) -> float:
@@ -148,20 +148,20 @@ def summarize_point(
 
 COLUMNS = {
     "step_ms": "step",
-    "compute_ms": "of which computation",
-    "finish_ms": "waiting for everybody's work",
+    "compute_ms": "computation",
+    "finish_ms": "waiting for all work",
     "commit_ms": "waiting for the commit",
     "overhead_ms_per_unit": "overhead per unit",
-    "unit_ms": "the same without both waits",
+    "unit_ms": "overhead per unit without both waits",
     "cpu_ms_per_unit_and_trainer": "CPU time per unit and trainer",
 }
-"""Milliseconds, by key of a point's result."""
+"""Column titles by key of a point's result, in milliseconds."""
 COMPARED = ("commit_ms", "overhead_ms_per_unit", "unit_ms", "cpu_ms_per_unit_and_trainer")
-"""Shown with the ratio to the sweep's first point: 1.0 throughout is flat."""
+"""Keys that are shown with the ratio to the sweep's first point. A ratio of 1.0 means that the value is constant."""
 
 
 def to_section(name: str, results: Sequence[dict[str, Any]]) -> str:
-    """The table of one sweep."""
+    """Returns the table of one sweep."""
     varied = SWEEPS[name].varied
     rows = []
     for result in results:
@@ -174,7 +174,7 @@ def to_section(name: str, results: Sequence[dict[str, Any]]) -> str:
 
 
 def to_chart(sweeps: Mapping[str, Sequence[dict[str, Any]]]) -> Chart:
-    """The overhead per unit of every point."""
+    """Returns a chart with the overhead per unit of every point."""
     bars = {
         f"{result[SWEEPS[name].varied]:,} {name}": Summary(**result["overhead_s_per_unit"]).scaled(1e3)
         for name, results in sweeps.items()
@@ -184,10 +184,12 @@ def to_chart(sweeps: Mapping[str, Sequence[dict[str, Any]]]) -> Chart:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A step's overhead as trainers, servers, units and parameters grow.")
+    parser = argparse.ArgumentParser(
+        description="Measures a step's overhead for growing numbers of trainers, servers, units and parameters."
+    )
     parser.add_argument("--sweeps", choices=SWEEPS, nargs="+", default=list(SWEEPS), help="default: all")
-    parser.add_argument("--steps", type=int, default=10, help="steps that are measured at each point")
-    parser.add_argument("--full", action="store_true", help="also a billion parameters")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps per point")
+    parser.add_argument("--full", action="store_true", help="also measure a billion parameters")
     report.add_arguments(parser, name="growth")
     arguments = parser.parse_args(argv)
     if arguments.steps < 1:
@@ -196,14 +198,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(names: Sequence[str], steps: int, *, full: bool) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
-    """Results of the sweeps, and what was left out for want of memory."""
+    """Returns the results of the sweeps, and the reasons of skipped points."""
     sweeps: dict[str, list[dict[str, Any]]] = {}
     skipped = []
     for name in names:
         sweep, results = SWEEPS[name], []
         for point in (*sweep.points, *(sweep.full_points if full else ())):
             available = psutil.virtual_memory().available
-            if reason := why_skipped(point, available):
+            if reason := skip_reason(point, available):
                 skipped.append(reason)
                 continue
             results.append(measure_point(point, steps))
@@ -212,8 +214,8 @@ def measure(names: Sequence[str], steps: int, *, full: bool) -> tuple[dict[str, 
     return sweeps, skipped
 
 
-def why_skipped(point: Point, available_bytes: int) -> str | None:
-    """Why this machine cannot measure a point; None if it can."""
+def skip_reason(point: Point, available_bytes: int) -> str | None:
+    """Returns the reason why this machine cannot measure a point, or None."""
     if point.needed_bytes <= available_bytes:
         return None
     return (
@@ -224,14 +226,14 @@ def why_skipped(point: Point, available_bytes: int) -> str | None:
 
 def main() -> None:
     options = parse_arguments()
-    written = Report(options, title="A step's overhead as things grow")
+    document = Report(options, title="Overhead of a step for growing runs")
     sweeps, skipped = measure(options.sweeps, options.steps, full=options.full)
-    written.write(
+    document.write(
         results={"sweeps": sweeps, "skipped": skipped},
         sections=[
             f"Linear layers, one unit each, batch {BATCH_SIZE}, SGD, one thread per process; medians of "
-            f"{options.steps} steps of all trainers. Times are milliseconds; in parentheses: against the first "
-            "row, 1.0 is flat. Computation is the same forward and backward without Shardwell.",
+            f"{options.steps} steps of all trainers. Times are milliseconds, in parentheses relative to the first row. "
+            "Computation is the same forward and backward without Shardwell.",
             *(to_section(name, results) for name, results in sweeps.items()),
             *(f"Not measured: {text}." for text in skipped),
         ],

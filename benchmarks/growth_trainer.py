@@ -1,4 +1,4 @@
-"""One trainer of ``benchmarks.growth``: told ``{"what": "plain" or "sharded", "steps": n}`` it takes n such steps."""
+"""A trainer of ``benchmarks.growth``. The command ``{"kind": "plain" or "sharded", "steps": n}`` runs n such steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks import workers
 
 BATCH_SIZE = 4
 Times = dict[str, float]
-"""Seconds of one step, by what they were spent on."""
+"""Duration of one step and its parts, in seconds."""
 
 
 class Layer(nn.Module):
-    """A linear layer beside a residual path, so that a thousand of them in a row stay within range."""
+    """A linear layer with a residual path, which keeps values small over a thousand layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ def compute(model: nn.Module, batch: Tensor) -> None:
 
 
 def plain_steps(layers: int, width: int) -> Iterator[Times]:
-    """Forward and backward alone, no update. More memory than one layer's is not needed: it is the same each time."""
+    """Runs forward and backward without an update. All layers share the memory of one layer."""
     layer, batch = Layer(width), torch.ones(BATCH_SIZE, width)
     model = nn.Sequential(*[layer] * layers)
     while True:
@@ -45,7 +45,7 @@ def plain_steps(layers: int, width: int) -> Iterator[Times]:
 
 
 def sharded_steps(layers: int, width: int, session: shardwell.Session) -> Iterator[Times]:
-    """Steps through Shardwell, one unit per layer; each is sharded before the next is made."""
+    """Runs steps with Shardwell, one unit per layer. Each layer is sharded before the next is created."""
     torch.manual_seed(0)
     model = nn.Sequential(*(shardwell.fully_shard(Layer(width), session) for _ in range(layers)))
     optimizer = shardwell.optim.SGD(model.parameters(), lr=1e-3)
@@ -74,7 +74,7 @@ def main() -> None:
         plain = plain_steps(arguments.layers, arguments.width)
         sharded = sharded_steps(arguments.layers, arguments.width, session)
         kinds = {"plain": plain, "sharded": sharded}
-        workers.serve(lambda command: {"times": [next(kinds[command["what"]]) for _ in range(command["steps"])]})
+        workers.serve(lambda command: {"times": [next(kinds[command["kind"]]) for _ in range(command["steps"])]})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A network of a few hosts on one Linux machine: a namespace each, a switch between them, links of a given rate.
+"""Emulates a network of several hosts on one Linux machine: namespaces, a switch, and links with limited rates.
 
-A host is a process that does nothing but hold namespaces: its own network, hostname, SysV memory and ``/dev/shm``,
-so that nothing but the link joins it to the others. It ends when its standard input closes, and the kernel then
-removes namespaces and links: nothing remains, however the program that built the network ends.
+A host is a process that holds namespaces: network, hostname, SysV memory and ``/dev/shm``. Only its link connects it to
+the other hosts. The process ends when its standard input closes. The kernel then removes namespaces and links, even if
+the program that built the network is killed.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from typing import Self
 from benchmarks.sampling import parse_received_bytes
 
 INTERFACE = "eth0"
-"""Every host's link to the switch."""
+"""Name of every host's interface to the switch."""
 SUBNET = "10.99.0"
 MAX_HOSTS = 200
 _SWITCH = "switch"
 _START_LIMIT_S = 10.0
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _BURST_S, _MIN_BURST_BYTES = 1e-3, 128 << 10
-"""A bucket that fits the largest segment of TCP, 64 KiB, twice; else the kernel cuts segments at a cost in CPU time."""
+"""The smallest bucket fits two of TCP's largest segments (64 KiB). In smaller buckets, the kernel splits segments."""
 _QUEUE_LATENCY = "50ms"
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname")
 
 
 class NetworkError(RuntimeError):
-    """The network cannot be built here; the message says why."""
+    """Raised when the network cannot be built on this machine."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A link's rate, the same in both directions."""
+    """The rate of a link in each direction."""
 
     text: str
-    """As tc writes it: ``1gbit``, ``200mbit``."""
+    """The rate in the notation of tc: ``1gbit``, ``200mbit``."""
 
     def __post_init__(self) -> None:
         match = re.fullmatch(r"([1-9]\d*)([kmg]?bit)", self.text)
@@ -58,20 +58,20 @@ class Rate:
 
     @property
     def burst_bytes(self) -> int:
-        """What may pass at once after a pause: a thousandth of a second's worth, but room for two segments."""
+        """Size of the token bucket: a millisecond of data, and at least two segments."""
         return max(_MIN_BURST_BYTES, round(self.bits_per_s / 8 * _BURST_S))
 
     def seconds(self, num_bytes: float) -> float:
-        """How long so many bytes take through the link, at the least."""
+        """Returns the minimum time to transfer ``num_bytes`` over the link."""
         return 8 * num_bytes / self.bits_per_s
 
     def qdisc(self) -> list[str]:
-        """The arguments of ``tc qdisc add dev X root``."""
+        """Returns the arguments of ``tc qdisc add dev X root``."""
         return ["tbf", "rate", self.text, "burst", str(self.burst_bytes), "latency", _QUEUE_LATENCY]
 
 
 class Host:
-    """A set of namespaces of its own, held by a process that waits for the end of its input."""
+    """A set of namespaces, held by a process that waits for the end of its input."""
 
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address = name, address
@@ -81,7 +81,7 @@ class Host:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the program, which ends its hosts last
+            start_new_session=True,  # Ctrl-C must reach the program only, which ends its hosts last
         )
 
     @property
@@ -90,33 +90,41 @@ class Host:
 
     @property
     def prefix(self) -> list[str]:
-        """Put before a command to run it on this host; the process becomes the command."""
+        """Prefix that runs a command on this host. The process executes the command directly."""
         enter = ["nsenter", f"--target={self.pid}", "--net", "--mount", "--ipc", "--uts", "--wd=."]
-        # Left to itself gloo looks the hostname up, which no host of this network can resolve.
+        # Without this variable, gloo looks up the hostname, which no host of this network can resolve.
         return [*enter, "env", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
 
     def wait_ready(self) -> None:
-        """Raises NetworkError if the namespaces could not be made."""
+        """Waits until the namespaces exist.
+
+        Raises:
+            NetworkError: The namespaces cannot be created.
+        """
         assert self._holder.stdout is not None and self._holder.stderr is not None
         ready, _, _ = select.select([self._holder.stdout], [], [], _START_LIMIT_S)
         if not ready or self._holder.stdout.readline() != b"ready\n":
             self._holder.kill()
             reason = self._holder.stderr.read().decode(errors="replace").strip()
-            raise NetworkError(f"cannot make the namespaces of {self.name}: {reason or 'no answer'}")
+            raise NetworkError(f"cannot create the namespaces of {self.name}: {reason or 'no answer'}")
 
     def run(self, *command: str) -> str:
-        """Runs a command on this host; returns its output. Raises NetworkError if it fails."""
+        """Runs a command on this host and returns its output.
+
+        Raises:
+            NetworkError: The command fails.
+        """
         done = subprocess.run([*self.prefix, *command], capture_output=True, text=True, check=False)
         if done.returncode:
             raise NetworkError(f"on {self.name}, `{' '.join(command)}` failed: {done.stderr.strip()}")
         return done.stdout
 
     def received_bytes(self) -> int:
-        """What the host's link has brought so far, headers included (once per segment handed over whole)."""
+        """Returns the bytes that the host has received, with headers (one per segment with offloading)."""
         return parse_received_bytes(Path(f"/proc/{self.pid}/net/dev").read_text(), INTERFACE)
 
     def free_port(self) -> int:
-        """A TCP port that nobody on this host listens at."""
+        """Returns an unused TCP port of this host."""
         code = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
         return int(self.run("python3", "-c", code))
 
@@ -126,13 +134,13 @@ class Host:
 
 
 class Network:
-    """Hosts and the switch between them, not limited at first; a context manager.
+    """Context manager for hosts and the switch between them. The links have no limit at first.
 
     Args:
-        num_hosts: How many hosts.
+        num_hosts: Number of hosts.
 
     Raises:
-        NetworkError: Not root, a tool is missing, or the kernel refuses.
+        NetworkError: The user is not root, a tool is missing, or the kernel refuses an operation.
     """
 
     def __init__(self, num_hosts: int) -> None:
@@ -144,12 +152,12 @@ class Network:
         self.hosts: tuple[Host, ...] = ()
 
     def limit(self, rate: Rate) -> None:
-        """Gives every link this rate at both ends: a host receives at most so much and sends as much at once."""
+        """Limits every link to this rate in each direction."""
         for machine, interface in self._link_ends:
             machine.run("tc", "qdisc", "replace", "dev", interface, "root", *rate.qdisc())
 
     def __enter__(self) -> Self:
-        require_means(os.geteuid(), [tool for tool in _TOOLS if shutil.which(tool) is None])
+        check_requirements(os.geteuid(), [tool for tool in _TOOLS if shutil.which(tool) is None])
         with self._stack:
             self._build()
             self._stack = self._stack.pop_all()
@@ -180,9 +188,15 @@ class Network:
         self._link_ends += [(host, INTERFACE), (switch, port)]
 
 
-def require_means(user_id: int, missing_tools: Sequence[str]) -> None:
-    """Raises NetworkError unless this user and these tools can build a network."""
+def check_requirements(user_id: int, missing_tools: Sequence[str]) -> None:
+    """Checks that a network can be built.
+
+    Raises:
+        NetworkError: The user is not root, or tools are missing.
+    """
     if user_id != 0:
-        raise NetworkError("network namespaces need root: run it with sudo, or as root in a privileged container")
+        raise NetworkError(
+            "network namespaces need root: run the benchmark with sudo, or as root in a privileged container"
+        )
     if missing_tools:
         raise NetworkError(f"not installed: {', '.join(missing_tools)} (Debian: iproute2, util-linux, mount, hostname)")

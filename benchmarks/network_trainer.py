@@ -1,6 +1,6 @@
-"""One trainer of ``benchmarks.slow_network``: the command ``{"steps": n}`` has it take n steps and tell their times.
+"""A trainer of ``benchmarks.slow_network``. The command ``{"steps": n}`` runs n steps and returns their durations.
 
-Every kind trains the same GPT from the same seed on the same batches, so their losses can be compared.
+Every kind trains the same GPT from the same seed on the same batches, so that the losses can be compared.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch.nn import functional
 
 import shardwell
 from benchmarks import workers
-from benchmarks.wire_choices import TRANSFERS
+from benchmarks.wire_options import WIRE_OPTIONS
 from examples.gpt import GPT, GPTConfig
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
 
 
-PEERS = ("alone", "ddp", "fsdp2", "fsdp2-prefetch", "fsdp2-keep")
-"""Without Shardwell; ``alone`` does not communicate: what computing itself takes when all share the CPUs."""
-KINDS = (*PEERS, *(f"shardwell-{name}" for name in TRANSFERS))
+BASELINES = ("alone", "ddp", "fsdp2", "fsdp2-prefetch", "fsdp2-keep")
+"""Kinds without Shardwell. ``alone`` does not communicate: it shows the time of computation with shared CPUs."""
+KINDS = (*BASELINES, *(f"shardwell-{name}" for name in WIRE_OPTIONS))
 
 Steps = Iterator[float]
-"""Takes one step each time it is asked for the next; yields its loss."""
+"""An iterator that runs one step per item and yields its loss."""
 
 
 def make_batch(config: GPTConfig, step: int, rank: int) -> Tensor:  # [1, context + 1]
@@ -46,8 +46,8 @@ def compute(model: nn.Module, batch: Tensor) -> float:
     return loss.item()
 
 
-def peer_steps(model: GPT, kind: str, rank: int) -> Steps:
-    """Steps of a model whose processes hold the state themselves and meet over gloo."""
+def baseline_steps(model: GPT, kind: str, rank: int) -> Steps:
+    """Runs steps with a baseline, whose processes hold the state and communicate over gloo."""
     trained: nn.Module = model
     begin: Callable[[], object] = lambda: None  # noqa: E731
     if kind == "alone":
@@ -57,7 +57,7 @@ def peer_steps(model: GPT, kind: str, rank: int) -> Steps:
     else:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for part in (*model.blocks, model):
-            # Kept, weights travel once per step, as Shardwell's do here.
+            # Kept weights travel once per step, as with Shardwell in this benchmark.
             fully_shard(part, mesh=mesh, reshard_after_forward=False if kind == "fsdp2-keep" else None)
         if kind != "fsdp2":
             begin = prefetch_explicitly(model)
@@ -71,7 +71,11 @@ def peer_steps(model: GPT, kind: str, rank: int) -> Steps:
 
 
 def prefetch_explicitly(model: GPT) -> Callable[[], object]:
-    """Has FSDP2 gather one block ahead, the only way in which it overlaps on CPU; returns what begins a step."""
+    """Makes FSDP2 gather one block ahead, which it needs to overlap on CPU.
+
+    Returns:
+        A function to call at the start of each step.
+    """
     assert isinstance(model, FSDPModule)
     blocks = [block for block in model.blocks if isinstance(block, FSDPModule)]
     model._set_unshard_async_op(True)
@@ -82,7 +86,7 @@ def prefetch_explicitly(model: GPT) -> Callable[[], object]:
 
 
 def sharded_steps(model: GPT, session: shardwell.Session) -> Steps:
-    """Steps through Shardwell: one unit per block, one for the rest."""
+    """Runs steps with Shardwell: one unit per block and one for the rest."""
     config = model.config
     for block in model.blocks:
         shardwell.fully_shard(block, session)
@@ -98,7 +102,7 @@ def sharded_steps(model: GPT, session: shardwell.Session) -> Steps:
 
 
 def serve(steps: Steps) -> None:
-    """Takes the steps that are asked for until the input ends."""
+    """Runs the requested steps until the input ends."""
 
     def answer(command: dict[str, Any]) -> dict[str, Any]:
         seconds, loss = [], float("nan")
@@ -114,7 +118,7 @@ def serve(steps: Steps) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", choices=KINDS, required=True)
-    parser.add_argument("--address", required=True, help="the coordinator's, or where rank 0 of gloo listens")
+    parser.add_argument("--address", required=True, help="address of the coordinator, or of rank 0 for gloo")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--num-trainers", type=int, required=True)
     parser.add_argument("--model", type=json.loads, required=True, help="GPTConfig as JSON")
@@ -126,17 +130,17 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = GPT(GPTConfig(**arguments.model))
-    if arguments.kind in PEERS:
+    if arguments.kind in BASELINES:
         dist.init_process_group(
             "gloo",
             init_method=f"tcp://{arguments.address}",
             rank=arguments.rank,
             world_size=arguments.num_trainers,
         )
-        serve(peer_steps(model, arguments.kind, arguments.rank))
+        serve(baseline_steps(model, arguments.kind, arguments.rank))
         return
-    transfer = TRANSFERS[arguments.kind.removeprefix("shardwell-")]
-    # Everything stays gathered within a step: on a slow network each weight shall travel once.
+    transfer = WIRE_OPTIONS[arguments.kind.removeprefix("shardwell-")]
+    # All units stay gathered within a step, so that each weight travels once over the slow network.
     keep_bytes = 4 * sum(parameter.numel() for parameter in model.parameters()) + (64 << 20)
     with shardwell.join(
         arguments.address,

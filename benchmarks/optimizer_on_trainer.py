@@ -1,6 +1,6 @@
-"""What an optimizer on the trainer costs, next to the same one on the servers: interleaved, per transport.
+"""Compares the cost of an optimizer on the trainer with the same optimizer on the servers, interleaved, per transport.
 
-``python -m benchmarks.optimizer_on_trainer [--transports shm,grpc] [--steps 12]``
+Run ``python -m benchmarks.optimizer_on_trainer [--transports shm,grpc] [--steps 12]``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAKERS: dict[str, Make] = {
 
 
 class Training:
-    """One run of its own, whose steps are taken one by one."""
+    """A run that takes one step per call."""
 
     def __init__(self, address: str, make: Make, transports: str) -> None:
         self._session = shardwell.join(
@@ -48,16 +48,16 @@ class Training:
         """Takes a step.
 
         Returns:
-            Seconds from the end of the backward until the new weights were used, and processors' seconds meanwhile, of
-            this process and of the servers.
+            Seconds from the end of the backward until the new weights were used, and the CPU seconds of this process
+            and of the servers in this time.
         """
         x = torch.ones(4, 1024)
         self._model(x).square().mean().backward()
-        started, own, theirs = time.perf_counter(), time.process_time(), _servers_cpu_s()
+        started, own_cpu_s, servers_cpu_s = time.perf_counter(), time.process_time(), _servers_cpu_s()
         self._optimizer.step()
         with torch.no_grad():
             self._model(x)
-        return time.perf_counter() - started, time.process_time() - own, _servers_cpu_s() - theirs
+        return time.perf_counter() - started, time.process_time() - own_cpu_s, _servers_cpu_s() - servers_cpu_s
 
     def close(self) -> None:
         self._session.close()
@@ -69,7 +69,7 @@ def _servers_cpu_s() -> float:
 
 
 def measure(address: str, transports: str, steps: int) -> None:
-    """Prints the median of each kind, and its ratio to the servers'."""
+    """Prints the median of each kind, and its ratio to the optimizer on the servers."""
     trainings = {name: Training(address, make, transports) for name, make in MAKERS.items()}
     taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in trainings}
     for number in range(WARM_STEPS + steps):
@@ -80,8 +80,10 @@ def measure(address: str, transports: str, steps: int) -> None:
     base = statistics.median(wall for wall, _, _ in taken["servers"])
     for name, seconds in taken.items():
         wall = statistics.median(each[0] for each in seconds)
-        own, theirs = (1e3 * statistics.mean(values) for values in list(zip(*seconds, strict=True))[1:])
-        shown = f"{wall * 1e3:6.1f} ms  x{wall / base:4.1f}  cpu: trainer {own:6.1f} ms, servers {theirs:6.1f} ms"
+        own_ms, servers_ms = (1e3 * statistics.mean(values) for values in list(zip(*seconds, strict=True))[1:])
+        shown = (
+            f"{wall * 1e3:6.1f} ms  x{wall / base:4.1f}  cpu: trainer {own_ms:6.1f} ms, servers {servers_ms:6.1f} ms"
+        )
         print(f"{transports:8} {name:16} {shown}")
     for training in trainings.values():
         training.close()

@@ -1,9 +1,8 @@
-"""What ``shardwell plan`` says of a model, and what training it takes: memory of the processes' own, bytes per step.
+"""Compares the estimates of ``shardwell plan`` with measurements of memory and bytes per step.
 
-``python -m benchmarks.plan_check`` prints a Markdown table of both and their ratio, one line per setting, each measured
-in a process and on a cluster of its own. One trainer, two shard servers, the socket transport: the trainer and the
-servers
-share no memory, as on different hosts.
+``python -m benchmarks.plan_check`` prints a Markdown table with both numbers and their ratio, one line per setting.
+Each setting is measured in its own process and cluster, with one trainer and two shard servers. The socket transport
+ensures that the trainer and the servers share no memory, as on different hosts.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _SAMPLE_S = 0.005
 
 @dataclass(frozen=True)
 class Setting:
-    """How one trainer trains."""
+    """Options of a trainer."""
 
     memory: MemoryOptions = dataclasses.field(default_factory=MemoryOptions)
     transfers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Arguments of ``TransferOptions``, which the plan takes under the same names."""
+    """Arguments of ``TransferOptions``. The plan has options of the same names."""
 
     def transfer_options(self) -> shardwell.TransferOptions:
         return shardwell.TransferOptions(transports="socket", **{**TRANSFERS, **self.transfers})
@@ -50,8 +49,8 @@ class Setting:
     def plan_options(self) -> PlanOptions:
         known = {field.name for field in dataclasses.fields(PlanOptions)}
         memory = {name: getattr(self.memory, name, None) for name in known}
-        told = {name: value for name, value in memory.items() if value is not None}
-        return PlanOptions(**{"num_servers": NUM_SERVERS, **TRANSFERS, **self.transfers, **told})
+        passed = {name: value for name, value in memory.items() if value is not None}
+        return PlanOptions(**{"num_servers": NUM_SERVERS, **TRANSFERS, **self.transfers, **passed})
 
 
 RETURNED = MemoryOptions(keep_freed_memory=False)
@@ -85,17 +84,17 @@ class Model(nn.Module):
 
 
 def make(batch: int, length: int) -> tuple[nn.Module, torch.Tensor]:
-    """For ``shardwell plan benchmarks.plan_check:make``."""
+    """Returns a model and an example input, for ``shardwell plan benchmarks.plan_check:make``."""
     return Model(), torch.zeros(batch, length, dtype=torch.long)
 
 
 def own_bytes(process: psutil.Process) -> int:
-    """Memory that would be free if the process ended."""
+    """Returns the memory that would be free if the process ended."""
     return int(process.memory_full_info().uss)
 
 
 class Peak:
-    """The most memory of their own that some processes had, sampled in a thread."""
+    """Context manager that samples the peak of each process's own memory in a thread."""
 
     def __init__(self, processes: Sequence[psutil.Process]) -> None:
         self._processes = processes
@@ -118,20 +117,20 @@ class Peak:
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes; ``peak_bytes`` of each process's own, the trainer's first."""
+    """Measured bytes. ``peak_bytes`` lists each process's own memory, the trainer first."""
 
     weights_bytes: float
     received_bytes: float
-    """Per step."""
+    """Received bytes per step."""
     sent_bytes: float
-    """Per step."""
+    """Sent bytes per step."""
     peak_bytes: Sequence[int]
 
 
 def train(
     address: str, run: str, setting: Setting, model: nn.Module, num_steps: int, processes: Sequence[psutil.Process]
 ) -> Measured:
-    """Shards the model, then trains it and watches the processes' memory; bytes are those after the first step."""
+    """Shards and trains the model, and samples the processes' memory. Counts bytes after the first step."""
     with shardwell.join(address, run=run, transfers=setting.transfer_options()) as session:
         shardwell.auto_wrap(model, session, memory=setting.memory)
         optimizer = shardwell.optim.AdamW(model.parameters(), lr=1e-3)
@@ -151,8 +150,10 @@ def train(
 
 
 def measure(setting: Setting) -> Measured:
-    """Peaks are above what the processes had when they had trained a small model: what a first use costs once (kernels,
-    connections, threads) is no part of a plan."""
+    """Measures a setting. Peaks are relative to the memory after training a small model.
+
+    This excludes costs of the first use (kernels, connections, threads), which a plan does not contain.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with shardwell.LocalCluster(num_shards=NUM_SERVERS) as cluster:
@@ -172,7 +173,7 @@ def plan(setting: Setting) -> Plan:
 
 
 def cells(setting: Setting, measured: Measured) -> list[str]:
-    """``planned / measured = ratio``, in MB."""
+    """Returns cells with ``planned / measured = ratio``, in MB."""
     planned = plan(setting)
     return [
         f"{expected / 1e6:.1f} / {found / 1e6:.1f} = {expected / found:.2f}" if expected and found else "0"

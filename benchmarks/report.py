@@ -1,4 +1,4 @@
-"""Results of a benchmark as JSON, as Markdown and as a picture."""
+"""Writes the results of a benchmark as JSON, Markdown and a chart."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import torch
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ABSENT = "-"
-"""In a table: there is no such number."""
+"""Cell of a table without a number."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The middle of a sample and its quartiles, in the sample's unit."""
+    """Median and quartiles of a sample, in the sample's unit."""
 
     median: float
     low: float
@@ -33,22 +33,22 @@ class Summary:
     count: int
 
     def scaled(self, factor: float) -> Summary:
-        """The same in another unit."""
+        """Converts the summary to another unit."""
         return Summary(self.median * factor, self.low * factor, self.high * factor, self.count)
 
     def inverse(self, amount: float) -> Summary:
-        """Of seconds per ``amount``: the rate."""
+        """Converts seconds per ``amount`` to a rate."""
         return Summary(amount / self.median, amount / self.high, amount / self.low, self.count)
 
 
 def summarize(values: Sequence[float]) -> Summary:
-    """Median and quartiles of at least one value.
+    """Returns median and quartiles of at least one value.
 
     Raises:
-        ValueError: There are no values.
+        ValueError: ``values`` is empty.
     """
     if not values:
-        raise ValueError("there is nothing to summarize")
+        raise ValueError("cannot summarize an empty sample: expected at least one value")
     if len(values) == 1:
         return Summary(values[0], values[0], values[0], 1)
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -56,20 +56,20 @@ def summarize(values: Sequence[float]) -> Summary:
 
 
 def ratio(value: Summary | None, base: Summary | None) -> str:
-    """A ratio of medians, as a table has it."""
+    """Formats a ratio of medians for a table."""
     return ABSENT if value is None or base is None else f"{value.median / base.median:.2f}"
 
 
 def spread(value: Summary | None, form: str = ".0f") -> str:
-    """``median (low - high)``, as a table has it."""
+    """Formats ``median (low - high)`` for a table."""
     return ABSENT if value is None else f"{value.median:{form}} ({value.low:{form}} - {value.high:{form}})"
 
 
 def to_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first column is text, the others are numbers.
+    """Returns a Markdown table. The first column is text, the others are numbers.
 
     Raises:
-        ValueError: A row has not as many cells as the header.
+        ValueError: The number of cells in a row differs from the header.
     """
     for row in rows:
         if len(row) != len(header):
@@ -80,19 +80,19 @@ def to_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def failure_row(name: str, reason: str, num_columns: int) -> list[str]:
-    """The row of a variant that has no numbers."""
+    """Returns the row of a variant that failed."""
     return [f"{name}: failed ({reason})"] + [ABSENT] * (num_columns - 1)
 
 
 def parse_cpu_name(cpuinfo: str) -> str:
-    """The processor's name, from the text of ``/proc/cpuinfo``; empty if it says none."""
+    """Returns the processor's name from the text of ``/proc/cpuinfo``, or an empty string."""
     names = (line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name"))
     return next(names, "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where and when something was measured."""
+    """The machine and the date of a measurement."""
 
     cores: int
     cpu: str
@@ -100,12 +100,12 @@ class Machine:
     python: str
     torch: str
     load_average_before: float
-    """Processes that ran or wanted to, in the minute before: what else was going on."""
+    """Load average of the minute before, which shows the load by other programs."""
     date: str
 
     @classmethod
     def now(cls) -> Machine:
-        """This machine, before anything is measured."""
+        """Describes this machine. Call before the measurement."""
         cpuinfo = Path("/proc/cpuinfo")
         return cls(
             cores=os.cpu_count() or 0,
@@ -126,21 +126,21 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Horizontal bars with their quartiles."""
+    """Horizontal bars with quartiles."""
 
     axis: str
-    """What the bars show, and its unit."""
+    """Label of the axis, with the unit."""
     bars: Mapping[str, Summary]
     lines: Mapping[str, float]
-    """Values to be marked across all bars."""
+    """Reference values, drawn across all bars."""
 
 
 class Report:
-    """A report under way: made before anything is measured, written after.
+    """A report that is created before the measurement and written after it.
 
     Args:
-        arguments: Of a parser that went through ``add_arguments``.
-        title: What was measured, in one line.
+        arguments: Result of a parser with ``add_arguments``.
+        title: One line that describes the measurement.
     """
 
     def __init__(self, arguments: argparse.Namespace, *, title: str) -> None:
@@ -150,12 +150,12 @@ class Report:
         self._command = command_line(sys.orig_argv)
 
     def write(self, *, results: Mapping[str, Any], sections: Sequence[str], chart: Chart | None = None) -> None:
-        """Writes NAME.json, NAME.md and, where there is a chart, NAME.png; prints the Markdown.
+        """Writes NAME.json, NAME.md and, with a chart, NAME.png. Prints the Markdown.
 
         Args:
             results: Plain values for the JSON file.
             sections: Tables and paragraphs of the Markdown file.
-            chart: For the picture.
+            chart: Chart of the PNG file.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / self._name
@@ -169,22 +169,22 @@ class Report:
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, name: str) -> None:
-    """Adds ``--name`` and ``--results``, which say where the report goes."""
-    parser.add_argument("--name", default=name, help="of the result's files (default: %(default)s)")
-    parser.add_argument("--results", default=RESULTS, help="where they go (default: benchmarks/results)")
+    """Adds ``--name`` and ``--results``, the location of the report."""
+    parser.add_argument("--name", default=name, help="name of the result files (default: %(default)s)")
+    parser.add_argument("--results", default=RESULTS, help="folder of the result files (default: benchmarks/results)")
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """How to measure the same again: the interpreter without its directory."""
+    """Returns the command that repeats the measurement, without the interpreter's directory."""
     return shlex.join(["python", *argv[1:]])
 
 
 def draw(chart: Chart, *, title: str, path: Path) -> None:
-    """Draws a chart into a PNG file, the first bar on top; needs matplotlib (the extra ``bench``)."""
+    """Draws a chart into a PNG file, the first bar on top. Needs matplotlib (the extra ``bench``)."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print(f"no {path.name}: matplotlib is not installed", file=sys.stderr)
+        print(f"{path.name} is not written: matplotlib is not installed", file=sys.stderr)
         return
     figure = Figure(figsize=(9, 1.2 + 0.36 * len(chart.bars)), layout="constrained")
     axes = figure.add_subplot()

@@ -1,4 +1,4 @@
-"""What processes use while they are measured: memory, CPU seconds, bytes through the loopback interface."""
+"""Measures resources of processes: memory, CPU seconds, and bytes through the loopback interface."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import psutil
 
 
 def parse_received_bytes(text: str, interface: str) -> int:
-    """Bytes that an interface has received since it came up, from the text of ``/proc/net/dev``.
+    """Returns the bytes that an interface has received, from the text of ``/proc/net/dev``.
 
     Raises:
-        ValueError: The text has no such interface.
+        ValueError: The text does not contain the interface.
     """
     for line in text.splitlines():
         name, colon, counters = line.partition(":")
@@ -26,52 +26,51 @@ def parse_received_bytes(text: str, interface: str) -> int:
 
 
 def loopback_bytes() -> int:
-    """Bytes through the loopback interface so far, of whatever process, TCP's and IP's headers included."""
+    """Returns the total bytes through the loopback interface, of all processes and with headers."""
     return parse_received_bytes(Path("/proc/net/dev").read_text(), "lo")
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """User and system time that processes have used so far, in sum."""
+    """Returns the sum of the processes' user and system time."""
     times = [psutil.Process(pid).cpu_times() for pid in pids]
     return sum(used.user + used.system for used in times)
 
 
 def wait_until_quiet(pids: Iterable[int], *, limit_s: float = 5.0) -> None:
-    """Returns when processes have finished what they were about, or after ``limit_s``.
+    """Returns when the processes are idle, or after ``limit_s``.
 
-    A step's end is not the end of its work: servers update after the commit. Counters are read after this.
+    Servers update after the commit, so a step causes work after its end. Read counters after this call.
     """
-    known, give_up = list(pids), time.monotonic() + limit_s
-    before = cpu_seconds(known)
-    while time.monotonic() < give_up:
+    waiting_for, deadline = list(pids), time.monotonic() + limit_s
+    before = cpu_seconds(waiting_for)
+    while time.monotonic() < deadline:
         time.sleep(0.2)
-        if (now := cpu_seconds(known)) - before < 0.02:
+        if (now := cpu_seconds(waiting_for)) - before < 0.02:
             return
         before = now
 
 
 @dataclass
 class MemoryPeak:
-    """The most that one process had."""
+    """Peak memory of one process."""
 
     rss_bytes: int = 0
-    """Resident; shared memory counts in every process that has touched it."""
+    """Resident memory. Shared memory counts in every process that has touched it."""
     uss_bytes: int = 0
-    """Resident and of this process alone: what the machine would get back if it ended."""
+    """Resident memory of this process alone, which would be free if the process ended."""
 
 
 class PeakMemory:
-    """Samples the memory of processes in the background, as a context manager.
+    """Context manager that samples the memory of processes in a background thread.
 
-    Reading how much of a process is its own walks its page tables, which costs milliseconds per gigabyte: steps
-    taken inside are for their memory only, not for their time.
+    A sample walks the page tables, which costs milliseconds per gigabyte. Do not time steps inside the context.
 
     Args:
-        pids: Processes to watch; those that end are let go.
-        interval_s: Pause between two samples.
+        pids: Processes to sample. Processes that end are dropped.
+        interval_s: Seconds between two samples.
 
     Attributes:
-        peaks: By process id.
+        peaks: Peak memory by process id.
     """
 
     def __init__(self, pids: Iterable[int], *, interval_s: float = 0.02) -> None:

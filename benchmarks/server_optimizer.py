@@ -1,7 +1,7 @@
-"""How fast a shard server applies an optimizer: ``python -m benchmarks.server_optimizer``.
+"""Measures how fast a shard server applies an optimizer: ``python -m benchmarks.server_optimizer``.
 
-A shard is updated as the server does it (reduced, then ``UnitShard.update``: in a thread of the pool, version by
-version, in shared memory), by turns with torch's fused AdamW kernel alone on the very same tensors.
+The benchmark updates a shard as the server does: reduction, then ``UnitShard.update`` in a thread of the pool and in
+shared memory. By turns, it runs torch's fused AdamW kernel alone on the same tensors.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ RUN = common_pb2.RequestContext(run="benchmark", run_id="benchmark")
 ROW, RANKS = 1024, 2
 PARAMETER_BYTES = 4
 COPIES = 14 + 2 * RANKS
-"""Of a shard, with room to spare: values, two moments, the mean, contributions, and the workspace of an update."""
+"""Upper bound of copies of a shard: values, two moments, the mean, contributions, and the workspace of an update."""
 CLIP = 0.5
 ADAMW = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 OTHERS = [name for name in ALGORITHMS if name not in ("adamw", "muon")]
-"""Muon multiplies matrices: its time is not one per element."""
+"""Optimizers other than AdamW. Muon multiplies matrices, so its time is not proportional to the number of elements."""
 LONGEST_REPEATS = 200
 
 Result = TypeVar("Result")
 Times = dict[str, list[float]]
-"""Seconds, by what they were spent on."""
+"""Durations in seconds by activity."""
 
 
-class Served:
-    """One shard in a server's store, and what two ranks push to it, again and again.
+class ServedShard:
+    """A shard in a server's store, and the gradients that two ranks push repeatedly.
 
     Args:
-        store: Holds it.
-        elements: Of the shard, in fp32; a multiple of ``ROW``.
+        store: The store that holds the shard.
+        elements: Number of fp32 elements, a multiple of ``ROW``.
     """
 
     def __init__(self, store: ShardStore, elements: int) -> None:
@@ -60,7 +60,7 @@ class Served:
         self._step = 0
 
     async def begin(self, store: ShardStore) -> None:
-        """Gives the shard its initial values."""
+        """Sets the shard's initial values."""
         shard = self.shard
         room = store.memory.incoming(shard.size_bytes, shard.initial_cover, wait_s=1.0, what=shard.what)
         async with room as received:
@@ -69,7 +69,7 @@ class Served:
         shard.values.publish(0)
 
     async def reduce(self) -> Tensor:
-        """The mean gradient of the next step. [elements]"""
+        """Computes the mean gradient of the next step. [elements]"""
         for rank, pushed in enumerate(self._pushed):
             self.shard.contributions.by_rank[rank] = Contribution(
                 0, 0, pushed.view(torch.uint8), [pushed], lambda: None, present={0}, checksums=[None]
@@ -79,7 +79,7 @@ class Served:
         return gradient
 
     async def update(self, algorithm: str, clip: float) -> float:
-        """The next version; returns the seconds that the work on tensors took in its thread."""
+        """Updates to the next version. Returns the seconds of tensor work in its thread."""
         step, seconds = to_step(algorithm), [0.0]
 
         async def in_thread(work: Callable[[], Result], /) -> Result:
@@ -98,7 +98,7 @@ class Served:
         return seconds[0]
 
     def kernel(self, gradient: Tensor) -> None:
-        """torch's fused AdamW alone, on the shard's own values and state."""
+        """Runs torch's fused AdamW kernel alone on the shard's values and state."""
         assert self.shard.optimizer is not None and self.shard.values.home is not None
         state = self.shard.optimizer.state(0)
         values = self.shard.views(self.shard.values.home.buffer)[0]
@@ -107,22 +107,22 @@ class Served:
 
 
 def to_step(algorithm: str) -> common_pb2.OptimizerStep:
-    """A step of an algorithm as it travels; settings that AdamW has not are 0, but for momentum."""
+    """Returns the message of an optimizer step."""
     values = {**ADAMW, "momentum": 0.9, "alpha": 0.99, "rho": 0.9, "d": 1.0, "eps1": 1e-7, "eps2": 1e-3}
     settings = {name: values.get(name, 0.0) for name in ALGORITHMS[algorithm].names}
     return common_pb2.OptimizerStep(algorithm=algorithm, groups=[common_pb2.ParameterGroup(hyperparameters=settings)])
 
 
 async def timed(times: Times, what: str, work: Callable[[], Awaitable[Any]]) -> Any:
-    """Awaits ``work`` and notes how long it took."""
+    """Awaits ``work`` and records its duration."""
     started = time.perf_counter()
     result = await work()
     times.setdefault(what, []).append(time.perf_counter() - started)
     return result
 
 
-async def measure_adamw(served: Served, repeats: int) -> Times:
-    """The server's updates and the kernel by turns; which of them is first alternates, too."""
+async def measure_adamw(served: ServedShard, repeats: int) -> Times:
+    """Runs the server's updates and the kernel by turns, in alternating order."""
     await served.reduce()
     await served.update("adamw", 1.0)
     times: Times = {}
@@ -137,14 +137,14 @@ async def measure_adamw(served: Served, repeats: int) -> Times:
             async def update(clip: float = clip, what: str = "optimizer" + clipped) -> None:
                 times.setdefault(what, []).append(await served.update("adamw", clip))
 
-            turns = [("kernel", kernel), ("update", update)]
-            for what, work in turns if number % 2 else reversed(turns):
+            work_items = [("kernel", kernel), ("update", update)]
+            for what, work in work_items if number % 2 else reversed(work_items):
                 await timed(times, what + clipped, work)
     return times
 
 
-async def measure_other(served: Served, algorithm: str, repeats: int) -> Times:
-    """The server's updates by another algorithm."""
+async def measure_other(served: ServedShard, algorithm: str, repeats: int) -> Times:
+    """Runs the server's updates with another algorithm."""
     times: Times = {}
     for number in range(repeats + 1):
         await served.reduce()
@@ -155,16 +155,16 @@ async def measure_other(served: Served, algorithm: str, repeats: int) -> Times:
 def measure(
     sizes_mb: Sequence[float], others_mb: float, rounds: int
 ) -> tuple[dict[float, dict[str, Summary]], dict[str, Summary]]:
-    """Elements per second of AdamW, by size and by what was done, and of other algorithms' updates."""
+    """Returns elements per second of AdamW, by size and activity, and of the other algorithms' updates."""
     torch.set_num_threads(1)
     adamw: dict[float, dict[str, Summary]] = {}
     others: dict[str, Summary] = {}
 
-    def run(elements: int, work: Callable[[Served], Awaitable[Times]]) -> dict[str, Summary]:
+    def run(elements: int, work: Callable[[ServedShard], Awaitable[Times]]) -> dict[str, Summary]:
         async def serve() -> Times:
             with ThreadPoolExecutor(1) as threads, closing(SharedMemory()) as shared:
                 store = ShardStore(COPIES * PARAMETER_BYTES * elements, threads, shared)
-                served = Served(store, elements)
+                served = ServedShard(store, elements)
                 await served.begin(store)
                 times = await work(served)
                 await store.drop(RUN.run_id)
@@ -182,14 +182,14 @@ def measure(
 
 
 def to_elements(megabytes: float) -> int:
-    """fp32 elements of a shard."""
+    """Returns the number of fp32 elements of a shard."""
     return max(1, int(megabytes * 1e6) // PARAMETER_BYTES // ROW) * ROW
 
 
 def to_sections(
     adamw: Mapping[float, Mapping[str, Summary]], others_mb: float, others: Mapping[str, Summary]
 ) -> list[str]:
-    """The report's tables."""
+    """Returns the sections of the report."""
     columns = {
         "kernel": "fused kernel",
         "optimizer": "server's optimizer",
@@ -208,17 +208,17 @@ def to_sections(
         rows.append([f"{size:g}", *cells.values()])
     other_rows = [[name, f"{rate.median / 1e9:.2f}"] for name, rate in others.items()]
     return [
-        "Billions of fp32 elements per second, one thread, medians; in parentheses: of the kernel's rate, measured by "
-        "turns with it on the same memory. The optimizer is timed in its thread; the whole update also has "
-        f"the way to that thread and back, and the change of version. The mean is of {RANKS} ranks.",
+        "Billions of fp32 elements per second, one thread, medians; in parentheses relative to the kernel, which is "
+        "measured by turns on the same memory. The optimizer is timed in its thread. The whole update includes the "
+        f"switch to this thread and back, and the change of version. The mean has {RANKS} ranks.",
         to_table(["shard, MB", *columns.values()], rows),
-        f"Other algorithms, the server's update of {others_mb:g} MB, for information:",
+        f"Other algorithms, the server's update of {others_mb:g} MB:",
         to_table(["algorithm", "server's update"], other_rows),
     ]
 
 
 def to_chart(adamw: Mapping[float, Mapping[str, Summary]]) -> Chart:
-    """Rates of the kernel and of the server, by size."""
+    """Returns a chart of the kernel's and the server's rates by size."""
     bars = {
         f"{size:g} MB, {what}": found[what].scaled(1e-9)
         for size, found in adamw.items()
@@ -228,10 +228,10 @@ def to_chart(adamw: Mapping[float, Mapping[str, Summary]]) -> Chart:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A shard server's optimizer against torch's fused kernel.")
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[1.0, 16.0, 256.0], help="of shards, AdamW")
-    parser.add_argument("--others-megabytes", type=float, default=16.0, help="of the shard for other algorithms")
-    parser.add_argument("--rounds", type=int, default=10, help="updates of the largest shard; smaller ones get more")
+    parser = argparse.ArgumentParser(description="Compares a shard server's optimizer with torch's fused kernel.")
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[1.0, 16.0, 256.0], help="shard sizes for AdamW")
+    parser.add_argument("--others-megabytes", type=float, default=16.0, help="shard size for other algorithms")
+    parser.add_argument("--rounds", type=int, default=10, help="updates of the largest shard; smaller shards get more")
     report.add_arguments(parser, name="server_optimizer")
     arguments = parser.parse_args(argv)
     if arguments.rounds < 1 or min(*arguments.megabytes, arguments.others_megabytes) <= 0:
@@ -241,9 +241,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
-    written = Report(options, title="A shard server's optimizer")
+    document = Report(options, title="A shard server's optimizer")
     adamw, others = measure(options.megabytes, options.others_megabytes, options.rounds)
-    written.write(
+    document.write(
         results={
             "adamw": {str(size): {what: asdict(rate) for what, rate in found.items()} for size, found in adamw.items()},
             "others": {name: asdict(rate) for name, rate in others.items()},

@@ -1,8 +1,9 @@
-"""Training over a slow network, Shardwell against FSDP2 and DDP: ``sudo python -m benchmarks.slow_network``.
+"""Compares Shardwell with FSDP2 and DDP over a slow network: ``sudo python -m benchmarks.slow_network``.
 
-Four hosts whose links have 1 Gbit/s or 200 Mbit/s: network namespaces of this machine (``network.py``), which share
-its CPUs, so what is compared is the network's part. Groups take turns of a few steps at every rate, in rotating order;
-all stay alive meanwhile if memory has room. With ``--loss-seeds 3`` also what 16 and 8 bits on the wire cost in loss.
+Four hosts with links of 1 Gbit/s or 200 Mbit/s are network namespaces of this machine (``network.py``). They share its
+CPUs, so the benchmark compares the network's part of a step. The groups take turns of a few steps at every rate, in
+rotating order, and stay alive if memory allows. ``--loss-seeds 3`` also measures the effect of lossy wire dtypes on
+the loss.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from benchmarks import report, workers
 from benchmarks.network import Host, Network, NetworkError, Rate
-from benchmarks.network_trainer import KINDS, PEERS
+from benchmarks.network_trainer import BASELINES, KINDS
 from benchmarks.report import Chart, Report, Summary, ratio, spread, summarize, to_table
 from benchmarks.sampling import PeakMemory
 from benchmarks.wire_loss import LossCheck, measure_losses
@@ -30,7 +31,7 @@ WARMUP_STEPS = 2
 MODEL = GPTConfig(vocab_size=8192, context=128, num_layers=8, num_heads=8, width=512)
 TINY_MODEL = GPTConfig(vocab_size=256, context=32, num_layers=2, num_heads=2, width=64)
 NAMES = {
-    "alone": "no communication: every trainer a model of its own",
+    "alone": "no communication: one model per trainer",
     "ddp": "DDP (gloo)",
     "fsdp2": "FSDP2 (gloo)",
     "fsdp2-prefetch": "FSDP2 (gloo), explicit prefetch",
@@ -40,66 +41,66 @@ NAMES = {
     "shardwell-int8": "Shardwell, int8 both ways",
 }
 _HOST_BASE_BYTES, _COPIES_PER_HOST = 500 << 20, 6
-"""Memory of one host's processes of a group, roughly: the interpreters, and copies of the model."""
+"""Estimated memory of a group's processes on one host: the interpreters, and copies of the model."""
 
 
 @dataclass
-class Turns:
-    """What the turns of one group at one rate gave."""
+class Samples:
+    """Measurements of one group at one rate."""
 
     step_s: list[float] = field(default_factory=list)
-    """The slowest trainer of each step counts."""
+    """Duration of each step, of its slowest trainer."""
     received_bytes: list[float] = field(default_factory=list)
-    """Per step, the busiest host; one number per turn."""
+    """Bytes per step of the busiest host, one number per turn."""
     loss: float = float("nan")
-    """Of rank 0 in the last step."""
+    """Loss of rank 0 in the last step."""
 
 
 class SlowNetwork:
-    """Measures groups by turns.
+    """Measures the groups by turns.
 
     Args:
-        options: The command line.
+        options: The parsed command line.
         network: The hosts.
-        model: What is trained.
+        model: Sizes of the trained model.
     """
 
     def __init__(self, options: argparse.Namespace, network: Network, model: GPTConfig) -> None:
         self._options, self._network, self._model = options, network, model
-        self.turns = {rate.text: {kind: Turns() for kind in options.groups} for rate in options.rates}
+        self.samples = {rate.text: {kind: Samples() for kind in options.groups} for rate in options.rates}
         self.peak_bytes_per_host: dict[str, int] = {}
 
     def run(self) -> dict[str, str]:
-        """Takes all turns; returns why groups failed."""
+        """Runs all turns and returns the reasons of failed groups."""
         group_bytes = NUM_HOSTS * (_HOST_BASE_BYTES + _COPIES_PER_HOST * 4 * count_parameters(self._model))
         starters: Mapping[str, Callable[[], workers.GroupContext]] = {
-            kind: functools.partial(started_on_hosts, kind, self._network, self._model) for kind in self._options.groups
+            kind: functools.partial(start_on_hosts, kind, self._network, self._model) for kind in self._options.groups
         }
-        return workers.take_turns(
+        return workers.interleave(
             starters,
             rounds=self._options.rounds,
             resident=workers.fit_in_memory([group_bytes] * len(starters)),
             warm_up=lambda _, group: group.run(steps=WARMUP_STEPS),
-            turn=self._turn,
+            measure=self._measure,
         )
 
-    def _turn(self, kind: str, group: Group) -> None:
+    def _measure(self, kind: str, group: Group) -> None:
         steps, hosts = self._options.steps, self._network.hosts
         for rate in self._options.rates:
             self._network.limit(rate)
-            group.run(steps=1)  # the buckets of the limits are as full as they will be in the other steps
+            group.run(steps=1)  # the token buckets of the limits then have their usual level
             before = [host.received_bytes() for host in hosts]
             answers = group.run(steps=steps)
             received = [host.received_bytes() - earlier for host, earlier in zip(hosts, before, strict=True)]
-            turns = self.turns[rate.text][kind]
-            turns.step_s += map(max, zip(*(answer["seconds"] for answer in answers), strict=True))
-            turns.received_bytes.append(max(received) / steps)
-            turns.loss = answers[0]["loss"]
+            samples = self.samples[rate.text][kind]
+            samples.step_s += map(max, zip(*(answer["seconds"] for answer in answers), strict=True))
+            samples.received_bytes.append(max(received) / steps)
+            samples.loss = answers[0]["loss"]
         if kind not in self.peak_bytes_per_host:
             self.peak_bytes_per_host[kind] = self._measure_memory(group)
 
     def _measure_memory(self, group: Group) -> int:
-        """Unshared memory of the processes of the fullest host, each at its peak."""
+        """Returns the peak unshared memory of the processes on the host with the most memory in use."""
         with PeakMemory([*group.worker_pids, *group.server_pids]) as memory:
             group.run(steps=2)
         shards = group.server_pids[1:] or [None] * len(group.workers)
@@ -109,11 +110,11 @@ class SlowNetwork:
 
 
 @contextmanager
-def started_on_hosts(kind: str, network: Network, model: GPTConfig) -> Iterator[Group]:
-    """A trainer of this kind on every host; for Shardwell also a shard server, and on the first the coordinator."""
+def start_on_hosts(kind: str, network: Network, model: GPTConfig) -> Iterator[Group]:
+    """Starts a trainer on every host. Shardwell also has a shard server per host, and the coordinator on the first."""
     hosts = network.hosts
     with ExitStack() as stack:
-        if kind in PEERS:
+        if kind in BASELINES:
             servers: list[Worker] = []
             address = f"{hosts[0].address}:{hosts[0].free_port()}"
         else:
@@ -128,14 +129,14 @@ def started_on_hosts(kind: str, network: Network, model: GPTConfig) -> Iterator[
 
 
 def start_servers(stack: ExitStack, hosts: Sequence[Host]) -> tuple[list[Worker], str]:
-    """The coordinator and the shard servers, and the coordinator's address."""
+    """Starts the coordinator and the shard servers. Returns them and the coordinator's address."""
     listen = ["--listen", f"{hosts[0].address}:0", "--exit-with-parent"]
     coordinator = start(stack, hosts[0], "shardwell_server", ["coordinator", *listen, "--min-servers", str(len(hosts))])
     address = address_of(coordinator)
     shards = []
     for host in hosts:
-        where = ["--listen", f"{host.address}:0", "--coordinator", address, "--id", f"shard-{host.name}"]
-        shards.append(start(stack, host, "shardwell_server", ["shard", *where, "--exit-with-parent"]))
+        options = ["--listen", f"{host.address}:0", "--coordinator", address, "--id", f"shard-{host.name}"]
+        shards.append(start(stack, host, "shardwell_server", ["shard", *options, "--exit-with-parent"]))
     for shard in shards:
         address_of(shard)
     return [coordinator, *shards], address
@@ -148,7 +149,7 @@ def start(stack: ExitStack, host: Host, module: str, arguments: Sequence[str]) -
 
 
 def address_of(server: Worker) -> str:
-    """Where a server serves; waits until it is ready."""
+    """Waits until a server is ready and returns its address."""
     while (line := server.receive()) is None:
         pass
     return str(line["address"])
@@ -162,55 +163,56 @@ def count_parameters(model: GPTConfig) -> int:
 # ---- the report ----
 
 
-def to_section(rate: Rate, turns: Mapping[str, Turns]) -> str:
-    """The table of one rate."""
-    steps = {kind: summarize(found.step_s) for kind, found in turns.items()}
+def to_section(rate: Rate, samples: Mapping[str, Samples]) -> str:
+    """Returns the table of one rate."""
+    steps = {kind: summarize(found.step_s) for kind, found in samples.items()}
     fsdp2 = best_fsdp2(steps)
     rows = []
-    for kind, found in turns.items():
+    for kind, found in samples.items():
         received = summarize(found.received_bytes).median
         ratios = [ratio(steps[kind], fsdp2), ratio(steps[kind], steps.get("ddp"))]
         link = [f"{received / 1e6:.1f}", f"{rate.seconds(received):.2f}"]
         rows.append([NAMES[kind], spread(steps[kind], ".2f"), *ratios, *link])
-    header = ["", "step, s", "/ best FSDP2", "/ DDP", "MB received per host and step", "s that the link needs for it"]
+    header = ["", "step, s", "/ best FSDP2", "/ DDP", "MB received per host and step", "minimum s on the link"]
     return f"## {rate.text} each way\n\n{to_table(header, rows)}"
 
 
 def best_fsdp2(steps: Mapping[str, Summary]) -> Summary | None:
-    """The fastest of FSDP2's modes."""
+    """Returns the fastest of FSDP2's modes."""
     found = [summary for kind, summary in steps.items() if kind.startswith("fsdp2")]
     return min(found, key=lambda summary: summary.median, default=None)
 
 
 def describe(options: argparse.Namespace, model: GPTConfig) -> str:
     return (
-        f"{NUM_HOSTS} hosts: network namespaces of one machine, whose CPUs all share. One trainer each, for Shardwell "
-        f"also one shard server. A GPT with {count_parameters(model) / 1e6:.1f} M parameters in {model.num_layers + 1} "
-        f"units, 1 x {model.context} tokens per trainer, AdamW, one thread per process. Medians and quartiles of "
-        f"{options.rounds} x {options.steps} steps by turns; ratios below 1 are faster. Shardwell, and FSDP2 where "
-        "it says kept, gather each weight once per step. Bytes are the busiest host's, by its link's counter."
+        f"{NUM_HOSTS} hosts are network namespaces of one machine and share its CPUs. Each has one trainer and, for "
+        f"Shardwell, one shard server. A GPT with {count_parameters(model) / 1e6:.1f} M parameters in "
+        f"{model.num_layers + 1} units, 1 x {model.context} tokens per trainer, AdamW, one thread per process. "
+        f"Medians and quartiles of {options.rounds} x {options.steps} steps by turns; ratios below 1 are faster. "
+        "Shardwell, and FSDP2 in the rows with kept weights, gather each weight once per step. Bytes are counted on "
+        "the busiest host's link."
     )
 
 
 def to_memory_section(peak_bytes_per_host: Mapping[str, int]) -> str:
     rows = [[NAMES[kind], f"{size / 1e6:.0f}"] for kind, size in peak_bytes_per_host.items()]
-    return "## Memory\n\n" + to_table(["", "MB of the fullest host's processes, unshared, each at its peak"], rows)
+    return "## Memory\n\n" + to_table(["", "peak unshared memory of the processes on the host with the most, MB"], rows)
 
 
 def write(
-    written: Report, options: argparse.Namespace, model: GPTConfig, benchmark: SlowNetwork, failures: Mapping[str, str]
+    document: Report, options: argparse.Namespace, model: GPTConfig, benchmark: SlowNetwork, failures: Mapping[str, str]
 ) -> None:
-    """Writes what was measured, without the groups that failed."""
-    turns = {
+    """Writes the results, without the groups that failed."""
+    samples = {
         rate: {kind: found for kind, found in by_kind.items() if kind not in failures}
-        for rate, by_kind in benchmark.turns.items()
+        for rate, by_kind in benchmark.samples.items()
     }
     losses: LossCheck | None = None
     if options.loss_seeds:
         losses = measure_losses(range(options.loss_seeds), options.loss_steps)
     slowest = options.rates[-1].text
-    plain = {rate: {kind: asdict(found) for kind, found in by_kind.items()} for rate, by_kind in turns.items()}
-    written.write(
+    plain = {rate: {kind: asdict(found) for kind, found in by_kind.items()} for rate, by_kind in samples.items()}
+    document.write(
         results={
             "model": asdict(model),
             "parameters": count_parameters(model),
@@ -221,14 +223,14 @@ def write(
         },
         sections=[
             describe(options, model),
-            *(to_section(rate, turns[rate.text]) for rate in options.rates),
+            *(to_section(rate, samples[rate.text]) for rate in options.rates),
             to_memory_section(benchmark.peak_bytes_per_host),
             *([f"## Loss\n\n{losses.to_markdown()}"] if losses is not None else []),
             *(f"{NAMES[kind]} failed: {reason}" for kind, reason in failures.items()),
         ],
         chart=Chart(
             axis=f"seconds per step at {slowest}",
-            bars={NAMES[kind]: summarize(found.step_s) for kind, found in turns[slowest].items()},
+            bars={NAMES[kind]: summarize(found.step_s) for kind, found in samples[slowest].items()},
             lines={},
         ),
     )
@@ -248,14 +250,14 @@ def rate_argument(text: str) -> Rate:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Step time over slow links against FSDP2 and DDP; needs root.")
+    parser = argparse.ArgumentParser(description="Compares step times over slow links with FSDP2 and DDP. Needs root.")
     rates = [Rate("1gbit"), Rate("200mbit")]
     parser.add_argument("--rates", type=rate_argument, nargs="+", default=rates, metavar="RATE")
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--steps", type=positive, default=3, help="steps of each group per round and rate")
     parser.add_argument("--groups", choices=KINDS, nargs="+", default=list(KINDS), help="default: all")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to see whether everything works")
-    parser.add_argument("--loss-seeds", type=int, default=0, help="seeds of the loss check; 0: none")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model, to check that the benchmark works")
+    parser.add_argument("--loss-seeds", type=int, default=0, help="number of seeds of the loss check (default: 0)")
     parser.add_argument("--loss-steps", type=positive, default=300, help="steps of each training of the loss check")
     report.add_arguments(parser, name="slow_network")
     return parser.parse_args(argv)
@@ -264,14 +266,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse_arguments()
     model = TINY_MODEL if options.tiny else MODEL
-    written = Report(options, title="Training over a slow network")
+    document = Report(options, title="Training over a slow network")
     try:
         with Network(NUM_HOSTS) as network:
             benchmark = SlowNetwork(options, network, model)
             failures = benchmark.run()
     except NetworkError as error:
         raise SystemExit(f"slow_network: {error}") from None
-    write(written, options, model, benchmark, failures)
+    write(document, options, model, benchmark, failures)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Whole training steps through Shardwell and through its peers: ``python -m benchmarks.train_step``.
+"""Measures whole training steps with Shardwell and with baselines: ``python -m benchmarks.train_step``.
 
-Every mode has processes of its own with one thread each; they take turns of a few steps, in rotating order. See
-docs/performance.md for how to read what it writes.
+Every mode has its own processes with one thread each. The modes take turns of a few steps, in rotating order.
+docs/performance.md explains the results.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from benchmarks.workers import Group
 _NUM_RANKS = 2
 _WARM_UP_STEPS = 2
 _LEAD_IN_STEPS = 1
-"""Not counted at the start of each turn: after it every step waits for the update of the one before."""
+"""Uncounted steps at the start of each turn. Every later step waits for the update of the previous step."""
 _MEMORY_STEPS = 2
-"""Taken once, beside the timed ones."""
+"""Steps in which memory is sampled. They are not timed."""
 _LOSS_TOLERANCE = 1e-2
-"""Relative. Sums in another order move a loss far less in a few steps; other data or weights move it more."""
+"""Relative tolerance. Another order of sums changes a loss far less; other data or weights change a loss more."""
 
 MODES = (
     "plain",
@@ -45,38 +45,39 @@ _FSDP2_MODES = ("fsdp2", "fsdp2_prefetch")
 
 @dataclass
 class Measured:
-    """What all turns of one mode have given."""
+    """Results of all turns of one mode."""
 
     seconds: list[float] = field(default_factory=list)
-    """Per step, the mean over the trainers: those of one mode finish a step together, except for ``plain2``'s."""
+    """Per step, the mean over the trainers. The trainers of a mode finish a step together, except in ``plain2``."""
     details: dict[str, list[float]] = field(default_factory=dict)
-    """Shardwell's: what ``StepResult.totals`` grew by, per step and trainer."""
+    """Increase of each of Shardwell's ``StepResult.totals``, per step and trainer."""
     losses: dict[int, dict[int, float]] = field(default_factory=dict)
-    """By data-parallel rank, then by step."""
+    """Losses by data-parallel rank and step."""
     steps_in_counters: int = 0
-    """Steps that the three counters below are about."""
+    """Number of steps in the three counters below."""
     trainer_cpu_s: float = 0.0
     server_cpu_s: float = 0.0
     loopback_bytes: int = 0
     trainer_peak: dict[str, int] = field(default_factory=dict)
-    """Bytes of the trainer that has most: ``rss_bytes`` and ``uss_bytes``."""
+    """``rss_bytes`` and ``uss_bytes`` of the largest trainer."""
     server_peak: dict[str, int] = field(default_factory=dict)
-    """Bytes of all servers: ``uss_bytes`` in sum."""
+    """Sum of ``uss_bytes`` over all servers."""
 
     def per_step(self, total: float) -> float:
+        """Divides a counter by the number of steps."""
         return total / self.steps_in_counters
 
 
 def _transfer_options(transport: str = "", kept: str = "") -> dict[str, Any]:
-    """Of a mode's name: which transport alone is used, and whether weights stay from the forward to the backward."""
+    """Returns the options of a mode: its transport, and ``keep_bytes`` if weights stay from forward to backward."""
     return ({"transports": transport} if transport else {}) | ({"keep_bytes": _ALL_BYTES} if kept else {})
 
 
 class TrainStepBenchmark:
-    """Measures modes by turns.
+    """Measures the modes by turns.
 
     Args:
-        arguments: The command line.
+        arguments: The parsed command line.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -85,7 +86,7 @@ class TrainStepBenchmark:
         self.measured: dict[str, Measured] = {mode: Measured() for mode in arguments.modes}
 
     def spec(self, mode: str) -> TrainerSpec:
-        """What the trainers of a mode do."""
+        """Returns the task of a mode's trainers."""
         kind, *options = mode.split("_") if mode.startswith("shardwell") else [mode]
         return TrainerSpec(
             mode="plain" if mode == "plain2" else kind,
@@ -97,24 +98,24 @@ class TrainStepBenchmark:
         )
 
     def run(self) -> dict[str, str]:
-        """Takes all turns; returns why modes failed."""
+        """Runs all turns and returns the reasons of failed modes."""
         num_shards = self.arguments.num_shards
         sizes = [trainers.estimated_bytes(self.spec(mode), num_shards=num_shards) for mode in self.measured]
-        return workers.take_turns(
+        return workers.interleave(
             {mode: self._starter(mode) for mode in self.measured},
             rounds=self.arguments.rounds,
             resident=workers.fit_in_memory(sizes),
-            warm_up=lambda mode, group: self._note_losses(mode, group.run(steps=_WARM_UP_STEPS)),
-            turn=self._turn,
+            warm_up=lambda mode, group: self._record_losses(mode, group.run(steps=_WARM_UP_STEPS)),
+            measure=self._measure,
         )
 
     def _starter(self, mode: str) -> Callable[[], workers.GroupContext]:
         spec = self.spec(mode)
         if spec.mode == "shardwell":
             return functools.partial(trainers.shardwell_group, spec, num_shards=self.arguments.num_shards)
-        return functools.partial(trainers.peer_group, spec)
+        return functools.partial(trainers.baseline_group, spec)
 
-    def _turn(self, mode: str, group: Group) -> None:
+    def _measure(self, mode: str, group: Group) -> None:
         measured = self.measured[mode]
         pids = [*group.worker_pids, *group.server_pids]
         wait_until_quiet(pids)
@@ -126,11 +127,11 @@ class TrainStepBenchmark:
         measured.server_cpu_s += after[1] - before[1]
         measured.loopback_bytes += after[2] - before[2]
         measured.steps_in_counters += _LEAD_IN_STEPS + self.arguments.steps
-        self._note_losses(mode, answers)
+        self._record_losses(mode, answers)
         per_step = list(zip(*(answer["seconds"] for answer in answers), strict=True))[_LEAD_IN_STEPS:]
         measured.seconds += [sum(seconds) / len(seconds) for seconds in per_step]
         for answer in answers:
-            _note_details(measured, answer["totals"])
+            _record_details(measured, answer["totals"])
         if not measured.trainer_peak:
             self._measure_memory(mode, group)
 
@@ -140,7 +141,7 @@ class TrainStepBenchmark:
     def _measure_memory(self, mode: str, group: Group) -> None:
         measured = self.measured[mode]
         with PeakMemory([*group.worker_pids, *group.server_pids]) as memory:
-            self._note_losses(mode, group.run(steps=_MEMORY_STEPS))
+            self._record_losses(mode, group.run(steps=_MEMORY_STEPS))
         in_trainers = [memory.peaks[pid] for pid in group.worker_pids]
         measured.trainer_peak = {
             "rss_bytes": max(peak.rss_bytes for peak in in_trainers),
@@ -148,24 +149,24 @@ class TrainStepBenchmark:
         }
         measured.server_peak = {"uss_bytes": sum(memory.peaks[pid].uss_bytes for pid in group.server_pids)}
 
-    def _note_losses(self, mode: str, answers: Sequence[Mapping[str, Any]]) -> None:
+    def _record_losses(self, mode: str, answers: Sequence[Mapping[str, Any]]) -> None:
         for dp_rank, answer in enumerate(answers):
             by_step = self.measured[mode].losses.setdefault(dp_rank, {})
             by_step.update(enumerate(answer["losses"], start=answer["first_step"]))
 
 
-def _note_details(measured: Measured, totals: Sequence[Mapping[str, float]]) -> None:
-    """From running totals to what each step added; the lead-in's is left out."""
+def _record_details(measured: Measured, totals: Sequence[Mapping[str, float]]) -> None:
+    """Converts running totals to increases per step, without the lead-in."""
     for earlier, later in itertools.pairwise(totals[_LEAD_IN_STEPS - 1 :]):
         for name, total in later.items():
             measured.details.setdefault(name, []).append(total - earlier[name])
 
 
 def check_losses(measured: Mapping[str, Measured]) -> list[str]:
-    """Says of every rank whether the modes agree on its losses.
+    """Reports for every rank whether the modes agree on its losses.
 
-    The first loss is of the same weights in all modes. Later ones are compared between modes that average
-    gradients over the same ranks, at the last step that all of them have taken.
+    The first loss belongs to the same weights in all modes. Later losses are compared between modes that average
+    gradients over the same ranks, at the last step that all these modes have taken.
     """
     lines = []
     for dp_rank in range(_NUM_RANKS):
@@ -193,13 +194,13 @@ def _agreement(losses: Mapping[str, Mapping[int, float]], step: int, dp_rank: in
 
 def main() -> None:
     arguments = parse_arguments()
-    written = Report(arguments, title=_title(arguments))
+    document = Report(arguments, title=_title(arguments))
     benchmark = TrainStepBenchmark(arguments)
     failures = benchmark.run()
     measured = {mode: each for mode, each in benchmark.measured.items() if mode not in failures}
     steps = {mode: summarize(each.seconds) for mode, each in measured.items()}
     agreement = check_losses(measured)
-    written.write(
+    document.write(
         results={
             "settings": {name: str(value) for name, value in vars(arguments).items() if name != "results"},
             "parameters": models.count_parameters(benchmark.config),
@@ -219,7 +220,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Whole training steps through Shardwell and through its peers.")
+    parser = argparse.ArgumentParser(description="Measures whole training steps with Shardwell and with baselines.")
     models.add_arguments(parser)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, metavar="MODE", help=" ".join(MODES))
     parser.add_argument("--rounds", type=int, default=6)
@@ -287,10 +288,10 @@ def _cost_table(measured: Mapping[str, Measured]) -> str:
 
 
 def _details_section(measured: Mapping[str, Measured]) -> list[str]:
-    """What Shardwell's training thread waited for and its transports carried; nothing if none of its modes ran."""
+    """Returns the table of waits and transferred bytes of Shardwell's modes; empty if none of them ran."""
     columns = {
         "gather_wait_s": ("weights, ms", 1e3),
-        "push_wait_s": ("gradients on their way, ms", 1e3),
+        "push_wait_s": ("gradients in flight, ms", 1e3),
         "finish_wait_s": ("the other trainer's work, ms", 1e3),
         "commit_wait_s": ("the commit, ms", 1e3),
         "received_bytes": ("received, MB", 1e-6),
@@ -310,8 +311,8 @@ def _details_section(measured: Mapping[str, Measured]) -> list[str]:
 
 def _chart(steps: Mapping[str, Summary]) -> Chart:
     bars = {mode: step.scaled(1e3) for mode, step in steps.items()}
-    roof = {"two trainers that do not communicate": bars["plain2"].median} if "plain2" in bars else {}
-    return Chart(axis="ms per step, median and quartiles; less is better", bars=bars, lines=roof)
+    bound = {"two trainers that do not communicate": bars["plain2"].median} if "plain2" in bars else {}
+    return Chart(axis="ms per step, median and quartiles; less is better", bars=bars, lines=bound)
 
 
 if __name__ == "__main__":

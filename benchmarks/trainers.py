@@ -1,7 +1,7 @@
-"""Trainer processes of the peers and of Shardwell: ``python -m benchmarks.trainers SPEC`` is a worker that trains.
+"""Trainer processes of the baselines and of Shardwell: ``python -m benchmarks.trainers SPEC`` runs one.
 
-The command ``{"steps": n}`` takes n steps and answers how long each took and what its loss was. What is not named
-below is the same for all: the model, its seeds, the data, one thread per process, the fused AdamW.
+The command ``{"steps": n}`` runs n steps and returns their durations and losses. The model, its seeds, the data, the
+number of threads (one per process) and the fused AdamW are the same for all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RUN = "benchmark"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSpec:
-    """What one trainer process does."""
+    """The task of one trainer process."""
 
     mode: str
     """``plain``, ``ddp``, ``fsdp2``, ``fsdp2_prefetch`` or ``shardwell``."""
@@ -47,13 +47,13 @@ class TrainerSpec:
     length: int
     dp: int = 1
     dp_rank: int = 0
-    meeting_point: str = ""
-    """The coordinator's address for Shardwell; for the peers where ``torch.distributed`` meets."""
+    address: str = ""
+    """Address of the coordinator; for the baselines, the ``init_method`` of ``torch.distributed``."""
     transfers: dict[str, Any] = field(default_factory=dict)
     """Arguments of ``shardwell.TransferOptions``."""
 
     def tokens(self, step: int, dp_rank: int) -> torch.Tensor:
-        """A batch. [batch_size, length + 1]"""
+        """Returns a rank's batch of a step. [batch_size, length + 1]"""
         return make_tokens(self.model, step=step, dp_rank=dp_rank, batch_size=self.batch_size, length=self.length)
 
     def to_json(self) -> str:
@@ -67,24 +67,24 @@ class TrainerSpec:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step tells of itself."""
+    """Result of one step."""
 
     loss: float
     totals: dict[str, float] = field(default_factory=dict)
-    """Since the run began, of Shardwell: seconds that the training thread has waited, by ``session.stats()``'s
-    names, and bytes that transports have carried, by ``session.transports()``'s."""
+    """Running totals of Shardwell: the wait times of ``session.stats()`` and the bytes of ``session.transports()``,
+    under the same names."""
 
 
-# ---- the peers ----
+# ---- baselines ----
 
 
-def peer_steps(spec: TrainerSpec) -> Generator[StepResult, None, None]:
-    """Trains without Shardwell; takes a step each time it is asked for the next."""
+def baseline_steps(spec: TrainerSpec) -> Generator[StepResult, None, None]:
+    """Trains without Shardwell, one step per item."""
     model = make_model(spec.model)
     trained: torch.nn.Module = model
     if spec.mode != "plain":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        distributed.init_process_group("gloo", init_method=spec.meeting_point, rank=spec.dp_rank, world_size=spec.dp)
+        distributed.init_process_group("gloo", init_method=spec.address, rank=spec.dp_rank, world_size=spec.dp)
     if spec.mode == "ddp":
         trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
     elif spec.mode in ("fsdp2", "fsdp2_prefetch"):
@@ -111,7 +111,7 @@ def _shard_as_fsdp2(model: GPT, dp: int) -> None:
 
 
 def _gather_one_block_ahead(model: GPT) -> None:
-    """On CPU, FSDP2's own prefetch does not overlap (its streams are no-ops); asynchronous collectives do."""
+    """Overlaps gathers by asynchronous collectives. FSDP2's prefetch does not overlap on CPU (streams are no-ops)."""
     model._set_unshard_async_op(True)
     blocks = list(model.blocks)
     for earlier, later in itertools.pairwise(blocks):
@@ -123,9 +123,9 @@ def _gather_one_block_ahead(model: GPT) -> None:
 
 
 def shardwell_steps(spec: TrainerSpec) -> Generator[StepResult, None, None]:
-    """Trains through Shardwell: one unit per block and one for the rest."""
+    """Trains with Shardwell: one unit per block and one for the rest."""
     with shardwell.join(
-        spec.meeting_point,
+        spec.address,
         run=_RUN,
         world=shardwell.World(dp=spec.dp),
         global_rank=spec.dp_rank,
@@ -147,37 +147,37 @@ def shardwell_steps(spec: TrainerSpec) -> Generator[StepResult, None, None]:
             )
 
 
-# ---- groups of them ----
+# ---- groups ----
 
 
 @contextmanager
-def peer_group(spec: TrainerSpec) -> Iterator[Group]:
-    """``spec.dp`` trainers of one of the peers; in the mode ``plain`` they know nothing of each other."""
+def baseline_group(spec: TrainerSpec) -> Iterator[Group]:
+    """Starts ``spec.dp`` trainers of a baseline. In the mode ``plain`` they do not communicate."""
     with tempfile.TemporaryDirectory() as directory:
-        meeting_point = (Path(directory) / "meeting-point").as_uri()
-        with _trainers(replace(spec, meeting_point=meeting_point)) as group:
+        address = (Path(directory) / "rendezvous").as_uri()
+        with _trainers(replace(spec, address=address)) as group:
             yield group
 
 
 @contextmanager
 def shardwell_group(spec: TrainerSpec, *, num_shards: int) -> Iterator[Group]:
-    """``spec.dp`` trainers through Shardwell, with a cluster of their own."""
+    """Starts ``spec.dp`` trainers of Shardwell, and a cluster for them."""
     with shardwell.LocalCluster(num_shards=num_shards) as cluster:
         server_pids = [cluster.coordinator.pid, *(shard.pid for shard in cluster.shards)]
-        with _trainers(replace(spec, meeting_point=cluster.address), server_pids=server_pids) as group:
+        with _trainers(replace(spec, address=cluster.address), server_pids=server_pids) as group:
             yield group
 
 
 def _trainers(spec: TrainerSpec, *, server_pids: Sequence[int] = ()) -> workers.GroupContext:
     command_lines = [[replace(spec, dp_rank=dp_rank).to_json()] for dp_rank in range(spec.dp)]
-    return workers.started("benchmarks.trainers", command_lines, server_pids=server_pids)
+    return workers.start_group("benchmarks.trainers", command_lines, server_pids=server_pids)
 
 
 def estimated_bytes(spec: TrainerSpec, *, num_shards: int = 0) -> int:
-    """About how much memory a group takes, to decide whether several can be alive at once.
+    """Estimates the memory of a group, to decide whether several groups can be alive at once.
 
-    Per parameter: weights, gradient, two moments, and as much again for buckets, gathered weights or
-    contributions in flight.
+    The estimate counts weights, gradient and two moments per parameter, and half as much for buckets, gathered weights
+    or contributions in flight.
     """
     interpreter = 300 << 20
     per_process = interpreter + 16 * spec.batch_size * spec.length * spec.model.vocab_size
@@ -193,7 +193,7 @@ def estimated_bytes(spec: TrainerSpec, *, num_shards: int = 0) -> int:
 def main() -> None:
     torch.set_num_threads(1)
     spec = TrainerSpec.from_json(sys.argv[1])
-    steps = shardwell_steps(spec) if spec.mode == "shardwell" else peer_steps(spec)
+    steps = shardwell_steps(spec) if spec.mode == "shardwell" else baseline_steps(spec)
     taken = 0
 
     def answer(command: dict[str, Any]) -> dict[str, Any]:

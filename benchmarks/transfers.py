@@ -1,9 +1,9 @@
-"""Ways to bring a layer's weights to a trainer and its gradient away: ``python -m benchmarks.transfers SPEC``.
+"""A worker that gathers a layer and pushes a gradient: ``python -m benchmarks.transfers SPEC``.
 
-A worker that answers ``{"repeats": n}`` with the seconds of n rounds. A round gathers the layer (``gather``), reads
-all of it once (``read``) and pushes a gradient of its size (``push``); ``in_place`` says that the gather moved nothing
-because the layer is read where the server has it. What has arrived is compared with what was
-sent, outside the timed parts; a difference ends the worker.
+The worker answers ``{"repeats": n}`` with the seconds of n rounds. A round gathers the layer (``gather``), reads all of
+it once (``read``) and pushes a gradient of its size (``push``). ``in_place`` is true if the gather moved no bytes,
+because the layer is read from the server's memory. The worker compares received with sent data outside the timed parts,
+and ends at a difference.
 """
 
 from __future__ import annotations
@@ -32,81 +32,81 @@ from shardwell_wire.codec import memory_at
 _RUN = "transfers"
 _FLIGHT_BATCH_BYTES = 4 << 20
 _CHECKED_BYTES = frames.DATA_BYTES
-"""Per call of the checksum, as whoever sends over a socket transport has it."""
+"""Bytes per call of the checksum, as in the socket transport."""
 
 
 class WrongBytesError(Exception):
-    """What arrived is not what was sent."""
+    """Raised when received data differs from the sent data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferSpec:
-    """What one worker does."""
+    """The task of one worker."""
 
     kind: str
     """``memcpy``, ``checksum``, ``tcp``, ``checked_tcp``, ``gloo``, ``flight`` or ``shardwell``."""
     size_bytes: int
-    """Of the layer: a multiple of 8."""
+    """Size of the layer, a multiple of 8."""
     num_trainers: int = 1
     dp_rank: int = 0
-    meeting_point: str = ""
-    """The coordinator's address for Shardwell; for gloo where ``torch.distributed`` meets."""
+    address: str = ""
+    """Address of the coordinator; for gloo, the ``init_method`` of ``torch.distributed``."""
     transport: str = ""
-    """Shardwell's: ``shm``, ``socket`` or ``grpc``."""
+    """Transport of Shardwell: ``shm``, ``socket`` or ``grpc``."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
 
-# ---- what is transferred ----
+# ---- the data ----
 
 
 def make_layer(size_bytes: int) -> Tensor:
-    """Weights: small integers, so that sums are exact, in a pattern that shows misplaced chunks. [numel]"""
+    """Returns weights: small integers, whose sums are exact, in a pattern that reveals misplaced chunks. [numel]"""
     return torch.arange(size_bytes // 4).remainder_(997).float()
 
 
 def make_gradient(size_bytes: int) -> Tensor:
-    """A gradient of the same kind. [numel]"""
+    """Returns a gradient of small integers. [numel]"""
     return torch.arange(size_bytes // 4).remainder_(31).add_(1).float()
 
 
 def view_of(tensor: Tensor) -> memoryview:
-    """A contiguous tensor's memory, which the view does not keep alive."""
+    """Returns a view of a contiguous tensor's memory. The view does not keep the memory alive."""
     return memory_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def digest(tensor: Tensor) -> int:
-    """Reads all of a contiguous tensor."""
+    """Reads all of a contiguous tensor and returns its hash."""
     return xxhash.xxh3_64_intdigest(view_of(tensor))
 
 
 def require_equal(actual: int, expected: int, what: str) -> None:
-    """Compares digests.
+    """Compares two digests.
 
     Raises:
-        WrongBytesError: They differ.
+        WrongBytesError: The digests differ.
     """
     if actual != expected:
         raise WrongBytesError(f"{what}: digest {actual:016x}, expected {expected:016x}")
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """How long it took, in seconds."""
+    """Runs ``work`` and returns its duration in seconds."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
 Rounds = Iterator[dict[str, float]]
-"""Takes a round each time it is asked for the next: seconds by the parts' names."""
+"""An iterator that runs one round per item and yields the seconds of each part."""
 
 
-# ---- the peers ----
+# ---- baselines ----
 
 
 def memcpy(spec: TransferSpec) -> Rounds:
-    """Copies into memory that is mapped already: what no transfer that copies can beat."""
+    """Copies into mapped memory, the upper bound for transfers that copy."""
     layer, gradient = make_layer(spec.size_bytes), make_gradient(spec.size_bytes)
     here, there, expected = torch.ones_like(layer), torch.ones_like(gradient), digest(layer)
     while True:
@@ -116,7 +116,7 @@ def memcpy(spec: TransferSpec) -> Rounds:
 
 
 def checksum(spec: TransferSpec) -> Rounds:
-    """Nothing is moved: one end's checksum over all bytes, piece by piece as on the transports."""
+    """Moves nothing: computes one end's checksum over all bytes, in the pieces of the socket transport."""
     layer, gradient = make_layer(spec.size_bytes), make_gradient(spec.size_bytes)
     expected = digest(layer)
     while True:
@@ -133,18 +133,17 @@ def _checksum(view: memoryview) -> int:
 
 
 def tcp(spec: TransferSpec, *, checked: bool = False) -> Rounds:
-    """One connection over the loopback interface, received into memory that is mapped already.
+    """Uses one connection over the loopback interface and receives into mapped memory.
 
     Args:
-        spec: What to move.
-        checked: Both ends compute a checksum piece by piece, as on the transports; it follows the bytes, and is
-        compared.
+        spec: The task.
+        checked: Both ends compute a checksum in the pieces of the socket transport. The checksum follows the bytes.
     """
     here, gradient = torch.ones(spec.size_bytes // 4), make_gradient(spec.size_bytes)
     expected = digest(make_layer(spec.size_bytes))
-    peer = _start_server(partial(serve_tcp, checked=checked), spec.size_bytes)
+    port = _start_server(partial(serve_tcp, checked=checked), spec.size_bytes)
     send, receive = (_send_checked, _receive_checked) if checked else (_send, _receive)
-    with socket.create_connection(("127.0.0.1", peer)) as connection:
+    with socket.create_connection(("127.0.0.1", port)) as connection:
 
         def gather() -> None:
             connection.sendall(b"g")
@@ -163,7 +162,7 @@ def tcp(spec: TransferSpec, *, checked: bool = False) -> Rounds:
 
 
 def serve_tcp(size_bytes: int, ready: Connection, *, checked: bool) -> None:
-    """The other end: sends the layer, receives gradients."""
+    """Runs the other end, which sends the layer and receives gradients."""
     layer, received = make_layer(size_bytes), torch.ones(size_bytes // 4)
     expected = digest(make_gradient(size_bytes))
     send, receive = (_send_checked, _receive_checked) if checked else (_send, _receive)
@@ -208,22 +207,20 @@ def _receive_checked(connection: socket.socket, target: memoryview) -> None:
 
 
 def _arriving(connection: socket.socket, target: memoryview, most_bytes: int) -> Iterator[memoryview]:
-    """Fills ``target``; yields each part of it as it arrives."""
+    """Fills ``target`` and yields each received part."""
     filled = 0
     while filled < len(target):
         count = connection.recv_into(target[filled : filled + most_bytes])
         if not count:
-            raise ConnectionError(f"the other end closed after {filled} of {len(target)} bytes")
+            raise ConnectionError(f"the other end closed the connection after {filled} of {len(target)} bytes")
         yield target[filled : filled + count]
         filled += count
 
 
 def gloo(spec: TransferSpec) -> Rounds:
-    """All-gather and reduce-scatter of the layer, each rank owning an equal part of it."""
+    """Runs all-gather and reduce-scatter of the layer. Each rank owns an equal part."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    distributed.init_process_group(
-        "gloo", init_method=spec.meeting_point, rank=spec.dp_rank, world_size=spec.num_trainers
-    )
+    distributed.init_process_group("gloo", init_method=spec.address, rank=spec.dp_rank, world_size=spec.num_trainers)
     layer, gradient = make_layer(spec.size_bytes), make_gradient(spec.size_bytes)
     own = layer.chunk(spec.num_trainers)[spec.dp_rank].clone()
     own_gradient = gradient.chunk(spec.num_trainers)[spec.dp_rank] * spec.num_trainers
@@ -237,7 +234,7 @@ def gloo(spec: TransferSpec) -> Rounds:
 
 
 def flight(spec: TransferSpec) -> Rounds:
-    """Arrow Flight's DoGet and DoPut. What arrives stays in Arrow's batches: no copy makes one vector of it."""
+    """Uses Arrow Flight's DoGet and DoPut. Received data stays in Arrow's batches and is not copied into one vector."""
     from pyarrow import flight as arrow_flight
 
     batches = _flight_batches(make_gradient(spec.size_bytes))
@@ -265,7 +262,7 @@ def flight(spec: TransferSpec) -> Rounds:
 
 
 def serve_flight(size_bytes: int, ready: Connection) -> None:
-    """The other end: sends the layer, receives gradients, and compares the last one when asked to."""
+    """Runs the other end, which sends the layer, receives gradients and compares the last one on request."""
     import pyarrow
     from pyarrow import flight as arrow_flight
 
@@ -305,7 +302,7 @@ def _flight_digest(chunks: list[Any]) -> int:
 
 
 def _start_server(serve: Callable[[int, Connection], None], size_bytes: int) -> int:
-    """Starts the other end as a process that ends with this one; returns its port."""
+    """Starts the other end as a process that ends with this one, and returns its port."""
     context = multiprocessing.get_context("spawn")
     ready, theirs = context.Pipe(duplex=False)
     context.Process(target=serve, args=(size_bytes, theirs), daemon=True).start()
@@ -318,7 +315,7 @@ def _start_server(serve: Callable[[int, Connection], None], size_bytes: int) -> 
 
 
 class Layer(nn.Module):
-    """One parameter."""
+    """A module with one parameter."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -329,10 +326,10 @@ class Layer(nn.Module):
 
 
 def shardwell_transport(spec: TransferSpec) -> Rounds:
-    """``module.unshard()``, and what the end of a backward does: push the gradient until every server has it.
+    """Runs ``module.unshard()`` and pushes the gradient until every server has acknowledged it, as after a backward.
 
-    Each round is a step of a run whose SGD subtracts the gradient in even steps and adds it in odd ones, so the
-    next round's weights tell whether it arrived. The commit and the update are not timed.
+    Each round is a step of a run. SGD subtracts the gradient in even steps and adds it in odd steps, so the next
+    round's weights show whether the gradient arrived. The commit and the update are not timed.
     """
     gradient = make_gradient(spec.size_bytes)
     layer = make_layer(spec.size_bytes)
@@ -340,7 +337,7 @@ def shardwell_transport(spec: TransferSpec) -> Rounds:
     expected = (digest(layer), digest(layer - gradient))
     world = shardwell.World(dp=spec.num_trainers)
     with shardwell.join(
-        spec.meeting_point,
+        spec.address,
         run=_RUN,
         world=world,
         global_rank=spec.dp_rank,
@@ -356,7 +353,7 @@ def shardwell_transport(spec: TransferSpec) -> Rounds:
             session.store.drain()
 
         def take(odd: int) -> dict[str, float]:
-            module.unshard()  # waits for the update of the step before
+            module.unshard()  # waits for the update of the previous step
             module.reshard()
             gather = timed(module.unshard)
             read = timed(lambda: require_equal(digest(module.weight), expected[odd], "Shardwell"))

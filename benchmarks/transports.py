@@ -1,7 +1,6 @@
-"""How fast a layer comes and its gradient goes, by Shardwell's transports and by others: ``python -m
-benchmarks.transports``.
+"""Measures how fast a layer is gathered and a gradient is pushed, with Shardwell's transports and with baselines.
 
-See docs/performance.md for how to read what it writes.
+Run ``python -m benchmarks.transports``. docs/performance.md explains the results.
 """
 
 from __future__ import annotations
@@ -21,62 +20,63 @@ from benchmarks.workers import Group
 
 _TRANSPORTS = ("shm", "socket", "grpc")
 _TOPOLOGIES = ((1, 1), (2, 1), (2, 2))
-"""Shard servers and trainers."""
+"""Numbers of shard servers and trainers."""
 _MEMCPY, _TCP = "memcpy", "raw TCP"
 _PARTS = ("gather", "read", "push")
 _COPIES_PER_GROUP = 5
 _PROCESS_BYTES = 250 << 20
-"""Both about: they decide whether all groups can be alive at once."""
+"""Rough estimates, which decide whether all groups can be alive at once."""
 
 
 @contextmanager
-def peer_group(spec: TransferSpec) -> Iterator[Group]:
-    """Workers of anything but Shardwell."""
+def baseline_group(spec: TransferSpec) -> Iterator[Group]:
+    """Starts the workers of a baseline."""
     with tempfile.TemporaryDirectory() as directory:
-        meeting_point = (Path(directory) / "meeting-point").as_uri()
-        with _transfers(replace(spec, meeting_point=meeting_point)) as group:
+        address = (Path(directory) / "rendezvous").as_uri()
+        with _transfers(replace(spec, address=address)) as group:
             yield group
 
 
 @contextmanager
 def shardwell_group(spec: TransferSpec, *, num_shards: int) -> Iterator[Group]:
-    """Workers that use one transport to a cluster of their own."""
+    """Starts workers that use one transport, and a cluster for them."""
     with (
         shardwell.LocalCluster(num_shards=num_shards) as cluster,
-        _transfers(replace(spec, meeting_point=cluster.address)) as group,
+        _transfers(replace(spec, address=cluster.address)) as group,
     ):
         yield group
 
 
 def _transfers(spec: TransferSpec) -> workers.GroupContext:
     command_lines = [[replace(spec, dp_rank=dp_rank).to_json()] for dp_rank in range(spec.num_trainers)]
-    return workers.started("benchmarks.transfers", command_lines)
+    return workers.start_group("benchmarks.transfers", command_lines)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """A row of the table: a way to move a layer."""
+class Variant:
+    """A row of the table: a method to move a layer."""
 
     spec: TransferSpec
     num_shards: int = 0
-    """Shardwell's shard servers; 0 for the peers."""
+    """Number of shard servers; 0 for the baselines."""
 
     def start(self) -> workers.GroupContext:
+        """Starts the variant's group."""
         if self.num_shards:
             return shardwell_group(self.spec, num_shards=self.num_shards)
-        return peer_group(self.spec)
+        return baseline_group(self.spec)
 
     @property
     def estimated_bytes(self) -> int:
-        """About how much memory its group takes."""
-        num_others = self.num_shards + 1  # a coordinator, or the other end of a connection
+        """Estimated memory of the variant's group."""
+        num_others = self.num_shards + 1  # a coordinator, or the server of a baseline
         processes = (self.spec.num_trainers + num_others) * _PROCESS_BYTES
         return processes + _COPIES_PER_GROUP * self.spec.size_bytes
 
 
-def make_ways(size_bytes: int) -> dict[str, Way]:
-    """All ways, by the names they have in the table."""
-    peers = {
+def make_variants(size_bytes: int) -> dict[str, Variant]:
+    """Returns all variants by their names in the table."""
+    baselines = {
         _MEMCPY: ("memcpy", 1),
         "checksum alone": ("checksum", 1),
         _TCP: ("tcp", 1),
@@ -84,16 +84,16 @@ def make_ways(size_bytes: int) -> dict[str, Way]:
         "Arrow Flight": ("flight", 1),
         "gloo, 2 ranks": ("gloo", 2),
     }
-    ways = {
-        name: Way(spec=TransferSpec(kind=kind, size_bytes=size_bytes, num_trainers=num_trainers))
-        for name, (kind, num_trainers) in peers.items()
+    variants = {
+        name: Variant(spec=TransferSpec(kind=kind, size_bytes=size_bytes, num_trainers=num_trainers))
+        for name, (kind, num_trainers) in baselines.items()
     }
     for num_shards, num_trainers in _TOPOLOGIES:
         for transport in _TRANSPORTS:
             name = f"Shardwell {transport}, {_count(num_shards, 'server')}, {_count(num_trainers, 'trainer')}"
             spec = TransferSpec(kind="shardwell", size_bytes=size_bytes, num_trainers=num_trainers, transport=transport)
-            ways[name] = Way(spec=spec, num_shards=num_shards)
-    return ways
+            variants[name] = Variant(spec=spec, num_shards=num_shards)
+    return variants
 
 
 def _count(number: int, noun: str) -> str:
@@ -106,12 +106,12 @@ def _count(number: int, noun: str) -> str:
 def main() -> None:
     arguments = parse_arguments()
     size_bytes = arguments.megabytes * 1_000_000
-    written = Report(arguments, title=f"Moving a layer of {arguments.megabytes} MB to a trainer and back")
-    ways = make_ways(size_bytes)
-    seconds: dict[str, dict[str, list[float]]] = {name: {part: [] for part in _PARTS} for name in ways}
+    document = Report(arguments, title=f"Moving a layer of {arguments.megabytes} MB to a trainer and back")
+    variants = make_variants(size_bytes)
+    seconds: dict[str, dict[str, list[float]]] = {name: {part: [] for part in _PARTS} for name in variants}
     in_place: set[str] = set()
 
-    def turn(name: str, group: Group) -> None:
+    def measure(name: str, group: Group) -> None:
         answers = group.run(repeats=arguments.repeats)
         for rounds in zip(*(answer["rounds"] for answer in answers), strict=True):
             for part in _PARTS:
@@ -119,15 +119,15 @@ def main() -> None:
             if any(each.get("in_place") for each in rounds):
                 in_place.add(name)
 
-    failures = workers.take_turns(
-        {name: way.start for name, way in ways.items()},
+    failures = workers.interleave(
+        {name: variant.start for name, variant in variants.items()},
         rounds=arguments.rounds,
-        resident=workers.fit_in_memory(way.estimated_bytes for way in ways.values()),
+        resident=workers.fit_in_memory(variant.estimated_bytes for variant in variants.values()),
         warm_up=lambda name, group: group.run(repeats=2),
-        turn=turn,
+        measure=measure,
     )
-    measured = [name for name in ways if name not in failures]
-    written.write(
+    measured = [name for name in variants if name not in failures]
+    document.write(
         results={
             "settings": {name: str(value) for name, value in vars(arguments).items() if name != "results"},
             "failures": failures,
@@ -136,12 +136,12 @@ def main() -> None:
         },
         sections=[
             _table(seconds, size_bytes, in_place=in_place, failures=failures),
-            "Rates are of the whole layer, per trainer. A gather ends when the weights can be used, a push when the "
-            "gradient has arrived. A gather in place moves no bytes, so it has no rate; what it then costs to read "
-            "the weights where they are is in the column with the read.",
+            "Rates refer to the whole layer and to one trainer. A gather ends when the weights can be used, a push "
+            "when the gradient has arrived. A gather in place moves no bytes and has no rate; the column with the "
+            "read shows the cost of reading the weights in place.",
         ],
         chart=Chart(
-            axis="GB/s until a layer is there and has been read once, median and quartiles; more is better",
+            axis="GB/s to gather and read a layer once, median and quartiles; more is better",
             bars={name: rates(seconds[name], size_bytes)["gather and read"] for name in measured},
             lines={},
         ),
@@ -149,7 +149,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="How fast a layer comes to a trainer and its gradient goes.")
+    parser = argparse.ArgumentParser(description="Measures how fast a layer is gathered and a gradient is pushed.")
     parser.add_argument("--megabytes", type=int, default=256, help="size of the layer")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5, help="transfers of each variant per round")
@@ -158,7 +158,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def rates(seconds: Mapping[str, Sequence[float]], size_bytes: int) -> dict[str, Summary]:
-    """GB/s by what was done, from seconds by the parts of a round."""
+    """Converts the seconds of each part of a round to GB/s."""
     gather_and_read = [gather + read for gather, read in zip(seconds["gather"], seconds["read"], strict=True)]
     done = {"gather": seconds["gather"], "gather and read": gather_and_read, "push": seconds["push"]}
     return {what: summarize(values).inverse(size_bytes / 1e9) for what, values in done.items()}
@@ -171,7 +171,16 @@ def _table(
     in_place: Collection[str],
     failures: Mapping[str, str],
 ) -> str:
-    header = ["way", "gather, GB/s", "/ memcpy", "/ TCP", "gather and read, GB/s", "push, GB/s", "/ memcpy", "/ TCP"]
+    header = [
+        "variant",
+        "gather, GB/s",
+        "/ memcpy",
+        "/ TCP",
+        "gather and read, GB/s",
+        "push, GB/s",
+        "/ memcpy",
+        "/ TCP",
+    ]
     measured = {name: rates(parts, size_bytes) for name, parts in seconds.items() if name not in failures}
     bases = [measured.get(name, {}) for name in (_MEMCPY, _TCP)]
     rows = []

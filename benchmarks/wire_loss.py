@@ -1,6 +1,6 @@
-"""What narrower numbers on the wire cost in loss: the same trainings on English text with each transfer.
+"""Measures the effect of lossy wire dtypes on the loss, by the same trainings on English text with each dtype.
 
-Runs on loopback without limits: the arithmetic does not depend on the network's speed.
+Runs over loopback without limits, because the network's speed does not affect the arithmetic.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import shardwell
 from benchmarks.report import to_table
-from benchmarks.wire_choices import TRANSFERS
+from benchmarks.wire_options import WIRE_OPTIONS
 from examples.corpus import Corpus, Windows
 from examples.gpt import GPT, GPTConfig
 
 VOCAB_SIZE, CONTEXT, BATCH_SIZE, NUM_RANKS = 1024, 64, 16, 2
 LEARNING_RATE = 8e-3
 HELD_OUT = 0.1
-"""The end of the text, never trained on."""
+"""Fraction at the end of the text that is not used for training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossCheck:
-    """Losses on held-out text after training, by transfer and seed."""
+    """Losses on held-out text after training, by wire options and seed."""
 
     steps: int
     parameters: int
     unigram_entropy: float
-    """Nats per token of a model that knows frequencies and nothing else."""
+    """Loss of a model that knows token frequencies only, in nats per token."""
     losses: dict[str, list[float]]
 
     def to_markdown(self) -> str:
@@ -43,9 +43,9 @@ class LossCheck:
         reference = self.losses["fp32"]
         heading = (
             f"Loss on held-out English text after {self.steps} steps, {seeds} seeds, on loopback without limits (the "
-            f"network's speed changes no number): a GPT with {self.parameters / 1e6:.2f} M parameters, "
-            f"{NUM_RANKS} logical ranks of {BATCH_SIZE} x {CONTEXT} tokens; evaluated with the fp32 weights that the "
-            f"servers hold. Frequencies alone give {self.unigram_entropy:.2f}."
+            f"network's speed has no effect): a GPT with {self.parameters / 1e6:.2f} M parameters, "
+            f"{NUM_RANKS} logical ranks of {BATCH_SIZE} x {CONTEXT} tokens; evaluated with the fp32 weights of the "
+            f"servers. Token frequencies alone give {self.unigram_entropy:.2f}."
         )
         rows = []
         for name, losses in self.losses.items():
@@ -53,20 +53,20 @@ class LossCheck:
             largest = max(differences, key=abs)
             difference = f"{statistics.mean(differences):+.4f} ({largest:+.4f})"
             rows.append([name, f"{statistics.mean(losses):.4f}", f"{max(losses) - min(losses):.4f}", difference])
-        header = ["on the wire", "mean loss", "highest - lowest", "less fp32's, same seed: mean (largest)"]
+        header = ["on the wire", "mean loss", "highest - lowest", "difference to fp32, same seed: mean (largest)"]
         return f"{heading}\n\n{to_table(header, rows)}"
 
 
 def measure_losses(seeds: Sequence[int], steps: int) -> LossCheck:
-    """Trains with every transfer and seed."""
+    """Trains with all wire options and seeds."""
     torch.set_num_threads(1)
     corpus = Corpus.read(None, vocab_size=VOCAB_SIZE)
     config = GPTConfig(vocab_size=len(corpus.vocabulary), context=CONTEXT)
     trained = round(len(corpus.tokens) * (1 - HELD_OUT))
-    losses: dict[str, list[float]] = {name: [] for name in TRANSFERS}
+    losses: dict[str, list[float]] = {name: [] for name in WIRE_OPTIONS}
     with shardwell.LocalCluster(num_shards=2) as cluster:
         for seed in seeds:
-            for name, transfer in TRANSFERS.items():
+            for name, transfer in WIRE_OPTIONS.items():
                 transfers = shardwell.TransferOptions(**transfer.options())
                 join = partial(shardwell.join, cluster.address, run=f"{name}-{seed}", seed=seed, transfers=transfers)
                 model = train(join, config, corpus.tokens[:trained], steps, seed)
@@ -81,10 +81,10 @@ def measure_losses(seeds: Sequence[int], steps: int) -> LossCheck:
 
 
 def train(join: Callable[..., shardwell.Session], config: GPTConfig, tokens: Tensor, steps: int, seed: int) -> GPT:
-    """Trains one model; returns it as a plain one with the weights that the servers hold."""
+    """Trains one model and returns it as a plain module with the servers' weights."""
     torch.manual_seed(seed)
     windows = Windows(tokens, CONTEXT)
-    # One process plays all ranks: contributions and their order are the same as with one process each.
+    # One process plays all ranks. Contributions and their order are the same as with one process per rank.
     with join(world=shardwell.World(dp=NUM_RANKS), min_trainers=1) as session:
         model = GPT(config)
         for block in model.blocks:
@@ -106,7 +106,7 @@ def train(join: Callable[..., shardwell.Session], config: GPTConfig, tokens: Ten
 
 @torch.no_grad()
 def evaluate(model: GPT, tokens: Tensor) -> float:
-    """Mean loss over the text cut into windows side by side."""
+    """Returns the mean loss over the text, cut into adjacent windows."""
     count = (len(tokens) - 1) // CONTEXT
     windows = tokens[: count * CONTEXT + 1].unfold(0, CONTEXT + 1, CONTEXT)  # [count, CONTEXT + 1]
     return loss_of(model, windows).item()

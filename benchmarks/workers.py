@@ -1,8 +1,8 @@
-"""Groups of worker processes that measure by turns, so that a change of the machine's mood hits all alike.
+"""Groups of worker processes that are measured by turns. Interleaving spreads machine noise evenly over the variants.
 
-A worker is ``python -m MODULE ARGUMENTS`` whose main ends in ``serve``. It is told over its standard input what
-to do, answers on its standard output, and sleeps in between. A group is what one variant of a benchmark needs:
-its workers and, for Shardwell, a cluster. ``take_turns`` starts groups, rotates among them and ends them.
+A worker is ``python -m MODULE ARGUMENTS`` with a main that ends in ``serve``. It reads commands from standard input,
+answers on standard output, and sleeps in between. A group has the processes of one variant of a benchmark: its workers
+and, for Shardwell, a cluster. ``interleave`` starts groups, rotates among them and ends them.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ import shardwell
 
 ROOT = Path(__file__).resolve().parents[1]
 _ERROR = "error"
-"""In a worker's last answer: what it failed of."""
+"""Key of the error in a worker's last answer."""
 _EXIT_LIMIT_S = 10.0
 _LOG_TAIL_LINES = 12
 _MEMORY_SHARE = 0.75
-"""Of the memory that is available: the rest is for what the estimates do not know."""
+"""Fraction of the available memory that groups may use. The rest covers errors of the estimates."""
 
 
 class WorkerFailedError(Exception):
-    """A worker ended or did not answer; the first line says why, the others are its log's tail."""
+    """Raised when a worker ends or does not answer. The first line is the reason, the others are the end of its log."""
 
 
 class Worker:
-    """One worker process, seen from the process that measures.
+    """One worker process, as seen by the measuring process.
 
     Args:
-        module: What ``python -m`` runs, such as ``benchmarks.trainers``.
-        arguments: Its command line.
-        prefix: A program that becomes the worker, such as nsenter with its arguments.
+        module: Module that ``python -m`` runs, such as ``benchmarks.trainers``.
+        arguments: Command line of the worker.
+        prefix: Command that starts the worker, such as nsenter with its arguments.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], *, prefix: Sequence[str] = ()) -> None:
         self.name = " ".join([module, *arguments])
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the worker)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         self._received = b""
         self._process = subprocess.Popen(
             [*prefix, sys.executable, "-m", module, *arguments],
@@ -70,7 +70,7 @@ class Worker:
         return self._process.stdout.fileno()
 
     def begin(self, command: Mapping[str, Any]) -> None:
-        """Sends a command and returns; the answer comes through ``receive``."""
+        """Sends a command and returns. ``receive`` returns the answer."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -79,7 +79,7 @@ class Worker:
             raise self.failure("ended") from None
 
     def receive(self) -> dict[str, Any] | None:
-        """Reads what there is of the answer, which must be something; None while it is not complete.
+        """Reads a part of the answer; returns None while the answer is incomplete. Call when the output is readable.
 
         Raises:
             WorkerFailedError: The worker ended.
@@ -98,7 +98,7 @@ class Worker:
         return answer
 
     def failure(self, what: str) -> WorkerFailedError:
-        """The error that says what became of this worker, and the last that it wrote."""
+        """Returns an error with the reason and the end of the worker's log."""
         return WorkerFailedError(f"a worker {what}: {self.name}\n{self._log_tail()}")
 
     def _log_tail(self) -> str:
@@ -106,7 +106,7 @@ class Worker:
         return "\n".join(self._log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
 
     def close(self) -> None:
-        """Ends the worker: it may leave in good order, but not take long for it."""
+        """Ends the worker by closing its input, and kills it after a timeout."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -120,9 +120,9 @@ class Worker:
 
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """A worker's life: answers commands until its standard input ends or one of them raises."""
+    """Answers commands until the standard input ends or a command raises. Called by the main of a worker."""
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not land among the answers
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keeps the output of libraries out of the answers
         for line in sys.stdin:
             try:
                 answered = answer(json.loads(line))
@@ -135,35 +135,35 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The processes of one variant."""
+    """The processes of one variant of a benchmark."""
 
     workers: Sequence[Worker]
-    """In order of their ranks."""
+    """Workers in the order of their ranks."""
     server_pids: Sequence[int] = ()
-    """Shardwell's coordinator and shard servers, or another peer's servers."""
+    """Process ids of the coordinator and the shard servers, or of a baseline's servers."""
 
     @property
     def worker_pids(self) -> list[int]:
         return [worker.pid for worker in self.workers]
 
     def run(self, *, timeout_s: float = 600.0, **command: Any) -> list[dict[str, Any]]:
-        """Has every worker carry out the same command at the same time.
+        """Sends a command to all workers and waits for their answers.
 
         Returns:
-            The answers in order of the workers.
+            The answers in the order of the workers.
 
         Raises:
-            WorkerFailedError: A worker ended, or not all have answered after ``timeout_s``.
+            WorkerFailedError: A worker ended, or did not answer within ``timeout_s``.
         """
         for worker in self.workers:
             worker.begin(command)
         answers: dict[int, dict[str, Any]] = {}
-        give_up = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             for index, worker in enumerate(self.workers):
                 selector.register(worker.stdout_descriptor, selectors.EVENT_READ, index)
             while len(answers) < len(self.workers):
-                ready = selector.select(max(0.0, give_up - time.monotonic()))
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
                     late = next(worker for index, worker in enumerate(self.workers) if index not in answers)
                     raise late.failure(f"did not answer in {timeout_s:.0f} s")
@@ -175,12 +175,14 @@ class Group:
 
 
 GroupContext = AbstractContextManager[Group]
-"""Entering it starts a group, leaving it ends the group."""
+"""A context manager that starts a group and ends it."""
 
 
 @contextmanager
-def started(module: str, command_lines: Iterable[Sequence[str]], *, server_pids: Sequence[int] = ()) -> Iterator[Group]:
-    """A group of workers of one module, one per command line."""
+def start_group(
+    module: str, command_lines: Iterable[Sequence[str]], *, server_pids: Sequence[int] = ()
+) -> Iterator[Group]:
+    """Starts one worker of a module per command line."""
     with ExitStack() as stack:
         workers = []
         for arguments in command_lines:
@@ -190,32 +192,32 @@ def started(module: str, command_lines: Iterable[Sequence[str]], *, server_pids:
 
 
 def fit_in_memory(sizes_bytes: Iterable[int]) -> bool:
-    """Whether groups of these estimated sizes can all be alive at once on this machine."""
+    """Returns True if groups of these estimated sizes fit into this machine's memory together."""
     return sum(sizes_bytes) <= _MEMORY_SHARE * psutil.virtual_memory().available
 
 
-def take_turns(
+def interleave(
     starters: Mapping[str, Callable[[], GroupContext]],
     *,
     rounds: int,
     resident: bool,
     warm_up: Callable[[str, Group], None],
-    turn: Callable[[str, Group], None],
+    measure: Callable[[str, Group], None],
 ) -> dict[str, str]:
-    """Gives every group its turn in every round; who is first rotates.
+    """Measures every group once per round. The first group changes from round to round.
 
-    A group that fails is ended and takes no further part; the others go on.
+    A group that fails is ended and not measured again; the others continue.
 
     Args:
-        starters: Make a group's context, by the variant's name.
-        rounds: Turns of each group.
-        resident: Whether groups live from their first turn to the end. Otherwise each is started and ended
-            around each of its turns, for machines where not all fit.
+        starters: Functions that start a group, by the variant's name.
+        rounds: Number of turns of each group.
+        resident: True keeps groups alive from their first turn to the end. False starts and ends each group around
+            each of its turns, for machines without memory for all groups.
         warm_up: Called once after each start.
-        turn: Measures; called with the variant's name and its group.
+        measure: Called in each turn, with the variant's name and its group.
 
     Returns:
-        Why groups failed, by name; empty if none did.
+        Reasons of failed groups, by name.
     """
     failures: dict[str, str] = {}
     alive: dict[str, tuple[ExitStack, Group]] = {}
@@ -236,7 +238,7 @@ def take_turns(
                         stack = ExitStack()
                         alive[name] = stack, stack.enter_context(starters[name]())
                         warm_up(name, alive[name][1])
-                    turn(name, alive[name][1])
+                    measure(name, alive[name][1])
                 except (WorkerFailedError, shardwell.ShardwellError) as error:
                     failures[name] = str(error).partition("\n")[0]
                     print(f"{name} failed: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The compose file, run for real: `make compose-test`. Needs Docker; builds the images first."""
+"""Runs the compose cluster: `make compose-test`. Needs Docker and builds the images first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.cluster import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = "20951"
-"""Outside the range from which the system takes ports for others."""
+"""Outside the range of ephemeral ports."""
 
 ADDRESS = f"127.0.0.1:{PORT}"
 SERVICE = "shardwell_wire.v1.CoordinatorService"
@@ -29,7 +29,7 @@ PROJECT = "shardwell-test"
 
 
 def compose(*arguments: str, check: bool = True, **environment: str) -> str:
-    """Runs docker compose in a project of its own; returns its output."""
+    """Runs docker compose in a separate project and returns its output."""
     done = subprocess.run(
         ["docker", "compose", "--project-name", PROJECT, *arguments],
         cwd=ROOT,
@@ -55,12 +55,12 @@ def server_ids() -> set[str]:
     return {server["server_id"] for server in call("ListServers")["servers"]}
 
 
-def names(count: int) -> set[str]:
-    """Of the first containers of the shard servers."""
+def container_names(count: int) -> set[str]:
+    """Names of the first ``count`` containers of shard servers."""
     return {f"{PROJECT}-shard-{number}" for number in range(1, count + 1)}
 
 
-def left_in_docker(kind: str) -> list[str]:
+def docker_objects(kind: str) -> list[str]:
     """Containers, volumes or networks of the project."""
     label = f"label=com.docker.compose.project={PROJECT}"
     every = ["--all"] if kind == "container" else []
@@ -85,13 +85,13 @@ def containers(service: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines()]
 
 
-def test_all_services_are_healthy_by_the_grpc_health_protocol() -> None:
+def test_all_services_report_healthy_over_grpc() -> None:
     health = [container["Health"] for container in containers("coordinator") + containers("shard")]
     assert health == ["healthy"] * 4
     assert live_servers() == 3
 
 
-def test_reflection_answers_from_outside() -> None:
+def test_reflection_is_reachable_from_host() -> None:
     assert SERVICE in grpcurl.at(ADDRESS).list()
     assert "ExplainStall" in grpcurl.at(ADDRESS).describe(SERVICE)
 
@@ -102,69 +102,69 @@ def test_containers_run_without_privileges() -> None:
     assert denied == "" and "x" not in compose("exec", "-T", "shard", "ls", "/usr/local").split()
 
 
-def test_servers_are_called_as_their_containers_and_stay_so() -> None:
-    assert server_ids() == names(3)
+def test_server_ids_equal_container_names_after_restart() -> None:
+    assert server_ids() == container_names(3)
     for change in (["restart", "shard"], ["up", "--detach", "--wait", "--force-recreate", "shard"]):
         compose(*change)
         wait_until(lambda: live_servers() == 3, "three live servers", timeout_s=60)
-        assert server_ids() == names(3)
+        assert server_ids() == container_names(3)
 
 
-def test_servers_are_added() -> None:
+def test_scaling_up_adds_servers() -> None:
     compose("up", "--detach", "--wait", "--scale", "shard=5")
     wait_until(lambda: live_servers() == 5, "five live servers", timeout_s=60)
-    assert server_ids() == names(5)
+    assert server_ids() == container_names(5)
 
 
-def test_the_train_profile_trains_on_all_servers_and_stops_none() -> None:
+def test_train_profile_trains_on_all_servers_and_stops_none() -> None:
     output = compose("--profile", "train", "up", "--no-log-prefix", "trainer")
-    assert "read weights in place" in " ".join(output.split()), "trainers see the shard servers' memory"
+    assert "read weights in place" in " ".join(output.split()), "trainers map the shard servers' memory"
     assert f"step {STEPS:4d}/{STEPS}" in output and "The loss fell from" in output
     summary = next(run for run in call("ListRuns")["runs"] if run["run"] == "gpt")
     assert (summary["committed_step"], summary["live_trainer_count"]) == (str(STEPS), 0)
     units = call("ListUnits", {"run": "gpt"})["units"]
-    assert {shard["server_id"] for unit in units for shard in unit["shards"]} == names(5)
+    assert {shard["server_id"] for unit in units for shard in unit["shards"]} == container_names(5)
     assert live_servers() == len(containers("shard")) == 5
     assert [trainer["ExitCode"] for trainer in containers("trainer")] == [0, 0]
 
 
-def test_people_look_from_inside() -> None:
+def test_peek_works_inside_the_container() -> None:
     output = compose("exec", "-T", "coordinator", "shardwell", "peek", "gpt", "blocks.0.mlp.0.weight")
     assert "blocks.0.mlp.0.weight: 65,536 elements" in output
 
 
-def test_the_coordinators_state_survives_its_container() -> None:
+def test_coordinator_state_survives_removal_of_container() -> None:
     compose("rm", "--force", "--stop", "coordinator")
     compose("up", "--detach", "--wait", "--no-deps", "coordinator")
     assert "gpt" in [run["run"] for run in call("ListRuns")["runs"]]
     wait_until(lambda: live_servers() == 5, "servers register again", timeout_s=60)
 
 
-def test_servers_that_are_removed_leave_the_cluster() -> None:
+def test_scaling_down_removes_servers_from_cluster() -> None:
     call("DeleteRun", {"run": "gpt", "request_id": "compose-test"})
     compose("up", "--detach", "--wait", SHARDWELL_SHARDS="4")
-    wait_until(lambda: server_ids() == names(4), "a server has left", timeout_s=30)
+    wait_until(lambda: server_ids() == container_names(4), "a server has left", timeout_s=30)
     assert live_servers() == 4
 
 
-def test_shared_memory_of_another_size_is_taken() -> None:
+def test_new_shared_memory_size_is_applied() -> None:
     compose("up", "--detach", "--wait", SHARDWELL_SHARDS="3", SHARDWELL_SHM_SIZE="512m")
     wait_until(lambda: live_servers() == 3, "three live servers", timeout_s=60)
-    room = compose("exec", "-T", "shard", "df", "--block-size=1M", "--output=size", "/shared").split()
-    assert room[-1] == "512"
+    size = compose("exec", "-T", "shard", "df", "--block-size=1M", "--output=size", "/shared").split()
+    assert size[-1] == "512"
 
 
-def test_stopping_is_fast_and_clean() -> None:
+def test_stop_exits_with_zero() -> None:
     compose("stop", "--timeout", "10")
     codes = {container["Name"]: container["ExitCode"] for container in containers("coordinator") + containers("shard")}
     assert set(codes.values()) == {0}, f"{codes}\n{compose('logs', '--timestamps', '--tail', '30')}"
 
 
-def test_nothing_stays_behind() -> None:
+def test_down_removes_containers_and_networks() -> None:
     compose("--profile", "train", "down", "--volumes", "--timeout", "10")
-    assert [left_in_docker(kind) for kind in ("container", "network")] == [[], []]
-    left = left_in_docker("volume")
+    assert [docker_objects(kind) for kind in ("container", "network")] == [[], []]
+    left = docker_objects("volume")
     for name in left:
         subprocess.run(["docker", "volume", "rm", name], capture_output=True, check=True)
     former_sizes = [f"{PROJECT}_shared-memory-{size}" for size in ("1g", "512m")]
-    assert len(left) <= 1 and set(left) <= set(former_sizes), "compose knows one volume of a name"
+    assert len(left) <= 1 and set(left) <= set(former_sizes), "compose removes only the volume of the present size"

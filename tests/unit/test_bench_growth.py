@@ -1,10 +1,10 @@
-"""The pure parts of the growth benchmark: its points, its arithmetic, its table."""
+"""Tests for the growth benchmark: points, arithmetic and table."""
 
 from typing import Any
 
 import pytest
 
-from benchmarks.growth import SWEEPS, Point, parse_arguments, summarize_point, to_section, why_skipped
+from benchmarks.growth import SWEEPS, Point, parse_arguments, skip_reason, summarize_point, to_section
 
 
 def step(step_s: float, commit_s: float = 0.0) -> dict[str, float]:
@@ -12,7 +12,7 @@ def step(step_s: float, commit_s: float = 0.0) -> dict[str, float]:
     return {"step_s": step_s, **waits, "gathered_bytes": 4e6, "pushed_bytes": 2e6}
 
 
-def test_points_of_a_sweep_differ_in_the_number_it_varies_only() -> None:
+def test_points_of_a_sweep_differ_only_in_the_varied_number() -> None:
     for name, sweep in SWEEPS.items():
         points = (*sweep.points, *sweep.full_points)
         varied = [getattr(point, sweep.varied) for point in points]
@@ -32,7 +32,7 @@ def test_the_largest_point_has_a_billion_parameters() -> None:
     assert SWEEPS["parameters"].points[0].parameters == pytest.approx(30e6, rel=0.05)
 
 
-def test_overhead_is_what_a_step_takes_beyond_computing() -> None:
+def test_overhead_is_step_time_minus_compute_time() -> None:
     point = Point(trainers=2, units=10)
     plain = [[step(0.010), step(0.012), step(0.011)]] * 2
     sharded = [[step(0.031, 0.004), step(0.029, 0.002)], [step(0.033, 0.006), step(0.031, 0.004)]]
@@ -55,14 +55,14 @@ def test_the_table_shows_ratios_to_the_first_row() -> None:
     assert "| 100 | 300.00 | 100.00 | 1.00 | 5.00 (2.5) | 2.00 (1.0) | 1.94 (1.1) | 2.00 (1.0) | 20 |" in text
 
 
-def test_a_point_that_does_not_fit_is_left_out_with_a_reason() -> None:
+def test_skip_reason_names_required_memory_of_too_large_point() -> None:
     point = Point(units=12, width=9130)
-    assert why_skipped(point, 64 << 30) is None
-    assert why_skipped(point, 8 << 30) == (
+    assert skip_reason(point, 64 << 30) is None
+    assert skip_reason(point, 8 << 30) == (
         "1,000,392,360 parameters need about 12.0 GB in the servers, of which 8.6 GB are free"
     )
 
 
-def test_no_steps_are_refused() -> None:
+def test_zero_steps_are_rejected() -> None:
     with pytest.raises(SystemExit):
         parse_arguments(["--steps", "0"])

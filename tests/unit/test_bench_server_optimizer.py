@@ -1,4 +1,4 @@
-"""The benchmark of the servers' optimizer, on shards so small that it takes no time."""
+"""Tests for the benchmark of the servers' optimizer, on tiny shards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.server_optimizer import OTHERS, measure, parse_arguments, to_ele
 from shardwell_server import hyperparameters
 
 
-def test_every_kind_of_update_gets_a_rate_and_a_cell() -> None:
+def test_every_kind_of_update_has_a_rate_and_a_cell() -> None:
     adamw, others = measure([0.1], 0.05, 1)
     assert list(others) == OTHERS
     assert all(rate.median > 0 for rate in (*adamw[0.1].values(), *others.values()))
@@ -18,15 +18,15 @@ def test_every_kind_of_update_gets_a_rate_and_a_cell() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [*OTHERS, "adamw"])
-def test_settings_can_be_applied(algorithm: str) -> None:
+def test_optimizer_steps_are_valid(algorithm: str) -> None:
     hyperparameters.validate(to_step(algorithm))
 
 
-def test_shards_have_whole_rows() -> None:
+def test_shard_sizes_are_whole_rows() -> None:
     assert to_elements(1.0) == 244 * 1024
     assert to_elements(0.0001) == 1024
 
 
-def test_impossible_arguments_are_refused() -> None:
+def test_size_zero_is_rejected() -> None:
     with pytest.raises(SystemExit):
         parse_arguments(["--megabytes", "0"])
