@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from shardwell.processes.local_cluster import write_token
-from shardwell.session import open_sessions
+from shardwell.session.session import sessions_at
 from shardwell_server.in_process import InProcessServers
 from shardwell_wire.credentials import new_credentials
 from shardwell_wire.errors import UsageError
@@ -64,7 +64,7 @@ def in_process_cluster(num_shards: int = 1, *, dp: int = 1, memory_budget: int =
                 try:
                     yield servers.address
                 finally:
-                    for session in open_sessions.at(servers.address):
+                    for session in sessions_at(servers.address):
                         session.close()
         finally:
             servers.stop()

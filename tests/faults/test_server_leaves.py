@@ -10,7 +10,7 @@ import torch
 import shardwell
 from shardwell.data_plane.traffic import RemoteUnit
 from shardwell.module.store import InitialValues
-from shardwell.session.unit_declaration import UnitDeclarations
+from shardwell.session.run_units import UnitDeclarations
 from tests.support.cluster import build_model
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.session.step_end import StepEnd
+from shardwell.session.step_commit import StepCommitter
 
 
 class Raise(torch.autograd.Function):
@@ -204,7 +204,7 @@ def test_the_next_call_completes_an_interrupted_step(
 ) -> None:
     model, optimizer = shard(session)
     loss_of(model, 0).backward()
-    commit: Callable[..., Any] = StepEnd.commit
+    commit: Callable[..., Any] = StepCommitter.commit
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         if committed:
@@ -212,7 +212,7 @@ def test_the_next_call_completes_an_interrupted_step(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(StepEnd, "commit", interrupted)
+        patch.setattr(StepCommitter, "commit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert session.step == 0

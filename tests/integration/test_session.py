@@ -50,7 +50,7 @@ def test_a_wait_for_other_trainers_is_told(
 def test_a_coordinator_that_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(shardwell.UnavailableError, match=r"127\.0\.0\.1:1"):
         shardwell.join("127.0.0.1:1", waits=shardwell.WaitOptions(wait_limit_s=0.3, warn_after_s=0.1))
-    assert "Connection refused; trying on for 0 s" in caplog.text
+    assert "Connection refused; retrying for 0 s" in caplog.text
 
 
 def net() -> nn.Sequential:

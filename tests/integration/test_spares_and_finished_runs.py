@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwell
-from shardwell.session import open_sessions
+from shardwell.session import session as session_module
 from tests.support.cluster import build_model, small_run
 
 
@@ -14,7 +14,7 @@ def test_a_spare_is_told_that_it_is_one(
     cluster: shardwell.LocalCluster, run_name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_run(cluster.address, run_name):
-        monkeypatch.setattr(open_sessions, "trainer_of", lambda run_id: None)  # as in another process
+        monkeypatch.setattr(session_module, "_trainer_of", lambda run_id: None)  # as in another process
         with shardwell.join(cluster.address, run=run_name, trainer="more") as spare:
             assert spare.global_rank is None
     (warning,) = [record.getMessage() for record in caplog.records if "spare" in record.getMessage()]

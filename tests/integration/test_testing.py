@@ -13,7 +13,7 @@ import torch
 
 import shardwell
 import shardwell.testing
-from shardwell.session import open_sessions
+from shardwell.session.session import sessions_at
 
 SCRIPT = """
     import sys
@@ -70,8 +70,8 @@ def test_each_cluster_starts_empty_and_leaves_nothing(script: str, monkeypatch: 
         with shardwell.testing.in_process_cluster() as address:
             results.append(runpy.run_path(script))
             assert results[-1]["session"].run == "default"
-            assert open_sessions.at(address) == [results[-1]["session"]]
-        assert open_sessions.at(address) == []
+            assert sessions_at(address) == [results[-1]["session"]]
+        assert sessions_at(address) == []
     assert same(results[0]["weights"], results[1]["weights"])
     assert results[1]["session"].step == 5
     assert dict(os.environ) == before

@@ -117,7 +117,7 @@ def train(
 
 def die_at(session: shardwell.Session, point: str, kill_step: int) -> None:
     """Has this process end at a point of a step."""
-    work, end = session.in_flight, session.in_flight._step_end
+    end = session.in_flight._committer
 
     def dying(action: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
         def act(step: int, *arguments: Any, **options: Any) -> Any:
@@ -131,11 +131,11 @@ def die_at(session: shardwell.Session, point: str, kill_step: int) -> None:
         return act
 
     if point == "item ended":
-        work._step_end.finish_work = dying(end.finish_work, before=True)  # type: ignore[method-assign]
+        end.finish_work = dying(end.finish_work, before=True)  # type: ignore[method-assign]
     if point == "work finished":
-        work._step_end.finish_work = dying(end.finish_work, before=False)  # type: ignore[method-assign]
+        end.finish_work = dying(end.finish_work, before=False)  # type: ignore[method-assign]
     if point == "committed":
-        work._step_end.commit = dying(end.commit, before=False)  # type: ignore[method-assign]
+        end.commit = dying(end.commit, before=False)  # type: ignore[method-assign]
 
 
 def main() -> None:

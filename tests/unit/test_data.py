@@ -3,7 +3,7 @@
 import pytest
 
 from shardwell.seeds import derive_seed
-from shardwell.session.data import batch_function, sample_indices
+from shardwell.session.step import batch_function, sample_indices
 from shardwell_wire.errors import UsageError
 
 

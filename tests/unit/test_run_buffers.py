@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shardwell.module.store import InitialValues
-from shardwell.session.progress import ItemProgress
 from shardwell.session.run_buffers import RunBuffers
+from shardwell.session.step_state import WorkItemState
 from shardwell_wire.errors import UsageError, VersionGoneError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import coordinator_pb2
@@ -39,7 +39,9 @@ class Store:
             self.values[unit, index] = data
         return unit
 
-    def push(self, unit_index: int, step: int, item: ItemProgress, buffers: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def push(
+        self, unit_index: int, step: int, item: WorkItemState, buffers: Sequence[tuple[int, torch.Tensor]]
+    ) -> None:
         assert step == self.version
         assert item.item.global_rank == 0
         self.pushed |= {(unit_index, index): raw(tensor) for index, tensor in buffers}
@@ -54,7 +56,7 @@ class Store:
                 data = bytearray(self.values[unit_index, index])
                 target.view(-1).view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
 
-    def commit(self, item: ItemProgress) -> coordinator_pb2.RunState:
+    def commit(self, item: WorkItemState) -> coordinator_pb2.RunState:
         """What rank 0's item pushed is the run's; returns its state."""
         self.version += 1
         for (unit, index), data in self.pushed.items():
@@ -74,8 +76,8 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def item(rank: int = 0, *, epoch: int = 5, attempt: int = 0) -> ItemProgress:
-    return ItemProgress(coordinator_pb2.WorkItem(global_rank=rank, dp_rank=rank, epoch=epoch, attempt=attempt))
+def item(rank: int = 0, *, epoch: int = 5, attempt: int = 0) -> WorkItemState:
+    return WorkItemState(coordinator_pb2.WorkItem(global_rank=rank, dp_rank=rank, epoch=epoch, attempt=attempt))
 
 
 class Trainer:
@@ -87,16 +89,16 @@ class Trainer:
         if declare:
             self.buffers.declare(store.version, has_work=True)
 
-    def compute(self, at: ItemProgress, forward: Callable[[], object]) -> ItemProgress:
-        self.buffers.begin_item(self.store.version, at)
-        at.written = self.buffers.written()
+    def compute(self, at: WorkItemState, forward: Callable[[], object]) -> WorkItemState:
+        self.buffers.start_item(self.store.version, at)
+        at.record_written(self.buffers.written())
         forward()
         self.buffers.end_item(self.store.version, at)
         return at
 
     def commit(self, state: coordinator_pb2.RunState) -> None:
         version = self.store.version
-        self.buffers.committed(state, version - 1, version, has_work=True)
+        self.buffers.commit(state, version - 1, version, has_work=True)
 
 
 def normalised(seed: int = 0) -> nn.Sequential:
@@ -256,11 +258,11 @@ def test_a_trainer_without_work_that_falls_behind_reads_when_it_gets_some() -> N
     state = store.commit(one.compute(item(0), lambda: one.module(torch.randn(8, 3))))
     one.commit(state)
     store.version = 2  # it has gone on meanwhile
-    spare.buffers.committed(state, 0, 1, has_work=False)
+    spare.buffers.commit(state, 0, 1, has_work=False)
     with pytest.raises(VersionGoneError):
-        spare.buffers.begin_item(1, item(1))
+        spare.buffers.start_item(1, item(1))
     spare.module.constant.fill_(1.0)  # as the script does in every step
-    spare.buffers.begin_item(2, item(1))
+    spare.buffers.start_item(2, item(1))
     assert [buffer.buffer_index for buffer in spare.buffers.written()] == [0]
     one.module.constant.fill_(1.0)
     assert state_of(spare.module) == state_of(one.module)
@@ -319,8 +321,8 @@ def test_all_kinds_of_buffers() -> None:
     ("change", "message"),
     [
         (lambda model: setattr(model, "brief", torch.zeros(6).bfloat16()), r"bfloat16 \[5\] when .* bfloat16 \[6\]"),
-        (lambda model: setattr(model, "brief", torch.zeros(5)), r"bfloat16 \[5\] when .* float32 \[5\] there now"),
-        (lambda model: setattr(model, "brief", None), "buffer 'unit.brief' .* the model has it no more"),
+        (lambda model: setattr(model, "brief", torch.zeros(5)), r"bfloat16 \[5\] when .* now has float32 \[5\]"),
+        (lambda model: setattr(model, "brief", None), "buffer 'unit.brief' .* the model has no such buffer now"),
         (lambda model: setattr(model, "also_scalar", torch.tensor(3)), "also named 'unit.also_scalar' when"),
         (lambda model: model.register_buffer("late", torch.zeros(1)), "buffer 'unit.late' was registered after"),
     ],

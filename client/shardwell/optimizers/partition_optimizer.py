@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
-from shardwell.session.step_end import StepUpdate
+from shardwell.session.step_commit import StepUpdate
 from shardwell.transport.partitions import PartitionSegment
 from shardwell_wire.errors import StepStateError, UsageError
 from shardwell_wire.partitions import TRAINER_PREFIX

@@ -12,10 +12,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardwell.module.freed_parameter import USE_SHARDED_SCALER, is_called_from
 from shardwell.module.unit import owner_of
-from shardwell.session.open_sessions import session_of
-from shardwell.session.session import Session
-from shardwell.session.step_end import StepUpdate
-from shardwell.session.step_in_flight import KEPT, UNUSED
+from shardwell.session.session import Session, session_of
+from shardwell.session.step_commit import KEPT, UNUSED, StepUpdate
 from shardwell_wire.errors import NonFiniteError, UsageError
 from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
@@ -53,7 +51,7 @@ class ShardedOptimizer(Optimizer):
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
         self._session = self._find_session()
-        self._session.note_buffers()
+        self._session.declare_buffers()
         self._session.optimizers.add(self)
         self._scaling = _Scaling()
         self.skipped = False
@@ -313,7 +311,7 @@ class ShardedOptimizer(Optimizer):
         """The optimizers of the session that take turns with this one."""
         session = self._session
         others = [other for other in session.optimizers if other is not self and other._combined is None]
-        session.in_flight.takes_turns = bool(others)
+        session.in_flight.several_optimizers = bool(others)
         return others
 
     def _own_parameters(self) -> dict[int, set[int]]:

@@ -1,4 +1,4 @@
-"""Calls to the coordinator."""
+"""Client of the coordinator's service."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from shardwell_wire.v1 import coordinator_pb2
 
 
 class CoordinatorClient(ServiceClient):
-    """Calls ``shardwell_wire.v1.CoordinatorService`` at ``host:port``.
+    """Calls ``CoordinatorService``.
 
     Args:
         address: host:port.
-        credentials: As of ``ServiceClient``; those who call shard servers of the cluster use ``self.credentials``.
+        credentials: See ``ServiceClient``. Calls to the cluster's shard servers carry ``self.credentials``, too.
     """
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A trainer's place in a run, and the lease that keeps it."""
+"""A trainer's membership in a run, and the heartbeats that keep its lease."""
 
 from __future__ import annotations
 
@@ -29,30 +29,32 @@ from shardwell_wire.v1 import common_pb2, coordinator_pb2
 logger = logging.getLogger(__name__)
 
 _POLL_S = 10.0
-"""Length of one poll of a waiting rpc; a restarted coordinator is noticed within it."""
+"""Longest server-side wait of one poll. A restarted coordinator is noticed within this time."""
 
 _ASK_TIMEOUT_S = 5.0
+_LEAVE_TIMEOUT_S = 2.0
 
 
 class Membership:
-    """One trainer's membership in a run; keeps the lease from a background thread.
+    """One trainer's membership in a run. Joins in the constructor, then sends heartbeats from a background thread.
 
-    Thread-safe. Every call raises what ended the membership once it has ended.
+    Thread-safe. Once the membership has ended, every call raises the error that ended it.
 
     Args:
-        config: Whom to join and as what.
+        config: Options of the trainer.
         coordinator: The coordinator.
 
     Raises:
         RunMismatchError: The run exists with another world, seed or number of trainers.
-        DuplicateError: A live trainer has this name, or the rank asked for.
-        DeadlineError: Not enough trainers came in ``config.waits.wait_limit_s``.
+        DuplicateError: A live trainer has this name or plays the requested rank.
+        DeadlineError: Too few trainers joined in ``wait_limit_s``.
     """
 
     def __init__(self, config: JoinConfig, coordinator: CoordinatorClient) -> None:
         self._config, self._coordinator = config, coordinator
         self._ended: ShardwellError | None = None
-        self._report: Callable[[], Sequence[coordinator_pb2.UnreachableServer]] = tuple
+        self._transports: Callable[[], Sequence[coordinator_pb2.TransportReport]] = tuple
+        self._unreachable: Callable[[], Sequence[coordinator_pb2.UnreachableServer]] = tuple
         self._when_ended: Callable[[], None] = lambda: None
         joined = self._join()
         self.identity = RunIdentity(config.run, joined.run_id)
@@ -64,19 +66,35 @@ class Membership:
         self.rank_assignments: tuple[coordinator_pb2.RankAssignment, ...] = tuple(joined.rank_assignments)
         self.joined = joined
         self._lease_s: float = joined.lease_s
-        self.transport_reports: Callable[[], Sequence[coordinator_pb2.TransportReport]] = tuple
-        """How this trainer reaches the shard servers; called with each heartbeat, in the thread of heartbeats."""
         self._stop = threading.Event()
-        self._heartbeat = threading.Thread(target=self._keep_lease, name="shardwell-heartbeat", daemon=True)
-        self._heartbeat.start()
+        self._heartbeats = threading.Thread(target=self._send_heartbeats, name="shardwell-heartbeat", daemon=True)
+        self._heartbeats.start()
 
     @property
     def credentials(self) -> Credentials:
-        """What calls to the cluster carry."""
+        """Credentials that every rpc to the cluster carries."""
         return self._coordinator.credentials
 
+    def attach(
+        self,
+        *,
+        transports: Callable[[], Sequence[coordinator_pb2.TransportReport]],
+        unreachable: Callable[[], Sequence[coordinator_pb2.UnreachableServer]],
+        when_ended: Callable[[], None],
+    ) -> None:
+        """Connects the membership with the data plane.
+
+        Args:
+            transports: Returns the transports to the shard servers. Called in the heartbeat thread.
+            unreachable: Returns the servers that cannot be reached. Called in the heartbeat thread.
+            when_ended: Called once, in any thread, when the membership has ended.
+        """
+        self._transports, self._unreachable, self._when_ended = transports, unreachable, when_ended
+
+    # ---- calls ----
+
     def context(self, step: int, *, epoch: int | None = None) -> common_pb2.RequestContext:
-        """What a mutating request carries; a fresh request id each time."""
+        """Returns the context of a mutating request, with a new request id."""
         return common_pb2.RequestContext(
             run=self.run,
             run_id=self.identity.run_id,
@@ -86,36 +104,42 @@ class Membership:
         )
 
     def call(self, rpc_name: str, request: Any) -> Any:
-        """Calls the coordinator, riding out its restarts for ``wait_limit_s``."""
+        """Calls the coordinator. Retries for ``wait_limit_s`` while the coordinator is unavailable."""
         self.check()
         return self._call(rpc_name, request, timeout_s=self._config.waits.rpc_timeout_s)
 
     def poll(
-        self, rpc_name: str, request: Any, done: Callable[[Any], bool], *, what: str, report: int = logging.INFO
+        self, rpc_name: str, request: Any, done: Callable[[Any], bool], *, what: str, log_level: int = logging.INFO
     ) -> Any:
-        """Repeats a waiting rpc (one with ``wait_s`` and ``waiting_for``) until ``done(response)``.
+        """Repeats an rpc with ``wait_s`` and ``waiting_for`` until ``done(response)`` is true.
 
-        ``report`` is the level at which it is logged what is waited for.
+        Args:
+            rpc_name: The rpc.
+            request: Its request; ``wait_s`` is set here.
+            done: Returns whether the response is final.
+            what: What the rpc waits for, for messages.
+            log_level: Level of the messages that say what the rpc waits for.
 
         Raises:
-            DeadlineError: Not done within ``wait_limit_s``; names what was waited for.
+            DeadlineError: Not done within ``wait_limit_s``. The message says what the coordinator waits for.
         """
+        waits = self._config.waits
         started = last_report = time.monotonic()
         while True:
             self.check()
-            request.wait_s = min(_POLL_S, self._config.waits.wait_limit_s)
-            response = self._call(rpc_name, request, timeout_s=request.wait_s + self._config.waits.rpc_timeout_s)
+            request.wait_s = min(_POLL_S, waits.wait_limit_s)
+            response = self._call(rpc_name, request, timeout_s=request.wait_s + waits.rpc_timeout_s)
             if done(response):
                 return response
             now, reasons = time.monotonic(), "; ".join(getattr(response, "waiting_for", ()))
-            if now - started > self._config.waits.wait_limit_s:
+            if now - started > waits.wait_limit_s:
                 raise DeadlineError(f"waited {now - started:.0f} s for {what}: {reasons}", waiting_for=reasons)
             if now - last_report > _POLL_S / 2:
-                logger.log(report, "waiting for %s (%.0f s): %s", what, now - started, reasons)
+                logger.log(log_level, "waiting for %s (%.0f s): %s", what, now - started, reasons)
                 last_report = now
 
     def exchange_address(self, step: int, name: str, address: str | None) -> str:
-        """Publishes an address under a name, or waits until another trainer of the run does."""
+        """Publishes an address under a name; without an address, waits until another trainer publishes one."""
         request = coordinator_pb2.ExchangeAddressRequest(
             context=self.context(step), trainer=self.trainer, name=name, address=address
         )
@@ -124,29 +148,17 @@ class Membership:
         )
         return response.address
 
+    # ---- the lease ----
+
     def check(self) -> None:
-        """Raises what ended the membership, if anything did."""
+        """Raises the error that ended the membership, if it has ended."""
         if self._ended is not None:
             raise type(self._ended)(str(self._ended), **self._ended.data) from self._ended
 
-    def attach(
-        self,
-        *,
-        report: Callable[[], Sequence[coordinator_pb2.UnreachableServer]],
-        when_ended: Callable[[], None],
-    ) -> None:
-        """Connects the membership with the data plane.
-
-        Args:
-            report: The servers that cannot be reached now, for the heartbeat.
-            when_ended: Called once, in any thread, when the membership has ended.
-        """
-        self._report, self._when_ended = report, when_ended
-
     def ask(self) -> None:
-        """Asks the coordinator whether this trainer can go on.
+        """Sends a heartbeat at once, to learn whether the membership is still valid.
 
-        Returns also if the coordinator does not answer.
+        Returns normally if the coordinator does not answer.
 
         Raises:
             RunDeletedError: The run was deleted.
@@ -155,32 +167,32 @@ class Membership:
         """
         self.check()
         try:
-            self._beat(_ASK_TIMEOUT_S)
+            self._send_heartbeat(_ASK_TIMEOUT_S)
         except (StaleEpochError, RunDeletedError, ConflictError) as error:
             self._end(error)
             raise
         except ShardwellError as error:
-            logger.info("the coordinator could not be asked: %s", error)
+            logger.info("the coordinator did not answer a heartbeat: %s", error)
 
     def leave(self) -> None:
-        """Gives the ranks back at once; harmless when the membership has ended."""
+        """Leaves the run, so that the coordinator reassigns the ranks at once. Harmless after the end."""
         self._stop.set()
-        self._heartbeat.join(timeout=self._config.waits.rpc_timeout_s)
+        self._heartbeats.join(timeout=self._config.waits.rpc_timeout_s)
         if self._ended is None:
             request = coordinator_pb2.LeaveRequest(
                 run=self.run, run_id=self.identity.run_id, trainer=self.trainer, epoch=self.epoch
             )
             try:
-                self._coordinator.call("Leave", request, timeout_s=2.0)
+                self._coordinator.call("Leave", request, timeout_s=_LEAVE_TIMEOUT_S)
             except ShardwellError as error:
-                logger.info("could not say goodbye to the coordinator: %s", error)
+                logger.info("the coordinator did not confirm that trainer %r left: %s", self.trainer, error)
         self._ended = StaleEpochError("the session is closed")
 
     def disown(self) -> None:
-        """In a process that was forked from the one that joined, which keeps the place."""
+        """Ends the membership in a forked process. The process that joined keeps it."""
         self._ended = UsageError(
-            "this process was forked from a trainer and has no part in its run: compute in the process that called "
-            "shardwell.join, or join here under another name"
+            "this process was forked from a trainer and is not a member of its run: compute in the process that "
+            "called shardwell.join, or join in this process under another name"
         )
 
     def _join(self) -> coordinator_pb2.JoinResponse:
@@ -204,54 +216,56 @@ class Membership:
             request,
             lambda answer: answer.started,
             what=f"run {config.run!r} to start",
-            report=logging.WARNING,  # a person may have started too few trainers
+            log_level=logging.WARNING,  # the user may have started too few trainers
         )
         return response
 
     def _call(self, rpc_name: str, request: Any, *, timeout_s: float) -> Any:
+        call = partial(self._coordinator.call, rpc_name, request, timeout_s=timeout_s)
         try:
-            return self._call_patiently(partial(self._coordinator.call, rpc_name, request, timeout_s=timeout_s))
+            return self._call_and_warn(call)
         except (StaleEpochError, RunDeletedError) as error:
             self._end(error)
             raise
 
-    def _call_patiently(self, call: Callable[..., Any]) -> Any:
-        limit_s = self._config.waits.wait_limit_s
+    def _call_and_warn(self, call: Callable[..., Any]) -> Any:
+        """Retries a call for ``wait_limit_s``. Logs a warning after ``warn_after_s``: the address may be wrong."""
+        waits = self._config.waits
         try:
-            return call(retry_for_s=min(self._config.waits.warn_after_s, limit_s))
+            return call(retry_for_s=min(waits.warn_after_s, waits.wait_limit_s))
         except UnavailableError as error:
-            if limit_s <= self._config.waits.warn_after_s:
+            if waits.wait_limit_s <= waits.warn_after_s:
                 raise
-            logger.warning("%s; trying on for %.0f s", error, limit_s)
-        return call(retry_for_s=limit_s)
+            logger.warning("%s; retrying for %.0f s", error, waits.wait_limit_s)
+        return call(retry_for_s=waits.wait_limit_s)
 
-    def _keep_lease(self) -> None:
+    def _send_heartbeats(self) -> None:
         reached = True
         while not self._stop.wait(self._lease_s / 3):
             try:
-                self._beat(self._lease_s / 3)
+                self._send_heartbeat(self._lease_s / 3)
                 reached = True
             except (StaleEpochError, RunDeletedError, ConflictError) as error:
                 self._end(error)
                 return
             except ShardwellError as error:
                 if reached:
-                    logger.warning("the coordinator does not answer, trying on: %s", error)
+                    logger.warning("the coordinator does not answer heartbeats, still trying: %s", error)
                 reached = False
 
-    def _beat(self, timeout_s: float) -> None:
+    def _send_heartbeat(self, timeout_s: float) -> None:
         request = coordinator_pb2.HeartbeatRequest(
             run=self.run,
             run_id=self.identity.run_id,
             trainer=self.trainer,
             epoch=self.epoch,
-            transports=self.transport_reports(),
-            unreachable=self._report(),
+            transports=self._transports(),
+            unreachable=self._unreachable(),
         )
         self._coordinator.call("Heartbeat", request, timeout_s=timeout_s)
 
     def _end(self, error: ShardwellError) -> None:
         if self._ended is None and not self._stop.is_set():
-            logger.error("trainer %r lost its place in run %r: %s", self.trainer, self.run, error)
+            logger.error("trainer %r is no longer a member of run %r: %s", self.trainer, self.run, error)
             self._ended = error
             self._when_ended()

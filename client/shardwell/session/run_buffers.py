@@ -1,42 +1,41 @@
 """Buffers of the model, such as BatchNorm statistics: the same on every trainer, and part of the run's state.
 
-Note: Buffers of a step
-    Logical rank 0's values count, as in DDP. Every work item of a step begins with the same values: those of the last
-    commit, or those that the training script wrote since. When rank 0's item ends, the buffers that differ from the
-    last commit's are pushed to the shard servers under the item's lease and attempt, before the item is reported as
-    finished. They become the run's with the commit, whoever proposes it; the other trainers read them then.
+Note: [Buffers of a step]
+    Logical rank 0's values count, as in DDP. Every work item of a step starts with the same values: those of the last
+    commit, or those that the training script wrote since. When rank 0's item ends, the trainer pushes the buffers that
+    differ from the last commit to the shard servers, under the item's lease and attempt, before it reports the item as
+    finished. The commit makes them the run's values, whichever trainer proposes it. The other trainers then read them.
 
-    Differences are found by comparing bytes: the version counter of a tensor misses what torch's own batch
-    normalisation writes, and what is written through ``.data``.
+    Changes are found by comparing bytes. A tensor's version counter does not count the writes of torch's batch
+    normalisation, nor those through ``.data``.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 import xxhash
 from torch import nn
 
-from shardwell.module.store import InitialValues
-from shardwell.session.buffer_values import (
+from shardwell.session.buffer_store import (
+    BufferStore,
     BufferValue,
     InitialBuffers,
     LiveBuffer,
     RunBuffer,
+    changed_value,
     copy_value,
     dense,
+    describe,
     digest_of,
     find_buffers,
     memory_of,
-    new_value,
     set_value,
-    text_of,
     write_value,
 )
-from shardwell.session.progress import ItemProgress
+from shardwell.session.step_state import WorkItemState
 from shardwell_wire.errors import UsageError, VersionGoneError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import coordinator_pb2
@@ -44,38 +43,14 @@ from shardwell_wire.v1 import coordinator_pb2
 logger = logging.getLogger(__name__)
 
 
-class BufferStore(Protocol):
-    """Where the run's buffers are kept."""
-
-    def declare(self, layout: UnitLayout, values: InitialValues, step: int) -> int:
-        """Makes a unit of buffers known, and uploads its values where this trainer is the one to do it.
-
-        Returns:
-            The unit's index in the run.
-        """
-        ...
-
-    def push(self, unit_index: int, step: int, item: ItemProgress, buffers: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Starts to send new values ``(layout index, value)``, by rising index; they do not change until the commit."""
-        ...
-
-    def read(self, unit_index: int, version: int, wanted: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Waits for a version and copies buffers ``(layout index, target)`` of it; targets are dense, on the CPU.
-
-        Raises:
-            VersionGoneError: A later version has taken its place.
-        """
-        ...
-
-
 class RunBuffers:
-    """The persistent buffers of all sharded modules.
+    """The persistent buffers of all sharded modules. See Note: [Buffers of a step].
 
     Args:
-        modules: Gives ``(prefix, module)`` of every sharded module, inner ones first, whenever asked. A buffer's name
-            in the run is the prefix and its name in the module.
-        store: Keeps their values.
-        state: The run's when this trainer joined.
+        modules: Returns ``(prefix, module)`` of every sharded module, inner modules first. The name of a buffer in the
+            run is the prefix and its name in the module.
+        store: Stores the values.
+        state: The run's state when this trainer joined.
     """
 
     def __init__(
@@ -89,20 +64,20 @@ class RunBuffers:
         self._unit_count = 0
         self._changed_in = _versions(state)
         self._version: int | None = None
-        """That the committed values here are of; None: they have to be read again."""
+        """Version of the committed values on this trainer. None: unknown, they are read again."""
         self._source: tuple[int, int] | None = None
-        """Epoch and attempt of the item of rank 0 that ended here in this step."""
-        self._begun = False
-        """Whether an item of the step began here."""
+        """Epoch and attempt of the item of rank 0 that ended on this trainer in this step."""
+        self._item_started = False
+        """True if an item of the step started on this trainer."""
         self._undisturbed = False
-        """Whether the model's buffers are known to hold ``present``."""
+        """True if the model's buffers are known to have the values ``present``."""
 
     def declare(self, step: int, *, has_work: bool) -> None:
-        """Adds buffers that are not known yet to the run, and takes over the run's values of them.
+        """Declares the model's new buffers in the run, and sets them to the run's values.
 
         Args:
             step: The step in flight.
-            has_work: Whether this trainer has an item of it, so that it cannot be committed meanwhile.
+            has_work: Whether this trainer has an item of the step, so that the step cannot be committed meanwhile.
         """
         new = [found for found in find_buffers(self._modules()) if found.names[0] not in self._buffers]
         if not new:
@@ -115,37 +90,37 @@ class RunBuffers:
         for index, (parameter, value) in enumerate(zip(described, values, strict=True)):
             self._buffers[parameter.name] = RunBuffer(parameter, unit_index, index, value)
         self._version = None
-        self._catch_up(step, has_work=has_work)
+        self._read_changes(step, has_work=has_work)
         self._restore()
 
     # ---- work items ----
 
-    def begin_item(self, step: int, item: ItemProgress) -> None:
-        """Has an item begin with the values that all items of the step begin with."""
+    def start_item(self, step: int, item: WorkItemState) -> None:
+        """Sets the buffers to the values with which all items of the step start."""
         if not self._buffers:
             return
         live = self._checked()
-        if not self._begun:
-            self._note_written(live)
-        if self._begun or self._version != step:
+        if not self._item_started:
+            self._find_written(live)
+        if self._item_started or self._version != step:
             if self._version != step:
-                self._catch_up(step, has_work=True)
+                self._read_changes(step, has_work=True)
             for name, buffer in self._buffers.items():
                 set_value(live[name], buffer.start)
         if item.item.global_rank == 0:
             self._source = None
             for buffer in self._buffers.values():
                 buffer.pushed = None
-        self._begun, self._undisturbed = True, False
+        self._item_started, self._undisturbed = True, False
 
-    def _note_written(self, live: Mapping[str, torch.Tensor]) -> None:
+    def _find_written(self, live: Mapping[str, torch.Tensor]) -> None:
         for name, buffer in self._buffers.items():
             digest = digest_of(live[name])
             if digest != buffer.committed.digest:
                 buffer.written = BufferValue(dense(live[name]).clone(), digest)
 
     def written(self) -> list[coordinator_pb2.WrittenBuffer]:
-        """The buffers that the training script wrote before the step's work began here."""
+        """Returns the buffers that the training script wrote before the step's first item started."""
         return [
             coordinator_pb2.WrittenBuffer(
                 unit_index=buffer.unit_index,
@@ -156,27 +131,27 @@ class RunBuffers:
             if buffer.written is not None
         ]
 
-    def end_item(self, step: int, item: ItemProgress) -> None:
-        """Pushes what rank 0's item left behind; what another's did is undone."""
+    def end_item(self, step: int, item: WorkItemState) -> None:
+        """Pushes the buffers after rank 0's item; undoes the changes of any other item."""
         if not self._buffers:
-            _refuse_new(find_buffers(self._modules()), {})
+            _reject_new(find_buffers(self._modules()), {})
             return
         live = self._checked()
         if item.item.global_rank == 0:
             for name, buffer in self._buffers.items():
-                buffer.pushed = new_value(live[name], buffer)
+                buffer.pushed = changed_value(live[name], buffer)
             self._push(step, item)
         else:
             for name, buffer in self._buffers.items():
                 set_value(live[name], buffer.present)
         self._undisturbed = True
 
-    def push_again(self, step: int, item: ItemProgress) -> None:
-        """Pushes what a finished item of rank 0 left behind once more: it was withdrawn with the item's gradients."""
+    def push_again(self, step: int, item: WorkItemState) -> None:
+        """Repeats the push after a finished item of rank 0, which was withdrawn with the item's gradients."""
         if item.item.global_rank == 0:
             self._push(step, item)
 
-    def _push(self, step: int, item: ItemProgress) -> None:
+    def _push(self, step: int, item: WorkItemState) -> None:
         by_unit: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for buffer in self._buffers.values():
             if buffer.pushed is not None:
@@ -188,11 +163,11 @@ class RunBuffers:
     # ---- commits ----
 
     def check_untouched(self, step: int) -> None:
-        """Raises UsageError if a buffer was written since the step's work here was finished.
+        """Raises UsageError if a buffer was written after the step's work on this trainer was finished.
 
-        It is too late for this step, and the commit would overwrite it.
+        Such a write is too late for this step, and the commit would overwrite it.
         """
-        if not self._begun:
+        if not self._item_started:
             return
         live = self._checked()
         for name, buffer in self._buffers.items():
@@ -204,30 +179,30 @@ class RunBuffers:
                 )
         self._undisturbed = True
 
-    def committed(self, state: coordinator_pb2.RunState, step: int, version: int, *, has_work: bool) -> None:
-        """Takes over the values that a commit made the run's.
+    def commit(self, state: coordinator_pb2.RunState, step: int, version: int, *, has_work: bool) -> None:
+        """Sets the buffers to the values of a commit.
 
         Args:
-            state: The run's.
+            state: The run's state after the commit.
             step: The step that was committed.
             version: The next step; more than ``step + 1`` if this trainer has fallen behind.
-            has_work: Whether it has an item of the next step.
+            has_work: Whether this trainer has an item of the next step.
         """
         if not self._buffers:
             return
         self._changed_in = _versions(state)
         present = {name: buffer.present.digest for name, buffer in self._buffers.items()}
         if self._version is not None and (state.buffer_source.epoch, state.buffer_source.attempt) == self._source:
-            self._take_own(step + 1)
+            self._commit_own(step + 1)
         for buffer in self._buffers.values():
-            buffer.written = buffer.pushed = None
-        undisturbed, self._begun, self._source = self._undisturbed, False, None
-        self._catch_up(version, has_work=has_work)
+            buffer.forget_changes()
+        undisturbed, self._item_started, self._source = self._undisturbed, False, None
+        self._read_changes(version, has_work=has_work)
         self._restore(present if undisturbed else None)
 
-    def _take_own(self, version: int) -> None:
-        """What was pushed from here is committed: it need not be read."""
-        changed = [buffer for buffer in self._buffers.values() if self._changed(buffer) == version]
+    def _commit_own(self, version: int) -> None:
+        """Makes the values that this trainer has pushed the committed values, without reading them."""
+        changed = [buffer for buffer in self._buffers.values() if self._version_of_change(buffer) == version]
         if self._version != version - 1 or any(buffer.pushed is None for buffer in changed):
             return
         for buffer in changed:
@@ -236,27 +211,27 @@ class RunBuffers:
         self._version = version
 
     def restore(self) -> None:
-        """Undoes what the training script wrote since the commit, in a step that is committed and only gone through."""
+        """Undoes the script's writes since the last commit. Called while a committed step is repeated."""
         if self._buffers:
             self._restore()
 
-    def _catch_up(self, version: int, *, has_work: bool) -> None:
-        """Reads what has changed since the values here were committed."""
+    def _read_changes(self, version: int, *, has_work: bool) -> None:
+        """Reads the buffers that have changed since the committed values on this trainer."""
         former, self._version = self._version, None
         by_unit: dict[int, list[RunBuffer]] = {}
         for buffer in self._buffers.values():
-            if former is None or self._changed(buffer) > former:
+            if former is None or self._version_of_change(buffer) > former:
                 by_unit.setdefault(buffer.unit_index, []).append(buffer)
         try:
             for unit_index, buffers in by_unit.items():
-                targets = [(buffer.index, buffer.take_room()) for buffer in buffers]
+                targets = [(buffer.index, buffer.acquire_memory()) for buffer in buffers]
                 self._store.read(unit_index, version, targets)
                 for buffer, (_, target) in zip(buffers, targets, strict=True):
                     buffer.commit(BufferValue(target, digest_of(target)))
         except VersionGoneError as error:
             if has_work:
                 raise
-            logger.info("buffers of version %d are read later: %s", version, error)  # nobody waits for this trainer
+            logger.info("buffers of version %d are read later: %s", version, error)  # the run continues without us
             return
         self._version = version
 
@@ -264,7 +239,7 @@ class RunBuffers:
         """Sets the model's buffers to the committed values.
 
         Args:
-            present: Digests of what they hold, if that is known.
+            present: Digests of the buffers' present values, if known.
         """
         live = self._checked()
         for name, buffer in self._buffers.items():
@@ -274,44 +249,46 @@ class RunBuffers:
                 write_value(live[name], buffer.committed)
         self._undisturbed = False
 
-    def _changed(self, buffer: RunBuffer) -> int:
+    def _version_of_change(self, buffer: RunBuffer) -> int:
+        """Returns the version in which the buffer last changed."""
         versions = self._changed_in.get(buffer.unit_index)
         return versions[buffer.index] if versions else 0
 
     # ---- the model ----
 
     def _checked(self) -> dict[str, torch.Tensor]:
-        """The model's buffers by name.
+        """Returns the model's buffers by name.
 
         Raises:
-            UsageError: They are not those that were declared.
+            UsageError: They differ from the declared buffers.
         """
         live = {found.names[0]: found for found in find_buffers(self._modules())}
         for name, buffer in self._buffers.items():
             found = live.get(name)
-            if found is None or not buffer.fits(found):
-                now = "has it no more" if found is None else f"has {text_of(found.describe())} there now"
+            if found is None or not buffer.matches(found):
+                now = "has no such buffer now" if found is None else f"now has {describe(found.describe())}"
                 raise UsageError(
-                    f"buffer {name!r} was {text_of(buffer.described)} when the optimizer was made, and the model "
+                    f"buffer {name!r} was {describe(buffer.described)} when the optimizer was made, but the model "
                     f"{now}: a buffer of a run keeps its shape, its dtype and its other names. Register it with "
                     "persistent=False if it is no part of the run's state",
                     buffer=name,
                 )
         if len(live) > len(self._buffers):
-            _refuse_new(live.values(), self._buffers)
+            _reject_new(live.values(), self._buffers)
         return {name: found.tensor for name, found in live.items()}
 
 
-def _refuse_new(live: Iterable[LiveBuffer], known: Mapping[str, RunBuffer]) -> None:
+def _reject_new(live: Iterable[LiveBuffer], declared: Mapping[str, RunBuffer]) -> None:
     """Raises UsageError if there is a buffer that was not declared."""
     for found in live:
-        if (name := found.names[0]) not in known:
+        if (name := found.names[0]) not in declared:
             raise UsageError(
-                f"buffer {name!r} was registered after the optimizer was made: register every buffer before, so that "
-                "all trainers begin with the same, or with persistent=False if it is no part of the run's state",
+                f"buffer {name!r} was registered after the optimizer was made: register all buffers before, so that "
+                "all trainers start with the same buffers, or use persistent=False if it is no part of the run's state",
                 buffer=name,
             )
 
 
 def _versions(state: coordinator_pb2.RunState) -> dict[int, Sequence[int]]:
+    """Returns the version of each buffer's last change, by unit index."""
     return {unit.unit_index: unit.versions for unit in state.buffer_versions}

@@ -1,11 +1,14 @@
-"""A trainer's session: joins a run, leads it from step to step, and leaves it."""
+"""A trainer's session in a run: joins, yields the steps of the training loop, and leaves."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
+import os
+import weakref
 from collections.abc import Iterator
 from typing import Any, Self
-from weakref import WeakSet
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,19 +19,18 @@ from shardwell.module.memory_report import MemoryReport, measure
 from shardwell.module.strategy import BackwardPrefetch
 from shardwell.module.units import Units
 from shardwell.seeds import derive_seed
-from shardwell.session import open_sessions
+from shardwell.session import process_groups
 from shardwell.session.config import JoinConfig, TransferOptions, WaitOptions
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.session.membership import Membership
-from shardwell.session.mesh import device_mesh
 from shardwell.session.private_cluster import open_private_cluster
-from shardwell.session.progress import StepProgress
 from shardwell.session.run_buffers import RunBuffers
-from shardwell.session.run_state import TrackedObjects
 from shardwell.session.run_store import RunStore
 from shardwell.session.step import LoopPosition, Step
-from shardwell.session.step_end import StepEnd, StepUpdate
+from shardwell.session.step_commit import StepCommitter, StepUpdate
 from shardwell.session.step_in_flight import StepInFlight
+from shardwell.session.step_state import StepState
+from shardwell.session.tracked_objects import TrackedObjects
 from shardwell_wire.errors import UsageError
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -37,17 +39,17 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """One trainer's part in a run, from ``join``.
+    """One trainer's session in a run, from ``join``. A context manager; else closed at exit of the process.
 
-    Used by one training thread. A context manager; closed at exit of the process otherwise.
+    Used by one training thread.
 
     Attributes:
         units: The sharded units of this process.
         world: The grid of logical ranks.
         seed: The run's seed.
-        store: Where their values are.
-        in_flight: The step that is computed now.
-        optimizers: The optimizers of its units.
+        store: Stores the units on the shard servers.
+        in_flight: The step in flight.
+        optimizers: Optimizers of the session's parameters.
     """
 
     def __init__(self, config: JoinConfig) -> None:
@@ -65,9 +67,8 @@ class Session:
             raise
         joined = self._membership.joined
         self.world, self.seed = self._membership.world, self._membership.seed
-        progress = StepProgress(joined.committed_step, joined.work.items)
-        self.store = RunStore(self._membership, config, progress)
-        self._membership.transport_reports = self.store.transport_reports
+        state = StepState(joined.committed_step, joined.work.items, spare_hint=self._spare_hint())
+        self.store = RunStore(self._membership, config, state)
         self.units = Units(
             self.store,
             prefetch_bytes=config.transfers.prefetch_bytes,
@@ -80,18 +81,18 @@ class Session:
         self._tracked = TrackedObjects(joined.state.tracked_json)
         self._buffers = RunBuffers(lambda: self.units.named_modules, self.store.buffers, joined.state)
         self.in_flight = StepInFlight(
-            StepEnd(self._membership), self.store, self.units, self._buffers, self._tracked, progress
+            state, StepCommitter(self._membership), self.store, self.units, self._buffers, self._tracked
         )
         self._loop: LoopPosition | None = None
-        self.optimizers: WeakSet[Any] = WeakSet()
-        open_sessions.note_opened(self)
-        self._tell_place()
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        _register(self)
+        self._log_ranks()
 
-    # ---- who and where ----
+    # ---- this trainer ----
 
     @property
     def trainer(self) -> str:
-        """This trainer's name in the run."""
+        """Name of this trainer in the run."""
         return self._membership.trainer
 
     @property
@@ -101,83 +102,84 @@ class Session:
 
     @property
     def run_id(self) -> str:
-        """Random id of the run: another run of the same name has another one."""
+        """Random id of the run. A later run of the same name has another id."""
         return self._membership.identity.run_id
 
     @property
     def step(self) -> int:
-        """Committed steps so far."""
-        return self.in_flight.progress.number
+        """Number of committed steps."""
+        return self.in_flight.state.number
 
     @property
     def global_rank(self) -> int | None:
-        """The logical rank this trainer plays; the lowest of several; None for a spare."""
-        return self._rank_assignments[0].global_rank if self._rank_assignments else None
+        """Logical rank of this trainer, or its lowest one; None for a spare."""
+        return self._ranks[0].global_rank if self._ranks else None
 
     @property
     def dp_rank(self) -> int | None:
-        """Its place along the data axis; None for a spare."""
-        return self._rank_assignments[0].dp_rank if self._rank_assignments else None
+        """Coordinate of ``global_rank`` on the data axis; None for a spare."""
+        return self._ranks[0].dp_rank if self._ranks else None
 
     @property
     def tp_rank(self) -> int | None:
-        """Its place along the tensor axis; None for a spare."""
-        return self._rank_assignments[0].tp_rank if self._rank_assignments else None
+        """Coordinate of ``global_rank`` on the tensor axis; None for a spare."""
+        return self._ranks[0].tp_rank if self._ranks else None
 
     @property
     def pp_rank(self) -> int | None:
-        """Its place along the pipeline axis; None for a spare."""
-        return self._rank_assignments[0].pp_rank if self._rank_assignments else None
+        """Coordinate of ``global_rank`` on the pipeline axis; None for a spare."""
+        return self._ranks[0].pp_rank if self._ranks else None
 
     @property
     def num_ranks(self) -> int:
-        """Logical ranks this trainer plays: 0 for a spare."""
-        return len(self._rank_assignments)
+        """Number of logical ranks that this trainer plays; 0 for a spare."""
+        return len(self._ranks)
 
     @property
-    def _rank_assignments(self) -> list[common_pb2.Coordinates]:
-        return [rank_assignment.coordinates for rank_assignment in self._membership.rank_assignments]
+    def _ranks(self) -> list[common_pb2.Coordinates]:
+        return [assignment.coordinates for assignment in self._membership.rank_assignments]
 
-    def _tell_place(self) -> None:
-        if self._rank_assignments:
-            logger.info(
-                "trainer %r plays logical ranks %s",
-                self.trainer,
-                [rank_assignment.global_rank for rank_assignment in self._rank_assignments],
-            )
-        elif (former := open_sessions.trainer_of(self.run_id)) is not None:
-            self.store.spare_hint = (
-                f"this process has joined run {self.run!r} before, as trainer {former!r}. Use that session, or "
-                "close it before you join again"
-            )
-            logger.warning("trainer %r is a spare: %s", self.trainer, self.store.spare_hint)
+    def _spare_hint(self) -> str:
+        """Returns advice for a spare whose process plays ranks of the same run in another session."""
+        if self._ranks or (former := _trainer_of(self.run_id)) is None:
+            return ""
+        return (
+            f"this process has joined run {self.run!r} before, as trainer {former!r}. Use that session, or "
+            "close it before you join again"
+        )
+
+    def _log_ranks(self) -> None:
+        if self._ranks:
+            logger.info("trainer %r plays logical ranks %s", self.trainer, [at.global_rank for at in self._ranks])
+        elif hint := self._spare_hint():
+            logger.warning("trainer %r is a spare: %s", self.trainer, hint)
         else:
             logger.warning(
                 "trainer %r is a spare: each of the %d logical ranks of run %r has a trainer. step.batches yields "
-                "nothing here until one of them is lost",
+                "nothing until a trainer is lost",
                 self.trainer,
                 self.world.size,
                 self.run,
             )
 
     def _name_prefix(self) -> str:
-        """Ranks that differ in tp or pp hold different units of the same modules."""
-        if self.world.tp == self.world.pp == 1 or not self._rank_assignments:
+        """Returns the prefix of unit names. Ranks that differ in tp or pp hold different units of the same modules."""
+        if self.world.tp == self.world.pp == 1 or not self._ranks:
             return ""
         return f"pp{self.pp_rank}.tp{self.tp_rank}."
 
     # ---- the loop ----
 
     def steps(self, num_steps: int, *, optimizer_steps: int = 1) -> Iterator[Step]:
-        """Yields the steps of the run up to ``num_steps`` in all, from the committed one on.
+        """Yields the steps of the run from the committed step up to step ``num_steps``.
 
-        A run that has so many already is not trained further, and a warning is logged.
+        Yields nothing and logs a warning if the run has committed that many steps.
 
         Args:
-            num_steps: How often the loop body runs in the whole run, on one trainer that is never interrupted.
-            optimizer_steps: How often the body calls ``step()`` of its optimizers. Each call is a commit of the run. A
-                trainer that joins between two of them goes through the committed ones again: no batch comes, and
-                ``optimizer.step()`` returns at once.
+            num_steps: Iterations of the loop body in the whole run, counted for a trainer that is never interrupted.
+            optimizer_steps: Calls of ``optimizer.step()`` in the loop body. Each call is a commit of the run. A trainer
+                that joins between two of them repeats the iteration: ``step.batches`` yields nothing for the committed
+                part, and ``optimizer.step()`` returns at once.
 
         Raises:
             UsageError: The loop body called ``optimizer.step()`` less or more often.
@@ -198,32 +200,32 @@ class Session:
             for number in range(first // optimizer_steps, num_steps):
                 loop = self._loop = LoopPosition(number, optimizer_steps)
                 self.in_flight.enter()
-                yield Step(self, loop)
+                yield Step(loop, self.in_flight, seed=self.seed, dp=self.world.dp)
                 self.in_flight.settle()
                 loop.require_end()
         finally:
-            if self._loop is loop:  # else another loop has begun
+            if self._loop is loop:  # another loop may have started
                 self._loop = None
 
     def track(self, **objects: Any) -> None:
-        """Stores the state of objects (LR schedulers, counters) with every commit.
+        """Stores the state of objects, such as LR schedulers and counters, with every commit.
 
-        Objects that the run already has state of are restored; ``steps`` then begins with the end of
-        the last committed step: no batch comes, ``optimizer.step()`` returns at once, and what follows
-        it in the loop body, such as ``scheduler.step()``, brings the objects up to date.
+        If the run has stored state of an object, the object is restored. ``steps`` then starts with the end of the last
+        committed step: ``step.batches`` yields nothing, ``optimizer.step()`` returns at once, and the rest of the loop
+        body, such as ``scheduler.step()``, updates the objects.
 
         Args:
-            **objects: Anything with ``state_dict`` and ``load_state_dict`` whose state is made of
-                numbers, strings, lists and maps, by a name of its own.
+            **objects: Objects with ``state_dict`` and ``load_state_dict``, by a unique name. Their state consists of
+                numbers, strings, lists and maps.
 
         Raises:
-            UsageError: A state has something else in it.
+            UsageError: The state of an object has values of another type.
         """
         self._tracked.track(objects)
 
     @property
     def loop_step(self) -> int:
-        """The step that ``optimizer.step()`` is about: the committed one when it is only gone through."""
+        """The step that ``optimizer.step()`` commits; a committed step while an iteration is repeated."""
         return self.step if self._loop is None else self._loop.step
 
     def commit(self, update: StepUpdate) -> bool:
@@ -233,28 +235,27 @@ class Session:
             loop.require_open()
         updated = self.in_flight.commit(self.loop_step, update)
         if loop is not None:
-            loop.commits += 1
+            loop.record_commit()
         return updated
 
-    def note_buffers(self) -> None:
-        """The model is complete: rank 0's buffers are what the run starts from; others take over their values."""
+    def declare_buffers(self) -> None:
+        """Declares the buffers of the complete model. The run starts with rank 0's values, which all others load."""
         guards.check_batch_norm([module for _, module in self.units.named_modules], self)
-        progress = self.in_flight.progress
-        self._buffers.declare(progress.number, has_work=bool(progress.items))
+        state = self.in_flight.state
+        self._buffers.declare(state.number, has_work=bool(state.items))
 
-    # ---- looking and leaving ----
+    # ---- inspection ----
 
     def stats(self) -> dict[str, float]:
-        """What this trainer moved and waited for since it joined.
+        """Returns counts, bytes and seconds since this trainer joined.
 
         Returns:
-            Counts, bytes and seconds: ``gather_count``, ``gathered_bytes`` (copied to here; what is read in
-            place is not), ``gather_wait_s`` (training thread waiting for weights), ``push_count``,
-            ``pushed_bytes``, ``push_wait_s``, ``received_bytes`` and ``sent_bytes`` (as they travelled),
-            ``cache_hit_bytes`` (found in this host's cache, with ``host_cache_bytes``), ``node_shared_bytes`` (what
-            others of the ``node_group`` fetched),
-            ``finish_wait_s`` (for other trainers' work), ``commit_wait_s``, ``live_unit_bytes`` and
-            ``peak_unit_bytes`` (weights held here).
+            ``gather_count``, ``gathered_bytes`` (copied to this trainer; weights read in place do not count),
+            ``gather_wait_s`` (the training thread waited for weights), ``push_count``, ``pushed_bytes``,
+            ``push_wait_s``, ``received_bytes`` and ``sent_bytes`` (as they travelled), ``cache_hit_bytes`` (found in
+            the host cache), ``node_shared_bytes`` (fetched by other trainers of the node group), ``finish_wait_s``
+            (waited for other trainers' work), ``commit_wait_s``, ``live_unit_bytes`` and ``peak_unit_bytes`` (memory of
+            gathered weights).
         """
         return {
             **self.store.stats,
@@ -264,48 +265,69 @@ class Session:
         }
 
     def memory(self) -> MemoryReport:
-        """What this trainer holds of its sharded modules now and held at most, unit by unit; prints as a table."""
+        """Returns the current and the peak memory of the sharded modules by unit. Prints as a table."""
         return measure(self.units, self.store.stats)
 
     def transports(self) -> list[dict[str, Any]]:
-        """How this trainer reaches each shard server, one entry per server.
+        """Returns the transport to each shard server.
 
         Returns:
-            ``server`` (host:port), ``transport`` (``shm``, ``socket`` or ``grpc``), ``bytes_per_s`` (measured when it
-            was opened), ``received_bytes`` and ``sent_bytes`` (streamed, as they travelled).
+            ``server`` (host:port), ``transport`` (``shm``, ``socket`` or ``grpc``), ``bytes_per_s`` (measured when the
+            transport was opened), ``received_bytes`` and ``sent_bytes`` (streamed, as they travelled).
         """
         return self.store.transports
 
-    def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
-        """A ``torch.distributed`` mesh with axes dp, tp, pp in the run's order; see ``mesh.device_mesh``."""
-        return device_mesh(self, device_type)
-
-    def exchange_address(self, name: str, address: str | None = None) -> str:
-        """Publishes an address under a name, or waits until another trainer of the run does."""
-        return self._membership.exchange_address(self.step, name, address)
-
     def explain_stall(self) -> list[str]:
-        """What the run is waiting for, and on whom: one line each."""
+        """Returns what the run waits for, one line per reason."""
         request = coordinator_pb2.ExplainStallRequest(run=self.run)
         return list(self._coordinator.call("ExplainStall", request).waiting_for)
 
+    # ---- process groups ----
+
+    def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
+        """Returns a mesh with the axes ``dp``, ``tp``, ``pp`` in the run's order.
+
+        Creates the default process group of ``torch.distributed`` if there is none.
+
+        Args:
+            device_type: Device type of the mesh. ``cpu`` uses gloo, ``cuda`` NCCL.
+
+        Raises:
+            UsageError: This trainer plays no logical rank or several.
+            DeadlineError: Other trainers did not call in time.
+        """
+        rank = self.global_rank
+        if rank is None or self.num_ranks != 1:
+            raise UsageError(
+                f"a device mesh needs one trainer per logical rank; this one plays {self.num_ranks} of {self.world}"
+            )
+        return process_groups.device_mesh(
+            self.world, rank, host=self.config.host, exchange=self.exchange_address, device_type=device_type
+        )
+
+    def exchange_address(self, name: str, address: str | None = None) -> str:
+        """Publishes an address under a name; without an address, waits until another trainer publishes one."""
+        return self._membership.exchange_address(self.step, name, address)
+
+    # ---- the end ----
+
     def close(self) -> None:
-        """Leaves the run, so that its work goes to others at once; harmless to repeat."""
+        """Leaves the run, so that its work is reassigned at once. Harmless to repeat."""
         if self._closed:
             return
-        self._note_closed()
+        self._mark_closed()
         self._membership.leave()
         self.store.close()
         self._close_connections()
 
     def disown(self) -> None:
-        """This process was forked from the trainer that joined: here the session is closed, there it goes on."""
-        self._note_closed()
+        """Marks the session closed in a forked process; in the parent process it stays open."""
+        self._mark_closed()
         self._membership.disown()
 
-    def _note_closed(self) -> None:
+    def _mark_closed(self) -> None:
         self._closed = True
-        open_sessions.note_closed(self)
+        _unregister(self)
         torch_patches.unwatch(self.units)
 
     def _close_connections(self) -> None:
@@ -368,3 +390,45 @@ def join(
         UsageError: An argument or variable has an invalid value.
     """
     return Session(JoinConfig.from_env(dict(locals())))
+
+
+# ---- open sessions of this process ----
+
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def session_of(parameter: Any) -> Session | None:
+    """Returns the open session that a sharded parameter belongs to."""
+    return next((session for session in _open_sessions if session.units.locate(parameter) is not None), None)
+
+
+def sessions_at(address: str) -> list[Session]:
+    """Returns the open sessions that joined with this address of the coordinator."""
+    return [session for session in _open_sessions if session.config.address == address]
+
+
+def _trainer_of(run_id: str) -> str | None:
+    """Returns the trainer of this process that plays logical ranks of a run."""
+    return next((other.trainer for other in _open_sessions if other.run_id == run_id and other.num_ranks), None)
+
+
+def _register(session: Session) -> None:
+    _watch_forks()
+    _open_sessions.add(session)
+    atexit.register(session.close)
+
+
+def _unregister(session: Session) -> None:
+    atexit.unregister(session.close)
+    _open_sessions.discard(session)
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_disown_all)
+
+
+def _disown_all() -> None:
+    """Closes the sessions of a forked process, such as a DataLoader's worker. Leaving would take the parent's ranks."""
+    for session in list(_open_sessions):
+        session.disown()

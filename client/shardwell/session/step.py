@@ -1,51 +1,57 @@
-"""One step of a training loop: hands out work items, ends when every trainer's are finished."""
+"""One step of a training loop: what ``session.steps`` yields, and the batches of the step's work items."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 
 from shardwell.seeds import derive_seed
-from shardwell.session.data import BatchFunction, batch_function
+from shardwell.session.step_in_flight import StepInFlight
+from shardwell.session.step_state import WorkItemState
 from shardwell_wire.errors import UsageError
 
-if TYPE_CHECKING:
-    from shardwell.session.progress import ItemProgress
-    from shardwell.session.session import Session
+BatchFunction = Callable[[int, int], Any]
+"""``(step, dp_rank) -> batch``."""
 
 
 @dataclass(slots=True)
 class LoopPosition:
-    """Where a loop over ``session.steps`` is."""
+    """Position of a loop over ``session.steps``."""
 
     number: int
-    """How often the loop body ran before, in the whole run."""
+    """Completed iterations of the loop body, in the whole run."""
     optimizer_steps: int
-    """How often the body calls ``optimizer.step()``: commits of the run."""
+    """Calls of ``optimizer.step()`` per iteration. Each call is a commit of the run."""
     commits: int = 0
-    """How often it did."""
+    """Calls of ``optimizer.step()`` in this iteration so far."""
 
     @property
     def step(self) -> int:
-        """The run's step that the next ``optimizer.step()`` commits, or finds committed."""
+        """The run's step that the next ``optimizer.step()`` commits, unless it is committed already."""
         return self.number * self.optimizer_steps + self.commits
 
+    def record_commit(self) -> None:
+        """Counts a call of ``optimizer.step()``."""
+        self.commits += 1
+
     def require_open(self) -> None:
-        """Raises UsageError if the body has called ``optimizer.step()`` as often as it said."""
+        """Raises UsageError if the loop body has called ``optimizer.step()`` as often as declared."""
         if self.commits == self.optimizer_steps:
             raise UsageError(
                 f"optimizer.step() was called {self.commits + 1} times in the loop body of step {self.number}, "
                 f"expected {self.commits}: each call commits the run's next step. Call it once after all backwards, "
-                "with shardwell.optim.Combined([...]) for several optimizers, or say how often the body calls it: "
+                "with shardwell.optim.Combined([...]) for several optimizers, or declare the number of calls: "
                 f"session.steps(num_steps, optimizer_steps={self.commits + 1})"
             )
 
     def require_end(self) -> None:
-        """Raises UsageError if the body has called ``optimizer.step()`` less often than it said."""
+        """Raises UsageError if the loop body has called ``optimizer.step()`` less often than declared."""
         if self.commits < self.optimizer_steps:
             calls = f": {self.commits} of {self.optimizer_steps} calls" if self.optimizer_steps > 1 else ""
             raise UsageError(
@@ -58,73 +64,131 @@ class Step:
     """One step, from ``session.steps``.
 
     Attributes:
-        number: The step's number, from 0. With one ``optimizer.step()`` in the loop body the step reads this version of
-            the weights and makes the next.
-        global_ranks: The logical ranks whose work this trainer has begun in this step, in that order. Differs from
-            ``session.global_rank`` while it does a lost trainer's work.
+        number: Number of the step, from 0. With one ``optimizer.step()`` in the loop body, the step reads the weights
+            of this version and makes the next version.
+        global_ranks: Logical ranks whose work items this trainer has started in this step, in this order. They differ
+            from ``session.global_rank`` while the trainer computes the work of a lost trainer.
+
+    Args:
+        loop: Position of the loop.
+        work: The step in flight.
+        seed: The run's seed.
+        dp: Size of the data axis.
     """
 
-    def __init__(self, session: Session, loop: LoopPosition) -> None:
+    def __init__(self, loop: LoopPosition, work: StepInFlight, *, seed: int, dp: int) -> None:
         self.number = loop.number
         self.global_ranks: list[int] = []
-        self._session, self._loop = session, loop
+        self._loop, self._work, self._seed, self._dp = loop, work, seed, dp
 
     def batches(self, source: Any, batch_size: int | None = None, *, collate_fn: Any = None) -> Iterator[Any]:
-        """Yields one batch per work item: one per logical rank held, and more while standing in.
+        """Yields one batch per work item of this trainer: one per logical rank, and those of lost trainers.
 
-        Called again after an ``optimizer.step()`` in the same loop body, it yields the same batches for the next one.
+        A second call after an ``optimizer.step()`` in the same loop body yields the same batches again.
 
-        Before each batch torch's generators are seeded as a function of (run seed, step, dp_rank), so
-        dropout is the same wherever the item runs. The loop ends when the step's work is finished by
-        all trainers; until then a lost trainer's item may come here. It yields nothing on a spare
-        that is not needed, and in the first step after joining a run with tracked objects.
+        Before each batch, torch's generators are seeded as a function of (run seed, step, dp_rank). Dropout is
+        therefore the same on every trainer that computes the item. The loop ends when all trainers have finished the
+        step's work. It yields nothing on a spare that is not needed, and nothing in the first step after joining a run
+        with tracked objects.
 
         Args:
-            source: A function ``(step, dp_rank) -> batch``, or a map-style dataset, drawn without
-                repetition within an epoch.
-            batch_size: Samples per batch; with a dataset only.
-            collate_fn: List of samples -> batch; with a dataset only. torch's default if None.
+            source: A function ``(step, dp_rank) -> batch``, or a map-style dataset. Samples of a dataset are drawn
+                without repetition within an epoch.
+            batch_size: Samples per batch. Only with a dataset.
+            collate_fn: Function from a list of samples to a batch. Only with a dataset. Default: torch's collation.
 
         Raises:
-            UsageError: The arguments do not fit together, or this is not the step in flight.
-            DeadlineError: The others did not finish in time; the message says who.
+            UsageError: The arguments do not fit together, or a backward ran before the loop.
+            DeadlineError: Other trainers did not finish in time. The message names them.
         """
-        draw = batch_function(
-            source,
-            seed=self._session.seed,
-            dp=self._session.world.dp,
-            batch_size=batch_size,
-            collate_fn=collate_fn,
-        )
-        return self._batches(draw)
+        make_batch = batch_function(source, seed=self._seed, dp=self._dp, batch_size=batch_size, collate_fn=collate_fn)
+        return self._batches(make_batch)
 
-    def _batches(self, draw: BatchFunction) -> Iterator[Any]:
-        work = self._session.in_flight
+    def _batches(self, make_batch: BatchFunction) -> Iterator[Any]:
+        work = self._work
         work.settle()
-        if self._session.step > self._loop.step:
+        if work.state.number > self._loop.step:
             return
-        work.begin_batches()
-        progress = work.progress
-        waiting = deque(progress.unfinished)
+        work.start_batches()
+        items = deque(work.state.unfinished)
         while True:
-            while waiting:
-                yield from self._compute(waiting.popleft(), draw)
+            while items:
+                yield from self._compute(items.popleft(), make_batch)
             lost = work.finish_work(accept_work=True)
             if not lost:
                 return
-            waiting.extend(lost)
+            items.extend(lost)
 
-    def _compute(self, item: ItemProgress, draw: BatchFunction) -> Iterator[Any]:
-        work, dp_rank = self._session.in_flight, item.item.dp_rank
-        work.begin_item(item)
+    def _compute(self, item: WorkItemState, make_batch: BatchFunction) -> Iterator[Any]:
+        work, dp_rank = self._work, item.item.dp_rank
+        work.start_item(item)
         if item.item.global_rank not in self.global_ranks:
             self.global_ranks.append(item.item.global_rank)
-        step = work.progress.number
-        torch.manual_seed(derive_seed(self._session.seed, step, dp_rank))
-        yield draw(self.number, dp_rank)
-        if work.progress.number != step:
+        step = work.state.number
+        torch.manual_seed(derive_seed(self._seed, step, dp_rank))
+        yield make_batch(self.number, dp_rank)
+        if work.state.number != step:
             raise UsageError(
                 f"optimizer.step() was called inside the loop over step.batches of step {self.number}: "
                 "call it after the loop"
             )
         work.end_item()
+
+
+def batch_function(source: Any, *, seed: int, dp: int, batch_size: int | None, collate_fn: Any) -> BatchFunction:
+    """Returns the function (step, dp_rank) -> batch for the arguments of ``step.batches``.
+
+    Args:
+        source: A map-style dataset, or such a function.
+        seed: The run's seed.
+        dp: Size of the data axis.
+        batch_size: Samples per logical rank and step. Only with a dataset.
+        collate_fn: Function from a list of samples to a batch. Only with a dataset. None: torch's default.
+
+    Raises:
+        UsageError: The arguments do not fit together, or the dataset is smaller than one step.
+    """
+    if batch_size is None:
+        if not callable(source) or collate_fn is not None:
+            raise UsageError(
+                "step.batches takes a function (step, dp_rank) -> batch, or a map-style dataset with batch_size=...; "
+                f"got {type(source).__name__} without batch_size"
+            )
+        return source  # type: ignore[no-any-return]
+    if not isinstance(source, Sized) or not hasattr(source, "__getitem__"):
+        raise UsageError(
+            f"step.batches(batch_size={batch_size}) needs a map-style dataset (__len__, __getitem__), "
+            f"got {type(source).__name__}"
+        )
+    if batch_size < 1:
+        raise UsageError(f"batch_size must be at least 1, got {batch_size}")
+    collate = collate_fn or default_collate
+    size = len(source)
+
+    def make_batch(step: int, dp_rank: int) -> Any:
+        indices = sample_indices(size, batch_size=batch_size, dp=dp, seed=seed, step=step, dp_rank=dp_rank)
+        return collate([source[index] for index in indices])
+
+    return make_batch
+
+
+def sample_indices(size: int, *, batch_size: int, dp: int, seed: int, step: int, dp_rank: int) -> list[int]:
+    """Returns the samples of one work item. An epoch repeats no sample and drops its last partial step.
+
+    Returns:
+        Indices into a dataset of ``size`` samples. [batch_size]
+
+    Raises:
+        UsageError: The dataset has fewer samples than one step takes.
+    """
+    steps_per_epoch = size // (batch_size * dp)
+    if steps_per_epoch == 0:
+        raise UsageError(f"the dataset has {size} samples; a step takes batch_size {batch_size} x dp {dp}")
+    epoch, position = divmod(step, steps_per_epoch)
+    start = (position * dp + dp_rank) * batch_size
+    return _permutation(size, derive_seed(seed, "epoch", epoch))[start : start + batch_size].tolist()
+
+
+@lru_cache(maxsize=2)
+def _permutation(size: int, seed: int) -> torch.Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))

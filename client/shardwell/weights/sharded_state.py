@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from shardwell.module.unit import owner_of
-from shardwell.session.open_sessions import session_of
-from shardwell.session.session import Session
+from shardwell.session.session import Session, session_of
 from shardwell.weights.state_dict import iter_full_state_dict
 from shardwell_wire.errors import UsageError
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell.session.run_state import TrackedObjects
+from shardwell.session.tracked_objects import TrackedObjects
 from shardwell_wire.errors import UsageError
 
 

@@ -1,14 +1,16 @@
-"""What a trainer and the coordinator tell each other from a step's finished work to its commit record."""
+"""The coordinator's rpcs at the end of a step: finished work, the gradient norm and the commit."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardwell.session.membership import Membership
-from shardwell.session.progress import ItemProgress
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+UNUSED, KEPT = -1, -2
+"""Group indices of parameters that a step does not update: the gradient is dropped, or kept for a later step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,33 +19,32 @@ class GradNorm:
 
     value: float
     attempts: int
-    """Tells the gradient from that of an earlier attempt."""
+    """Number of attempts of the step's work. A gradient of another attempt has another number."""
 
 
 PartitionUpdate = Callable[[Sequence[coordinator_pb2.PartitionWork]], Sequence[coordinator_pb2.PartitionWork]]
+"""Updates and stages optimizer partitions; returns those that are staged."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepUpdate:
-    """What an optimizer asks a commit for."""
+    """The update that an optimizer asks a commit to apply."""
 
     optimizer: common_pb2.OptimizerStep
     """Algorithm and hyper-parameters."""
     clip_coefficient: float = 1.0
-    """What the gradient is multiplied by."""
+    """Factor of the gradient."""
     norm_attempts: int | None = None
-    """``GradNorm.attempts`` of the norm that the coefficient was computed from; None: of none."""
+    """``GradNorm.attempts`` of the norm that determined the coefficient. None: no norm did."""
     update_partitions: PartitionUpdate | None = None
-    """Stages the partitions that the coordinator assigns to this trainer and returns those that are staged. Needed if
-    the
-    optimizer runs on the trainers."""
+    """Called with the partitions that the coordinator assigns to this trainer. None: the servers update."""
 
 
-class StepEnd:
-    """The end of each step, as one trainer asks the coordinator about it.
+class StepCommitter:
+    """Calls the coordinator at the end of each step.
 
     Args:
-        membership: This trainer's place in the run.
+        membership: The membership of this trainer.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -52,25 +53,30 @@ class StepEnd:
 
     @property
     def stats(self) -> dict[str, float]:
-        """Seconds that the training thread waited for other trainers' work and for commits."""
+        """Seconds that the training thread has waited for other trainers' work and for commits."""
         return {"finish_wait_s": self._finish_wait_s, "commit_wait_s": self._commit_wait_s}
 
     def check(self) -> None:
-        """Raises what ended the trainer's membership, if anything did."""
+        """Raises the error that ended the trainer's membership, if it has ended."""
         self._membership.check()
 
     def finish_work(
-        self, step: int, items: Iterable[ItemProgress], *, accept_work: bool
+        self, step: int, finished: Sequence[coordinator_pb2.FinishedItem], *, accept_work: bool
     ) -> coordinator_pb2.FinishWorkResponse:
-        """Reports items; returns when all of the step are finished, or a lost trainer's come to this one.
+        """Reports finished items; returns when all items of the step are finished or this trainer gets more work.
+
+        Args:
+            step: Number of the step.
+            finished: All items that this trainer has finished in the step.
+            accept_work: Whether this trainer can compute items of lost trainers.
 
         Raises:
-            DeadlineError: Others did not finish in time.
+            DeadlineError: Other trainers did not finish in time.
         """
         request = coordinator_pb2.FinishWorkRequest(
             context=self._membership.context(step),
             trainer=self._membership.trainer,
-            items=[progress.to_proto() for progress in items if progress.finished],
+            items=finished,
             accept_work=accept_work,
         )
         started = time.perf_counter()
@@ -84,7 +90,12 @@ class StepEnd:
         return response
 
     def grad_norm(self, step: int, norm_type: float, unit_indices: Sequence[int] = ()) -> GradNorm:
-        """Global norm, before any clipping, of the mean gradient of a step whose work is finished or committed.
+        """Returns the norm, before clipping, of the mean gradient of a step whose work is finished.
+
+        Args:
+            step: Number of the step.
+            norm_type: The norm's p.
+            unit_indices: Units to include. Empty: all.
 
         Raises:
             DeadlineError: The servers did not reduce the gradient in time.
@@ -111,13 +122,13 @@ class StepEnd:
         unit_order: Sequence[int],
         state: coordinator_pb2.RunState,
     ) -> coordinator_pb2.CommitStepResponse:
-        """Hands in what a commit is made of; returns when the step is committed. ``StepInFlight.commit`` says more.
+        """Sends this trainer's step proposal; returns when the step is committed. See ``StepInFlight.commit``.
 
         Args:
             step: Number of the step.
-            update: What the optimizer asks for.
-            unit_order: Indices of the units as the forward used them: earlier ones are updated first.
-            state: What the run keeps beside the parameters.
+            update: The update to apply.
+            unit_order: Indices of the units in the order of the forward. The servers update units in this order.
+            state: State of the run beside the parameters.
         """
         request = coordinator_pb2.CommitStepRequest(
             context=self._membership.context(step),

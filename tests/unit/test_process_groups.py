@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import FileStore
 from shardwell.data_plane.host_folder import HostFolder
 from shardwell.data_plane.node_group import NodeGroup
 from shardwell.data_plane.node_rendezvous import NodeRendezvous
-from shardwell.session import node_members
+from shardwell.session import process_groups
 from shardwell.session.config import JoinConfig, TransferOptions
-from shardwell.session.node_members import NodeMembers, form_node_group
+from shardwell.session.process_groups import NodeMembers, form_node_group
 from tests.support.cluster import wait_until
 
 
@@ -23,7 +23,7 @@ def test_a_member_that_dies_once_it_is_connected_leaves_the_other_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     key, membership = uuid.uuid4().hex, Any
-    monkeypatch.setattr(node_members, "_find", lambda *_: NodeMembers(key, (0, 1), 0))
+    monkeypatch.setattr(process_groups, "_find_members", lambda *_: NodeMembers(key, (0, 1), 0))
 
     def connect_and_die() -> None:
         folder = HostFolder(key)

@@ -1,0 +1,248 @@
+"""How a unit becomes usable: it is declared, one trainer uploads its initial values, and its shards are mapped."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from shardwell.data_plane.host_cache import HostCache, ShardRange
+from shardwell.data_plane.remote_shard import RemoteShard
+from shardwell.data_plane.traffic import RemoteUnit
+from shardwell.module.store import InitialValues
+from shardwell.session.config import JoinConfig
+from shardwell.session.membership import Membership
+from shardwell.transport.shared_vector import CAN_MAP, SegmentPlace, SharedVector
+from shardwell_wire import wire_dtypes
+from shardwell_wire.errors import ConflictError, DeadlineError, ShardwellError, UnavailableError
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.retry import backoff
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
+
+logger = logging.getLogger(__name__)
+
+_UPLOAD_THREADS = 8
+"""Limits memory: each thread holds one piece of the values."""
+
+_UPLOAD_RETRY_S = 2.0
+"""Seconds for which an upload is retried before the coordinator is asked for the unit's current placement."""
+
+_FIRST_PUBLISH_POLL_S, _LONGEST_PUBLISH_POLL_S = 0.005, 0.25
+
+ConnectShards = Callable[[coordinator_pb2.DeclareUnitResponse], tuple[RemoteShard, ...]]
+"""Connects to the shards that the coordinator names."""
+
+
+class UnitDeclarations:
+    """Declares units in the run.
+
+    Args:
+        membership: The membership of this trainer.
+        wait_limit_s: Seconds to wait for another trainer's upload of initial values, and for a server to accept them.
+    """
+
+    def __init__(self, membership: Membership, wait_limit_s: float) -> None:
+        self._membership, self._wait_limit_s = membership, wait_limit_s
+
+    def declare(self, layout: UnitLayout, values: InitialValues, step: int, connect: ConnectShards) -> RemoteUnit:
+        """Declares a unit; returns when the run has its initial values.
+
+        Args:
+            layout: The unit's layout, the same on every trainer.
+            values: Initial values, uploaded if the coordinator selects this trainer.
+            step: The step in flight.
+            connect: Connects to the unit's shards.
+
+        Raises:
+            DeadlineError: The selected trainer did not upload the values in time.
+        """
+        declared = self._declare(layout, step)
+        deadline = time.monotonic() + self._wait_limit_s
+        pauses = backoff(_FIRST_PUBLISH_POLL_S, _LONGEST_PUBLISH_POLL_S)
+        # The values are kept until the unit is published. If the selected trainer is lost, the coordinator selects
+        # another one, which may be this trainer.
+        while not declared.HasField("version"):
+            if declared.initialize:
+                try:
+                    unit = RemoteUnit(declared.unit_index, layout, connect(declared))
+                    self._initialize(unit, values, declared.epoch)
+                    return unit
+                except ShardwellError as error:
+                    former, declared = declared, self._declare(layout, step)
+                    if declared.shards == former.shards and not isinstance(error, UnavailableError):
+                        raise
+                    if time.monotonic() > deadline:
+                        raise
+                    logger.warning("unit %r: uploading the initial values again: %s", layout.unit, error)
+                    continue
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"waited {self._wait_limit_s:.0f} s for the initial values of unit {layout.unit!r} "
+                    "from the trainer that plays the lowest logical rank",
+                    unit=layout.unit,
+                )
+            time.sleep(next(pauses))
+            declared = self._declare(layout, step)  # a unit without values may have moved to other servers
+        return RemoteUnit(declared.unit_index, layout, connect(declared))
+
+    def _declare(self, layout: UnitLayout, step: int) -> coordinator_pb2.DeclareUnitResponse:
+        request = coordinator_pb2.DeclareUnitRequest(
+            context=self._membership.context(step), trainer=self._membership.trainer, unit=layout.to_proto()
+        )
+        response: coordinator_pb2.DeclareUnitResponse = self._membership.call("DeclareUnit", request)
+        return response
+
+    def _initialize(self, unit: RemoteUnit, values: InitialValues, epoch: int) -> None:
+        """Uploads the values to every owner of a shard, then publishes the unit."""
+        context = self._membership.context(0, epoch=epoch)
+        with ThreadPoolExecutor(min(_UPLOAD_THREADS, max(1, len(unit.shards)))) as uploads:
+            list(uploads.map(lambda shard: self._upload(unit, shard, values, epoch), unit.shards))
+        self._membership.call(
+            "PublishInitialUnit",
+            coordinator_pb2.PublishInitialUnitRequest(
+                context=context, trainer=self._membership.trainer, unit=unit.layout.unit
+            ),
+        )
+
+    def _upload(self, unit: RemoteUnit, shard: RemoteShard, values: InitialValues, epoch: int) -> None:
+        segments = [
+            segment
+            for segment in unit.layout.segments(shard.start_bytes, shard.stop_bytes)
+            if segment.parameter_index not in values.draws
+        ]
+        header = shard_pb2.InitializeUnitHeader(
+            context=self._membership.context(0, epoch=epoch),
+            unit=unit.layout.unit,
+            start_bytes=shard.start_bytes,
+            stop_bytes=shard.stop_bytes,
+            draws=values.draws.values(),
+        )
+        # Called without the server's guard, which would wait for this server: the unit may get another owner.
+        shard.server.client.initialize(
+            header,
+            lambda: itertools.chain.from_iterable(map(values.read, segments)),
+            sum(segment.size_bytes for segment in segments),
+            timeout_s=self._wait_limit_s,
+            retry_for_s=min(_UPLOAD_RETRY_S, self._wait_limit_s),
+        )
+
+
+class ShardMappings:
+    """Maps shards into this process that are in shared memory: of a server on this host, or of the host cache.
+
+    Args:
+        membership: The membership of this trainer.
+        config: Limits and the size of the host cache.
+    """
+
+    def __init__(self, membership: Membership, config: JoinConfig) -> None:
+        self._membership, self._config = membership, config
+        self._cache = self._open_cache() if config.transfers.host_cache_bytes else None
+
+    @property
+    def cache_hit_bytes(self) -> int:
+        """Bytes that were found in the host cache."""
+        return self._cache.hit_bytes if self._cache is not None else 0
+
+    def map(self, unit: RemoteUnit, gather_dtype: str) -> RemoteUnit:
+        """Maps the shards of a unit that are in shared memory.
+
+        Args:
+            unit: The unit. Its mapped shards are changed.
+            gather_dtype: Dtype in which 32-bit floats travel to this trainer.
+
+        Returns:
+            The unit, with a vector if all shards are mapped.
+        """
+        return self._map(unit, gather_dtype, beyond_budget=False)
+
+    def map_stored(self, unit: RemoteUnit) -> RemoteUnit:
+        """Maps a unit that travels in its stored dtypes, if servers of this host share all its shards."""
+        if not CAN_MAP or not unit.layout.size_bytes:
+            return unit
+        try:
+            locations = [self._locate(unit, shard) for shard in unit.shards]
+            found = [location for location in locations if location is not None]
+            if len(found) < len(locations):
+                return unit
+            return replace(unit, vector=SharedVector(unit.layout.unit, found))
+        except OSError as error:
+            _warn_not_mapped(unit, error)
+            return unit
+
+    def share_on_host(self, unit: RemoteUnit, gather_dtype: str) -> RemoteUnit:
+        """Maps a unit and puts its other shards into the host cache, even beyond the cache's budget."""
+        self._cache = self._cache or self._open_cache()
+        return self._map(unit, gather_dtype, beyond_budget=True)
+
+    def close(self) -> None:
+        """Leaves the host cache."""
+        if self._cache is not None:
+            self._cache.close()
+
+    def _map(self, unit: RemoteUnit, gather_dtype: str, *, beyond_budget: bool) -> RemoteUnit:
+        if not CAN_MAP or not unit.layout.size_bytes:
+            return unit
+        name, exact = unit.layout.unit, not wire_dtypes.NAMES[gather_dtype]
+        try:
+            locations = {}
+            for number, shard in enumerate(unit.shards):
+                if (location := self._locate(unit, shard)) is not None:
+                    if location.stop_bytes > location.start_bytes:
+                        shard.window = SharedVector(name, [location], ask=self._membership.ask)
+                    if exact:
+                        locations[number] = location
+            others = [number for number in range(len(unit.shards)) if number not in locations]
+            locations.update(self._cache_shards(unit, others, gather_dtype, beyond_budget=beyond_budget))
+            if len(locations) == len(unit.shards):
+                in_order = [locations[number] for number in range(len(unit.shards))]
+                return replace(unit, vector=SharedVector(name, in_order, exact=exact, ask=self._membership.ask))
+        except OSError as error:
+            _warn_not_mapped(unit, error)
+        return unit
+
+    def _locate(self, unit: RemoteUnit, shard: RemoteShard) -> SegmentPlace | None:
+        """Returns the shared memory of a shard whose server is on this host."""
+        if shard.server.shm is None:
+            return None
+        limit_s = self._config.waits.wait_limit_s
+        try:
+            answer = shard.server.shm.locate(unit.layout.unit, None, timeout_s=limit_s, retry_for_s=limit_s)
+        except ConflictError as error:
+            _warn_not_mapped(unit, error)
+            return None
+        return SegmentPlace(answer.segment.path, shard.start_bytes, shard.stop_bytes)
+
+    def _cache_shards(
+        self, unit: RemoteUnit, numbers: Sequence[int], gather_dtype: str, *, beyond_budget: bool
+    ) -> dict[int, SegmentPlace]:
+        """Adds shards to the host cache if there is room; returns the location of each by its number."""
+        if self._cache is None or not numbers:
+            return {}
+        shards = {number: unit.shards[number] for number in numbers}
+        ranges = {
+            number: ShardRange(unit.index, shard.start_bytes, shard.stop_bytes, gather_dtype)
+            for number, shard in shards.items()
+        }
+        admitted = self._cache.admit(unit.layout.unit, ranges, beyond_budget=beyond_budget)
+        for number, cached in admitted.items():
+            shards[number].cached = cached
+        return {number: cached.place for number, cached in admitted.items()}
+
+    def _open_cache(self) -> HostCache | None:
+        run = self._membership.identity
+        budget_bytes, limit_s = self._config.transfers.host_cache_bytes, self._config.waits.wait_limit_s
+        if not CAN_MAP:
+            return None
+        try:
+            return HostCache((run.name, run.run_id), budget_bytes, wait_limit_s=limit_s)
+        except OSError as error:
+            logger.warning("no host cache, each trainer fetches its own copy: no shared memory: %s", error)
+            return None
+
+
+def _warn_not_mapped(unit: RemoteUnit, error: Exception) -> None:
+    logger.warning("unit %r is fetched instead of read in place: %s", unit.layout.unit, error)
