@@ -264,12 +264,6 @@ def test_box_runs_match_tensor_slices() -> None:
     assert list(Box((4, 5), (0, 0), (4, 5)).runs(3, 17)) == [(3, 14)]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterable[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
-        yield running
-
-
 BIG_BYTES, LIMIT_BYTES = 256 << 20, 40 << 20
 
 

@@ -27,6 +27,7 @@ from shardwell.module.fully_shard import fully_shard
 from tests.support import gloo
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Sharded, inputs
+from tests.support.processes import run_ranks
 
 STEPS = 3
 
@@ -138,9 +139,9 @@ def mixed_worker(rank: int, path: str, sequence_parallel: bool) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_mixed_precision_matches_parameters_cast_in_the_forward(tmp_path: Path, sequence_parallel: bool) -> None:
-    torch.multiprocessing.spawn(mixed_worker, (str(tmp_path / "store"), sequence_parallel), nprocs=2)
+    run_ranks(mixed_worker, str(tmp_path / "store"), sequence_parallel)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_sharding_matches_tensor_parallelism_alone(tmp_path: Path, sequence_parallel: bool) -> None:
-    torch.multiprocessing.spawn(worker, (str(tmp_path / "store"), sequence_parallel), nprocs=2)
+    run_ranks(worker, str(tmp_path / "store"), sequence_parallel)

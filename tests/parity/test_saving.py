@@ -9,7 +9,6 @@ import subprocess
 import sys
 import uuid
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -226,12 +225,6 @@ def test_part_out_of_range_is_rejected(trained: Pair) -> None:
         shardwell.sharded_state_dict(trained.sharded.model, part=2, num_parts=2)
     with pytest.raises(UsageError, match="pass part= and num_parts="):
         shardwell.sharded_state_dict(trained.sharded.model)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterable[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
-        yield running
 
 
 LIMIT_BYTES = 60 << 20

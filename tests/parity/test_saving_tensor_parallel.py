@@ -24,6 +24,7 @@ from tests.parity.test_module_tensor_parallel import Model, make_optimizer, para
 from tests.support import gloo
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Sharded, inputs
+from tests.support.processes import run_ranks
 
 
 def worker(rank: int, path: str, folder: Path) -> None:
@@ -88,4 +89,4 @@ def check_failed_write(rank: int, model: Any, folder: Path) -> None:
 
 
 def test_tensor_parallel_model_is_saved_as_whole_tensors(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(worker, (str(tmp_path / "store"), tmp_path), nprocs=2)
+    run_ranks(worker, str(tmp_path / "store"), tmp_path)

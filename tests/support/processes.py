@@ -9,12 +9,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,6 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # pytest process and forks the trainers. It has one thread and no gRPC channel, which makes the fork safe.
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["tests.support.preloaded"])
+
+
+def run_ranks(function: Callable[..., None], *arguments: object, count: int = 2) -> None:
+    """Calls ``function(rank, *arguments)`` in one process per rank; raises if one of them fails."""
+    torch.multiprocessing.start_processes(function, arguments, nprocs=count, start_method="forkserver")
 
 
 class TrainerProcess:
