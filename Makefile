@@ -41,7 +41,7 @@ larger-than-trainer: install  ## Train a model of 8 times a trainer's memory, al
 	@$(BIN)/python examples/larger_than_trainer.py
 
 test: install  ## Run the tests
-	@OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
+	@OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 lint: install check-protos  ## Check formatting, style, types, imports and stubs
 	@$(BIN)/ruff format --check .

@@ -17,6 +17,8 @@ from tests.support.processes import TrainerProcess
 from tests.support.reference import sha256, train_plain
 from tests.support.trainer import train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 5
 
 
@@ -53,19 +55,12 @@ MAKERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] =
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def clusters(cluster_of_one: shardwell.LocalCluster) -> Iterator[dict[int, shardwell.LocalCluster]]:
-    """Returns clusters by number of shard servers. Trainers of the cluster with three may be killed."""
-    with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096, lease_s=4) as triple:
-        yield {1: cluster_of_one, 3: triple}
+def clusters(
+    cluster_of_one: shardwell.LocalCluster, cluster_with_short_leases: shardwell.LocalCluster
+) -> dict[int, shardwell.LocalCluster]:
+    """Returns clusters by number of shard servers."""
+    return {1: cluster_of_one, 3: cluster_with_short_leases}
 
 
 def on_trainers(name: str) -> Callable[[Iterable[nn.Parameter]], shardwell.ClientSide]:

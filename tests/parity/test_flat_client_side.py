@@ -81,13 +81,14 @@ def adam_hash() -> str:
     return sha256(model.state_dict())
 
 
-def test_partition_of_a_trainer_killed_in_its_update_is_updated_by_the_other() -> None:
-    run = uuid.uuid4().hex
+def test_partition_of_a_trainer_killed_in_its_update_is_updated_by_the_other(
+    cluster_with_short_leases: shardwell.LocalCluster,
+) -> None:
+    address, run = cluster_with_short_leases.address, uuid.uuid4().hex
     common = ("--dp", 2, "--steps", STEPS, "--client-side", "flat_adam")
     with (
-        shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=4) as cluster,
-        TrainerProcess(cluster.address, run, *common, "--global-rank", 1, "--kill-in-update", 2) as other,
-        TrainerProcess(cluster.address, run, *common, "--global-rank", 0) as first,
+        TrainerProcess(address, run, *common, "--global-rank", 1, "--kill-in-update", 2) as other,
+        TrainerProcess(address, run, *common, "--global-rank", 0) as first,
     ):
         survived, died = first.finish(), other.finish()
     assert died["returncode"] == -9, died

@@ -20,17 +20,11 @@ import shardwell
 from tests.support.cluster import join_options
 from tests.support.reference import ADAMW, sha256
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS, INTERVAL = 8, 2
 OVERFLOWS = {(1, 1), (4, 0)}
 """(step, dp_rank) pairs whose scaled loss overflows."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 _building = threading.Lock()

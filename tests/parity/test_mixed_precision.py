@@ -27,16 +27,10 @@ from tests.support.cluster import join_options
 from tests.support.in_memory_store import InMemoryStore, fused_adamw
 from tests.support.reference import ADAMW, sha256
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 STEPS = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Reference:

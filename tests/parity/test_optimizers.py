@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -18,6 +17,8 @@ from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.v1 import shard_pb2
 from tests.support.optimizer_parity import OddModel, compare, compare_weights, two_groups
 from tests.support.reference_optimizers import Lion
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "sgd": ("SGD", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
@@ -35,14 +36,6 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "lion": ("Lion", Lion, {"lr": 1e-3, "weight_decay": 0.1}),
 }
 FUSED = ("SGD", "Adam", "AdamW")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["cluster_of_one", "cluster_of_three"])

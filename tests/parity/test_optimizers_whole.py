@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -17,15 +16,9 @@ from shardwell_wire.v1 import coordinator_pb2
 from tests.support.optimizer_parity import OddModel, compare, compare_weights
 from tests.support.reference_optimizers import Lamb
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Groups = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["cluster_of_one", "cluster_of_three"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,17 +14,11 @@ from tests.support.processes import TrainerProcess
 from tests.support.reference import ADAMW, sha256, train_plain
 from tests.support.trainer import train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 10
 CHUNK_BYTES = 4096
 """Small enough that every shard is sent in several chunks."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def plain(dp: int) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -21,23 +21,11 @@ from tests.support.reference import ADAMW, sha256, train_plain
 from tests.support.shared_files import folders_shared_here, wait_for_no_folder
 from tests.support.trainer import train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 4
 REMOTE = "socket,grpc"
 """Without shared memory, a server on this host behaves as a server on another host."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def impatient_cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=5.0) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -157,15 +145,17 @@ def test_two_trainers_fetch_each_version_once_together(cluster: shardwell.LocalC
 
 
 @pytest.mark.usefixtures("_cached")
-def test_replacing_a_killed_trainer_changes_no_bit(impatient_cluster: shardwell.LocalCluster, plain_hash: str) -> None:
+def test_replacing_a_killed_trainer_changes_no_bit(
+    cluster_with_short_leases: shardwell.LocalCluster, plain_hash: str
+) -> None:
     run = uuid.uuid4().hex
     with (
-        start(impatient_cluster, run, "--global-rank", 1, "--kill-at-step", 1) as lost,
-        start(impatient_cluster, run, "--global-rank", 0) as first,
+        start(cluster_with_short_leases, run, "--global-rank", 1, "--kill-at-step", 1) as lost,
+        start(cluster_with_short_leases, run, "--global-rank", 0) as first,
     ):
         result = lost.finish()
         assert result["returncode"] == -9, result
-        with start(impatient_cluster, run) as second:
+        with start(cluster_with_short_leases, run) as second:
             results = [first.finish(), second.finish()]
     assert [result.get("sha256") for result in results] == [plain_hash] * 2, results
 

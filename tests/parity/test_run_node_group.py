@@ -20,10 +20,9 @@ from tests.support.shared_files import wait_for_no_folder
 STEPS = 4
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096, lease_s=5.0) as running:
-        yield running
+@pytest.fixture
+def cluster(cluster_with_short_leases: shardwell.LocalCluster) -> shardwell.LocalCluster:
+    return cluster_with_short_leases
 
 
 @pytest.fixture(autouse=True)

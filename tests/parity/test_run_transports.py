@@ -19,17 +19,11 @@ from tests.support.processes import TrainerProcess
 from tests.support.reference import ADAMW, sha256, train_plain
 from tests.support.trainer import train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 4
 TRANSPORTS = ("grpc", "socket,grpc", "shm,grpc")
 PLENTY = 1 << 30
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

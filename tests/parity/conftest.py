@@ -1,0 +1,26 @@
+"""Fixtures shared by the parity tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import shardwell
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Computes with one thread, as trainers in their own processes do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def cluster_with_short_leases() -> Iterator[shardwell.LocalCluster]:
+    """A coordinator and three shard servers, for tests that kill trainers."""
+    with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096, lease_s=2.5) as running:
+        yield running
