@@ -1,4 +1,4 @@
-"""What may and what may not be done with a parameter whose unit is freed."""
+"""Operations that a parameter allows and refuses while its unit is freed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_uses_of_the_values_raise(layer: nn.Linear, use: str) -> None:
+def test_operations_on_values_raise(layer: nn.Linear, use: str) -> None:
     with (
         torch.no_grad(),
         pytest.raises(FreedParameterError, match=r"'Linear-0.weight', but its unit 'Linear-0' is freed"),
@@ -74,7 +74,7 @@ def test_uses_of_the_values_raise(layer: nn.Linear, use: str) -> None:
         USES[use](layer.weight)
 
 
-def test_error_names_what_was_called_and_what_to_do(layer: nn.Linear) -> None:
+def test_error_names_the_function_and_gives_advice(layer: nn.Linear) -> None:
     with pytest.raises(FreedParameterError) as caught:
         layer.weight.T  # noqa: B018
     assert re.match(r"Tensor\.T needs the values", str(caught.value))
@@ -83,7 +83,7 @@ def test_error_names_what_was_called_and_what_to_do(layer: nn.Linear) -> None:
     assert caught.value.data == {"unit": "Linear-0", "parameter": "Linear-0.weight"}
 
 
-def test_what_needs_no_values_works(layer: nn.Linear) -> None:
+def test_operations_without_values_work(layer: nn.Linear) -> None:
     weight = layer.weight
     assert isinstance(weight, nn.Parameter) and isinstance(weight, FreedParameter)
     assert (weight.shape, weight.size(0), weight.ndim, len(weight)) == ((5, 7), 5, 2, 5)
@@ -105,7 +105,7 @@ def test_printing_shows_no_values(layer: nn.Linear) -> None:
     assert "Linear(in_features=7, out_features=5, bias=True)" in repr(layer)
 
 
-def test_freezing_while_freed_lasts(layer: Any) -> None:
+def test_requires_grad_set_while_freed_persists(layer: Any) -> None:
     layer.weight.requires_grad_(False)
     layer.bias.requires_grad = False
     layer.unshard()
@@ -123,7 +123,7 @@ def test_optimizers_and_groups_take_freed_parameters(layer: nn.Linear) -> None:
     assert optimizer.state_dict()["state"] == {}
 
 
-def test_ordinary_class_while_gathered(layer: Any) -> None:
+def test_gathered_parameter_has_its_ordinary_class(layer: Any) -> None:
     layer.unshard()
     assert type(layer.weight) is nn.Parameter
     assert owner_of(layer.weight).name == "Linear-0.weight"

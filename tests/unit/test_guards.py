@@ -1,4 +1,4 @@
-"""Errors for what plain PyTorch code would do silently wrong with sharded parameters."""
+"""Errors for plain PyTorch code that would silently do the wrong thing with sharded parameters."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_torch_clipping_raises(sharded: Sharded, clip: str, sync: bool) -> None:
         getattr(nn.utils, clip)(model.parameters(), 1.0)
 
 
-def test_gradients_kept_here_can_be_read_and_changed(sharded: Sharded) -> None:
+def test_unsynced_gradients_can_be_read_and_changed(sharded: Sharded) -> None:
     model: Any = sharded.model
     model.set_requires_gradient_sync(False)
     model(inputs(0, 4, 7)).sum().backward()
@@ -107,7 +107,7 @@ def test_conversion_raises_and_changes_nothing(sharded: Sharded, convert: Any) -
     sharded.step()
 
 
-def test_conversion_that_changes_nothing_works() -> None:
+def test_conversion_without_effect_works() -> None:
     model = nn.Sequential(nn.LSTM(7, 5), nn.BatchNorm1d(5))
     sharded = Sharded(model, wrap_children)
     before = dict(model.named_parameters())
@@ -118,7 +118,7 @@ def test_conversion_that_changes_nothing_works() -> None:
     sharded.step()
 
 
-def test_ordinary_parts_of_a_model_still_convert() -> None:
+def test_unsharded_parts_of_a_model_can_be_converted() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -142,7 +142,7 @@ def test_exception_leaves_no_unit_gathered() -> None:
     assert {unit.name for unit in sharded.units if unit.state is not UnitState.FREED} <= {"Gpt-0"}
 
 
-def test_sharding_twice_says_what_to_call(sharded: Sharded) -> None:
+def test_sharding_twice_is_refused_with_advice(sharded: Sharded) -> None:
     again = "Sequential is sharded already.*once for each module.*set_sharding_strategy.*construct the model again"
     for session in (sharded.session, SimpleNamespace(units=Units(InMemoryStore()))):
         for shard in (fully_shard, auto_wrap):
@@ -165,14 +165,14 @@ def test_sharding_twice_says_what_to_call(sharded: Sharded) -> None:
         ),
     ],
 )
-def test_wrong_arguments_name_the_right_ones(call: Any, match: str) -> None:
+def test_wrong_arguments_are_refused_with_advice(call: Any, match: str) -> None:
     model, session = nn.Sequential(nn.Linear(3, 3)), SimpleNamespace(units=Units(InMemoryStore()))
     with pytest.raises(UsageError, match=match):
         call(model, session)
     assert len(session.units) == 0
 
 
-def test_an_optimizer_from_before_says_what_to_use() -> None:
+def test_optimizer_made_before_sharding_is_refused_with_advice() -> None:
     model = nn.Sequential(nn.Linear(7, 5))
     before = torch.optim.AdamW(model.parameters())
     with pytest.raises(UsageError, match=r"no sharded parameter: call fully_shard\(model, session\) first"):
@@ -183,7 +183,7 @@ def test_an_optimizer_from_before_says_what_to_use() -> None:
         before.step()
 
 
-def test_a_module_of_two_parents_says_what_to_shard_first() -> None:
+def test_module_with_two_parents_is_refused_with_advice() -> None:
     shared, session = nn.Linear(5, 5), SimpleNamespace(units=Units(InMemoryStore()))
     parents = [nn.Sequential(nn.Linear(5, 5), shared) for _ in range(2)]
     fully_shard(parents[0], session)
@@ -195,14 +195,14 @@ def test_a_module_of_two_parents_says_what_to_shard_first() -> None:
     assert len(session.units) == 3
 
 
-def test_initial_values_are_set_before(sharded: Sharded) -> None:
+def test_initialising_a_freed_parameter_is_refused_with_advice(sharded: Sharded) -> None:
     with pytest.raises(FreedParameterError, match="before fully_shard, or with its source="):
         torch.Tensor.zero_(sharded.model[0].weight)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("compiled", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(1, 4))])
-def test_a_scripted_or_traced_submodule_is_refused(compiled: Any) -> None:
+def test_scripted_or_traced_submodule_is_refused(compiled: Any) -> None:
     session: Any = SimpleNamespace(units=Units(InMemoryStore()))
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(compiled(nn.Linear(4, 4))))
     with pytest.raises(UsageError, match=r"submodule '1.0' \(Linear\).*ignored_params"):
@@ -213,7 +213,7 @@ def test_a_scripted_or_traced_submodule_is_refused(compiled: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_a_scripted_submodule_without_parameters_is_no_obstacle() -> None:
+def test_scripted_submodule_without_parameters_is_allowed() -> None:
     session: Any = SimpleNamespace(units=Units(InMemoryStore()))
     model = fully_shard(nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Tanh())), session)
     model(torch.ones(1, 4)).sum().backward()

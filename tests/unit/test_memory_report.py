@@ -1,4 +1,4 @@
-"""The numbers of ``session.memory()``."""
+"""The report of ``session.memory()``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def report(sharded: Sharded) -> MemoryReport:
     return measure(sharded.units, counts)
 
 
-def test_a_step() -> None:
+def test_report_follows_a_step() -> None:
     sharded = Sharded(gpt(), wrap_blocks, prefetch_bytes=0)
     before = report(sharded)
     assert {unit.state for unit in before.units} == {UnitState.FREED}
@@ -32,14 +32,14 @@ def test_a_step() -> None:
     assert report(sharded).gradient_bytes == sum(parameter.nbytes for parameter in trainable)
     sharded.step()
     after = report(sharded)
-    # Forward and backward of three blocks, and the root once.
+    # Three blocks are gathered for forward and backward, the root once.
     assert (after.gather_count, after.reduce_scatter_count) == (7, 4)
     assert after.current_bytes == after.gradient_bytes == 0
     assert after.peak_bytes == root.size_bytes + max(unit.size_bytes for unit in after.units if unit is not root)
     assert after.saved_at_peak_bytes == after.model_bytes - after.peak_bytes
 
 
-def test_kept_and_fetching_units() -> None:
+def test_report_counts_kept_and_fetching_units() -> None:
     sharded = Sharded(gpt(), wrap_blocks)
     unit = next(iter(sharded.units))
     sharded.model.blocks[0].unshard(async_op=True)
@@ -51,7 +51,7 @@ def test_kept_and_fetching_units() -> None:
     assert report(sharded).idle_bytes == unit.own_bytes
 
 
-def test_a_unit_larger_than_what_is_kept_keeps_its_memory_unless_nothing_is_kept() -> None:
+def test_pool_keeps_one_unit_larger_than_its_limit_unless_the_limit_is_zero() -> None:
     sharded = Sharded(gpt(), wrap_blocks, prefetch_bytes=1)
     unit = next(iter(sharded.units))
     for prefetch_bytes, kept_bytes in ((1, unit.own_bytes), (0, 0)):
@@ -63,7 +63,7 @@ def test_a_unit_larger_than_what_is_kept_keeps_its_memory_unless_nothing_is_kept
             assert report(sharded).idle_bytes == kept_bytes
 
 
-def test_it_prints_as_a_table() -> None:
+def test_report_prints_as_a_table() -> None:
     sharded = Sharded(gpt(), wrap_blocks)
     sharded.model.blocks[1].unshard()
     text = str(report(sharded))
@@ -73,7 +73,7 @@ def test_it_prints_as_a_table() -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
-def test_number_of_parameters_counts_tied_ones_once() -> None:
+def test_num_parameters_counts_tied_parameters_once() -> None:
     plain = gpt()
     expected = num_parameters(plain)
     assert expected == sum(parameter.numel() for parameter in plain.parameters())
@@ -81,7 +81,7 @@ def test_number_of_parameters_counts_tied_ones_once() -> None:
     assert num_parameters(Sharded(plain, wrap_blocks).model) == expected
 
 
-def test_local_ratio_of_a_model_that_is_sharded_in_part() -> None:
+def test_local_ratio_of_a_partly_sharded_model() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
     assert local_ratio(model) == 1.0
     Sharded(model[0], wrap_whole)

@@ -1,4 +1,4 @@
-"""What FSDP1 calls ``use_orig_params``: the user's own parameter objects, named as before, also while freed."""
+"""Parameters keep their objects, names and metadata, also while freed (``use_orig_params`` of FSDP1)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sharded(request: pytest.FixtureRequest) -> Iterator[nn.Sequential]:
         yield model
 
 
-def test_names_and_metadata_of_freed_parameters_are_those_before(sharded: nn.Sequential) -> None:
+def test_freed_parameters_keep_names_and_metadata(sharded: nn.Sequential) -> None:
     expected = dict(build().named_parameters())
     found = dict(sharded.named_parameters())
     assert list(found) == list(expected)
@@ -52,7 +52,7 @@ def test_names_and_metadata_of_freed_parameters_are_those_before(sharded: nn.Seq
         )
 
 
-def test_values_are_there_between_unshard_and_reshard_only(sharded: nn.Sequential) -> None:
+def test_values_are_usable_only_between_unshard_and_reshard(sharded: nn.Sequential) -> None:
     layer: Any = sharded[0]
     with pytest.raises(FreedParameterError, match=r"'Linear-0.bias'.*module.unshard\(\) and module.reshard\(\)"):
         layer.bias.sum()

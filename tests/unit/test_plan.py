@@ -1,4 +1,4 @@
-"""``shardwell plan``: its arithmetic, the models it takes, and what it prints."""
+"""``shardwell plan``: arithmetic, models, options and output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwell.planning.options import OPTIMIZERS, PlanOptions
 from shardwell.planning.plan import TrainerPlan, make_plan
 from shardwell.planning.plan_command import options_of, parse_bandwidth
 from shardwell.planning.plan_model import load, plan_units
-from shardwell.planning.planned_units import PlannedUnit
+from shardwell.planning.rehearsal import PlannedUnit
 from shardwell.wrapping.default_policy import BlockPolicy
 from shardwell.wrapping.policies import ModuleTypePolicy, NoWrapPolicy, SizePolicy
 from shardwell_wire.errors import UsageError, WorldError
@@ -51,7 +51,7 @@ def test_units_are_those_of_auto_wrap(policy: object) -> None:
     assert [unit.layout for unit in plan_units(gpt(), policy)] == [unit.layout for unit in sharded.units]
 
 
-def test_a_server() -> None:
+def test_server_memory_by_dp_and_number_of_servers() -> None:
     units = plan_units(gpt())
     whole = sum(unit.layout.size_bytes for unit in units)
     one = make_plan(units, PlanOptions(world=World(dp=3)))
@@ -80,14 +80,14 @@ def test_adafactor_keeps_a_row_and_a_column_of_a_matrix() -> None:
     assert plan.replica_bytes == 2 * layout.size_bytes + 4 * (30 + 20 + 20)
 
 
-def test_a_world_that_cannot_train_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_a_world_that_cannot_train_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{HERE}:make_gpt", "--tp", "2"]) == 0
     assert "only worlds with tp=1 and pp=1 train" in capsys.readouterr().out
     assert main(["plan", f"{HERE}:make_gpt", "--dp", "2"]) == 0
     assert "only worlds with" not in capsys.readouterr().out
 
 
-def test_time_is_the_busiest_links() -> None:
+def test_transfer_time_is_that_of_the_busiest_link() -> None:
     units = plan_units(gpt())
     plan = make_plan(units, PlanOptions(world=World(dp=4), bandwidth=1e6))
     assert plan.transfer_seconds == plan.link_seconds["server out"] == plan.server.sent_bytes / 1e6
@@ -98,7 +98,7 @@ def test_time_is_the_busiest_links() -> None:
     assert shared.weights_bytes == shared.received_bytes == shared.push_bytes == 0 < shared.sent_bytes
 
 
-def test_memory_for_bytes() -> None:
+def test_more_memory_for_weights_reduces_received_bytes() -> None:
     units = plan_units(gpt())
     whole = sum(unit.size_bytes for unit in units)
     root = units[-1].size_bytes
@@ -118,7 +118,7 @@ def test_memory_for_bytes() -> None:
     assert make_plan(units, PlanOptions()).server.encoded_bytes == 0
 
 
-def test_gradients_of_replicas_leave_in_buckets() -> None:
+def test_replicas_hold_gradients_of_one_bucket() -> None:
     layout = UnitLayout("m", tuple(Parameter(name, (5 << 20,), "float32") for name in "abcd"))
     units = [PlannedUnit(layout, None)]
     assert make_plan(units, PlanOptions()).trainer.gradients_bytes == layout.size_bytes == 80 << 20
@@ -126,8 +126,8 @@ def test_gradients_of_replicas_leave_in_buckets() -> None:
     assert make_plan(units, replica).trainer.gradients_bytes == 45 << 20
 
 
-def test_a_hosts_cache() -> None:
-    """Weights come to each host once per step; what does not fit comes to every trainer twice."""
+def test_host_cache_receives_weights_once_per_host() -> None:
+    """Cached units are received once per host and step, the others twice by every trainer."""
     units = plan_units(gpt())
     whole, block = sum(unit.size_bytes for unit in units), units[0].size_bytes
     world = World(dp=6)
@@ -145,10 +145,10 @@ def test_a_hosts_cache() -> None:
     on_servers = make_plan(units, PlanOptions(same_host=True, host_cache_bytes=whole))
     assert on_servers.host_cache_bytes == 0 == on_servers.transfer_seconds
     rounded = make_plan(units, PlanOptions(same_host=True, gather_dtype="bfloat16")).trainer
-    assert rounded.weights_bytes > 0, "rounded weights can not be read where the servers have them"
+    assert rounded.weights_bytes > 0, "rounded weights cannot be read in the servers' memory"
 
 
-def test_tensor_and_pipeline_parallelism() -> None:
+def test_tensor_and_pipeline_parallelism_divide_units() -> None:
     units = plan_units(gpt())
     whole = make_plan(units, PlanOptions())
     cut = make_plan(units, PlanOptions(world=World(tp=2)))
@@ -169,7 +169,7 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "config.json"
 
 
-def test_hugging_face_config(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hugging_face_config_is_planned(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = sum(parameter.numel() for parameter in llama().parameters())
     assert main(["plan", str(config), "--dp", "2", "--servers", "2", "--batch", "3", "--length", "9", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -177,15 +177,15 @@ def test_hugging_face_config(config: Path, capsys: pytest.CaptureFixture[str]) -
     assert found["trainer"]["activation_bytes"] > 3 * 9 * VOCABULARY * 4
     assert found["transfer_seconds"] == max(found["link_seconds"].values())
     assert main(["plan", str(config), "--dtype", "bfloat16", "--length", "9"]) == 0
-    assert "not known" not in (text := capsys.readouterr().out) and f"{expected:,} parameters" in text
+    assert "unknown" not in (text := capsys.readouterr().out) and f"{expected:,} parameters" in text
     halves = plan_units(load(str(config), batch=1, length=9, dtype=torch.float16).module)
     assert {parameter.dtype for unit in halves for parameter in unit.layout.parameters} == {"float16"}
 
 
-def test_tables_name_what_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_show_unknown_activations(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{HERE}:make_gpt", "--bandwidth", "100mbit"]) == 0
     text = capsys.readouterr().out
-    assert "not known: give --activations" in text and "0.1 Gbit/s" in text and "busiest" in text
+    assert "unknown: pass --activations" in text and "0.1 Gbit/s" in text and "busiest" in text
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_tables_name_what_is_not_known(capsys: pytest.CaptureFixture[str]) -> No
         ),
     ],
 )
-def test_options_of_the_command(arguments: list[str], expected: dict[str, Any]) -> None:
+def test_arguments_override_the_memory_preset(arguments: list[str], expected: dict[str, Any]) -> None:
     assert options_of(build_parser().parse_args(["plan", "m", *arguments])) == PlanOptions(**expected)
 
 
@@ -226,7 +226,7 @@ def test_assumptions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", target, "--dp", "4", "--tp", "2", "--pp", "3", "--checkpoint-activations"]) == 0
     text = capsys.readouterr().out
     for line in (
-        "tp: every matrix is cut along its first dim in 2 parts",
+        "tp: every matrix is cut along its first dim into 2 parts",
         "pp: blocks are split evenly",
         "checkpoints:",
     ):
@@ -250,7 +250,7 @@ def test_assumptions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ("no/such/config.json", "no such file"),
     ],
 )
-def test_what_is_no_model(target: str, match: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_model_target_is_refused(target: str, match: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", target]) == 1
     assert match in capsys.readouterr().err
 
@@ -267,7 +267,7 @@ def test_what_is_no_model(target: str, match: str, capsys: pytest.CaptureFixture
         ("import torch\ndef make():\n    return torch.nn.Linear(-1, 2)", "({path}, line 3)"),
     ],
 )
-def test_code_that_does_not_run(
+def test_error_in_user_code_names_its_line(
     source: str, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "broken_model.py"
@@ -278,7 +278,7 @@ def test_code_that_does_not_run(
     assert match.format(path=path) in capsys.readouterr().err
 
 
-def test_impossible_options() -> None:
+def test_invalid_options_are_refused() -> None:
     for options in ({"optimizer": "magic"}, {"num_servers": 0}, {"gather_dtype": "float8"}, {"ranks_per_host": 2}):
         with pytest.raises(UsageError, match="expected"):
             PlanOptions(**options)
@@ -289,13 +289,13 @@ def test_impossible_options() -> None:
     assert main(["plan", f"{HERE}:make_gpt", "--batch", "0"]) == 1
 
 
-def test_rates() -> None:
+def test_bandwidth_is_parsed() -> None:
     assert (parse_bandwidth("1gbit"), parse_bandwidth("300MB"), parse_bandwidth("2.5 Gbit/s")) == (125e6, 3e8, 312.5e6)
     for text in ("fast", "0gbit", "1gbyte", ""):
         with pytest.raises(ArgumentTypeError, match="expected a rate"):
             parse_bandwidth(text)
 
 
-def test_blocks_of_a_model() -> None:
+def test_block_policy_finds_the_blocks() -> None:
     model = gpt()
     assert BlockPolicy(model).blocks() == list(model.blocks)

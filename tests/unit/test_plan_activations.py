@@ -1,4 +1,4 @@
-"""What a plan says that autograd keeps: of graphs that are known, and of graphs that were made."""
+"""Activations in a plan, compared with known graphs and with recorded ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS, WIDTH = 16, 8
 
 
 class Block(nn.Module):
-    """Saves its input, what ``up`` returns (for the ReLU as its result) and nothing else."""
+    """Saves its input and the result of the ReLU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Normed(Block):
-    """Can not compute again."""
+    """A block that cannot be recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,27 +76,27 @@ def planned(name: str = "make", **options: object) -> int | None:
     return make_plan(units, PlanOptions(**options), recorded(name)).trainer.activation_bytes
 
 
-def test_all_of_it() -> None:
-    """The input of each linear layer; ReLU keeps its result, which is the input of the next."""
+def test_every_saved_tensor_counts_once() -> None:
+    """Each linear layer saves its input. ReLU saves its result, which is the input of the next layer."""
     assert planned() == 4 * (INPUT + INSIDE) + INPUT
     assert planned(activation_bytes=17) == 17
 
 
-def test_computing_again_keeps_inputs_and_one_units_inside() -> None:
-    """Of the four blocks; the head's input is what the last one returned, and is gone when that computes again."""
+def test_checkpoints_save_inputs_and_one_unit_inside() -> None:
+    """The head's input is the result of the last block, and is released when that block is recomputed."""
     assert planned(checkpoint_activations=True) == 4 * INPUT + INSIDE
     assert planned("make_normed", checkpoint_activations=True) == planned("make_normed") == 2 * (INPUT + INSIDE)
 
 
-def test_what_is_moved_comes_back_one_unit_at_a_time() -> None:
-    """Each block's input is what the block before returned, so nothing else holds it; the last result is the head's."""
+def test_offloaded_activations_return_one_unit_at_a_time() -> None:
+    """Each block's input is the result of the block before, and no other graph saves it."""
     everything = planned(checkpoint_activations=True, offload_to="disk", offload_min_bytes=1)
     assert everything == INPUT + INSIDE
     assert planned(offload_to="disk", offload_min_bytes=INSIDE) == 4 * INPUT + INSIDE
     assert planned(offload_to="disk") == planned(offload_to="cpu") == planned()
 
 
-def test_blocks_of_other_stages_compute_elsewhere() -> None:
+def test_blocks_of_other_stages_do_not_count() -> None:
     assert planned(world=World(pp=2)) == 2 * (INPUT + INSIDE) + INPUT
 
 
@@ -111,7 +111,7 @@ def make_with_keywords(batch: int) -> tuple[nn.Module, tuple[()], dict[str, torc
 
 
 @pytest.mark.parametrize("name", ["make_with_arguments", "make_with_keywords"])
-def test_the_arguments_of_the_call_may_be_a_tuple_and_a_dict(name: str) -> None:
+def test_example_call_takes_a_tuple_and_a_dict(name: str) -> None:
     assert planned(name) == planned()
 
 
@@ -119,16 +119,16 @@ def test_the_arguments_of_the_call_may_be_a_tuple_and_a_dict(name: str) -> None:
     ("name", "reason"),
     [("make_with_values", "the example call on shapes raised"), ("make_without_a_call", "there is no example call")],
 )
-def test_what_cannot_be_recorded_has_a_reason(name: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_activations_have_a_reason(name: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     recorded = record_activations(load(f"{HERE}:{name}", batch=2, length=1))
     assert isinstance(recorded, NotRecorded) and recorded.reason.startswith(reason)
     assert main(["plan", f"{HERE}:{name}", "--batch", "2"]) == 0
-    assert f"shardwell plan: the activations are not known: {reason}" in capsys.readouterr().err
+    assert f"shardwell plan: the activations are unknown: {reason}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_real_graphs_keep_as_much(recompute: bool) -> None:
-    """At the end of the forward, where recomputing has not begun."""
+def test_real_graphs_save_the_planned_bytes(recompute: bool) -> None:
+    """Measured at the end of the forward, before any recomputation."""
     model, x = make(ROWS)
     if recompute:
         for block in model[:-1]:
@@ -136,13 +136,13 @@ def test_real_graphs_keep_as_much(recompute: bool) -> None:
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     held: dict[int, torch.UntypedStorage] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def save(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in own:
             held[storage._cdata] = storage
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_tensors_hooks(save, lambda tensor: tensor):
         model(x)
     found = sum(storage.nbytes() for storage in held.values())
     assert found == (5 * INPUT if recompute else planned())

@@ -1,4 +1,4 @@
-"""What the plan's rehearsal gathers and holds is what a sharded model gathers and holds."""
+"""The rehearsal of a plan gathers and holds the same units as a sharded model in training."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.support.strategies import commit
 FULL, GRAD_OP, REPLICA, _ = ShardingStrategy
 
 
-def with_a_vocabulary(module: nn.Module) -> bool | str:
-    """The embeddings and the head, to which one is tied, are one unit: it is used at both ends of the model."""
+def vocabulary_unit(module: nn.Module) -> bool | str:
+    """Puts the embeddings and the tied head into one unit, which both ends of the model use."""
     if isinstance(module, nn.Embedding) or getattr(module, "out_features", None) == VOCABULARY:
         return "vocabulary"
     return isinstance(module, Block)
@@ -36,7 +36,7 @@ def with_a_vocabulary(module: nn.Module) -> bool | str:
 POLICIES = {
     "blocks": ModuleTypePolicy({Block}),
     "nested": ModuleTypePolicy({Block, nn.LayerNorm}),
-    "grouped": CustomPolicy(with_a_vocabulary),
+    "grouped": CustomPolicy(vocabulary_unit),
     "uneven": SizePolicy(min_num_params=1000),
 }
 NUM_STEPS = 4
@@ -44,20 +44,20 @@ NUM_STEPS = 4
 
 @pytest.fixture
 def totals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Weights and idle buffers together, whenever weights were gathered or freed."""
+    """Records the bytes of weights and idle buffers whenever weights are gathered or freed."""
     seen: list[int] = []
     take = VectorMemory.take
 
-    def noting(memory: VectorMemory, size_bytes: int) -> None:
+    def recording(memory: VectorMemory, size_bytes: int) -> None:
         take(memory, size_bytes)
         seen.append(memory.live_bytes + memory.pool.idle_bytes)
 
-    monkeypatch.setattr(VectorMemory, "take", noting)
+    monkeypatch.setattr(VectorMemory, "take", recording)
     return seen
 
 
 def check(policy: Any, options: PlanOptions, totals: list[int]) -> None:
-    """Trains, and compares the rehearsal with the last step's gathers and the highest peaks."""
+    """Trains a model, and compares the rehearsal with its last step's gathers and its peaks."""
 
     def wrap(model: nn.Module, session: Any) -> None:
         of_units = {"strategy": options.strategy, "reshard_after_forward": options.reshard_after_forward}
@@ -84,7 +84,7 @@ def check(policy: Any, options: PlanOptions, totals: list[int]) -> None:
 @pytest.mark.parametrize("prefetch_bytes", [0, 25_000, 1 << 30])
 @pytest.mark.parametrize("strategy", [None, GRAD_OP, REPLICA])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_strategies_and_limits(
+def test_rehearsal_matches_training_for_strategies_and_limits(
     policy: str, strategy: ShardingStrategy | None, prefetch_bytes: int, keep_bytes: int, totals: list[int]
 ) -> None:
     options = PlanOptions(strategy=strategy, prefetch_bytes=prefetch_bytes, keep_bytes=keep_bytes)
@@ -94,18 +94,20 @@ def test_strategies_and_limits(
 @pytest.mark.parametrize("mode", BackwardPrefetch)
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_freeing_and_prefetch(policy: str, reshard: bool | None, mode: BackwardPrefetch, totals: list[int]) -> None:
+def test_rehearsal_matches_training_for_resharding_and_prefetch(
+    policy: str, reshard: bool | None, mode: BackwardPrefetch, totals: list[int]
+) -> None:
     check(POLICIES[policy], PlanOptions(reshard_after_forward=reshard, backward_prefetch=mode), totals)
 
 
 @pytest.mark.parametrize("reshard", [None, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_computing_again(policy: str, reshard: bool | None, totals: list[int]) -> None:
+def test_rehearsal_matches_training_with_recomputation(policy: str, reshard: bool | None, totals: list[int]) -> None:
     options = PlanOptions(checkpoint_activations=True, reshard_after_forward=reshard, prefetch_bytes=0)
     check(POLICIES[policy], options, totals)
 
 
-def test_what_is_read_in_place_takes_no_memory() -> None:
+def test_units_read_in_place_take_no_memory() -> None:
     units = plan_units(gpt(), POLICIES["blocks"])
     everything = rehearse(units, PlanOptions(), {unit.name for unit in units})
     assert everything.peak_bytes == everything.idle_bytes == 0
@@ -116,7 +118,7 @@ def test_what_is_read_in_place_takes_no_memory() -> None:
     assert block.peak_bytes == whole.peak_bytes == units[1].size_bytes + units[-1].size_bytes
 
 
-def test_what_is_ahead_and_kept_is_said() -> None:
+def test_rehearsal_reports_prefetched_and_kept_bytes() -> None:
     units = plan_units(gpt(), POLICIES["blocks"])
     block = units[0].size_bytes
     found = rehearse(units, PlanOptions(prefetch_bytes=2 * block, keep_bytes=block))

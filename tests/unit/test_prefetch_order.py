@@ -1,4 +1,4 @@
-"""Predictions of which unit comes next."""
+"""Predictions of ``UsageOrder``: which units come next."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from shardwell.module.residency import Phase, UsageOrder
 F, B = Phase.FORWARD, Phase.BACKWARD
 
 
-class Named:
-    """Stands for a unit."""
+class FakeUnit:
+    """A unit with an index only."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
 
-def observe(order: UsageOrder, events: list[tuple[Named, Phase]]) -> list[list[int]]:
-    """What was predicted after each event."""
+def observe(order: UsageOrder, events: list[tuple[FakeUnit, Phase]]) -> list[list[int]]:
+    """Returns the prediction after each event."""
     predicted = []
     for unit, phase in events:
-        order.observe(unit, phase)  # type: ignore[arg-type]
+        order.observe(unit, phase)
         predicted.append([following.index for following in order.upcoming()])
     return predicted
 
 
 def test_nothing_is_predicted_at_first_and_everything_in_the_second_step() -> None:
-    a, b, c = Named(0), Named(1), Named(2)
+    a, b, c = FakeUnit(0), FakeUnit(1), FakeUnit(2)
     step = [(a, F), (b, F), (c, F), (c, B), (b, B), (a, B)]
     order = UsageOrder()
     assert observe(order, step) == [[], [], [], [], [], []]
@@ -32,8 +32,8 @@ def test_nothing_is_predicted_at_first_and_everything_in_the_second_step() -> No
     assert observe(order, step) == [[1, 2], [2], [], [1, 0], [0], []]
 
 
-def test_unit_used_twice_is_told_apart_by_what_came_before() -> None:
-    tied, a, b = Named(0), Named(1), Named(2)
+def test_two_uses_of_a_unit_are_distinguished_by_the_use_before() -> None:
+    tied, a, b = FakeUnit(0), FakeUnit(1), FakeUnit(2)
     forward = [(tied, F), (a, F), (b, F), (tied, F)]
     order = UsageOrder()
     for _ in range(2):
@@ -42,30 +42,30 @@ def test_unit_used_twice_is_told_apart_by_what_came_before() -> None:
 
 
 def test_forward_only_loop_predicts_the_next_round() -> None:
-    a, b = Named(0), Named(1)
+    a, b = FakeUnit(0), FakeUnit(1)
     order = UsageOrder()
     for _ in range(2):
         observe(order, [(a, F), (b, F)])
     assert observe(order, [(a, F)]) == [[1, 0, 1, 0, 1, 0, 1, 0]]
 
 
-def test_repeated_event_is_one_event() -> None:
-    a, b = Named(0), Named(1)
+def test_repeated_use_counts_once() -> None:
+    a, b = FakeUnit(0), FakeUnit(1)
     order = UsageOrder()
     observe(order, [(a, F), (b, F), (b, B), (a, B), (a, F), (b, F), (b, B), (b, B), (b, B), (a, B)])
     assert observe(order, [(a, F), (a, F)]) == [[1], [1]]
 
 
 def test_look_ahead_is_bounded() -> None:
-    many = [Named(index) for index in range(30)]
+    many = [FakeUnit(index) for index in range(30)]
     order = UsageOrder()
     for _ in range(2):
         observe(order, [(unit, F) for unit in many])
     assert len(observe(order, [(many[0], F)])[0]) == 8
 
 
-def test_forward_order_begins_anew_after_a_backward_or_the_end_of_a_step() -> None:
-    a, b = Named(3), Named(5)
+def test_forward_order_restarts_after_a_backward_or_the_end_of_a_step() -> None:
+    a, b = FakeUnit(3), FakeUnit(5)
     order = UsageOrder()
     observe(order, [(a, F), (b, F), (a, F)])
     assert order.forward == [3, 5]

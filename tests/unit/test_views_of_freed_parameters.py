@@ -1,4 +1,4 @@
-"""Views that a user keeps past the free of their unit: NaN, never a crash nor another unit's bytes."""
+"""Views that a user keeps after their unit is freed read as NaN, and never as another unit's bytes."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def layers() -> Iterator[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_view_reads_as_nan_while_its_unit_is_freed(layers: tuple[Any, Any], view: str) -> None:
+def test_view_reads_as_nan_while_its_unit_is_freed(layers: tuple[Any, Any], view: str) -> None:
     kept, other = layers
     kept.unshard()
     seen = VIEWS[view](kept.weight)
     before = seen.clone()
     kept.reshard()
-    other.unshard()  # whose memory is what the pool got back
+    other.unshard()  # gets the memory that was just released to the pool
     assert seen.isnan().all()
     kept.unshard()
     assert torch.equal(seen, before)
 
 
-def test_autograd_that_saved_data_never_reads_another_units_bytes(layers: tuple[Any, Any]) -> None:
+def test_autograd_never_reads_another_units_bytes_through_saved_data(layers: tuple[Any, Any]) -> None:
     kept, other = layers
     kept.unshard()
     x = torch.rand(9, requires_grad=True)
@@ -61,7 +61,7 @@ def test_autograd_that_saved_data_never_reads_another_units_bytes(layers: tuple[
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 4096, (2 << 20) + 8, 9 << 20])
-def test_memory_that_reads_as_nan(size_bytes: int) -> None:
+def test_nan_storage_has_its_size_and_reads_as_nan(size_bytes: int) -> None:
     storage = nan_storage(size_bytes)
     assert storage.nbytes() == size_bytes
     assert torch.empty(0, dtype=torch.uint8).set_(storage).eq(255).all()

@@ -1,1 +1,1 @@
-"""What a run will take, worked out before there is one."""
+"""Estimates what a training run needs, before it starts: the ``shardwell plan`` command."""

@@ -1,4 +1,4 @@
-"""What autograd keeps of a forward until its backward, where in the model, and what is left with checkpoints."""
+"""Records which activations autograd saves in a forward, and computes their peak with checkpoints and offloading."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 Sizes = dict[int, int]
-"""Bytes of storages, by identity: one that is saved twice counts once."""
+"""Bytes of storages by identity: a storage that is saved twice counts once."""
 
 
 @dataclass(slots=True)
 class _Region:
-    """A call of one module, or what is computed between two such calls."""
+    """A call of one module, or the computation between two such calls."""
 
     module: str | None
     inputs: Sizes = field(default_factory=dict)
@@ -27,7 +27,7 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class SavedActivations:
-    """What one forward in training saves, besides parameters and buffers."""
+    """What one forward in training saves, without parameters and buffers."""
 
     regions: tuple[_Region, ...]
     """In the order of the forward."""
@@ -40,48 +40,48 @@ class SavedActivations:
         moved: Collection[str] = (),
         moved_min_bytes: int = 1,
     ) -> int:
-        """The most that is held at once.
+        """Returns the maximum of saved bytes at once.
 
         Args:
-            absent: Modules that compute elsewhere, as those of other pipeline stages.
-            recomputed: Modules that keep their inputs only and compute again in the backward, one at a time.
-            moved: Modules whose activations of ``moved_min_bytes`` and more wait elsewhere.
-            moved_min_bytes: Smaller ones stay.
+            absent: Modules that do not run in this process, such as those of other pipeline stages.
+            recomputed: Modules that save only their inputs and are recomputed in the backward, one at a time.
+            moved: Modules whose activations are offloaded.
+            moved_min_bytes: Smaller activations are not offloaded.
         """
         held: Sizes = {}
-        most = 0
+        peak = 0
         for region in self.regions:
             if region.module in absent:
                 continue
             kept = region.inputs if region.module in recomputed else region.saved
-            # In its backward all of it is here, and what came before.
-            most = max(most, sum((held | kept | region.saved).values()))
+            # In the backward of a region, all its activations are in memory, and those of earlier regions.
+            peak = max(peak, sum((held | kept | region.saved).values()))
             moves = region.module in moved
             held |= {key: size for key, size in kept.items() if not (moves and size >= moved_min_bytes)}
-        return max(most, sum(held.values()))
+        return max(peak, sum(held.values()))
 
 
 class _Recorder:
     def __init__(self, own: Iterable[torch.Tensor]) -> None:
         self._own = {tensor.untyped_storage()._cdata for tensor in own}
         self._alive: list[torch.UntypedStorage] = []
-        """Keeps identities from being used again."""
+        """Keeps storages alive, so that no identity is reused."""
         self.regions = [_Region(None)]
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._note(tensor, self.regions[-1].saved)
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._add(tensor, self.regions[-1].saved)
         return tensor
 
     def enter(self, module: str, arguments: object) -> None:
         self.regions.append(_Region(module))
         for leaf in tree_leaves(arguments):
             if isinstance(leaf, torch.Tensor):
-                self._note(leaf, self.regions[-1].inputs)
+                self._add(leaf, self.regions[-1].inputs)
 
     def leave(self) -> None:
         self.regions.append(_Region(None))
 
-    def _note(self, tensor: torch.Tensor, sizes: Sizes) -> None:
+    def _add(self, tensor: torch.Tensor, sizes: Sizes) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._own:
             self._alive.append(storage)
@@ -90,11 +90,11 @@ class _Recorder:
 
 @contextmanager
 def recording(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[_Recorder]:
-    """Records the regions of the forward inside the block.
+    """Context that records the regions of a forward.
 
     Args:
         model: The whole model.
-        modules: Some inside it, none inside another, by name.
+        modules: Modules of the model by name, none inside another one.
     """
     recorder = _Recorder([*model.parameters(), *model.buffers()])
     hooks: list[Any] = []
@@ -104,7 +104,7 @@ def recording(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[_R
             module.register_forward_hook(lambda *_: recorder.leave()),
         ]
     try:
-        with saved_tensors_hooks(recorder.keep, lambda tensor: tensor):
+        with saved_tensors_hooks(recorder.save, lambda tensor: tensor):
             yield recorder
     finally:
         for hook in hooks:

@@ -1,4 +1,4 @@
-"""What ``shardwell plan`` is told of a run."""
+"""Options of ``shardwell plan``."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def _factored_elements(spec: Parameter) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """The run to plan. What has the name of an argument of ``join`` or a field of ``MemoryOptions`` means the same."""
+    """The run to plan. Fields with the name of an option of ``join`` or ``MemoryOptions`` mean the same."""
 
     world: World = field(default_factory=World)
-    """The grid of logical ranks, each played by a trainer of its own."""
+    """The grid of logical ranks. Each rank has its own trainer."""
     num_servers: int = 1
-    """Shard servers, all with the same memory, each with a link of its own."""
+    """Number of shard servers. All have the same memory, and each has its own link."""
     ranks_per_host: int = 1
-    """Data-parallel ranks whose trainers share a host: its link, and with a host cache what came over it."""
+    """Data-parallel ranks whose trainers share a host, its link and its cache."""
     bandwidth: float = 1e9 / 8
-    """Bytes per second and direction of every trainer host's and every server's link."""
+    """Bytes per second in each direction of the link of every trainer host and every server."""
     same_host: bool = False
-    """Whether trainers read weights in the memory of servers of their host."""
+    """Whether trainers read weights in the memory of servers on their host."""
     optimizer: str = "adamw"
     """One of ``OPTIMIZERS``."""
     min_shard_bytes: int = 64 << 10
-    """As the coordinator's."""
+    """See the coordinator's option."""
     activation_bytes: int | None = None
-    """What autograd keeps of one work item; None: worked out from an example call, if there is one."""
+    """Activations that autograd saves in one work item; None: recorded from an example call, if there is one."""
 
     gather_dtype: str = "float32"
     push_dtype: str = "float32"
@@ -86,9 +86,9 @@ class PlanOptions:
         for name in ("gather_dtype", "push_dtype"):
             if getattr(self, name) not in NAMES:
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(NAMES)}")
-        check_strategy("of the plan", self.strategy, None, self.reshard_after_forward)
+        check_strategy("(planned)", self.strategy, None, self.reshard_after_forward)
 
     @property
     def reads_servers(self) -> bool:
-        """Whether weights are read in the servers' memory: not if they are rounded on their way."""
+        """True if weights are read in the servers' memory, which needs a lossless ``gather_dtype``."""
         return self.same_host and self.gather_dtype == "float32"

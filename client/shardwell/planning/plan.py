@@ -1,104 +1,105 @@
-"""What a training run will take: memory of trainers and servers, bytes per step, and their time. Pure arithmetic.
+"""Estimates of a training run: memory of trainers and servers, bytes per step, and transfer time. Pure arithmetic.
 
-Counted as the code does it: a unit's flat vector as ``UnitLayout`` lays it out, the units in flight as ``rehearsal``
-has them gathered and freed, a server's buffers as its ``memory.py`` reserves them.
+The numbers follow the code: flat vectors have the size of their ``UnitLayout``, the rehearsal gathers and frees units,
+and a server's buffers are those that it reserves.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwell.module.strategy import ReplicaOptions, ShardingStrategy
 from shardwell.planning.activations import SavedActivations
 from shardwell.planning.options import PlanOptions, state_bytes
-from shardwell.planning.planned_units import PlannedUnit, cut_into_stages
-from shardwell.planning.rehearsal import Rehearsal, rehearse
+from shardwell.planning.rehearsal import PlannedUnit, Rehearsal, rehearse
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout, cut
 from shardwell_wire.shared_segment import HEAD_BYTES
+from shardwell_wire.topology import World
 from shardwell_wire.wire_dtypes import NAMES, stream_size
 
 _RESERVED_STATES = 2
-"""A server sets this many aside for every shard, whatever the optimizer."""
+"""State tensors that a server reserves for every shard, whatever the optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerPlan:
-    """One trainer, that of the first pipeline stage. Bytes; the interpreter and libraries are not in it."""
+    """A trainer of the first pipeline stage, in bytes. Does not include the interpreter and libraries."""
 
     weights_bytes: int
-    """Units in use, fetched ahead and kept, at most at once."""
+    """Maximum of weights at once: in use, prefetched and kept."""
     ahead_bytes: int
-    """Of them, those that wait for their first use, at most at once."""
+    """Maximum of prefetched weights that have not been used yet. Part of ``weights_bytes``."""
     kept_bytes: int
-    """Of them, those that wait for their next use in the step, at most at once."""
+    """Maximum of weights kept for their next use in the step. Part of ``weights_bytes``."""
     idle_bytes: int
-    """Buffers kept for the next units, at the peak."""
+    """Idle buffers for the next units, at the peak."""
     gradients_bytes: int
-    """Gradients in ``.grad``: of the unit in its backward and of those around it."""
+    """Gradients in ``.grad``: of the unit in its backward and of the units that contain it."""
     push_bytes: int
-    """Gradients on their way."""
+    """Gradients that are being sent."""
     activation_bytes: int | None
-    """What autograd keeps for the backward; None if not known."""
+    """Activations that autograd saves for the backward; None if unknown."""
     received_bytes: int
-    """Weights per step; its part of what comes to the cache of its host."""
+    """Weights received per step, including the trainer's part of what the cache of its host receives."""
     sent_bytes: int
-    """Gradients per step."""
+    """Gradients sent per step."""
 
     @property
     def total_bytes(self) -> int:
-        """Of what is known."""
-        known = self.weights_bytes + self.idle_bytes + self.gradients_bytes + self.push_bytes
-        return known + (self.activation_bytes or 0)
+        """Total, without unknown activations."""
+        total = self.weights_bytes + self.idle_bytes + self.gradients_bytes + self.push_bytes
+        return total + (self.activation_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """The shard server with the most to hold. Bytes; the interpreter and libraries are not in it."""
+    """The shard server with the largest shards, in bytes. Does not include the interpreter and libraries."""
 
     weights_bytes: int
     optimizer_bytes: int
     contributions_bytes: int
-    """One gradient per data-parallel rank, until the commit."""
+    """One gradient per data-parallel rank, held until the commit."""
     mean_bytes: int
-    """Their mean; none at dp=1."""
+    """Mean of the contributions; 0 at dp=1."""
     encoded_bytes: int
-    """Weights as a lossy wire dtype has them, kept for all who ask while there is room."""
+    """Weights encoded in a lossy wire dtype, cached for all trainers while memory suffices."""
     staging_bytes: int
-    """Room for one buffer of its largest shard."""
+    """One buffer of the size of the largest shard."""
     reserved_bytes: int
-    """What it sets aside of its memory budget."""
+    """The part of its memory budget that it reserves."""
     sent_bytes: int
-    """Weights per step, to all trainers."""
+    """Weights sent per step to all trainers."""
     received_bytes: int
-    """Gradients per step, of all trainers."""
+    """Gradients received per step from all trainers."""
 
     @property
     def total_bytes(self) -> int:
-        """Without staging, which is used where versions or streams overlap."""
+        """Total, without staging, which is used only if versions or streams overlap."""
         held = self.weights_bytes + self.optimizer_bytes + self.encoded_bytes
         return held + self.contributions_bytes + self.mean_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run takes."""
+    """The estimates of a run."""
 
     options: PlanOptions
     num_parameters: int
     model_bytes: int
     num_units: int
     replica_bytes: int
-    """Weights, gradients and optimizer state: what a trainer of a replicated model would hold."""
+    """Weights, gradients and optimizer state in a trainer of a replicated model."""
     trainer: TrainerPlan
     host_cache_bytes: int
-    """Weights that the trainers of a host share in memory, beside their own."""
+    """Weights in shared memory of a host, in addition to the trainers' own memory."""
     server: ServerPlan
 
     @property
     def link_seconds(self) -> dict[str, float]:
-        """Seconds per step for which each link direction is busy at least; a link of trainers is that of their host."""
+        """Minimum seconds per step for which each link direction is busy. Trainers use the link of their host."""
         ranks = self.options.ranks_per_host
         busy = {
             "trainer in": self.trainer.received_bytes * ranks,
@@ -111,26 +112,26 @@ class Plan:
 
     @property
     def transfer_seconds(self) -> float:
-        """A step takes no less: the busiest link's time, links being full duplex and everything overlapped."""
+        """Lower bound of a step's seconds: the busiest link's time, if links are full duplex and all work overlaps."""
         return max(self.link_seconds.values())
 
 
 def make_plan(units: Sequence[PlannedUnit], options: PlanOptions, saved: SavedActivations | None = None) -> Plan:
-    """Works out what a run takes.
+    """Estimates a run.
 
     Args:
-        units: In the order in which ``auto_wrap`` makes them, the unit around all others last.
+        units: In the order in which ``auto_wrap`` makes them, the root unit last.
         options: The run.
-        saved: What autograd keeps, unless ``options`` say how much.
+        saved: What autograd saves; unused if ``options.activation_bytes`` is set.
 
     Raises:
-        WorldError: The blocks can not be split evenly over the pipeline stages.
+        WorldError: The blocks cannot be split evenly over the pipeline stages.
         UsageError: There is no unit.
     """
     if not units:
         raise UsageError("the model has no parameters: there is nothing to plan")
     whole = sum(unit.size_bytes for unit in units)
-    stages = [_Stage.rehearsed(stage, options) for stage in cut_into_stages(units, options.world)]
+    stages = [_Stage.rehearsed(stage, options) for stage in _cut_into_stages(units, options.world)]
     first = stages[0]
     return Plan(
         options=options,
@@ -150,7 +151,7 @@ class _Stage:
 
     units: list[PlannedUnit]
     cached: list[PlannedUnit]
-    """Those in the cache of its host."""
+    """The units in the cache of the host."""
     rehearsal: Rehearsal
 
     @classmethod
@@ -160,7 +161,7 @@ class _Stage:
         return cls(units, cached, rehearse(units, options, {unit.name for unit in in_place}))
 
     def received_bytes(self, options: PlanOptions, trainers: int, hosts: int) -> int:
-        """Weights per step that so many trainers of this stage on so many hosts get from servers."""
+        """Returns the weights per step that the servers send to trainers of this stage, which are on some hosts."""
         cached = {unit.name for unit in self.cached}
         return sum(
             _wire_bytes(unit.layout, options.gather_dtype)
@@ -173,15 +174,45 @@ class _Stage:
         return sum(_wire_bytes(unit.layout, options.push_dtype) for unit in self.units)
 
 
+def _cut_into_stages(units: Sequence[PlannedUnit], world: World) -> list[list[PlannedUnit]]:
+    """Returns the units of each pipeline stage, cut for tensor parallelism.
+
+    Blocks are split evenly over the stages, other units are on the first stage. Every matrix is cut along its first
+    dim, vectors are whole on each tensor-parallel rank.
+
+    Raises:
+        WorldError: The blocks cannot be split evenly.
+    """
+    num_blocks = len({unit.block for unit in units if unit.block is not None})
+    if world.pp > 1:
+        world.check_fits(num_layers=num_blocks or 1)
+    per_stage = max(1, num_blocks // world.pp)
+    stages: list[list[PlannedUnit]] = [[] for _ in range(world.pp)]
+    for unit in units:
+        stage = 0 if unit.block is None else unit.block // per_stage
+        stages[stage].append(replace(unit, layout=_cut_for_tp(unit.layout, world.tp)))
+    return stages
+
+
+def _cut_for_tp(layout: UnitLayout, tp: int) -> UnitLayout:
+    parameters = [
+        replace(parameter, shape=(math.ceil(parameter.shape[0] / tp), *parameter.shape[1:]))
+        if len(parameter.shape) > 1
+        else parameter
+        for parameter in layout.parameters
+    ]
+    return UnitLayout(layout.unit, tuple(parameters))
+
+
 def _cached(units: Sequence[PlannedUnit], options: PlanOptions) -> list[PlannedUnit]:
-    """Units are taken in as they are declared, if they fit."""
+    """Returns the units in the host cache: in the order of their declaration, each unit that fits."""
     if options.strategy is ShardingStrategy.HYBRID_SHARD:
         return list(units)
-    cached, room = [], options.host_cache_bytes
+    cached, free_bytes = [], options.host_cache_bytes
     for unit in units:
-        if unit.size_bytes <= room:
+        if unit.size_bytes <= free_bytes:
             cached.append(unit)
-            room -= unit.size_bytes
+            free_bytes -= unit.size_bytes
     return cached
 
 
@@ -190,21 +221,21 @@ def _activation_bytes(
 ) -> int | None:
     if options.activation_bytes is not None or saved is None:
         return options.activation_bytes
-    here = {call.module for unit in stage.units for call in unit.calls}
+    own = {call.module for unit in stage.units for call in unit.calls}
     calls = [call for unit in units for call in unit.calls]
-    # What is offloaded "cpu" is there already.
+    # On the CPU, offloading to "cpu" moves nothing.
     moved = options.offload_to not in (None, "cpu")
     return saved.peak_bytes(
-        absent={call.module for call in calls} - here,
+        absent={call.module for call in calls} - own,
         recomputed={call.module for call in calls if call.can_recompute and options.checkpoint_activations},
-        moved=here if moved else (),
+        moved=own if moved else (),
         moved_min_bytes=options.offload_min_bytes,
     )
 
 
 def _plan_trainer(stage: _Stage, options: PlanOptions, activation_bytes: int | None) -> TrainerPlan:
     sizes, ranks = [unit.size_bytes for unit in stage.units], options.ranks_per_host
-    # What is pushed through shared memory is copied there at once; it is never rounded.
+    # Gradients in shared memory are copied at once, so none are in flight. They are never rounded.
     streams = not (options.same_host and options.push_dtype == "float32")
     return TrainerPlan(
         weights_bytes=stage.rehearsal.peak_bytes,
@@ -220,18 +251,18 @@ def _plan_trainer(stage: _Stage, options: PlanOptions, activation_bytes: int | N
 
 
 def _gradients(units: Collection[PlannedUnit], options: PlanOptions, *, streams: bool) -> int:
-    """Those of a unit and of the units around it are here at once; a replica's leave in buckets."""
+    """Returns the gradients of a unit and the units that contain it. A replica's are pushed in buckets."""
     held = {unit.name: unit.size_bytes for unit in units}
     if options.strategy is ShardingStrategy.NO_SHARD and streams:
         bucket_bytes = ReplicaOptions().bucket_bytes
         largest = {unit.name: max(spec.size_bytes for spec in unit.layout.parameters) for unit in units}
         held = {name: min(size, bucket_bytes + largest[name]) for name, size in held.items()}
-    # With pipeline stages a unit around another may be another stage's.
+    # With pipeline stages, a unit that contains another may belong to another stage.
     return max(held[unit.name] + sum(held.get(outer, 0) for outer in unit.around) for unit in units)
 
 
 def _wire_bytes(layout: UnitLayout, dtype: str, start: int = 0, stop: int | None = None) -> int:
-    """What a part of a flat vector takes on the wire."""
+    """Returns the bytes of a part of a flat vector on the wire."""
     stop = layout.size_bytes if stop is None else stop
     return stop - start if dtype == "float32" else stream_size(layout, layout.segments(start, stop), NAMES[dtype])
 
@@ -239,7 +270,7 @@ def _wire_bytes(layout: UnitLayout, dtype: str, start: int = 0, stop: int | None
 def _plan_server(stages: Sequence[_Stage], options: PlanOptions) -> ServerPlan:
     world, count = options.world, options.num_servers
     held, states, largest, encoded = [0] * count, [0.0] * count, [0] * count, [0] * count
-    # Each of the tp ranks has its own part of every unit, and so has its own units on the servers.
+    # Each tensor-parallel rank has a part of every unit, and its own units on the servers.
     for unit in [unit for stage in stages for unit in stage.units for _ in range(world.tp)]:
         unit_states = state_bytes(unit.layout, options.optimizer)
         for server, (start, stop) in enumerate(cut(unit.size_bytes, [1.0] * count, options.min_shard_bytes)):

@@ -1,4 +1,4 @@
-"""``shardwell plan``: what a training run will take, before there is one."""
+"""``shardwell plan``: estimates a training run before it starts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
 
 from shardwell.module.strategy import BackwardPrefetch, ShardingStrategy
 from shardwell.planning.options import OPTIMIZERS, PlanOptions
 from shardwell.planning.plan import Plan, make_plan
-from shardwell.planning.plan_tables import assumptions, to_tables
+from shardwell.sizes import format_size
 from shardwell.wrapping.memory_strategy import MemoryStrategy
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import PARAMETER_ITEM_SIZES
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from shardwell.planning.plan_model import ShapeModel
 
 _EPILOG = """\
-A model of your own: a function that returns the model, or (model, (arguments of an example call))
+Your own model: a function that returns the model, or (model, (arguments of an example call))
   shardwell plan mymodels:make_gpt --dp 8 --servers 4 --bandwidth 10gbit
 
 A Hugging Face model, from its config alone:
@@ -36,7 +38,7 @@ A Hugging Face model, from its config alone:
 As auto_wrap(memory=MemoryStrategy.AGGRESSIVE) would train it, but with exact weights:
   shardwell plan mymodels:make_gpt --memory aggressive --gather-dtype float32
 
-Nothing is allocated: the model is built in shapes only.
+No memory is allocated: the model is built in shapes only.
 """
 
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(bit|b)(?:/s)?", re.IGNORECASE)
@@ -49,19 +51,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser = subparsers.add_parser(
         "plan",
         help=help_line,
-        description="Estimates what training a model takes: memory of trainers and servers, bytes per step, time.",
+        description="Estimates a training run: memory of trainers and servers, bytes per step, transfer time.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="module:callable, or a Hugging Face config.json")
     parser.add_argument(
-        "--dtype", choices=sorted(PARAMETER_ITEM_SIZES), help="of the parameters (default: the model's)"
+        "--dtype", choices=sorted(PARAMETER_ITEM_SIZES), help="dtype of the parameters (default: the model's)"
     )
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences per trainer (default: 1)")
     parser.add_argument("--length", type=int, default=1024, metavar="N", help="tokens per sequence (default: 1024)")
     parser.add_argument("--json", action="store_true", help="print numbers (bytes, seconds) as JSON")
     _add_cluster(parser.add_argument_group("the cluster"))
-    _add_memory(parser.add_argument_group("memory against bytes", "As arguments of join and auto_wrap of these names."))
+    _add_memory(parser.add_argument_group("memory and traffic", "The options of join and auto_wrap with these names."))
     parser.set_defaults(handler=_run)
 
 
@@ -76,10 +78,12 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         "--bandwidth",
         type=parse_bandwidth,
         metavar="RATE",
-        help="of each trainer host's and server's link, such as 1gbit or 300MB (default: 1gbit)",
+        help="bandwidth of each trainer host's and server's link, such as 1gbit or 300MB (default: 1gbit)",
     )
     group.add_argument(
-        "--same-host", action="store_true", help="servers run where the trainers do, which read their memory"
+        "--same-host",
+        action="store_true",
+        help="servers run on the trainers' hosts, and trainers read weights in their memory",
     )
     group.add_argument("--optimizer", choices=OPTIMIZERS, help="(default: adamw)")
 
@@ -88,24 +92,34 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--memory",
         choices=_names_of(MemoryStrategy),
-        help="what auto_wrap(memory=...) sets; the options below replace parts of it",
+        help="the preset of auto_wrap(memory=...); the options below override parts of it",
     )
-    group.add_argument("--strategy", choices=_names_of(ShardingStrategy), help="of every unit (default: full-shard)")
     group.add_argument(
-        "--reshard-after-forward", action=argparse.BooleanOptionalAction, help="(default: but for the outermost unit)"
+        "--strategy", choices=_names_of(ShardingStrategy), help="strategy of every unit (default: full-shard)"
+    )
+    group.add_argument(
+        "--reshard-after-forward", action=argparse.BooleanOptionalAction, help="(default: all units except the root)"
     )
     group.add_argument(
         "--checkpoint-activations",
         action=argparse.BooleanOptionalAction,
-        help="units compute again in the backward; what the example call checkpoints itself is not counted anyway",
+        help="recompute units in the backward; checkpoints that the example call makes itself are always counted",
     )
-    group.add_argument("--offload-to", metavar="WHERE", help="disk, a directory, or cpu, which moves nothing on a CPU")
-    group.add_argument("--activations", dest="activation_bytes", type=int, metavar="BYTES", help="if known")
+    group.add_argument(
+        "--offload-to",
+        metavar="WHERE",
+        help="disk, a directory, or cpu (which moves nothing if trainers compute on the CPU)",
+    )
+    group.add_argument(
+        "--activations", dest="activation_bytes", type=int, metavar="BYTES", help="size of the activations, if known"
+    )
     for name in ("keep", "prefetch", "push", "host-cache"):
         group.add_argument(f"--{name}-bytes", type=int, metavar="N")
     group.add_argument("--backward-prefetch", choices=[str(mode) for mode in BackwardPrefetch], help="(default: pre)")
-    group.add_argument("--gather-dtype", choices=list(NAMES), help="of float32 weights on the wire (default: float32)")
-    group.add_argument("--push-dtype", choices=list(NAMES), help="of gradients on the wire (default: float32)")
+    group.add_argument(
+        "--gather-dtype", choices=list(NAMES), help="dtype of float32 weights on the wire (default: float32)"
+    )
+    group.add_argument("--push-dtype", choices=list(NAMES), help="dtype of gradients on the wire (default: float32)")
 
 
 def _names_of(kind: type[MemoryStrategy] | type[ShardingStrategy]) -> list[str]:
@@ -113,10 +127,10 @@ def _names_of(kind: type[MemoryStrategy] | type[ShardingStrategy]) -> list[str]:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes per second of a rate such as ``1gbit``, ``100 Mbit/s`` or ``300MB/s``; ``B`` are bytes.
+    """Returns the bytes per second of a rate such as ``1gbit``, ``100 Mbit/s`` or ``300MB/s``; ``B`` means bytes.
 
     Raises:
-        ArgumentTypeError: It is no rate.
+        ArgumentTypeError: The text is not a rate.
     """
     match = _BANDWIDTH.fullmatch(text.strip())
     rate = float(match[1]) * _FACTORS[match[2].lower()] / (8 if match[3].lower() == "bit" else 1) if match else 0.0
@@ -126,7 +140,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from shardwell.planning import plan_model  # takes seconds to import, which the other commands need not wait for
+    from shardwell.planning import plan_model  # imported here because it takes seconds
 
     if arguments.batch < 1 or arguments.length < 1:
         raise UsageError(f"--batch {arguments.batch} --length {arguments.length}: expected at least 1")
@@ -150,7 +164,7 @@ def _record(shapes: ShapeModel, options: PlanOptions) -> SavedActivations | None
     recorded = plan_model.record_activations(shapes)
     if isinstance(recorded, plan_model.NotRecorded):
         print(
-            f"shardwell plan: the activations are not known: {recorded.reason}; --activations BYTES gives them",
+            f"shardwell plan: the activations are unknown: {recorded.reason}; pass their size with --activations BYTES",
             file=sys.stderr,
         )
         return None
@@ -158,20 +172,20 @@ def _record(shapes: ShapeModel, options: PlanOptions) -> SavedActivations | None
 
 
 def options_of(arguments: argparse.Namespace) -> PlanOptions:
-    """What a memory strategy sets, as far as no option replaces it."""
+    """Returns the options of a plan: the preset of ``--memory``, overridden by the other arguments."""
     known = {field.name for field in fields(PlanOptions)}
-    told = {name: value for name, value in vars(arguments).items() if name in known and value is not None}
-    if "strategy" in told:
-        told["strategy"] = _member(ShardingStrategy, told["strategy"])
-    if "backward_prefetch" in told:
-        told["backward_prefetch"] = BackwardPrefetch(told["backward_prefetch"])
-    by_strategy: dict[str, Any] = {}
+    given = {name: value for name, value in vars(arguments).items() if name in known and value is not None}
+    if "strategy" in given:
+        given["strategy"] = _member(ShardingStrategy, given["strategy"])
+    if "backward_prefetch" in given:
+        given["backward_prefetch"] = BackwardPrefetch(given["backward_prefetch"])
+    preset: dict[str, Any] = {}
     if arguments.memory is not None:
         memory = _member(MemoryStrategy, arguments.memory).options()
-        by_strategy = {name: getattr(memory, name) for name in known if getattr(memory, name, None) is not None}
-        if not memory.of_units(told):
-            by_strategy = {name: value for name, value in by_strategy.items() if name not in memory.of_units({})}
-    return PlanOptions(world=World(arguments.dp, arguments.tp, arguments.pp), **{**by_strategy, **told})
+        preset = {name: getattr(memory, name) for name in known if getattr(memory, name, None) is not None}
+        if not memory.of_units(given):
+            preset = {name: value for name, value in preset.items() if name not in memory.of_units({})}
+    return PlanOptions(world=World(arguments.dp, arguments.tp, arguments.pp), **{**preset, **given})
 
 
 def _member(kind: Any, name: str) -> Any:
@@ -179,7 +193,7 @@ def _member(kind: Any, name: str) -> Any:
 
 
 def to_json(plan: Plan) -> dict[str, object]:
-    """The plan as numbers: bytes and seconds."""
+    """Returns the plan as numbers of bytes and seconds."""
     numbers = asdict(plan)
     del numbers["options"]
     return {
@@ -193,3 +207,101 @@ def to_json(plan: Plan) -> dict[str, object]:
         "transfer_seconds": plan.transfer_seconds,
         "assumptions": list(assumptions(plan)),
     }
+
+
+# Tables.
+
+
+def to_tables(plan: Plan) -> RenderableType:
+    """Returns tables of trainers, servers and steps, and the assumptions."""
+    world, num_servers = plan.options.world, plan.options.num_servers
+    return Group(
+        f"{plan.num_parameters:,} parameters, {format_size(plan.model_bytes)}, in {plan.num_units} units; "
+        f"{world.size} trainers as {world}, {num_servers} servers",
+        "",
+        _table("EACH TRAINER", _trainer_rows(plan)),
+        "",
+        _table("EACH SERVER", _server_rows(plan)),
+        "",
+        _table("EACH STEP", _step_rows(plan)),
+        "",
+        "Assumed:",
+        *(f"- {line}" for line in assumptions(plan)),
+    )
+
+
+def assumptions(plan: Plan) -> Iterator[str]:
+    """Yields the assumptions of the numbers, which a run may not meet."""
+    options, world = plan.options, plan.options.world
+    yield "a step is one forward and one backward of each rank, and uses units in the model's order"
+    yield "trainers compute on the CPU; the interpreter and libraries are not included"
+    if world.tp * world.pp > 1:
+        yield f"{world} can be planned and joined, but only worlds with tp=1 and pp=1 train today"
+    if world.tp > 1:
+        yield f"tp: every matrix is cut along its first dim into {world.tp} parts, vectors are whole on each rank"
+    if world.pp > 1:
+        yield "pp: blocks are split evenly, all other units are on the first stage; the trainer shown is of that stage"
+    if world.tp * world.pp > 1 and plan.trainer.activation_bytes is not None and options.activation_bytes is None:
+        yield "activations: those of the whole batch at once, not divided by tp"
+    if options.same_host:
+        yield "servers run on the trainers' hosts: no bytes cross a link"
+    if plan.host_cache_bytes:
+        ranks = options.ranks_per_host
+        yield f"{ranks} data-parallel {'ranks share' if ranks > 1 else 'rank uses'} a host, its link and its cache"
+    if options.checkpoint_activations:
+        yield "checkpoints: around the outermost units, except those with batch normalisation"
+    if options.strategy is ShardingStrategy.NO_SHARD:
+        yield "replicas: gradients are pushed in buckets of the default size"
+
+
+def _trainer_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    trainer = plan.trainer
+    yield "weights, maximum at once", format_size(trainer.weights_bytes)
+    yield "  prefetched", format_size(trainer.ahead_bytes)
+    yield "  kept for their next use in the step", format_size(trainer.kept_bytes)
+    yield "idle buffers for the next weights", format_size(trainer.idle_bytes)
+    yield "gradients", format_size(trainer.gradients_bytes)
+    yield "gradients being sent, maximum", format_size(trainer.push_bytes)
+    yield (
+        "activations",
+        "unknown: pass --activations" if trainer.activation_bytes is None else format_size(trainer.activation_bytes),
+    )
+    yield "total", format_size(trainer.total_bytes)
+    if plan.host_cache_bytes:
+        yield "weights in shared memory, for all trainers of the host", format_size(plan.host_cache_bytes)
+    yield "for comparison: a replica's weights, gradients and optimizer state", format_size(plan.replica_bytes)
+
+
+def _server_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    server = plan.server
+    yield "weights", format_size(server.weights_bytes)
+    yield "optimizer state", format_size(server.optimizer_bytes)
+    yield f"contributions of {plan.options.world.dp} ranks", format_size(server.contributions_bytes)
+    yield "mean gradient", format_size(server.mean_bytes)
+    if server.encoded_bytes:
+        yield (
+            f"weights encoded as {plan.options.gather_dtype}, while memory suffices",
+            format_size(server.encoded_bytes),
+        )
+    yield "total", format_size(server.total_bytes)
+    yield "reserved part of --memory-budget", format_size(server.reserved_bytes)
+
+
+def _step_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    seconds, ranks = plan.link_seconds, plan.options.ranks_per_host
+    trainers, verb = ("a trainer", "s") if ranks == 1 else (f"the {ranks} trainers of a host", "")
+    received, sent = plan.trainer.received_bytes * ranks, plan.trainer.sent_bytes * ranks
+    yield f"{trainers} receive{verb} weights", f"{format_size(received)} in {seconds['trainer in']:.3g} s"
+    yield f"{trainers} send{verb} gradients", f"{format_size(sent)} in {seconds['trainer out']:.3g} s"
+    yield "a server sends weights", f"{format_size(plan.server.sent_bytes)} in {seconds['server out']:.3g} s"
+    yield "a server receives gradients", f"{format_size(plan.server.received_bytes)} in {seconds['server in']:.3g} s"
+    busiest = max(seconds, key=lambda link: seconds[link])
+    rate = f"{plan.options.bandwidth * 8 / 1e9:g} Gbit/s"
+    yield "minimum time of the links alone", f"{plan.transfer_seconds:.3g} s at {rate} (busiest: {busiest})"
+
+
+def _table(heading: str, rows: Iterator[tuple[str, str]]) -> Table:
+    table = Table(heading, "", box=None, pad_edge=False, header_style="bold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table

@@ -1,4 +1,4 @@
-"""A model that exists in shapes only: which units ``auto_wrap`` would make of it, and what its graph keeps."""
+"""Loads a model in shapes only, and finds the units of ``auto_wrap`` and the activations that autograd saves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwell.module.fully_shard import collect_parameters
 from shardwell.planning.activations import SavedActivations, recording
-from shardwell.planning.planned_units import PlannedCall, PlannedUnit
+from shardwell.planning.rehearsal import PlannedCall, PlannedUnit
 from shardwell.wrapping.choice import ChosenUnit, choose_units
 from shardwell.wrapping.default_policy import BlockPolicy
 from shardwell.wrapping.memory_strategy import can_compute_again
@@ -34,24 +34,23 @@ class ShapeModel:
     module: nn.Module
     mode: FakeTensorMode
     arguments: tuple[Any, ...] = ()
-    """Of an example call."""
+    """Arguments of an example call."""
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load(target: str, *, batch: int, length: int, dtype: torch.dtype | None = None) -> ShapeModel:
-    """Builds a model without memory for it.
+    """Builds a model without allocating its memory.
 
     Args:
         target: ``module:callable``, which returns the model, ``(model, args)`` or ``(model, args, kwargs)`` with the
-            tuple and the dict of an example call, or ``(model, tensor, ...)``; it is given ``batch`` and ``length``
-            if it takes arguments of these names. Or the path of a Hugging Face ``config.json``, or of the folder
-            with it.
+            tuple and the dict of an example call, or ``(model, tensor, ...)``. ``batch`` and ``length`` are passed if
+            the callable has parameters with these names. Or the path of a Hugging Face ``config.json`` or its folder.
         batch: Sequences of the example call.
         length: Tokens per sequence.
-        dtype: What parameters are made with where the model's code names none; None: as torch, or the config, has it.
+        dtype: Default dtype of parameters; None: the default of torch or the config.
 
     Raises:
-        UsageError: There is no such thing, or it can not be built without values.
+        UsageError: The target does not exist, or the model cannot be built without values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     sizes = {"batch": batch, "length": length}
@@ -72,7 +71,7 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def plan_units(model: nn.Module, policy: WrapPolicy | None = None) -> list[PlannedUnit]:
-    """The units that ``auto_wrap(model, session, policy)`` would make, in that order."""
+    """Returns the units that ``auto_wrap(model, session, policy)`` would make, in that order."""
     root = ChosenUnit(type(model).__name__, {"": model})
     taken: list[nn.Parameter] = []
     made: list[tuple[ChosenUnit, UnitLayout]] = []
@@ -96,7 +95,7 @@ def plan_units(model: nn.Module, policy: WrapPolicy | None = None) -> list[Plann
 
 
 def _around(unit: ChosenUnit, others: Sequence[ChosenUnit]) -> tuple[str, ...]:
-    """Names of the units with a module around one of this one's."""
+    """Returns the names of the units with a module that contains a module of this unit."""
     return tuple(
         other.name
         for other in others
@@ -106,7 +105,7 @@ def _around(unit: ChosenUnit, others: Sequence[ChosenUnit]) -> tuple[str, ...]:
 
 
 def _blocks(model: nn.Module) -> Callable[[ChosenUnit], int | None]:
-    """Says in which of the model's repeated blocks a unit is."""
+    """Returns a function from a unit to the number of the model's repeated block that contains it."""
     ids = {id(block) for block in BlockPolicy(model).blocks()}
     names = [name for name, module in model.named_modules() if id(module) in ids]
 
@@ -118,13 +117,13 @@ def _blocks(model: nn.Module) -> Callable[[ChosenUnit], int | None]:
 
 
 def _calls(model: nn.Module, policy: WrapPolicy | None) -> Callable[[str, nn.Module], PlannedCall]:
-    places = {id(module): place for place, module in enumerate(model.modules())}
+    positions = {id(module): position for position, module in enumerate(model.modules())}
     recomputed = {id(module) for module in _outermost(model, policy).values() if can_compute_again(module)}
-    return lambda name, module: PlannedCall(places[id(module)], name, id(module) in recomputed)
+    return lambda name, module: PlannedCall(positions[id(module)], name, id(module) in recomputed)
 
 
 def _outermost(model: nn.Module, policy: WrapPolicy | None) -> dict[str, nn.Module]:
-    """The modules of units that are in no other one, but the model."""
+    """Returns the modules of units that are inside no other unit except the root."""
     chosen = {name: module for unit in choose_units(model, policy) for name, module in unit.modules.items()}
     inside = {id(part) for module in chosen.values() for part in module.modules() if part is not module}
     return {name: module for name, module in chosen.items() if id(module) not in inside}
@@ -132,19 +131,19 @@ def _outermost(model: nn.Module, policy: WrapPolicy | None) -> dict[str, nn.Modu
 
 @dataclass(frozen=True, slots=True)
 class NotRecorded:
-    """It is not known what autograd keeps."""
+    """The activations are unknown."""
 
     reason: str
 
 
 def record_activations(shapes: ShapeModel, policy: WrapPolicy | None = None) -> SavedActivations | NotRecorded:
-    """What autograd keeps of one call in training, by unit."""
+    """Records what autograd saves in one call in training."""
     if not shapes.arguments and not shapes.keywords:
         return NotRecorded("there is no example call")
     try:
         with shapes.mode, recording(shapes.module, _outermost(shapes.module, policy)) as recorder:
             shapes.module.train()(*shapes.arguments, **shapes.keywords)
-    except Exception as error:  # whatever a user's forward may raise when it asks for a value
+    except Exception as error:  # a user's forward may raise anything if it needs a value
         message = str(error).strip().partition("\n")[0]
         return NotRecorded(f"the example call on shapes raised {type(error).__name__}: {message}")
     return SavedActivations(tuple(recorder.regions))
@@ -159,7 +158,7 @@ def _from_callable(target: str, sizes: Mapping[str, int]) -> _Made:
         sys.path.insert(0, "")  # as `python -m` does
     if module_name.endswith(".py"):
         raise UsageError(f"{target!r}: expected the module's name, {module_name[:-3].replace('/', '.')}:{name}")
-    with _explaining(f"{target!r}: cannot import {module_name}"):
+    with _locating_errors(f"{target!r}: cannot import {module_name}"):
         module = importlib.import_module(module_name)
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
@@ -169,8 +168,8 @@ def _from_callable(target: str, sizes: Mapping[str, int]) -> _Made:
     try:
         signature.bind(**keywords)
     except TypeError as error:
-        raise UsageError(f"{target!r}: {error}; it may take batch and length, and nothing else") from None
-    with _explaining(f"{target!r}: {name} failed"):
+        raise UsageError(f"{target!r}: {error}; only the parameters batch and length are passed") from None
+    with _locating_errors(f"{target!r}: {name} failed"):
         made = function(**keywords)
     model, *call = made if isinstance(made, tuple) and made else (made,)
     if not isinstance(model, nn.Module):
@@ -179,7 +178,7 @@ def _from_callable(target: str, sizes: Mapping[str, int]) -> _Made:
 
 
 def _split_call(call: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments: ``args``, ``args, kwargs``, or each argument by itself."""
+    """Returns positional and keyword arguments of ``args``, ``args, kwargs``, or separate arguments."""
     match call:
         case [tuple() | list() as arguments]:
             return tuple(arguments), {}
@@ -191,14 +190,14 @@ def _split_call(call: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @contextmanager
-def _explaining(what: str) -> Iterator[None]:
-    """Says where the user's own code raised."""
+def _locating_errors(action: str) -> Iterator[None]:
+    """Context that adds to an error where the user's code raised it."""
     try:
         yield
     except Exception as error:
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
         where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-        raise UsageError(f"{what}: {type(error).__name__}: {error}{where}") from error
+        raise UsageError(f"{action}: {type(error).__name__}: {error}{where}") from error
 
 
 def _is_users(filename: str) -> bool:

@@ -12,10 +12,50 @@ from dataclasses import dataclass, field
 
 from shardwell.module.residency import Phase, ResidencyPolicy, ResidentBytes, ResidentUnit, UnitState
 from shardwell.planning.options import PlanOptions
-from shardwell.planning.planned_units import PlannedCall, PlannedUnit
+from shardwell_wire.layout import UnitLayout
 
 _NUM_STEPS = 3
 """The first step shows the order of units, the second one how a step follows another. All later steps are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCall:
+    """One module of a unit. A forward of the model calls the module once."""
+
+    position: int
+    """Position among the model's modules, outer ones first: the order in which their forwards begin."""
+    module: str
+    """Name of the module; empty for the model."""
+    can_recompute: bool = False
+    """True if ``checkpoint_activations`` makes it recompute its forward, with all units inside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedUnit:
+    """One unit of a model that is not sharded yet."""
+
+    layout: UnitLayout
+    block: int | None
+    """Number of the model's repeated block that contains the unit; None for embeddings, heads and other units."""
+    around: tuple[str, ...] = ()
+    """Names of the units that contain this unit. They stay gathered while it computes."""
+    calls: tuple[PlannedCall, ...] = (PlannedCall(0, ""),)
+    """The calls of its modules; by default those of the root unit."""
+
+    @property
+    def name(self) -> str:
+        """The unit's name."""
+        return self.layout.unit
+
+    @property
+    def is_root(self) -> bool:
+        """True if the unit contains all others: it stays gathered from the forward to the backward."""
+        return self.calls[0].module == ""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the flat vector."""
+        return self.layout.size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +253,7 @@ def _nest(units: Sequence[_Unit]) -> list[_Call]:
     outermost: list[_Call] = []
     opened: list[_Call] = []
     calls = [_Call(unit, call) for unit in units for call in unit.planned.calls]
-    for call in sorted(calls, key=lambda call: call.planned.place):
+    for call in sorted(calls, key=lambda call: call.planned.position):
         while opened and not _is_inside(call.planned.module, opened[-1].planned.module):
             opened.pop()
         (opened[-1].inner if opened else outermost).append(call)
