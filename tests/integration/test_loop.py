@@ -198,7 +198,7 @@ def test_a_batch_with_a_non_finite_gradient_is_skipped(session: shardwell.Sessio
 
 
 @pytest.mark.parametrize("committed", [False, True])
-@pytest.mark.parametrize("then", ["step", "forward", "zero_grad", "fully_shard"])
+@pytest.mark.parametrize("then", ["step", "forward", "zero_grad", "fully_shard", "read"])
 def test_the_next_call_completes_an_interrupted_step(
     session: shardwell.Session, monkeypatch: pytest.MonkeyPatch, committed: bool, then: str
 ) -> None:
@@ -223,6 +223,9 @@ def test_the_next_call_completes_an_interrupted_step(
     elif then == "fully_shard":
         with pytest.raises(shardwell.StepStateError, match=r"is new, but run '.*' has committed 1 steps"):
             shardwell.fully_shard(nn.Linear(2, 2), session)
+    elif then == "read":
+        assert_weights(model, after(0))
+        assert {part.version for part in shardwell.sharded_state_dict(model).values()} == {1}
     dropped = then == "zero_grad" and not committed
     loss_of(model, 1).backward()
     optimizer.step()
@@ -252,7 +255,7 @@ def test_optimizers_that_cannot_run_are_refused_with_the_reason(session: shardwe
     model, _ = shard(session)
     with pytest.raises(shardwell.UsageError, match="SparseAdam takes sparse gradients only, but the mean gradient"):
         shardwell.ClientSide(model.parameters(), torch.optim.SparseAdam)
-    with pytest.raises(shardwell.UsageError, match="none evaluates the model several times in a step"):
+    with pytest.raises(shardwell.UsageError, match="none of them evaluates the model several times in a step"):
         torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
 
 

@@ -52,8 +52,10 @@ class ShardedModule(nn.Module):
         unit = sharding_of(self).unit
         if unit is None:
             return None
-        sharding_of(self).units.passes.graphs.begin()
-        sharding_of(self).units.passes.start_gather(unit)
+        passes = sharding_of(self).units.passes
+        passes.before_use()
+        passes.graphs.begin()
+        passes.start_gather(unit)
         if async_op:
             return UnshardHandle(unit)
         unit.unshard()

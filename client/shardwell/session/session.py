@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -400,6 +400,16 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 def session_of(parameter: Any) -> Session | None:
     """Returns the open session that a sharded parameter belongs to."""
     return next((session for session in _open_sessions if session.units.locate(parameter) is not None), None)
+
+
+def settle(parameters: Iterable[Any]) -> None:
+    """Completes an interrupted ``optimizer.step()`` of the sessions that sharded parameters belong to.
+
+    Called before state is read: if the interrupted step was committed, the servers no longer have its version.
+    """
+    sessions = {id(session): session for parameter in parameters if (session := session_of(parameter)) is not None}
+    for session in sessions.values():
+        session.in_flight.settle()
 
 
 def sessions_at(address: str) -> list[Session]:

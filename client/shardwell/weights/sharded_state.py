@@ -55,6 +55,8 @@ def sharded_state_dict(
         part, num_parts = session.dp_rank, session.world.dp
     if not 0 <= part < num_parts:
         raise UsageError(f"part {part} of {num_parts}: expected a part from 0 to {num_parts - 1}")
+    if session is not None:
+        session.in_flight.settle()
     version = None if session is None else session.step
     state: dict[str, TensorSlice | Any] = {}
     for name, value in iter_full_state_dict(model):

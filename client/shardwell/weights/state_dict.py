@@ -11,6 +11,7 @@ from torch import nn
 from shardwell.memory.allocator import trim
 from shardwell.module.tensors import local_part
 from shardwell.module.unit import Unit, owner_of
+from shardwell.session.session import settle
 from shardwell.weights.tensor_parallel import whole
 
 
@@ -50,6 +51,7 @@ def iter_full_state_dict(model: nn.Module, *, ema: bool = False) -> Iterator[tup
 
 def read_values(state: Mapping[str, Any], *, ema: bool = False) -> Iterator[tuple[str, Any]]:
     """The values of a state with the parameters themselves in it, in its order: holds one unit."""
+    settle(value for value in state.values() if isinstance(value, torch.Tensor))
     gathered: Unit | None = None
     flat = torch.empty(0)
     for name, value in state.items():
