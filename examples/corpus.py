@@ -1,4 +1,4 @@
-"""English text as tokens: byte-pair encoding learned from the text itself, nothing to download."""
+"""Converts English text to tokens with a byte-pair encoding that is learned from the text. Downloads nothing."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 _WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s+")
-"""Pairs are merged inside these pieces only, so that no token spans two words."""
+"""Pieces of text within which pairs are merged, so that no token spans two words."""
 
 Pair = tuple[str, str]
 
 
 class Vocabulary:
-    """Tokens learned by byte-pair encoding: the most frequent pair becomes one token, again and again.
+    """Tokens of a byte-pair encoding, which repeatedly merges the most frequent pair into one token.
 
     Args:
-        text: What to learn from. Only its characters can be encoded.
-        size: Tokens to learn, the single characters included.
+        text: The text to learn from. Only its words can be encoded.
+        size: Number of tokens, including the single characters.
     """
 
     def __init__(self, text: str, size: int) -> None:
@@ -34,18 +34,18 @@ class Vocabulary:
         self._splits = {word: list(word) for word in words}
         tokens = sorted(set(text))
         counts: Counter[Pair] = Counter()
-        places: defaultdict[Pair, set[str]] = defaultdict(set)
+        words_by_pair: defaultdict[Pair, set[str]] = defaultdict(set)
         for word, number in words.items():
-            self._count_pairs(word, number, counts, places)
+            self._count_pairs(word, number, counts, words_by_pair)
         while len(tokens) < size and counts:
             pair, occurrences = max(counts.items(), key=lambda item: (item[1], item[0]))
             if occurrences < 2:
                 break
             tokens.append("".join(pair))
-            for word in places.pop(pair):
-                self._count_pairs(word, -words[word], counts, places)
+            for word in words_by_pair.pop(pair):
+                self._count_pairs(word, -words[word], counts, words_by_pair)
                 self._splits[word] = _merge(self._splits[word], pair)
-                self._count_pairs(word, words[word], counts, places)
+                self._count_pairs(word, words[word], counts, words_by_pair)
             counts.pop(pair, None)
         self.tokens = tokens
         self._ids = {token: index for index, token in enumerate(tokens)}
@@ -54,17 +54,19 @@ class Vocabulary:
         return len(self.tokens)
 
     def encode(self, text: str) -> Tensor:
-        """Token ids of a text made of words that were learned from. [num_tokens]"""
+        """Returns the token ids of a text that consists of learned words. [num_tokens]"""
         return torch.tensor([self._ids[token] for word in _WORD.findall(text) for token in self._splits[word]])
 
     def decode(self, ids: Tensor) -> str:
         return "".join(self.tokens[index] for index in ids.tolist())
 
-    def _count_pairs(self, word: str, number: int, counts: Counter[Pair], places: defaultdict[Pair, set[str]]) -> None:
+    def _count_pairs(
+        self, word: str, number: int, counts: Counter[Pair], words_by_pair: defaultdict[Pair, set[str]]
+    ) -> None:
         split = self._splits[word]
         for pair in pairwise(split):
             counts[pair] += number
-            places[pair].add(word)
+            words_by_pair[pair].add(word)
 
 
 def _merge(split: list[str], pair: Pair) -> list[str]:
@@ -78,7 +80,7 @@ def _merge(split: list[str], pair: Pair) -> list[str]:
 
 
 class Windows(Dataset[Tensor]):
-    """Every window of ``context + 1`` tokens: inputs and, one further, targets."""
+    """All windows of ``context + 1`` tokens: the inputs, and the targets one position later."""
 
     def __init__(self, tokens: Tensor, context: int) -> None:
         if len(tokens) <= context:
@@ -94,7 +96,7 @@ class Windows(Dataset[Tensor]):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text, its tokens and what can be known of it without training."""
+    """A text, its vocabulary and its tokens."""
 
     text: str
     vocabulary: Vocabulary
@@ -102,7 +104,7 @@ class Corpus:
 
     @classmethod
     def read(cls, path: str | None, *, vocab_size: int) -> Corpus:
-        """Reads a text file, or an English text that every Python has: its own language reference."""
+        """Reads a text file. Without a path, reads the language reference that is part of every Python."""
         if path is not None:
             text = Path(path).read_text(encoding="utf-8", errors="replace")
         else:
@@ -115,6 +117,6 @@ class Corpus:
 
     @cached_property
     def unigram_entropy(self) -> float:
-        """Nats per token of a model that knows frequencies and nothing else: what training has to beat."""
+        """Loss of a model that knows token frequencies only, in nats per token. Training must reach a lower loss."""
         probabilities = torch.bincount(self.tokens).double() / len(self.tokens)
         return -sum(p * math.log(p) for p in probabilities.tolist() if p > 0)

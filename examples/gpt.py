@@ -1,4 +1,4 @@
-"""A small GPT: pre-norm blocks, learned positions, tied embeddings. Plain PyTorch; nothing here knows of Shardwell."""
+"""A small GPT in plain PyTorch, without Shardwell: pre-norm blocks, learned positions, tied embeddings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    """Causal self-attention and an MLP, each behind a norm and beside a residual path."""
+    """Causal self-attention and an MLP, each with a norm before and a residual path around."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens in, logits for the next token out."""
+    """Maps tokens to logits for the next token."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class GPT(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
-        # Larger than usual: a short training then gets past mere frequencies much sooner.
+        # Larger than usual, so that a short training learns more than token frequencies.
         nn.init.normal_(self.token_embedding.weight, std=0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] -> [batch, length, vocab_size]

@@ -1,15 +1,15 @@
-"""Trains a model whose state is more than eight times what a trainer may use; then others try under the same limit.
+"""Trains a model whose state is over eight times a trainer's memory limit, and tries FSDP2 and plain PyTorch too.
 
     python examples/larger_than_trainer.py
 
-What is limited: RLIMIT_DATA of every trainer, a process of its own. The kernel enforces it, it needs no rights, and
-it counts all memory that a process may write and does not share, used or not: the interpreter, torch and thread stacks
-too. It does not count shared memory, so trainers reach the shard servers over sockets, as on other hosts, and the table
-shows that they map none. Two shard servers on this machine, about 5 GB, hold the state and are not limited.
+The limit is RLIMIT_DATA of every trainer process. The kernel enforces it, and setting it needs no privileges. It counts
+all private writable memory, used or not, including the interpreter, torch and thread stacks. It does not count shared
+memory. Trainers therefore use sockets, as with servers on other hosts. The table shows that they map no shared memory.
+Two shard servers on this machine, about 5 GB, hold the state and have no limit.
 
-The last layer alone is larger than the limit; it is a ``shardwell.TiledLinear``. FSDP2 gets the same model with the
-same tiles as units, built without values and cut in two before a tensor has memory; plain PyTorch gets it as it is. At
-the end plain PyTorch without a limit plays both ranks: its weights have the same bits.
+The last layer alone is larger than the limit and is therefore a ``shardwell.TiledLinear``. FSDP2 gets the same model
+with the same tiles as units, built on the meta device and cut in two before a tensor has memory. Plain PyTorch gets the
+model unchanged. Finally, plain PyTorch without a limit plays both ranks, and its weights have the same bits.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 NUM_TRAINERS = 2
 STATE_BYTES_PER_PARAMETER = 16
-"""Weight, gradient and Adam's two moments in float32."""
+"""Bytes of the weight, the gradient and Adam's two moments in float32."""
 IN_FLIGHT_BYTES = 9 << 20
-"""Weights fetched ahead, and gradients on their way: one tile or two layers each."""
+"""Limit of prefetched weights and of gradients in flight: one tile or two layers each."""
 LEARNING_RATE = 1e-3
 CHILD_LIMIT_S = 600.0
 SIZES = {"num_layers": 100, "width": 1024, "num_classes": 107520, "num_tiles": 50, "batch_size": 4, "num_steps": 2}
@@ -51,19 +51,19 @@ def main() -> None:
     print(describe(arguments), flush=True)
     results = dict(run_all(arguments))
     print_table(arguments, results)
-    print("WEIGHTS is the beginning of a hash of all of them after the last step.")
+    print("WEIGHTS is the start of a hash of all weights after the last step.")
     if not all(trainer.finished for trainer in results["Shardwell"]):
-        sys.exit("a trainer of Shardwell did not finish")
+        sys.exit("a Shardwell trainer did not finish")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Trains a model whose state is 8 times what a trainer may use.")
+    parser = argparse.ArgumentParser(description="Trains a model whose state is 8 times a trainer's memory limit.")
     parser.add_argument("--limit-mib", type=int, default=400, help="RLIMIT_DATA of each trainer (default: 400)")
     for name, size in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size, help=f"(default: {size})")
-    parser.add_argument("--control", action="store_true", help="let FSDP2 train without a limit, too")
+    parser.add_argument("--control", action="store_true", help="also train FSDP2 without a limit")
     parser.add_argument("--role", choices=["shardwell", "fsdp2", "plain"], help=argparse.SUPPRESS)
-    parser.add_argument("--place", help=argparse.SUPPRESS)
+    parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -74,25 +74,25 @@ def count_parameters(arguments: argparse.Namespace) -> int:
 
 
 def state_bytes(arguments: argparse.Namespace) -> int:
-    """Of weights, gradients and optimizer."""
+    """Returns the bytes of weights, gradients and optimizer state."""
     return count_parameters(arguments) * STATE_BYTES_PER_PARAMETER
 
 
 def describe(arguments: argparse.Namespace) -> str:
     limit, largest = arguments.limit_mib << 20, arguments.num_classes * (arguments.width + 1) * 4
     return (
-        f"{count_parameters(arguments) / 1e6:.0f} M parameters; with gradients and AdamW's moments "
+        f"{count_parameters(arguments) / 1e6:.0f} M parameters. With gradients and AdamW's moments, they take "
         f"{state_bytes(arguments) / 1e9:.2f} GB, {state_bytes(arguments) / limit:.1f} times the limit of "
         f"{limit / 1e6:.0f} MB per trainer. The last layer's weight alone has {largest / 1e6:.0f} MB."
     )
 
 
-# ---- the trainers, each a process of its own ----
+# ---- trainer processes ----
 
 
 @dataclass
 class Trainer:
-    """What a trainer said of itself, and how it ended."""
+    """Output and exit code of a trainer process."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     exit_code: int = 0
@@ -109,11 +109,11 @@ class Trainer:
             return f"trained {len(self.last('losses'))} steps"
         if self.exit_code < 0:
             return f"killed by {signal.Signals(-self.exit_code).name} while {self.last('stage', 'starting')}"
-        return f"died while {self.last('stage', 'starting')}: {self.last('died', f'exit code {self.exit_code}')}"
+        return f"failed while {self.last('stage', 'starting')}: {self.last('died', f'exit code {self.exit_code}')}"
 
 
 def run_all(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Trainer]]]:
-    """All that is compared, one after another."""
+    """Runs all variants, one after another."""
     import shardwell
 
     with shardwell.LocalCluster(num_shards=2) as cluster:
@@ -127,10 +127,15 @@ def run_all(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Trainer]]
 
 
 def run_trainers(
-    role: str, arguments: argparse.Namespace, place: str, *, count: int = NUM_TRAINERS, limit_mib: int | None = None
+    role: str,
+    arguments: argparse.Namespace,
+    rendezvous: str,
+    *,
+    count: int = NUM_TRAINERS,
+    limit_mib: int | None = None,
 ) -> list[Trainer]:
-    """Starts all trainers of one kind and waits for them; one that dies ends the others."""
-    options = ["--role", role, "--place", place]
+    """Starts all trainers of one kind and waits for them. If one dies, the others are killed."""
+    options = ["--role", role, "--rendezvous", rendezvous]
     for name in SIZES:
         options += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     options += ["--limit-mib", str(arguments.limit_mib if limit_mib is None else limit_mib)]
@@ -158,51 +163,52 @@ def run_trainers(
 
 
 def wait_for(children: Sequence[subprocess.Popen[str]]) -> None:
-    """Returns when all have ended; those that wait for one that died are ended."""
-    give_up = time.monotonic() + CHILD_LIMIT_S
+    """Returns when all processes have ended. Kills processes that wait for a dead one."""
+    deadline = time.monotonic() + CHILD_LIMIT_S
     while any(child.poll() is None for child in children):
-        if any(child.poll() for child in children) or time.monotonic() > give_up:
-            time.sleep(3.0)  # another one that is dying too says why
+        if any(child.poll() for child in children) or time.monotonic() > deadline:
+            time.sleep(3.0)  # lets other failing processes report their reasons
             for child in children:
                 child.kill()
         time.sleep(0.1)
 
 
 def run_role(arguments: argparse.Namespace) -> None:
-    """A trainer: limits itself, then does everything else, imports too."""
+    """Runs a trainer. Sets the limit before any other work, including imports."""
     threading.stack_size(512 << 10)
     if arguments.limit_mib:
         limit = arguments.limit_mib << 20
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    say(stage="importing torch")
+    emit(stage="importing torch")
     exit_code = 0
     try:
         import torch
 
         torch.set_num_threads(1)
-        say(**ROLES[arguments.role](arguments), **memory())
+        emit(**ROLES[arguments.role](arguments), **memory())
     except (MemoryError, RuntimeError, OSError) as error:
-        # torch's own reason is behind the name of the check that failed.
+        # The reason follows the name of the failed check in torch's message.
         reason = str(error).partition("DefaultCPUAllocator: ")[2] or str(error)
-        say(died=f"{type(error).__name__}: {reason[:90]}", **memory())
+        emit(error=f"{type(error).__name__}: {reason[:90]}", **memory())
         exit_code = 1
     sys.stdout.flush()
-    os._exit(exit_code)  # threads of a process without memory do not end by themselves
+    os._exit(exit_code)  # threads of a process without memory may not end
 
 
-def say(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
+def emit(**values: Any) -> None:
+    """Prints a line of JSON for the parent process."""
+    print(json.dumps(values), flush=True)
 
 
 def memory() -> dict[str, int]:
-    """Most resident; limited memory and resident shared memory now. Bytes."""
+    """Returns peak resident memory, limited memory and resident shared memory in bytes."""
     names = {"VmHWM": "peak_resident", "VmData": "limited", "RssShmem": "shared"}
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return {names[words[0][:-1]]: int(words[1]) << 10 for words in lines if words and words[0][:-1] in names}
 
 
 def make_model(arguments: argparse.Namespace) -> torch.nn.Sequential:
-    """Layers, and a last one in tiles; without memory."""
+    """Returns the model on the meta device. The last layer is tiled."""
     import torch
 
     import shardwell
@@ -215,14 +221,14 @@ def make_model(arguments: argparse.Namespace) -> torch.nn.Sequential:
 
 
 def linears_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
-    """The layers and tiles with their names in the model."""
+    """Returns the layers and tiles with their names in the model."""
     import torch
 
     return ((name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
 
 
 def initialiser(model: torch.nn.Module) -> Any:
-    """Gives each layer values that depend on its name only."""
+    """Returns a function that initialises a layer with values that depend on its position only."""
     import torch
 
     seeds = {module: number for number, (_, module) in enumerate(linears_of(model))}
@@ -238,20 +244,20 @@ def initialiser(model: torch.nn.Module) -> Any:
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Hash of all weights, one layer at a time."""
+    """Returns a hash of all weights. Gathers one layer at a time."""
     import shardwell
 
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, module in linears_of(model):
         is_sharded = isinstance(module, shardwell.ShardedModule)
         if is_sharded:
             module.unshard()
         for parameter in module.parameters():
-            found.update(f"{name} {tuple(parameter.shape)}".encode())
-            found.update(parameter.detach().clone().numpy().data)
+            hasher.update(f"{name} {tuple(parameter.shape)}".encode())
+            hasher.update(parameter.detach().clone().numpy().data)
         if is_sharded:
             module.reshard()
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
 def batch(arguments: argparse.Namespace, step: int, dp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,15 +269,15 @@ def batch(arguments: argparse.Namespace, step: int, dp_rank: int) -> tuple[torch
 
 
 def train_sharded(arguments: argparse.Namespace) -> Mapping[str, Any]:
-    """Shardwell: as any model that is built without memory, but that freed memory goes back to the system."""
+    """Trains with Shardwell. The only special option returns freed memory to the system."""
     import torch
 
     import shardwell
 
-    say(stage="joining")
+    emit(stage="joining")
     losses = []
     with shardwell.join(
-        arguments.place,
+        arguments.rendezvous,
         run="larger than a trainer",
         world=shardwell.World(dp=NUM_TRAINERS),
         global_rank=arguments.rank,
@@ -279,7 +285,7 @@ def train_sharded(arguments: argparse.Namespace) -> Mapping[str, Any]:
             transports="socket", prefetch_bytes=IN_FLIGHT_BYTES, push_bytes=IN_FLIGHT_BYTES
         ),
     ) as session:
-        say(stage="sharding", **memory())
+        emit(stage="sharding", **memory())
         model = make_model(arguments)
         shardwell.auto_wrap(
             model,
@@ -290,7 +296,7 @@ def train_sharded(arguments: argparse.Namespace) -> Mapping[str, Any]:
         )
         optimizer = shardwell.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         for step in session.steps(arguments.num_steps):
-            say(stage=f"training step {step.number}", **memory())
+            emit(stage=f"training step {step.number}", **memory())
             for inputs, labels in step.batches(lambda number, dp_rank: batch(arguments, number, dp_rank)):
                 loss = torch.nn.functional.cross_entropy(model(inputs), labels)
                 loss.backward()
@@ -298,19 +304,19 @@ def train_sharded(arguments: argparse.Namespace) -> Mapping[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         report = session.memory()
-        say(stage="reading the weights", weights=report.peak_bytes, **memory())
+        emit(stage="reading the weights", weights=report.peak_bytes, **memory())
         return {"losses": losses} | ({"digest": digest(model)} if arguments.rank == 0 else {})
 
 
 def train_fsdp2(arguments: argparse.Namespace) -> Mapping[str, Any]:
-    """FSDP2: the model is made without memory, cut in two, and given values then."""
+    """Trains with FSDP2. The model is built on the meta device, cut in two, and then initialised."""
     import torch
     from torch import distributed
     from torch.distributed.fsdp import fully_shard
 
-    say(stage="making the process group")
+    emit(stage="creating the process group")
     distributed.init_process_group(
-        "gloo", init_method=f"file://{arguments.place}", rank=arguments.rank, world_size=NUM_TRAINERS
+        "gloo", init_method=f"file://{arguments.rendezvous}", rank=arguments.rank, world_size=NUM_TRAINERS
     )
     mesh = distributed.init_device_mesh("cpu", (NUM_TRAINERS,))
     model = make_model(arguments)
@@ -320,14 +326,14 @@ def train_fsdp2(arguments: argparse.Namespace) -> Mapping[str, Any]:
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
     for number, unit in enumerate(units):
-        say(stage=f"giving memory to its half of layer {number + 1} of {len(units)}", **memory())
+        emit(stage=f"giving memory to its half of layer {number + 1} of {len(units)}", **memory())
         unit.to_empty(device="cpu")
         with torch.no_grad():
             initialise(unit)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses = []
     for step in range(arguments.num_steps):
-        say(stage=f"training step {step}", **memory())
+        emit(stage=f"training step {step}", **memory())
         inputs, labels = batch(arguments, step, arguments.rank)
         loss = torch.nn.functional.cross_entropy(model(inputs), labels)
         loss.backward()
@@ -338,13 +344,13 @@ def train_fsdp2(arguments: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def train_plain(arguments: argparse.Namespace) -> Mapping[str, Any]:
-    """One process plays all ranks, one after another; their gradients are added in the order of ranks."""
+    """Trains with plain PyTorch. One process plays all ranks and adds their gradients in rank order."""
     import torch
 
     model = make_model(arguments)
     initialise = initialiser(model)
     for name, module in linears_of(model):
-        say(stage=f"giving memory to {name}", **memory())
+        emit(stage=f"giving memory to {name}", **memory())
         module.to_empty(device="cpu")
         with torch.no_grad():
             initialise(module)
@@ -352,7 +358,7 @@ def train_plain(arguments: argparse.Namespace) -> Mapping[str, Any]:
     losses = []
     for step in range(arguments.num_steps):
         for dp_rank in range(NUM_TRAINERS):
-            say(stage=f"training step {step}", **memory())
+            emit(stage=f"training step {step}", **memory())
             inputs, labels = batch(arguments, step, dp_rank)
             loss = torch.nn.functional.cross_entropy(model(inputs), labels)
             loss.backward()
@@ -391,7 +397,7 @@ def cells(trainers: Sequence[Trainer]) -> Iterator[str]:
     yield f"{weights / 1e6:.0f} MB" if weights else ""
     yield f"{losses[0]:.3f} to {losses[-1]:.3f}" if losses else ""
     yield trainers[0].last("digest", "")[:8]
-    first = next((trainer for trainer in trainers if "died" in str(trainer.lines)), trainers[0])
+    first = next((trainer for trainer in trainers if "error" in str(trainer.lines)), trainers[0])
     yield first.ending()
 
 

@@ -1,4 +1,4 @@
-"""What the example tells its user: a progress line, a loss curve, and where time and memory went."""
+"""Output of the example: a progress line, a loss curve, and a summary of time and memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ import shardwell
 matplotlib.use("agg")
 
 _PROGRESS_S = 0.5
-"""Seconds between two progress lines that are rewritten in place..."""
+"""Seconds between two updates of the progress line on a terminal."""
 _LOG_PROGRESS_S = 5.0
-"""... and between lines of a log."""
+"""Seconds between two progress lines in a log."""
 
 
 class History:
-    """The losses so far. ``session.track`` makes it part of the run: it survives the trainer that kept it."""
+    """The losses of the run. ``session.track`` stores them with every commit, so that they survive a lost trainer."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -38,7 +38,7 @@ class History:
         self.losses.append(round(loss, 4))
 
     def recent_loss(self, count: int = 20) -> float:
-        """Mean of the last losses: one batch says little."""
+        """Returns the mean of the last losses, which varies less than a single loss."""
         return sum(self.losses[-count:]) / max(1, len(self.losses[-count:]))
 
     def state_dict(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class History:
 
 
 class Progress:
-    """Writes how the training goes: one line rewritten in place on a terminal, a line now and then in a log."""
+    """Prints progress: one line that is rewritten on a terminal, or regular lines in a log."""
 
     def __init__(self, session: shardwell.Session, *, num_steps: int, step_tokens: int) -> None:
         self._session, self._num_steps, self._step_tokens = session, num_steps, step_tokens
@@ -58,7 +58,7 @@ class Progress:
         self._shown_step, self._shown_wait_s = session.step, 0.0
 
     def show(self, step: int, loss: float) -> None:
-        """Called after every step; writes when it is time."""
+        """Prints progress if the last output is old enough. Called after every step."""
         now, last = time.perf_counter(), step + 1 == self._num_steps
         if not last and now - self._shown_at < (_PROGRESS_S if self._live else _LOG_PROGRESS_S):
             return
@@ -73,7 +73,7 @@ class Progress:
 
 
 def save_curve(history: History, entropy: float, path: Path) -> None:
-    """Draws the loss into a picture file."""
+    """Saves the loss curve as an image."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(history.steps, history.losses, color="tab:blue", alpha=0.25, label="loss of each step")
@@ -86,7 +86,7 @@ def save_curve(history: History, entropy: float, path: Path) -> None:
 
 
 def draw_curve(history: History, entropy: float, *, width: int = 72, height: int = 14) -> str:
-    """Draws the loss with characters."""
+    """Returns the loss curve as text."""
     smooth = _running_mean(history.losses, 20)
     columns = [smooth[column * len(smooth) // width] for column in range(width)]
     low, high = min(*columns, entropy), max(*columns, entropy)
@@ -104,7 +104,7 @@ def draw_curve(history: History, entropy: float, *, width: int = 72, height: int
 
 
 def describe_costs(session: shardwell.Session, model: nn.Module, *, seconds: float, num_steps: int) -> str:
-    """One paragraph on where this trainer's time and everybody's memory went."""
+    """Returns a paragraph about this trainer's time and the memory of all processes."""
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     stats = session.stats()
     waits = {name: stats[f"{name}_wait_s"] / seconds for name in ("gather", "push", "finish", "commit")}
@@ -114,18 +114,18 @@ def describe_costs(session: shardwell.Session, model: nn.Module, *, seconds: flo
         for transport in session.transports()
     )
     weights = (
-        f"It fetched {stats['gathered_bytes'] / 1e6:,.0f} MB of weights"
+        f"The trainer fetched {stats['gathered_bytes'] / 1e6:,.0f} MB of weights"
         if stats["gathered_bytes"]
-        else "It read weights in place, 0 MB fetched,"
+        else "The trainer read weights in place, 0 MB fetched,"
     )
     text = (
         f"Where time and memory went: {num_steps} steps in {seconds:.0f} s. "
-        f"This trainer spent {compute:.0%} of it computing, {waits['gather']:.0%} waiting for weights, "
-        f"{waits['push']:.0%} for its gradients to be taken, {waits['finish']:.0%} for the other trainers' work and "
+        f"This trainer spent {compute:.0%} of the time computing, {waits['gather']:.0%} waiting for weights, "
+        f"{waits['push']:.0%} for pushes of its gradients, {waits['finish']:.0%} for the other trainers' work and "
         f"{waits['commit']:.0%} for commits. {weights} and pushed "
         f"{stats['pushed_bytes'] / 1e6:,.0f} MB of gradients. "
-        f"Transports, as measured when they were opened: {transports}. "
-        f"Of the model's {parameter_bytes / 1e6:.1f} MB of parameters at most {stats['peak_unit_bytes'] / 1e6:.1f} MB "
+        f"Transports, measured when they were opened: {transports}. "
+        f"At most {stats['peak_unit_bytes'] / 1e6:.1f} MB of the model's {parameter_bytes / 1e6:.1f} MB of parameters "
         f"were in this trainer's own memory at a time, and no optimizer state. "
         f"{_describe_processes()}"
     )
@@ -133,20 +133,20 @@ def describe_costs(session: shardwell.Session, model: nn.Module, *, seconds: flo
 
 
 def _describe_processes() -> str:
-    """Memory that belongs to each process of this launch alone, as far as they run on this machine."""
+    """Describes the own memory of each process of this launch on this machine."""
     me = psutil.Process()
     family = {me, *me.children(recursive=True), *_siblings(me)}
     trainers: list[int] = []
     servers: list[int] = []
     for process in family:
-        with contextlib.suppress(psutil.NoSuchProcess):  # another trainer may have just ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # another trainer may have ended meanwhile
             (servers if _is_server(process) else trainers).append(_unique_bytes(process))
-    text = f"Memory of its own per trainer process: {_megabytes(trainers)}"
+    text = f"Own memory per trainer process: {_megabytes(trainers)}"
     return f"{text}; per server process: {_megabytes(servers)}." if servers else f"{text}."
 
 
 def _siblings(me: psutil.Process) -> Sequence[psutil.Process]:
-    """What `shardwell launch` started beside this process."""
+    """Returns the processes that `shardwell launch` started together with this process."""
     launcher = me.parent()
     if launcher is None or "launch" not in launcher.cmdline():
         return []

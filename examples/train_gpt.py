@@ -1,8 +1,8 @@
-"""Trains a small GPT on English text; its parameters live on shard servers.
+"""Trains a small GPT on English text, with its parameters on shard servers.
 
 Two trainers on a private cluster:   shardwell launch examples/train_gpt.py
 One trainer, one shard server:       python examples/train_gpt.py
-On a cluster that is there:          SHARDWELL_ADDRESS=host:50051 SHARDWELL_DP=2 python examples/train_gpt.py
+On an existing cluster:              SHARDWELL_ADDRESS=host:50051 SHARDWELL_DP=2 python examples/train_gpt.py
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ import shardwell
 def main() -> None:
     arguments = parse_arguments()
     corpus = Corpus.read(arguments.text, vocab_size=arguments.vocab_size)
-    # Little is fetched ahead, to show that a trainer needs memory for the layers in flight only.
+    # A small prefetch limit shows that a trainer needs memory for the layers in use only.
     with shardwell.join(seed=arguments.seed, transfers=shardwell.TransferOptions(prefetch_bytes=1 << 20)) as session:
         model = make_model(session, len(corpus.vocabulary), arguments)
         if session.global_rank == 0:
-            introduce(session, model, corpus)
+            print_introduction(session, model, corpus)
         started, first_step = time.perf_counter(), session.step
-        history, speaks = train(session, model, corpus, arguments)
+        history, is_printing = train(session, model, corpus, arguments)
         seconds = time.perf_counter() - started
-        if speaks:
-            conclude(model, corpus, history, Path(arguments.output))
+        if is_printing:
+            print_summary(model, corpus, history, Path(arguments.output))
             print(describe_costs(session, model, seconds=seconds, num_steps=session.step - first_step))
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Trains a small GPT whose parameters live on shard servers.")
+    parser = argparse.ArgumentParser(description="Trains a small GPT with its parameters on shard servers.")
     parser.add_argument("--text", metavar="FILE", help="English text (default: Python's language reference)")
     parser.add_argument("--num-steps", type=int, default=400)
     parser.add_argument("--batch-size", type=int, default=16, help="windows per logical rank and step")
@@ -48,12 +48,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=8e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", metavar="DIR", default="demo-output", help="where the picture goes")
+    parser.add_argument("--output", metavar="DIR", default="demo-output", help="folder for the image of the loss curve")
     return parser.parse_args()
 
 
 def make_model(session: shardwell.Session, vocab_size: int, arguments: argparse.Namespace) -> GPT:
-    """A GPT whose parameters live on the shard servers: one unit per block, one for the rest."""
+    """Returns a GPT with its parameters on the shard servers: one unit per block, one for the rest."""
     torch.manual_seed(arguments.seed)
     model = GPT(GPTConfig(vocab_size=vocab_size, context=arguments.context))
     for index, block in enumerate(model.blocks):
@@ -65,10 +65,10 @@ def make_model(session: shardwell.Session, vocab_size: int, arguments: argparse.
 def train(
     session: shardwell.Session, model: GPT, corpus: Corpus, arguments: argparse.Namespace
 ) -> tuple[History, bool]:
-    """The training loop. Any trainer may die at any line of it; the run goes on.
+    """Runs the training loop. If a trainer dies at any line of the loop, the run continues.
 
     Returns:
-        The losses, and whether this trainer is the one that prints: it did the work of rank 0 in the last step.
+        The losses, and True if this trainer prints, because it did the work of rank 0 in the last step.
     """
     optimizer = shardwell.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = OneCycleLR(optimizer, arguments.lr, arguments.num_steps, pct_start=0.2, cycle_momentum=False)
@@ -77,7 +77,7 @@ def train(
     windows = corpus.windows(arguments.context)
     step_tokens = session.world.dp * arguments.batch_size * arguments.context
     progress = Progress(session, num_steps=arguments.num_steps, step_tokens=step_tokens)
-    speaks = session.global_rank == 0
+    is_printing = session.global_rank == 0
 
     for step in session.steps(arguments.num_steps):
         for batch in step.batches(windows, batch_size=arguments.batch_size):  # [batch_size, context + 1]
@@ -89,32 +89,32 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        # If the trainer of rank 0 is lost, another one does its work. The step after joining has no work.
-        speaks = 0 in step.global_ranks if step.global_ranks else session.global_rank == 0
-        if speaks:
+        # If the trainer of rank 0 is lost, another trainer does its work. In its first step a trainer has no work.
+        is_printing = 0 in step.global_ranks if step.global_ranks else session.global_rank == 0
+        if is_printing:
             progress.show(step.number, history.recent_loss())
-    return history, speaks
+    return history, is_printing
 
 
-def introduce(session: shardwell.Session, model: GPT, corpus: Corpus) -> None:
-    """Says what will be trained."""
+def print_introduction(session: shardwell.Session, model: GPT, corpus: Corpus) -> None:
+    """Prints the sizes of the model and the text."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(
         f"A GPT with {num_parameters / 1e6:.2f} M parameters in {len(model.blocks) + 1} units, {session.world}.\n"
         f"{len(corpus.text):,} characters of text are {len(corpus.tokens):,} tokens of a vocabulary of "
-        f"{len(corpus.vocabulary):,}; knowing their frequencies alone gives a loss of {corpus.unigram_entropy:.2f}.",
+        f"{len(corpus.vocabulary):,}; token frequencies alone give a loss of {corpus.unigram_entropy:.2f}.",
         flush=True,
     )
 
 
-def conclude(model: GPT, corpus: Corpus, history: History, output: Path) -> None:
-    """Shows what was learned."""
+def print_summary(model: GPT, corpus: Corpus, history: History, output: Path) -> None:
+    """Prints the loss curve and a text sample of the trained model."""
     picture = output / "loss.png"
     save_curve(history, corpus.unigram_entropy, picture)
     print(f"\n{draw_curve(history, corpus.unigram_entropy)}\n")
     print(
         f"The loss fell from {history.losses[0]:.2f} to {history.recent_loss():.2f}, "
-        f"against {corpus.unigram_entropy:.2f} for frequencies alone; as a picture: {picture}"
+        f"against {corpus.unigram_entropy:.2f} for token frequencies alone. Image: {picture}"
     )
     plain = GPT(model.config)
     plain.load_state_dict(shardwell.full_state_dict(model))
@@ -123,7 +123,7 @@ def conclude(model: GPT, corpus: Corpus, history: History, output: Path) -> None
 
 
 if __name__ == "__main__":
-    # `docker stop` shall end a trainer as Ctrl-C does: it leaves the run and others take over at once.
+    # With `docker stop`, as with Ctrl-C, the trainer leaves the run, and other trainers take over at once.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()

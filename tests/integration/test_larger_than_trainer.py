@@ -34,5 +34,5 @@ def test_under_a_limit_of_an_eighth_of_the_state_the_bits_are_those_of_plain_pyt
 def test_others_have_no_memory_left_under_it(role: str, count: int, tmp_path: object) -> None:
     trainers = example.run_trainers(role, ARGUMENTS, f"{tmp_path}/rendezvous", count=count)
     assert not any(trainer.finished for trainer in trainers)
-    died = [trainer for trainer in trainers if "llocate memory" in trainer.last("died", "")]
+    died = [trainer for trainer in trainers if "llocate memory" in trainer.last("error", "")]
     assert died and all("giving memory to" in trainer.last("stage") for trainer in died)
