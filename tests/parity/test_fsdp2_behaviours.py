@@ -46,7 +46,7 @@ def squared_loss(model: nn.Module, number: int) -> torch.Tensor:
 
 
 def apply_to_both(pair: Pair, action: Callable[[Any], Any]) -> list[Any]:
-    """Applies ``action`` to the plain and to the sharded model and returns apply_to_both results."""
+    """Applies ``action`` to the plain and to the sharded model and returns both results."""
     return [action(model) for model in (pair.plain, pair.sharded.model)]
 
 

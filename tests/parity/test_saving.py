@@ -1,4 +1,4 @@
-"""The libraries that define the formats read exported models."""
+"""Exported models are readable by the libraries that define the formats."""
 
 from __future__ import annotations
 
