@@ -54,8 +54,7 @@ if TYPE_CHECKING:
     from shardwell.module.mixed_precision import MixedPrecisionPolicy
     from shardwell.module.sharded_module import ShardedModule
     from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
-    from shardwell.optimizers.client_side import ClientSide
-    from shardwell.optimizers.flat_client_side import FlatClientSide
+    from shardwell.optimizers.client_side import ClientSide, FlatClientSide
     from shardwell.processes.local_cluster import LocalCluster
     from shardwell.session.config import TransferOptions, WaitOptions
     from shardwell.session.session import Session, join
@@ -145,7 +144,7 @@ _MODULES = {
     "BackwardPrefetch": "shardwell.module.strategy",
     "ClientSide": "shardwell.optimizers.client_side",
     "CustomPolicy": "shardwell.wrapping.policies",
-    "FlatClientSide": "shardwell.optimizers.flat_client_side",
+    "FlatClientSide": "shardwell.optimizers.client_side",
     "LocalCluster": "shardwell.processes.local_cluster",
     "MemoryOptions": "shardwell.wrapping.memory_strategy",
     "MemoryReport": "shardwell.module.memory_report",

@@ -1,24 +1,26 @@
-"""Optimizers whose state and arithmetic live on the shard servers.
+"""Optimizers that run on the shard servers, which also store the optimizer state.
 
-They are ``torch.optim.Optimizer`` objects: parameter groups, LR schedulers and per-group changes
-between steps work as in torch. Their hyper-parameters travel with every step's commit.
+They are ``torch.optim.Optimizer`` objects: parameter groups, LR schedulers and changes of settings between steps work
+as in torch. The hyper-parameters are part of every step's commit.
 """
 
 from shardwell.optimizers.combined_optimizer import Combined
-from shardwell.optimizers.range_optimizers import (
+from shardwell.optimizers.server_side import (
+    LAMB,
     SGD,
     Adadelta,
+    Adafactor,
     Adagrad,
     Adam,
     Adamax,
     AdamW,
     Lion,
+    Muon,
     NAdam,
     RAdam,
     RMSprop,
 )
 from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
-from shardwell.optimizers.whole_tensor_optimizers import LAMB, Adafactor, Muon
 
 __all__ = [
     "LAMB",

@@ -1,133 +1,73 @@
-"""Which hyper-parameters each optimizer takes. Free of torch: the coordinator checks before it commits."""
+"""Checks of a step's optimizer before the step is committed. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.optimizers import KEPT_GROUP, MAX_VALUE, OPTIMIZERS, Hyperparameter, OptimizerSpec
 from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
 
 
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """What must be known of an optimizer without running it."""
-
-    names: frozenset[str]
-    """Its hyper-parameters; all of them are required."""
-    whole_tensors: bool = False
-    """Whether an update needs the whole parameter: it may not be cut over servers."""
-    only_ndim: int | None = None
-    """Dimensions that a parameter must have; None: any number."""
-
-
-_MOMENTS = frozenset({"lr", "beta1", "beta2", "eps", "weight_decay", "maximize"})
-_ADAM = Algorithm(_MOMENTS | {"amsgrad"})
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "sgd": Algorithm(frozenset({"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"})),
-    "adam": _ADAM,
-    "adamw": _ADAM,
-    "nadam": Algorithm(_MOMENTS | {"momentum_decay", "decoupled_weight_decay"}),
-    "radam": Algorithm(_MOMENTS | {"decoupled_weight_decay"}),
-    "adamax": Algorithm(_MOMENTS),
-    "rmsprop": Algorithm(frozenset({"lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"})),
-    "adagrad": Algorithm(frozenset({"lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value", "maximize"})),
-    "adadelta": Algorithm(frozenset({"lr", "rho", "eps", "weight_decay", "maximize"})),
-    "lion": Algorithm(frozenset({"lr", "beta1", "beta2", "weight_decay", "maximize"})),
-    "lamb": Algorithm(_MOMENTS, whole_tensors=True),
-    "adafactor": Algorithm(
-        frozenset({"lr", "beta2_decay", "eps1", "eps2", "d", "weight_decay", "maximize"}), whole_tensors=True
-    ),
-    "muon": Algorithm(
-        frozenset({"lr", "weight_decay", "momentum", "nesterov", "eps", "ns_steps", "match_rms_adamw"})
-        | {"ns_a", "ns_b", "ns_c"},
-        whole_tensors=True,
-        only_ndim=2,
-    ),
-}
-"""By the names they have in an ``OptimizerStep``."""
-
-FLAGS = frozenset(
-    {"amsgrad", "nesterov", "maximize", "centered", "decoupled_weight_decay", "match_rms_adamw"},
-)
-"""Booleans, sent as 0 and 1."""
-
-_FILLING = frozenset({"initial_accumulator_value"})
-"""What new state is filled with."""
-
-MAX_VALUE = 3.4028234663852886e38
-"""The largest number of fp32. What is beyond it torch refuses in mid-update, when it is too late."""
-
-MAX_NS_STEPS = 99
-"""Newton-Schulz iterations that torch accepts."""
-
-_AT_LEAST_ZERO = frozenset(
-    {"lr", "eps", "eps1", "eps2", "weight_decay", "momentum", "momentum_decay", "alpha", "lr_decay", "ns_steps"}
-    | {"initial_accumulator_value"}
-)
-
-
-KEPT = -2
-"""Instead of a parameter's group: its gradient is kept for a later step, which another optimizer commits."""
-
-
 def units_that_count(optimizer: common_pb2.OptimizerStep, unit_count: int) -> frozenset[int]:
-    """The units whose gradients a step uses up; those with a kept gradient are another optimizer's."""
-    kept = {unit.unit_index for unit in optimizer.units if KEPT in unit.group_indices}
+    """Returns the indices of the units whose gradients a step uses up.
+
+    Units with a kept gradient belong to another optimizer.
+    """
+    kept = {unit.unit_index for unit in optimizer.units if KEPT_GROUP in unit.group_indices}
     return frozenset(range(unit_count)) - kept
 
 
 def algorithm_of(optimizer: common_pb2.OptimizerStep, group_index: int) -> str:
-    """The algorithm of one parameter group."""
+    """Returns the name of a parameter group's optimizer."""
     return optimizer.groups[group_index].algorithm or optimizer.algorithm
 
 
 def validate(optimizer: common_pb2.OptimizerStep) -> None:
-    """Checks that a step's optimizer can be applied.
+    """Checks a step's optimizer by itself.
 
     Raises:
-        InvalidRequestError: The algorithm is unknown, a hyper-parameter is missing, unknown, not finite
-            or out of its range, or a group index does not exist.
+        InvalidRequestError: An optimizer is unknown, a hyper-parameter is missing, unknown, not finite or out of
+            bounds, or a group index does not exist.
     """
     if optimizer.HasField("clip_value") and not optimizer.clip_value > 0.0:
         raise InvalidRequestError(f"clip_value={optimizer.clip_value!r}: expected a positive number")
     if runs_on_trainers(optimizer.algorithm):
-        _check_on_trainers(optimizer)
+        _validate_on_trainers(optimizer)
         return
     for index, group in enumerate(optimizer.groups):
-        name = algorithm_of(optimizer, index)
-        known, given = _require_known(name), set(group.hyperparameters)
-        if given != known.names:
-            wrong = ", ".join(sorted(given ^ known.names))
+        spec, given = _spec(algorithm_of(optimizer, index)), set(group.hyperparameters)
+        if given != spec.names:
+            wrong = ", ".join(sorted(given ^ spec.names))
             raise InvalidRequestError(
-                f"parameter group {index} of {name}: {wrong} missing or unknown; "
-                f"expected exactly {', '.join(sorted(known.names))}"
+                f"parameter group {index} of {spec.name}: {wrong} missing or unknown; "
+                f"expected exactly {', '.join(sorted(spec.names))}"
             )
-        for name, value in group.hyperparameters.items():
-            _check_value(index, name, value)
+        for hyperparameter in spec.hyperparameters:
+            _check_value(index, hyperparameter, group.hyperparameters[hyperparameter.name])
     if optimizer.HasField("ema_decay") and not 0.0 <= optimizer.ema_decay <= 1.0:
         raise InvalidRequestError(f"ema_decay={optimizer.ema_decay!r}: expected 0 <= ema_decay <= 1")
     if not optimizer.groups:
-        _require_known(optimizer.algorithm)
-    _check_groups(optimizer)
+        _spec(optimizer.algorithm)
+    _check_group_indices(optimizer)
 
 
-def _check_on_trainers(optimizer: common_pb2.OptimizerStep) -> None:
-    """Of an optimizer that runs on the trainers: they know what the values mean."""
+def _validate_on_trainers(optimizer: common_pb2.OptimizerStep) -> None:
+    """Checks an optimizer that runs on the trainers. Its hyper-parameters have no bounds here."""
     if optimizer.HasField("ema_decay"):
-        raise InvalidRequestError("ema_decay is for optimizers that run on the servers")
+        raise InvalidRequestError("ema_decay requires an optimizer that runs on the servers")
     if any(runs_on_trainers(group.algorithm) != bool(group.algorithm) for group in optimizer.groups):
         raise InvalidRequestError("optimizers that run on the trainers and on the servers cannot be combined")
-    _check_groups(optimizer)
+    _check_group_indices(optimizer)
 
 
 def allocation_key(optimizer: common_pb2.OptimizerStep) -> bytes:
-    """Equal for optimizers that need the same memory: only values that switch state on, or fill it, make a difference.
+    """Returns a key that is equal for optimizers that need the same memory.
 
-    A learning rate that changes from step to step does not.
+    It depends only on hyper-parameters that enable state or set its initial values, not, for example, on the value of
+    the learning rate.
     """
     copy = common_pb2.OptimizerStep()
     copy.CopyFrom(optimizer)
@@ -135,86 +75,77 @@ def allocation_key(optimizer: common_pb2.OptimizerStep) -> bytes:
     copy.ClearField("clip_value")
     if copy.HasField("ema_decay"):
         copy.ema_decay = 0.0
-    for group in copy.groups:
-        for name, value in list(group.hyperparameters.items()):  # a map that is written to may change its order
-            if name not in _FILLING:
+    for index, group in enumerate(copy.groups):
+        spec = OPTIMIZERS.get(algorithm_of(optimizer, index))
+        kept = spec.initializers if spec else ()
+        for name, value in list(group.hyperparameters.items()):  # writing to a protobuf map may change its order
+            if name not in kept:
                 group.hyperparameters[name] = bool(value)
     return copy.SerializeToString(deterministic=True)
-
-
-def _check_groups(optimizer: common_pb2.OptimizerStep) -> None:
-    for unit in optimizer.units:
-        for group_index in unit.group_indices:
-            if not KEPT <= group_index < len(optimizer.groups):
-                raise InvalidRequestError(
-                    f"unit {unit.unit_index} names parameter group {group_index}: there are {len(optimizer.groups)}"
-                )
 
 
 def check_fit(
     optimizer: common_pb2.OptimizerStep, groups: Sequence[int], layout: UnitLayout, cuts: Sequence[int]
 ) -> None:
-    """Checks that the optimizer can be applied to a unit where it lies.
+    """Checks that a valid optimizer can be applied to the shards of a unit.
 
     Args:
-        optimizer: Valid by itself.
-        groups: The group of each parameter; -1: not optimised.
-        layout: Of the unit.
-        cuts: Where shards begin or end, in bytes of the flat vector.
+        optimizer: Passed ``validate``.
+        groups: Group index of each parameter; negative for parameters that are not optimised.
+        layout: The unit.
+        cuts: Bounds of the shards, in bytes of the flat vector.
 
     Raises:
-        InvalidRequestError: A parameter that must be whole is cut over servers, or has other dimensions than
-            its algorithm works on.
+        InvalidRequestError: A parameter that must be whole is cut over servers, or has another number of dims than its
+            optimizer supports.
     """
     if runs_on_trainers(optimizer.algorithm):
         return
-    algorithms = {
-        index: algorithm_of(optimizer, group)
+    specs = {
+        index: spec
         for index, group in enumerate(groups)
-        if group >= 0 and ALGORITHMS[algorithm_of(optimizer, group)].whole_tensors
+        if group >= 0 and (spec := OPTIMIZERS[algorithm_of(optimizer, group)]).needs_whole_tensors
     }
-    if not algorithms:
+    if not specs:
         return
     cut = layout.parameters_cut_at(cuts)
-    for index, algorithm in algorithms.items():
-        parameter, ndim = layout.parameters[index], ALGORITHMS[algorithm].only_ndim
+    for index, spec in specs.items():
+        parameter = layout.parameters[index]
         what = f"parameter {parameter.name!r} of unit {layout.unit!r}"
-        if ndim not in (None, len(parameter.shape)):
+        if spec.num_dims not in (None, len(parameter.shape)):
             raise InvalidRequestError(
-                f"{algorithm} takes parameters of {ndim} dimensions; {what} has shape {parameter.shape}: put it into "
-                "another optimizer, shardwell.optim.Combined([...])",
+                f"{spec.name} takes parameters of {spec.num_dims} dimensions; {what} has shape {parameter.shape}: put "
+                "it into another optimizer, shardwell.optim.Combined([...])",
                 parameter=parameter.name,
             )
         if index in cut:
             raise InvalidRequestError(
-                f"{algorithm} needs whole tensors, but {what} is cut over several servers: make its unit with "
+                f"{spec.name} needs whole tensors, but {what} is cut over several servers: make its unit with "
                 'fully_shard(..., placement="tensor"), in a new run',
                 parameter=parameter.name,
             )
 
 
-def _require_known(name: str) -> Algorithm:
-    known = ALGORITHMS.get(name)
-    if known is None:
-        raise InvalidRequestError(f"optimizer {name!r} is not known: expected one of {', '.join(ALGORITHMS)}")
-    return known
+def _check_group_indices(optimizer: common_pb2.OptimizerStep) -> None:
+    for unit in optimizer.units:
+        for group_index in unit.group_indices:
+            if not KEPT_GROUP <= group_index < len(optimizer.groups):
+                raise InvalidRequestError(
+                    f"unit {unit.unit_index} names parameter group {group_index}: expected an index below "
+                    f"{len(optimizer.groups)}, the number of groups"
+                )
 
 
-def _check_value(group: int, name: str, value: float) -> None:
-    where = f"parameter group {group}: {name}={value!r}"
+def _spec(name: str) -> OptimizerSpec:
+    spec = OPTIMIZERS.get(name)
+    if spec is None:
+        raise InvalidRequestError(f"optimizer {name!r} is not known: expected one of {', '.join(OPTIMIZERS)}")
+    return spec
+
+
+def _check_value(group: int, hyperparameter: Hyperparameter, value: float) -> None:
+    where = f"parameter group {group}: {hyperparameter.name}={value!r}"
     if not abs(value) <= MAX_VALUE:
         raise InvalidRequestError(f"{where} is not finite in fp32")
-    if name in FLAGS and value not in (0.0, 1.0):
-        raise InvalidRequestError(f"{where}: expected 0 or 1")
-    if name in ("beta1", "beta2") and not 0.0 <= value < 1.0:
-        raise InvalidRequestError(f"{where}: expected 0 <= {name} < 1")
-    if name == "rho" and not 0.0 <= value <= 1.0:
-        raise InvalidRequestError(f"{where}: expected 0 <= rho <= 1")
-    if name in _AT_LEAST_ZERO and value < 0.0:
-        raise InvalidRequestError(f"{where}: expected at least 0")
-    if name == "beta2_decay" and value > 0.0:
-        raise InvalidRequestError(f"{where}: expected at most 0")
-    if name == "d" and value < 1.0:
-        raise InvalidRequestError(f"{where}: expected at least 1")
-    if name == "ns_steps" and (value > MAX_NS_STEPS or value != int(value)):
-        raise InvalidRequestError(f"{where}: expected a whole number of at most {MAX_NS_STEPS}")
+    if (violation := hyperparameter.violation(value)) is not None:
+        raise InvalidRequestError(f"{where}: {violation}")

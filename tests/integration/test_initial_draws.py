@@ -7,7 +7,7 @@ import torch
 
 import shardwell
 from shardwell import init
-from shardwell_server.shard.arithmetic import drawing
+from shardwell_server.shard.arithmetic import random_values
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import InvalidRequestError, NonFiniteError
 from shardwell_wire.v1 import initialization_pb2
@@ -26,7 +26,7 @@ def draw_of(index: int, how: init.Draw) -> initialization_pb2.ParameterDraw:
 def expected(index: int, how: init.Draw) -> torch.Tensor:
     parameter = LAYOUT.parameters[index]
     values = torch.empty(parameter.numel, dtype=getattr(torch, parameter.dtype))
-    drawing.fill(values, 0, draw_of(index, how))
+    random_values.fill(values, 0, draw_of(index, how))
     return values
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwell.transport.grpc_transport import ShardClient
-from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
+from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_server.shard.memory import buffer_pool
 from shardwell_server.shard.memory import sending as sending_module
 from shardwell_server.shard.requests import inspection

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardwell_server import hyperparameters
-from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
+from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_server.shard.memory.budget import shard_need_bytes
 from shardwell_server.shard.requests import streams
 from shardwell_wire.errors import (

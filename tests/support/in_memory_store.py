@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwell.module.store import InitialValues
-from shardwell_server.shard.arithmetic import drawing
+from shardwell_server.shard.arithmetic import random_values
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import BLOCK_BYTES, UnitLayout, cut
 
@@ -89,7 +89,7 @@ class InMemoryStore:
                 view = shard[segment.start_bytes - start : segment.stop_bytes - start].view(dtype)
                 unit.segments[segment.parameter_index, segment.start_element] = view
                 if (draw := initial_values.draws.get(segment.parameter_index)) is not None:
-                    drawing.fill(view, segment.start_element, draw)
+                    random_values.fill(view, segment.start_element, draw)
                 else:
                     data = bytearray().join(initial_values.read(segment))
                     view.view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))

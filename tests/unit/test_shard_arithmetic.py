@@ -13,9 +13,14 @@ import torch
 from torch import nn
 
 from shardwell_server import hyperparameters
-from shardwell_server.shard.arithmetic.norms import block_powers, block_squares, exact_partials
-from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
-from shardwell_server.shard.arithmetic.reduction import mean_in_rank_order, reduce_shard
+from shardwell_server.shard.arithmetic.reduction import (
+    block_powers,
+    block_squares,
+    exact_partials,
+    mean_in_rank_order,
+    reduce_shard,
+)
+from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.v1 import common_pb2

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from shardwell_server import hyperparameters
-from shardwell_server.hyperparameters import ALGORITHMS
-from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
+from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.optimizers import OPTIMIZERS
 from shardwell_wire.v1 import common_pb2
 
 MOMENTS = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.1, "maximize": 0.0}
@@ -67,7 +67,7 @@ SETTINGS: dict[str, dict[str, float]] = {
         "ns_c": 2.0315,
     },
 }
-BY_RANGE = [name for name, known in ALGORITHMS.items() if not known.whole_tensors]
+BY_RANGE = [name for name, known in OPTIMIZERS.items() if not known.needs_whole_tensors]
 
 
 def step_of(algorithm: str, **changes: float) -> common_pb2.OptimizerStep:
@@ -80,8 +80,8 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def test_every_algorithm_is_tried_here() -> None:
-    assert SETTINGS.keys() == ALGORITHMS.keys()
-    for algorithm in ALGORITHMS:
+    assert SETTINGS.keys() == OPTIMIZERS.keys()
+    for algorithm in OPTIMIZERS:
         hyperparameters.validate(step_of(algorithm))
 
 
@@ -107,10 +107,10 @@ def test_cuts_on_blocks_change_no_bit(algorithm: str, dtype: torch.dtype) -> Non
 
 
 def test_no_algorithm_has_torch_import_its_compiler() -> None:
-    steps = [step_of(algorithm).SerializeToString() for algorithm in ALGORITHMS]
+    steps = [step_of(algorithm).SerializeToString() for algorithm in OPTIMIZERS]
     program = f"""if True:
         import sys, torch
-        from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
+        from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
         from shardwell_wire.v1 import common_pb2
         for step in {steps}:
             optimizer = common_pb2.OptimizerStep.FromString(step)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwell_server.hyperparameters import ALGORITHMS, allocation_key
+from shardwell_server.hyperparameters import allocation_key
 from shardwell_server.shard.arithmetic.algorithms import engines
-from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
+from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
+from shardwell_wire.optimizers import OPTIMIZERS
 from shardwell_wire.v1 import common_pb2
 from tests.unit.test_shard_optimizers import bits, step_of
 
@@ -101,7 +102,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_slices")
 @pytest.mark.parametrize(
     ("algorithm", "dtype"),
-    [*((name, torch.float32) for name in ALGORITHMS), ("sgd", torch.bfloat16), ("lion", torch.float16)],
+    [*((name, torch.float32) for name in OPTIMIZERS), ("sgd", torch.bfloat16), ("lion", torch.float16)],
 )
 def test_an_update_that_fails_at_any_operation_is_finished_exactly_once(algorithm: str, dtype: torch.dtype) -> None:
     counts: list[int] = []
@@ -130,7 +131,7 @@ def test_an_update_that_fails_at_any_operation_is_finished_exactly_once(algorith
 
 
 @pytest.mark.usefixtures("small_slices")
-@pytest.mark.parametrize("algorithm", [name for name, known in ALGORITHMS.items() if not known.whole_tensors])
+@pytest.mark.parametrize("algorithm", [name for name, known in OPTIMIZERS.items() if not known.needs_whole_tensors])
 def test_slices_change_no_bit_and_bound_what_an_update_allocates(
     algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +153,7 @@ def test_slices_change_no_bit_and_bound_what_an_update_allocates(
     assert trained(algorithm, torch.float32, lambda _, step: step()) == sliced
 
 
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", list(OPTIMIZERS))
 def test_state_is_allocated_before_the_update_and_known_in_advance(algorithm: str) -> None:
     values, step = [torch.ones(64, 48)], settings_of(algorithm)
     optimizer = ShardOptimizer(values)
@@ -165,7 +166,7 @@ def test_state_is_allocated_before_the_update_and_known_in_advance(algorithm: st
     assert optimizer.is_prepared([True], [0], allocation_key(step))
     optimizer.step([torch.ones(64 * 48)], step, [0], 1.0)
     assert optimizer.size_bytes == allocated == needed
-    assert (workspace > 0) == ALGORITHMS[algorithm].whole_tensors
+    assert (workspace > 0) == OPTIMIZERS[algorithm].needs_whole_tensors
     assert optimizer.is_prepared([True], [0], allocation_key(step)), "the next step needs nothing more"
 
 

@@ -1,1 +1,1 @@
-"""Optimizers over parameters that are not here: on the servers, or on this trainer's partitions."""
+"""Optimizers of sharded parameters, which run on the shard servers or on the trainers."""

@@ -1,4 +1,4 @@
-"""Several optimizers that commit a step together."""
+"""Several optimizers that commit steps together."""
 
 from __future__ import annotations
 
@@ -12,39 +12,43 @@ from shardwell_wire.v1 import common_pb2
 
 
 class Combined(ShardedOptimizer):
-    """Optimizers of different kinds as one, such as ``Muon`` for matrices and ``AdamW`` for the rest.
+    """Combines optimizers of different kinds, such as ``Muon`` for matrices and ``AdamW`` for all other parameters.
 
-    Its parameter groups are theirs, in order. LR schedulers may be of the whole or of a part;
-    ``step``, ``clip_grad_norm_``, ``zero_grad`` and ``ema_decay`` are used here.
+    The parameter groups are those of the members, in order. LR schedulers may belong to the ``Combined`` or to a
+    member. ``step``, ``clip_grad_norm_``, ``zero_grad`` and ``ema_decay`` must be used on the ``Combined``.
 
     Args:
-        optimizers: At least one; no parameter may be in two.
+        optimizers: At least one. Each parameter may be in one of them only.
 
     Raises:
-        UsageError: There is none, or one is part of a ``Combined`` already.
-        ValueError: A parameter is in two.
+        UsageError: ``optimizers`` is empty, or a member already belongs to a ``Combined``.
+        ValueError: A parameter is in two optimizers.
     """
 
     algorithm = ""
 
     def __init__(self, optimizers: Sequence[ShardedOptimizer]) -> None:
-        self._parts = list(optimizers)
-        if not self._parts:
+        self._members = list(optimizers)
+        if not self._members:
             raise UsageError("Combined([]): expected at least one optimizer")
-        for part in self._parts:
-            if part._combined is not None or isinstance(part, Combined):
-                raise UsageError(f"Combined takes optimizers that are not combined yet, got {type(part).__name__}")
-            if runs_on_trainers(part.algorithm):
-                raise UsageError(f"{type(part).__name__} runs on the trainers and can not be combined with others")
-            if part.ema_decay is not None:
-                raise UsageError(f"set ema_decay of the Combined, not of its {type(part).__name__}")
-        self._group_parts = [(part, number) for part in self._parts for number in range(len(part.param_groups))]
-        super().__init__([group for part in self._parts for group in part.param_groups], {})
-        for part in self._parts:
-            part._combined = self
+        for member in self._members:
+            if member._combined is not None or isinstance(member, Combined):
+                raise UsageError(f"Combined takes optimizers that are not combined yet, got {type(member).__name__}")
+            if runs_on_trainers(member.algorithm):
+                raise UsageError(
+                    f"{type(member).__name__} runs on the trainers: Combined takes optimizers of shardwell.optim only"
+                )
+            if member.ema_decay is not None:
+                raise UsageError(f"set ema_decay of the Combined, not of its {type(member).__name__}")
+        self._owner_of_group = [
+            (member, number) for member in self._members for number in range(len(member.param_groups))
+        ]
+        super().__init__([group for member in self._members for group in member.param_groups], {})
+        for member in self._members:
+            member._combined = self
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not possible: which optimizer would it be for?"""
+        """Raises UsageError: add parameter groups to the members before they are combined."""
         if hasattr(self, "_session"):
             raise UsageError("add parameter groups to the optimizers before they are combined")
         super().add_param_group(param_group)
@@ -52,13 +56,13 @@ class Combined(ShardedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See ``ShardedOptimizer.step``."""
         loss = super().step(closure)
-        for part in self._parts:
-            # Schedulers of a part ask for it, to warn of being called before the first step.
-            part._opt_called = True  # type: ignore[attr-defined]
+        for member in self._members:
+            # torch's schedulers read this attribute to warn about a call before the first step.
+            member._opt_called = True  # type: ignore[attr-defined]
         return loss
 
     def _group_to_proto(self, number: int) -> common_pb2.ParameterGroup:
-        part, own_number = self._group_parts[number]
-        proto = part._group_to_proto(own_number)
-        proto.algorithm = part.algorithm
+        member, own_number = self._owner_of_group[number]
+        proto = member._group_to_proto(own_number)
+        proto.algorithm = member.algorithm
         return proto

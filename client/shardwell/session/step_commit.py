@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from shardwell.session.membership import Membership
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
-UNUSED, KEPT = -1, -2
-"""Group indices of parameters that a step does not update: the gradient is dropped, or kept for a later step."""
-
 
 @dataclass(frozen=True, slots=True)
 class GradNorm:

@@ -8,10 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from shardwell.module.units import Units
 from shardwell.session.run_buffers import RunBuffers
 from shardwell.session.run_store import RunStore
-from shardwell.session.step_commit import KEPT, UNUSED, GradNorm, StepCommitter, StepUpdate
+from shardwell.session.step_commit import GradNorm, StepCommitter, StepUpdate
 from shardwell.session.step_state import StepPhase, StepState, WorkItemState
 from shardwell.session.tracked_objects import TrackedObjects
 from shardwell_wire.errors import DeadlineError, UnavailableError, UsageError, VersionGoneError
+from shardwell_wire.optimizers import KEPT_GROUP, NO_GROUP
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
@@ -218,12 +219,12 @@ class StepInFlight:
         if self.state.dropped_late:
             for unit in optimizer.units:
                 for index in self.state.dropped_late.get(unit.unit_index, ()):
-                    unit.group_indices[index] = UNUSED
+                    unit.group_indices[index] = NO_GROUP
 
     def _advance(self, response: coordinator_pb2.CommitStepResponse, optimizer: common_pb2.OptimizerStep) -> None:
         """Moves to the step after the commit."""
         step = self.state.number
-        kept = [unit.unit_index for unit in optimizer.units if KEPT in unit.group_indices]
+        kept = [unit.unit_index for unit in optimizer.units if KEPT_GROUP in unit.group_indices]
         updated = [unit.unit_index for unit in optimizer.units if _updates(unit)]
         try:
             self._units.invalidate(updated if self.several_optimizers else None)
@@ -280,4 +281,4 @@ class StepInFlight:
 
 def _updates(unit: common_pb2.UnitGroups) -> bool:
     """True if the optimizer updates a parameter of the unit."""
-    return max(unit.group_indices, default=UNUSED) >= 0
+    return max(unit.group_indices, default=NO_GROUP) >= 0

@@ -1,1 +1,1 @@
-"""What is done with numbers: sums in rank order, norms, optimizers, averages, random values. Knows no requests."""
+"""Sums in rank order, norms, optimizers, averages and random values. Knows no requests."""

@@ -8,9 +8,9 @@ import torch
 
 
 class Averages:
-    """Averages as ``torch.optim.swa_utils.AveragedModel`` keeps them: the first is a copy of the values.
+    """Averages, as in ``torch.optim.swa_utils.AveragedModel``: the first average is a copy of the values.
 
-    What is not optimised has no average: it is its value.
+    A parameter that is not optimised has no average. Its average equals its value.
 
     Args:
         values: The parts of parameters, which change in place.
@@ -19,15 +19,15 @@ class Averages:
     def __init__(self, values: Sequence[torch.Tensor]) -> None:
         self._values = values
         self._averages: list[torch.Tensor | None] = [None] * len(values)
-        self._begun = False
+        self._has_started = False
 
     def __getitem__(self, part: int) -> torch.Tensor | None:
         return self._averages[part]
 
     @property
-    def begun(self) -> bool:
-        """Whether a step was averaged."""
-        return self._begun
+    def has_started(self) -> bool:
+        """True once a step has updated the averages."""
+        return self._has_started
 
     @property
     def count(self) -> int:
@@ -38,60 +38,61 @@ class Averages:
         return sum(average.nbytes for average in self._averages if average is not None)
 
     def missing(self, optimised: Sequence[bool], *, averaged: bool) -> list[int]:
-        """The parts that need an average for the next update and have none.
+        """Returns the parts for which the next update must allocate an average.
 
         Args:
             optimised: Whether each part is optimised.
-            averaged: Whether the update is averaged.
+            averaged: Whether the update changes the averages.
         """
-        if not (self._begun or averaged):
+        if not (self._has_started or averaged):
             return []
         return [part for part, average in enumerate(self._averages) if optimised[part] and average is None]
 
-    def updating(self, fresh: Mapping[int, torch.Tensor], decay: float | None) -> AveragedUpdate:
-        """What one update does to the averages.
+    def start_update(self, fresh: Mapping[int, torch.Tensor], decay: float | None) -> AveragedUpdate:
+        """Returns the changes that one update of the values makes to the averages.
 
         Args:
-            fresh: Memory for the averages that ``missing`` names.
-            decay: Weight of what an average was before; None: averages stay as they are.
+            fresh: Memory for the averages that ``missing`` returned, by part.
+            decay: Weight of the previous average. None: averages do not change.
         """
         return AveragedUpdate(self, dict(fresh), decay)
 
 
 class AveragedUpdate:
-    """One update of averages. Each of its methods can be repeated if it raised.
+    """One update of the averages. After an error, each method can be repeated.
 
     Args:
-        averages: What is updated.
-        fresh: Memory for averages that begin, by part.
-        decay: See ``Averages.updating``.
+        averages: The averages to update.
+        fresh: Memory for new averages, by part.
+        decay: See ``Averages.start_update``.
     """
 
     def __init__(self, averages: Averages, fresh: dict[int, torch.Tensor], decay: float | None) -> None:
-        self._of, self._fresh, self._decay = averages, fresh, decay
-        self._left = [part for part, average in enumerate(averages._averages) if average is not None]
+        self._target, self._fresh, self._decay = averages, fresh, decay
+        self._remaining = [part for part, average in enumerate(averages._averages) if average is not None]
 
     def before(self) -> None:
-        """Averages of what is optimised for the first time begin with what it was until now."""
-        if self._of._begun:
-            self._begin(self._left)
+        """Starts the averages of parts that are optimised for the first time, from their values before the update."""
+        if self._target._has_started:
+            self._start(self._remaining)
 
     def after(self) -> None:
-        """Takes the new values in: ``average += (1 - decay) * (value - average)``."""
+        """Adds the updated values: ``average += (1 - decay) * (value - average)``."""
         if self._decay is None:
             return
-        while self._left:
-            average = self._of._averages[self._left[-1]]
+        while self._remaining:
+            average = self._target._averages[self._remaining[-1]]
             assert average is not None
-            average.lerp_(self._of._values[self._left[-1]], 1 - self._decay)
-            self._left.pop()
-        self._begin([])
-        self._of._begun = True
+            average.lerp_(self._target._values[self._remaining[-1]], 1 - self._decay)
+            self._remaining.pop()
+        self._start([])
+        self._target._has_started = True
 
-    def _begin(self, noted: list[int]) -> None:
+    def _start(self, started: list[int]) -> None:
+        """Copies values to new averages and appends their parts to ``started``."""
         while self._fresh:
             part, average = next(iter(self._fresh.items()))
-            average.copy_(self._of._values[part])
-            self._of._averages[part] = average
-            noted.append(part)
+            average.copy_(self._target._values[part])
+            self._target._averages[part] = average
+            started.append(part)
             del self._fresh[part]

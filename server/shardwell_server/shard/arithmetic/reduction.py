@@ -1,18 +1,24 @@
-"""Where gradients are reduced: ranks are added in rising order, then the mean is taken. Pure."""
+"""Reduces gradients in logical-rank order, and sums powers of their elements for norms.
+
+Note: [Norms]
+    A term is the fp64 sum over the part of one parameter that is inside one fixed block of the flat vector. Shards are
+    cut at blocks, so the terms are the same for any number of servers. Terms are added without rounding error, so
+    their order and grouping do not matter either.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
-from shardwell_server.shard.arithmetic.norms import block_powers, block_squares, exact_partials
 from shardwell_wire.layout import BLOCK_BYTES
 
 _SLICE_BYTES = 1 << 20
-"""So much of a gradient is summed, divided and squared before the next, while it is in the cache."""
+"""Size of the slices that are summed, divided and squared together, while they are in the cache."""
 
 
 @dataclass(frozen=True)
@@ -20,26 +26,26 @@ class Reduced:
     """The mean gradient of one shard in one step."""
 
     gradients: Sequence[torch.Tensor | None]
-    """By segment number; None where no rank had one."""
+    """By segment number. None: no rank has a gradient."""
     buffer: torch.Tensor | None
-    """What they lie in, if not in a contribution."""
+    """Memory that contains the gradients. None: they are in a contribution."""
     square_partials: list[float]
     non_finite: int | None = None
-    """The first segment with NaN or infinity; then the rest was not looked at."""
+    """The first segment with NaN or infinity. Later segments were not reduced."""
     skipped: bool = False
-    """Whether it is nothing because the step is skipped, not because nothing was pushed."""
+    """True if there are no gradients because the step is skipped, not because no rank pushed one."""
 
     def max_abs(self) -> float:
-        """The largest absolute value; 0 if there is no gradient."""
+        """Returns the largest absolute value; 0 if there is no gradient."""
         values = (torch.aminmax(gradient) for gradient in self.gradients if gradient is not None and gradient.numel())
         return max((abs(float(value)) for pair in values for value in pair), default=0.0)
 
     def power_partials(self, first_bytes: Sequence[int], norm_type: float) -> list[float]:
-        """The share of another norm than the Euclidean one, as ``square_partials`` are of that.
+        """Returns the share of another norm, as ``square_partials`` is for the Euclidean norm.
 
         Args:
-            first_bytes: Where segments begin in the flat vector.
-            norm_type: Above 0 and finite.
+            first_bytes: First byte of each segment in the flat vector.
+            norm_type: Type of the norm, positive and finite.
         """
         powers: list[float] = []
         for gradient, first_byte in zip(self.gradients, first_bytes, strict=True):
@@ -58,14 +64,14 @@ def reduce_shard(
     *,
     buffer: torch.Tensor | None,
 ) -> Reduced:
-    """The mean gradients of all segments of a shard, with their share of the norm.
+    """Returns the mean gradients of all segments of a shard, and their share of the norm.
 
     Args:
-        terms: Of each segment, by rising logical rank; none: it has no gradient.
-        dp: Logical data ranks.
-        outs: Receive the results. None: when ``dp`` is 1.
-        first_bytes: Where segments begin in the flat vector.
-        buffer: What ``outs`` lie in.
+        terms: Gradients of each segment by ascending logical rank. Empty: the segment has no gradient.
+        dp: Number of logical data ranks.
+        outs: Receive the results. None if ``dp`` is 1.
+        first_bytes: First byte of each segment in the flat vector.
+        buffer: Memory that contains ``outs``.
     """
     gradients: list[torch.Tensor | None] = [None] * len(terms)
     squares: list[float] = []
@@ -78,7 +84,7 @@ def reduce_shard(
             if dp > 1:
                 mean_in_rank_order([term[here] for term in own], dp, mean[here])
             found += block_squares(mean[here], first_bytes[number] + here.start * mean.element_size())
-        # A sum of squares may overflow where no value does.
+        # A sum of squares may overflow even if all values are finite.
         if not all(map(math.isfinite, found)) and not bool(torch.isfinite(mean).all()):
             return Reduced(gradients, buffer, [], non_finite=number)
         gradients[number] = mean
@@ -87,7 +93,7 @@ def reduce_shard(
 
 
 def _slices(values: torch.Tensor, first_byte: int) -> Iterator[slice]:
-    """Consecutive parts of a segment that end with a block of the flat vector."""
+    """Yields consecutive parts of a segment that end at a block of the flat vector."""
     size, stop = values.element_size(), 0
     while stop < values.numel():
         start = stop
@@ -97,15 +103,13 @@ def _slices(values: torch.Tensor, first_byte: int) -> Iterator[slice]:
 
 
 def mean_in_rank_order(terms: Sequence[torch.Tensor], dp: int, out: torch.Tensor) -> None:
-    """The mean gradient of consecutive elements of one parameter.
+    """Computes the mean gradient of consecutive elements of one parameter.
 
-    The result depends on the terms and their order alone. 16-bit terms are added in fp32 and rounded
-    once.
+    The result depends only on the terms and their order. 16-bit terms are added in fp32 and rounded once.
 
     Args:
-        terms: By rising logical rank, of the ranks that have a gradient; the others count as zero.
-            Each [numel].
-        dp: Logical data ranks: what the sum is divided by.
+        terms: Gradients by ascending logical rank, without ranks that have none, which count as 0. Each [numel].
+        dp: Number of logical data ranks: the divisor.
         out: Receives the result. [numel]
     """
     if out.element_size() < 4:
@@ -124,7 +128,53 @@ def mean_in_rank_order(terms: Sequence[torch.Tensor], dp: int, out: torch.Tensor
 
 
 def _divide(values: torch.Tensor, dp: int, *, out: torch.Tensor) -> torch.Tensor:
-    """The quotient. By a power of two it is the same as a product, which takes half the time."""
+    """Divides by ``dp``. For a power of two, a multiplication gives the same bits in half the time."""
     if dp & (dp - 1):
         return torch.div(values, dp, out=out)
     return torch.mul(values, 1.0 / dp, out=out)
+
+
+def block_squares(values: torch.Tensor, first_byte: int) -> list[float]:
+    """Returns ``block_powers`` for the Euclidean norm."""
+    return block_powers(values, first_byte, 2.0)
+
+
+def block_powers(values: torch.Tensor, first_byte: int, norm_type: float) -> list[float]:
+    """Sums absolute values to a power, per block of the flat vector. See Note: [Norms].
+
+    Args:
+        values: Consecutive elements of one parameter. [numel]
+        first_byte: Position of the first element in the flat vector.
+        norm_type: The power, positive and finite.
+
+    Returns:
+        One term per block. [num_blocks]
+    """
+    row = BLOCK_BYTES // values.element_size()
+    head = min(values.numel(), -first_byte % BLOCK_BYTES // values.element_size())
+    body = (values.numel() - head) // row * row
+    pieces = (values[:head][None], values[head : head + body].view(-1, row), values[head + body :][None])
+    return list(chain.from_iterable(_row_powers(piece, norm_type) for piece in pieces if piece.numel()))
+
+
+def _row_powers(rows: torch.Tensor, norm_type: float) -> list[float]:
+    """[num_rows, row] -> [num_rows]"""
+    norms = torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=torch.float64)
+    powers: list[float] = norms.pow(norm_type).tolist()
+    return powers
+
+
+def exact_partials(terms: Sequence[float]) -> list[float]:
+    """Returns a few doubles whose exact sum is the exact sum of ``terms`` (Shewchuk 1997, with ``math.fsum``).
+
+    If the sum is not finite, returns one partial that is not finite.
+    """
+    if not all(map(math.isfinite, terms)):
+        return [sum(terms)]
+    partials: list[float] = []
+    try:
+        while rest := math.fsum(chain(terms, (-partial for partial in partials))):
+            partials.append(rest)
+    except OverflowError:
+        return [math.inf]
+    return partials

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from shardwell_server.shard.arithmetic import drawing
+from shardwell_server.shard.arithmetic import random_values
 from shardwell_server.shard.requests.streams import IncomingStream
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard, first_non_finite
@@ -73,7 +73,7 @@ def _checked_draws(shard: UnitShard, header: shard_pb2.InitializeUnitHeader) -> 
                 f"{shard.what} has {len(parameters)} parameters; number {draw.parameter_index} is to be drawn, "
                 "but is none of them or was named before"
             )
-        drawing.check(draw, parameters[draw.parameter_index].name)
+        random_values.check(draw, parameters[draw.parameter_index].name)
         draws[draw.parameter_index] = draw
     return draws
 
@@ -97,7 +97,7 @@ def _streamed(segments: Sequence[Segment], views: Sequence[torch.Tensor], draws:
 def _draw(segments: Sequence[Segment], views: Sequence[torch.Tensor], draws: Draws) -> None:
     for segment, view in zip(segments, views, strict=True):
         if (draw := draws.get(segment.parameter_index)) is not None:
-            drawing.fill(view, segment.start_element, draw)
+            random_values.fill(view, segment.start_element, draw)
 
 
 def _check_epoch(shard: UnitShard, epoch: int) -> None:

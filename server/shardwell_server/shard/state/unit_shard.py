@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 
 from shardwell_server import hyperparameters
-from shardwell_server.shard.arithmetic.optimizer import ShardOptimizer
 from shardwell_server.shard.arithmetic.reduction import Reduced, reduce_shard
+from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_server.shard.concurrency import OpenStreams
 from shardwell_server.shard.memory.budget import Cover, Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
@@ -30,6 +30,7 @@ from shardwell_wire.errors import (
     StepStateError,
 )
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.optimizers import KEPT_GROUP
 from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.stream_plan import RangePlans
@@ -368,7 +369,7 @@ class UnitShard:
 
     def check_averaged(self) -> None:
         """Raises StepStateError if there are no averages to read."""
-        if self.optimizer is None or not self.optimizer.averages.begun:
+        if self.optimizer is None or not self.optimizer.averages.has_started:
             raise StepStateError(
                 f"{self.what} has no moving average: set optimizer.ema_decay before a step", unit=self.unit
             )
@@ -388,10 +389,10 @@ class UnitShard:
 
     def _kept_numbers(self, groups: Sequence[int] | None) -> frozenset[int]:
         """The segments whose gradient is kept for a later step."""
-        if groups is None or hyperparameters.KEPT not in groups:
+        if groups is None or KEPT_GROUP not in groups:
             return frozenset()
         at = enumerate(self.segments)
-        return frozenset(number for number, segment in at if groups[segment.parameter_index] == hyperparameters.KEPT)
+        return frozenset(number for number, segment in at if groups[segment.parameter_index] == KEPT_GROUP)
 
     def _note_optimizer(self) -> None:
         self.optimizer_bytes = self.partitions.state_bytes + (

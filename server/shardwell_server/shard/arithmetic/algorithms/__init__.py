@@ -1,1 +1,1 @@
-"""The optimizers that a shard server can apply."""
+"""The arithmetic of each optimizer."""

@@ -1,14 +1,15 @@
-"""What runs each algorithm: torch's own kernels and functions where it has them, told to use those in which no cut
-changes a bit.
+"""Runs the arithmetic of each optimizer on the parts of parameters in a shard.
 
-They are called without torch's optimizer classes, whose first instance imports torch's compiler: seconds of CPU time
-in the life of every server.
+Uses torch's kernels and functions where torch has them, in the variants whose bits do not depend on how a parameter is
+cut. torch's optimizer classes are not used: creating the first one imports torch's compiler, which costs every server
+seconds of CPU time.
 
-Note: an update that fails. A committed update is repeated until it succeeds, and it must be applied exactly once. An
-engine therefore either finishes a part and marks it, or leaves its values and state as they were. Kernels allocate
-nothing and run as one call, which fails before it changes anything. Everything else is made of many torch operations,
-each of which may find no memory: it runs on a copy-back basis, slice by slice, so that the copies stay small and in
-the cache. State is allocated before, by ``Engine.missing``.
+Note: [Failed updates]
+    A committed update is repeated until it succeeds, and must be applied exactly once. An engine therefore either
+    finishes a part and marks it as done, or leaves its values and state unchanged. Fused kernels allocate nothing and
+    run as one call, which fails before it changes anything. All other algorithms consist of many torch operations,
+    each of which may run out of memory. They work on slices, and restore a slice from a copy if they fail: the copies
+    are small and stay in the cache. ``Engine.missing`` allocates the state in advance.
 """
 
 from __future__ import annotations
@@ -28,95 +29,80 @@ from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
-from shardwell_server.hyperparameters import FLAGS
 from shardwell_server.shard.arithmetic.algorithms.lamb import lamb
 from shardwell_server.shard.arithmetic.algorithms.lion import lion
 from shardwell_wire.layout import BLOCK_BYTES
+from shardwell_wire.optimizers import OPTIMIZERS, StateShape, StateTensor
 
 Settings = Mapping[str, Any]
 """Hyper-parameters as torch's functions take them."""
 State = dict[str, Tensor]
-"""What an algorithm keeps of one parameter, by the names that torch's optimizers give it."""
+"""Optimizer state of one part, by torch's names."""
 
 SLICE_BYTES = 256 * BLOCK_BYTES
-"""Element-wise algorithms update this much of a part's values at a time."""
-
-_SCALARS = ("step", "mu_product")
-"""State that is one number for the whole parameter."""
+"""Size of the slices in which element-wise algorithms update the values of a part."""
 
 _WORKSPACE_TENSORS = 4
-"""Temporary tensors of the size of the values that an algorithm on whole tensors may have at once."""
+"""Temporary tensors of the size of the values that an algorithm on whole tensors may allocate at once."""
 
 
 @dataclass(slots=True)
 class Part:
-    """A parameter, or the part of it that lies in a shard, which has a gradient in this step."""
+    """A parameter with a gradient in this step, or the part of it in a shard."""
 
     number: int
-    """Of the part in its shard."""
+    """Index of the part in its shard."""
     values: Tensor
     gradient: Tensor
-    """Of the shape of ``values``."""
+    """Same shape as ``values``."""
     state: State
-    """Everything that ``Engine.missing`` names."""
+    """Includes everything that ``Engine.missing`` allocated."""
     fresh: frozenset[str] = frozenset()
-    """Names of the state that this update begins."""
+    """Names of the state tensors that this update creates."""
     done_elements: int = 0
-    """How many of the first elements are updated, by engines that go slice by slice."""
+    """Number of leading elements that are updated, for engines that work on slices."""
     done: bool = False
-    """Whether values and state are those of the next version."""
-
-
-Make = Callable[[Tensor, Settings], Tensor | None]
-"""Makes state of a parameter's values and the settings; None: a parameter of this shape has none."""
+    """True if values and state are those of the next version."""
 
 
 class Engine:
-    """One algorithm; what it keeps is with the parameters.
+    """Runs one optimizer. The state is stored with the parts, not in the engine.
 
     Args:
-        function: Updates values in place. Takes lists of values, of gradients and of every state, and settings.
-        state: How state begins, in the order in which the function takes it.
-        switches: Names of state that is there only while a hyper-parameter is set, and of that. It may be set late.
-        unused: Hyper-parameters that only ``state`` uses.
-        whole_tensors: Whether the function needs the whole parameter; else it works element by element.
-        **options: Which of its implementations the function shall use.
+        name: Name in the table of optimizers, which describes the state.
+        function: Updates values in place. Takes lists of values, of gradients and of each state tensor, in the table's
+            order, and the settings.
+        **options: Options that select a variant of ``function``.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., None],
-        state: Mapping[str, Make],
-        *,
-        switches: Mapping[str, str] | None = None,
-        unused: frozenset[str] = frozenset(),
-        whole_tensors: bool = False,
-        **options: Any,
-    ) -> None:
-        self._function, self._state, self._switches = function, state, switches or {}
-        self._unused, self._whole_tensors, self._options = unused, whole_tensors, options
+    def __init__(self, name: str, function: Callable[..., None], **options: Any) -> None:
+        spec = OPTIMIZERS[name]
+        self._function, self._options = function, options
+        self._state = {tensor.name: tensor for tensor in spec.state}
+        self._scalars = [tensor.name for tensor in spec.state if tensor.shape is StateShape.SCALAR]
+        self._initializers, self._whole_tensors = spec.initializers, spec.needs_whole_tensors
 
     def missing(self, values: Tensor, state: Mapping[str, Tensor], settings: Settings) -> State:
-        """Allocates the state that a part needs for its next update and does not have yet."""
+        """Allocates the state tensors that the next update of a part needs and ``state`` does not have."""
         made = {
-            name: make(values, settings)
-            for name, make in self._state.items()
-            if name not in state and not self._off(name, settings)
+            name: _allocate(tensor, values, settings)
+            for name, tensor in self._state.items()
+            if name not in state and _is_enabled(tensor, settings)
         }
         return {name: tensor for name, tensor in made.items() if tensor is not None}
 
-    def begins_with(self, settings: Settings) -> dict[str, Any]:
-        """The settings that decide what is in new state."""
-        return {name: settings[name] for name in self._unused}
+    def initializers(self, settings: Settings) -> dict[str, Any]:
+        """Returns the settings that determine the initial values of state."""
+        return {name: settings[name] for name in self._initializers}
 
     def workspace_bytes(self, values: Tensor, state: Mapping[str, Tensor]) -> int:
-        """What the update of one part may allocate and free again; a few slices count as nothing."""
+        """Returns the temporary memory of an update of one part. The memory of a few slices counts as 0."""
         if not self._whole_tensors:
             return 0
         return _WORKSPACE_TENSORS * values.nbytes + sum(tensor.nbytes for tensor in (values, *state.values()))
 
     def update(self, parts: Sequence[Part], settings: Settings) -> None:
-        """Updates values and state in place. If it raises, it can be called again for the parts that are not done."""
+        """Updates values and state in place. After an error, call it again with the parts that are not done."""
         for part in parts:
             if self._whole_tensors:
                 self._update(part, part.values, part.gradient, part.state, settings)
@@ -124,25 +110,23 @@ class Engine:
                 self._update_in_slices(part, settings)
             part.done = True
 
-    def _off(self, name: str, settings: Settings) -> bool:
-        return name in self._switches and not settings[self._switches[name]]
-
     def _update_in_slices(self, part: Part, settings: Settings) -> None:
         values, gradient = part.values.view(-1), part.gradient.view(-1)
-        large = {name: tensor.view(-1) for name, tensor in part.state.items() if name not in _SCALARS}
+        scalars = [name for name in self._scalars if name in part.state]
+        tensors = {name: tensor.view(-1) for name, tensor in part.state.items() if name not in scalars}
         step = max(1, SLICE_BYTES // values.element_size())
         while part.done_elements < values.numel():
             here = slice(part.done_elements, min(values.numel(), part.done_elements + step))
-            # Every slice counts from the same scalars; those of the last one stay.
-            state = {name: part.state[name].clone() for name in _SCALARS if name in part.state}
-            state |= {name: tensor[here] for name, tensor in large.items()}
+            # Every slice starts from the same scalars. The scalars of the last slice are stored.
+            state = {name: part.state[name].clone() for name in scalars}
+            state |= {name: tensor[here] for name, tensor in tensors.items()}
             self._update(part, values[here], gradient[here], state, settings)
             if here.stop == values.numel():
-                part.state |= {name: state[name] for name in _SCALARS if name in state}
+                part.state |= {name: state[name] for name in scalars}
             part.done_elements = here.stop
 
     def _update(self, part: Part, values: Tensor, gradient: Tensor, state: State, settings: Settings) -> None:
-        """Updates some values and their state, all or nothing."""
+        """Updates some values and their state. Restores both if it fails."""
         before = [(tensor, tensor.clone()) for tensor in (values, *state.values())]
         try:
             self._call(part, values, gradient, state, settings)
@@ -152,21 +136,21 @@ class Engine:
             raise
 
     def _call(self, part: Part, values: Tensor, gradient: Tensor, state: State, settings: Settings) -> None:
-        lists = [[] if self._off(name, settings) else [state.get(name)] for name in self._state]
-        chosen = {name: value for name, value in settings.items() if name not in self._unused}
+        lists = [[state.get(name)] if _is_enabled(tensor, settings) else [] for name, tensor in self._state.items()]
+        chosen = {name: value for name, value in settings.items() if name not in self._initializers}
         self._function([values], [gradient], *lists, **self._options, **chosen)
 
 
 class _AdamKernel(Engine):
-    """torch's fused Adam or AdamW, for all parts at once. It wants steps counted already."""
-
-    def __init__(self, kernel: Callable[..., None]) -> None:
-        super().__init__(kernel, _ADAM, switches=_AMSGRAD)
+    """torch's fused Adam or AdamW, for all parts at once. The kernel expects that steps are already counted."""
 
     def update(self, parts: Sequence[Part], settings: Settings) -> None:
         steps = torch._foreach_add([part.state["step"] for part in parts], 1)
-        tensors = [name for name in self._state if name != "step"]
-        lists = [[] if self._off(name, settings) else [part.state[name] for part in parts] for name in tensors]
+        lists = [
+            [part.state[name] for part in parts] if _is_enabled(tensor, settings) else []
+            for name, tensor in self._state.items()
+            if name != "step"
+        ]
         values, gradients = [part.values for part in parts], [part.gradient for part in parts]
         self._function(values, gradients, *lists, list(steps), **settings)
         for part, step in zip(parts, steps, strict=True):
@@ -174,19 +158,18 @@ class _AdamKernel(Engine):
 
 
 class _Sgd(Engine):
-    """torch's kernel wants to know of all parameters alike whether they have a momentum buffer yet. 16-bit parameters
-    it leaves all but the last few elements as they are (torch 2.13, CPU), so those go through the plain loop.
-    """
+    """torch's fused SGD.
 
-    def __init__(self) -> None:
-        super().__init__(sgd, {"momentum_buffer": _room}, switches={"momentum_buffer": "momentum"})
+    The kernel requires that all parts of a call have a momentum buffer already, or none has. It leaves all but the last
+    few elements of 16-bit parameters unchanged (torch 2.13, CPU), so these take the plain loop.
+    """
 
     def update(self, parts: Sequence[Part], settings: Settings) -> None:
         wide = [part for part in parts if part.values.element_size() > 2]
-        for first in (False, True):
-            alike = [part for part in wide if ("momentum_buffer" in part.fresh) == first]
+        for is_first_step in (False, True):
+            alike = [part for part in wide if ("momentum_buffer" in part.fresh) == is_first_step]
             if alike:
-                _sgd_kernel(alike, settings, first=first)
+                _sgd_kernel(alike, settings, is_first_step=is_first_step)
         super().update([part for part in parts if part.values.element_size() <= 2], settings)
 
     def _call(self, part: Part, values: Tensor, gradient: Tensor, state: State, settings: Settings) -> None:
@@ -197,97 +180,69 @@ class _Sgd(Engine):
             momentum.copy_(buffers[0])
 
 
-def _sgd_kernel(parts: Sequence[Part], settings: Settings, *, first: bool) -> None:
+def _sgd_kernel(parts: Sequence[Part], settings: Settings, *, is_first_step: bool) -> None:
     buffers = [part.state["momentum_buffer"] for part in parts] if settings["momentum"] else []
     values, gradients = [part.values for part in parts], [part.gradient for part in parts]
-    torch._fused_sgd_(values, gradients, buffers, is_first_step=bool(buffers) and first, **settings)
+    torch._fused_sgd_(values, gradients, buffers, is_first_step=bool(buffers) and is_first_step, **settings)
     for part in parts:
         part.done = True
 
 
 def _muon(*lists: list[Tensor], **settings: Any) -> None:
-    from torch.optim._muon import muon  # newer than the oldest torch that servers run with
+    from torch.optim._muon import muon  # newer than the oldest torch that servers support
 
     muon(*lists, has_complex=False, **settings)
 
 
-def _zeros(values: Tensor, _: Settings) -> Tensor:
-    return torch.zeros_like(values)
+def _is_enabled(tensor: StateTensor, settings: Settings) -> bool:
+    return not tensor.enabled_by or bool(settings[tensor.enabled_by])
 
 
-def _room(values: Tensor, _: Settings) -> Tensor:
-    """What the first update overwrites. Written to already: the system gives pages only then."""
-    return torch.zeros_like(values)
+def _allocate(tensor: StateTensor, values: Tensor, settings: Settings) -> Tensor | None:
+    """Allocates a state tensor for a part; None if a parameter of this shape has no such tensor.
+
+    Writes to all of the memory, because the system provides pages only then.
+    """
+    initial = settings[tensor.initial] if isinstance(tensor.initial, str) else tensor.initial
+    match tensor.shape:
+        case StateShape.SCALAR:
+            return torch.tensor(initial)
+        case StateShape.ROWS:
+            return values.new_zeros(*values.shape[:-1], 1) if values.ndim > 1 else None
+        case StateShape.COLUMNS:
+            return values.new_zeros(*values.shape[:-2], 1, values.shape[-1]) if values.ndim > 1 else None
+        case StateShape.VECTOR:
+            return torch.zeros_like(values) if values.ndim <= 1 else None
+    return torch.full_like(values, initial) if initial else torch.zeros_like(values)
 
 
-def _step(_: Tensor, __: Settings) -> Tensor:
-    return torch.tensor(0.0)
-
-
-def _one(_: Tensor, __: Settings) -> Tensor:
-    return torch.tensor(1.0)
-
-
-def _initial_sum(values: Tensor, settings: Settings) -> Tensor:
-    return torch.full_like(values, settings["initial_accumulator_value"])
-
-
-def _row_zeros(values: Tensor, _: Settings) -> Tensor | None:
-    return values.new_zeros(*values.shape[:-1], 1) if values.ndim > 1 else None
-
-
-def _column_zeros(values: Tensor, _: Settings) -> Tensor | None:
-    return values.new_zeros(*values.shape[:-2], 1, values.shape[-1]) if values.ndim > 1 else None
-
-
-def _vector_zeros(values: Tensor, _: Settings) -> Tensor | None:
-    return torch.zeros_like(values) if values.ndim <= 1 else None
-
-
-_MOMENTS: Mapping[str, Make] = {"exp_avg": _zeros, "exp_avg_sq": _zeros}
-_ADAM: Mapping[str, Make] = {**_MOMENTS, "max_exp_avg_sq": _zeros, "step": _step}
-_AMSGRAD = {"max_exp_avg_sq": "amsgrad"}
-
-# With `foreach=False` torch goes through parameters one by one.
+# With `foreach=False` torch processes parameters one by one.
 ENGINES: Mapping[str, Engine] = {
-    "sgd": _Sgd(),
-    "adam": _AdamKernel(torch._fused_adam_),
-    "adamw": _AdamKernel(torch._fused_adamw_),
-    "nadam": Engine(nadam, {**_MOMENTS, "mu_product": _one, "step": _step}, foreach=False),
-    "radam": Engine(radam, {**_MOMENTS, "step": _step}, foreach=False),
-    "adamax": Engine(adamax, {"exp_avg": _zeros, "exp_inf": _zeros, "step": _step}, foreach=False),
-    "rmsprop": Engine(
-        rmsprop,
-        {"square_avg": _zeros, "grad_avg": _zeros, "momentum_buffer": _zeros, "step": _step},
-        switches={"grad_avg": "centered", "momentum_buffer": "momentum"},
-        foreach=False,
-    ),
-    "adagrad": Engine(
-        adagrad,
-        {"sum": _initial_sum, "step": _step},
-        unused=frozenset({"initial_accumulator_value"}),
-        foreach=False,
-        fused=False,
-    ),
-    "adadelta": Engine(adadelta, {"square_avg": _zeros, "acc_delta": _zeros, "step": _step}, foreach=False),
-    "lion": Engine(lion, {"exp_avg": _zeros}),
-    "lamb": Engine(lamb, {**_MOMENTS, "step": _step}, whole_tensors=True),
-    "adafactor": Engine(
-        adafactor,
-        {"row_var": _row_zeros, "col_var": _column_zeros, "variance": _vector_zeros, "step": _step},
-        whole_tensors=True,
-        foreach=False,
-    ),
-    "muon": Engine(_muon, {"momentum_buffer": _zeros}, whole_tensors=True),
+    "sgd": _Sgd("sgd", sgd),
+    "adam": _AdamKernel("adam", torch._fused_adam_),
+    "adamw": _AdamKernel("adamw", torch._fused_adamw_),
+    "nadam": Engine("nadam", nadam, foreach=False),
+    "radam": Engine("radam", radam, foreach=False),
+    "adamax": Engine("adamax", adamax, foreach=False),
+    "rmsprop": Engine("rmsprop", rmsprop, foreach=False),
+    "adagrad": Engine("adagrad", adagrad, foreach=False, fused=False),
+    "adadelta": Engine("adadelta", adadelta, foreach=False),
+    "lion": Engine("lion", lion),
+    "lamb": Engine("lamb", lamb),
+    "adafactor": Engine("adafactor", adafactor, foreach=False),
+    "muon": Engine("muon", _muon),
 }
-"""By algorithm in ``hyperparameters.ALGORITHMS``."""
+"""The engine of every optimizer in the table."""
 
 
-def torch_settings(hyperparameters: Mapping[str, float]) -> dict[str, Any]:
-    """A parameter group as it travels, in the terms of torch's functions."""
-    values: dict[str, Any] = {name: bool(value) if name in FLAGS else value for name, value in hyperparameters.items()}
-    if "ns_steps" in values:
-        values["ns_steps"] = int(values["ns_steps"])
+def torch_settings(algorithm: str, hyperparameters: Mapping[str, float]) -> dict[str, Any]:
+    """Converts the hyper-parameters of a group to the arguments of torch's functions."""
+    values: dict[str, Any] = {
+        each.name: bool(value) if each.is_flag else int(value) if each.is_integer else value
+        for each in OPTIMIZERS[algorithm].hyperparameters
+        for value in (hyperparameters[each.name],)
+    }
+    if algorithm == "muon":
         values["ns_coefficients"] = tuple(values.pop(name) for name in ("ns_a", "ns_b", "ns_c"))
         values["adjust_lr_fn"] = "match_rms_adamw" if values.pop("match_rms_adamw") else "original"
     return values

@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step is scaled, parameter by parameter, to the norm of its values."""
+"""LAMB: Adam with steps scaled to the norm of each parameter."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def lamb(
     weight_decay: float,
     maximize: bool,
 ) -> None:
-    """LAMB as published (You et al., Large Batch Optimization for Deep Learning, 2020, Algorithm 2), in place.
+    """Applies LAMB (You et al., Large Batch Optimization for Deep Learning, 2020, Algorithm 2) in place.
 
-    The scaling function is the identity; where the norm of the values or of the step is 0, the step is not
-    scaled. Gradients are not clipped.
+    The scaling function is the identity. A step is not scaled if the norm of the values or of the step is 0. Gradients
+    are not clipped.
 
     Args:
-        parameters: What is optimised, each whole.
-        gradients: As many.
+        parameters: Whole parameters.
+        gradients: Their gradients.
         exp_avgs: Their first moments.
         exp_avg_sqs: Their second moments.
-        steps: Updates that each has seen; counted on.
+        steps: Number of updates of each parameter, which is incremented.
         lr: Learning rate.
-        beta1: Of the first moment, which is corrected for its bias.
-        beta2: Of the second, likewise.
+        beta1: Coefficient of the first moment. Bias is corrected.
+        beta2: Coefficient of the second moment. Bias is corrected.
         eps: Added to the root of the second moment.
-        weight_decay: Decoupled; part of the step that is scaled.
-        maximize: Whether to ascend.
+        weight_decay: Decoupled weight decay, which is scaled with the step.
+        maximize: Maximize the objective instead of minimizing it.
     """
     for parameter, descent, mean, square, count in zip(
         parameters, gradients, exp_avgs, exp_avg_sqs, steps, strict=True

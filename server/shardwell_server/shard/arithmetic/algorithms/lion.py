@@ -1,4 +1,4 @@
-"""Lion: one moment, and steps of one size."""
+"""Lion: sign of an interpolated moment."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def lion(
     weight_decay: float,
     maximize: bool,
 ) -> None:
-    """Lion as published (Chen et al., Symbolic Discovery of Optimization Algorithms, 2023, Algorithm 2), in place.
+    """Applies Lion (Chen et al., Symbolic Discovery of Optimization Algorithms, 2023, Algorithm 2) in place.
 
     Args:
-        parameters: What is optimised.
-        gradients: As many.
+        parameters: Parameters, or parts of parameters.
+        gradients: Their gradients.
         exp_avgs: Their moments.
-        lr: Size of each element's step.
-        beta1: Of the moment as the step sees it.
-        beta2: Of the moment as it is kept.
-        weight_decay: Decoupled.
-        maximize: Whether to ascend.
+        lr: Size of every element's step.
+        beta1: Coefficient of the moment for computing the step.
+        beta2: Coefficient of the moment for updating the moment.
+        weight_decay: Decoupled weight decay.
+        maximize: Maximize the objective instead of minimizing it.
     """
     for parameter, descent, moment in zip(parameters, gradients, exp_avgs, strict=True):
         gradient = -descent if maximize else descent

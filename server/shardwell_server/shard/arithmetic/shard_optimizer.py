@@ -1,4 +1,4 @@
-"""Where the optimizer is applied, to the parts of parameters in a shard."""
+"""Applies the optimizer of a step to the parts of parameters in a shard."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shardwell_server.shard.arithmetic.averages import AveragedUpdate, Averages
 from shardwell_wire.v1 import common_pb2
 
 _AVERAGE = "ema"
-"""Name of the moving average among the state."""
+"""Name of the moving average in the state."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A part that the next update changes."""
+    """A part that the next update will change."""
 
     number: int
     group: int
@@ -32,19 +32,19 @@ class _Fresh:
     """State that is allocated for the next update of one part."""
 
     algorithm: str
-    begins_with: Mapping[str, object]
-    """The settings that decide its content."""
+    initializers: Mapping[str, object]
+    """The settings that determine the initial values."""
     state: State
 
 
 @dataclass(slots=True)
 class _Allocated:
-    """What is allocated for the next update."""
+    """Memory that is allocated for the next update."""
 
     states: dict[int, _Fresh] = field(default_factory=dict)
-    """By part."""
+    """By part number."""
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By part."""
+    """By part number."""
 
     @property
     def size_bytes(self) -> int:
@@ -54,22 +54,19 @@ class _Allocated:
 
 @dataclass(slots=True)
 class _Update:
-    """One update that has begun; ``finish`` can be repeated until it succeeds.
-
-    See ``Note: an update that fails`` in ``engines``.
-    """
+    """An update that has started. ``finish`` can be repeated until it succeeds; see Note: [Failed updates]."""
 
     groups: list[tuple[Engine, Settings, list[Part]]]
     averages: AveragedUpdate
     clip_coefficient: float
     clip_value: float | None
     unscaled: list[Part]
-    """Parts whose gradient is to be multiplied by the clip coefficient."""
+    """Parts whose gradient has not been multiplied by the clip coefficient yet."""
     unclamped: list[Part]
-    """Parts whose gradient is to be clamped."""
+    """Parts whose gradient has not been clamped yet."""
 
     def finish(self) -> None:
-        """Does what is left to do."""
+        """Completes the remaining work."""
         self.averages.before()
         while self.unscaled:
             self.unscaled[-1].gradient.mul_(self.clip_coefficient)
@@ -77,24 +74,23 @@ class _Update:
         while self.unclamped:
             assert self.clip_value is not None
             gradient = self.unclamped[-1].gradient
-            # torch refuses a bound that the dtype does not have, which clips nothing.
+            # torch rejects bounds beyond the range of the dtype. Such bounds clip nothing.
             bound = min(self.clip_value, torch.finfo(gradient.dtype).max)
             gradient.clamp_(-bound, bound)
             self.unclamped.pop()
         for engine, settings, parts in self.groups:
-            if left := [part for part in parts if not part.done]:
-                engine.update(left, settings)
+            if remaining := [part for part in parts if not part.done]:
+                engine.update(remaining, settings)
         self.averages.after()
 
 
 class ShardOptimizer:
     """The optimizer of one shard and its state.
 
-    A parameter without a gradient is skipped, as torch does: its state does not advance.
+    Parameters without a gradient are skipped, as in torch: their state does not change.
 
     Args:
-        values: The parts of parameters in the shard: of their own shape where they are whole, else
-            [numel].
+        values: The parts of parameters in the shard. A whole parameter has its own shape, others have [numel].
     """
 
     def __init__(self, values: Sequence[torch.Tensor]) -> None:
@@ -106,27 +102,27 @@ class ShardOptimizer:
         self._allocated = _Allocated()
         self._prepared_for: tuple[object, ...] | None = None
         self._update: _Update | None = None
-        """One that failed midway."""
+        """An update that failed midway."""
         self.averages = Averages(self._values)
         self.state_names: list[str] = []
-        """Names of the state's tensors, such as ``exp_avg``, after the last step."""
+        """Names of the state tensors after the last step, such as ``exp_avg``."""
         self._size_bytes = 0
 
     @property
     def size_bytes(self) -> int:
-        """What the state takes, with what is allocated for the next update."""
+        """Memory of the state, including what is allocated for the next update."""
         return self._size_bytes + self._allocated.size_bytes
 
     # ---- before the commit ----
 
     def is_prepared(self, present: Sequence[bool], group_of: Sequence[int], key: bytes) -> bool:
-        """Whether everything is allocated that such an update needs; arguments as of ``prepare``."""
+        """Returns whether all memory for an update is allocated. Arguments as in ``prepare``."""
         return self._update is not None or self._prepared_for == (tuple(present), tuple(group_of), key)
 
     def needs(
         self, present: Sequence[bool], optimizer: common_pb2.OptimizerStep, group_of: Sequence[int]
     ) -> tuple[int, int]:
-        """Bytes of the state after such an update, and of what the update allocates and frees again."""
+        """Returns the bytes of state after an update, and the bytes of temporary memory during the update."""
         size_bytes, workspace_bytes = self._size_bytes, 0
         for member in self._members(present, optimizer, group_of):
             values, own = self._values[member.number], self._own_state(member)
@@ -144,15 +140,15 @@ class ShardOptimizer:
         group_of: Sequence[int],
         key: bytes | None = None,
     ) -> None:
-        """Allocates the state that an update begins, so that the update itself finds everything there.
+        """Allocates the state that an update creates, so that the update itself allocates nothing.
 
-        Changes nothing that can be seen; another call replaces what an earlier one allocated.
+        Has no visible effect. Another call replaces the allocations of the call before.
 
         Args:
             present: Whether each part has a gradient.
-            optimizer: The step's.
-            group_of: The group of each part; -1: not optimised.
-            key: ``allocation_key`` of the optimizer, if the caller has it.
+            optimizer: The optimizer of the step.
+            group_of: Group index of each part; negative for parts that are not optimised.
+            key: ``allocation_key`` of the optimizer, if the caller has computed it.
         """
         key = allocation_key(optimizer) if key is None else key
         if self.is_prepared(present, group_of, key):
@@ -162,34 +158,36 @@ class ShardOptimizer:
             if (fresh := self._fresh(member, former.states.get(member.number))) is not None:
                 allocated.states[member.number] = fresh
         for number in self._missing_averages(optimizer, group_of):
-            known = former.averages.get(number)
-            allocated.averages[number] = torch.zeros_like(self._values[number]) if known is None else known
+            reused = former.averages.get(number)
+            allocated.averages[number] = torch.zeros_like(self._values[number]) if reused is None else reused
         self._allocated = allocated
         self._prepared_for = (tuple(present), tuple(group_of), key)
 
-    def _fresh(self, member: _Member, known: _Fresh | None) -> _Fresh | None:
-        begins_with = member.engine.begins_with(member.settings)
-        if known is None or (known.algorithm, known.begins_with) != (member.algorithm, begins_with):
-            known = _Fresh(member.algorithm, begins_with, {})
-        have = {**self._own_state(member), **known.state}
-        made = member.engine.missing(self._values[member.number], have, member.settings)
-        state = {**known.state, **made}
-        return _Fresh(member.algorithm, begins_with, state) if state else None
+    def _fresh(self, member: _Member, former: _Fresh | None) -> _Fresh | None:
+        initializers = member.engine.initializers(member.settings)
+        if former is None or (former.algorithm, former.initializers) != (member.algorithm, initializers):
+            former = _Fresh(member.algorithm, initializers, {})
+        existing = {**self._own_state(member), **former.state}
+        made = member.engine.missing(self._values[member.number], existing, member.settings)
+        state = {**former.state, **made}
+        return _Fresh(member.algorithm, initializers, state) if state else None
 
     def _members(
         self, present: Sequence[bool], optimizer: common_pb2.OptimizerStep, group_of: Sequence[int]
     ) -> Iterator[_Member]:
         names = [algorithm_of(optimizer, group) for group in range(len(optimizer.groups))]
-        settings = [torch_settings(group.hyperparameters) for group in optimizer.groups]
-        for number, (there, group) in enumerate(zip(present, group_of, strict=True)):
-            if there and group >= 0:
+        settings = [
+            torch_settings(name, group.hyperparameters) for name, group in zip(names, optimizer.groups, strict=True)
+        ]
+        for number, (has_gradient, group) in enumerate(zip(present, group_of, strict=True)):
+            if has_gradient and group >= 0:
                 yield _Member(number, group, names[group], ENGINES[names[group]], settings[group])
 
     def _missing_averages(self, optimizer: common_pb2.OptimizerStep, group_of: Sequence[int]) -> list[int]:
         return self.averages.missing([group >= 0 for group in group_of], averaged=optimizer.HasField("ema_decay"))
 
     def _own_state(self, member: _Member) -> State:
-        """A parameter that was left out for a step may come back under another algorithm: it begins anew then."""
+        """Returns the state of a part; empty if the part had another optimizer before, whose state is dropped."""
         same = self._algorithms[member.number] in (None, member.algorithm)
         return self._states[member.number] if same else {}
 
@@ -206,21 +204,21 @@ class ShardOptimizer:
     ) -> None:
         """Updates the parameters in place.
 
-        If it raises, the same call finishes the update, each part of it exactly once.
+        After an error, repeat the call: it completes the update and applies it to each part exactly once.
 
         Args:
-            gradients: One per part; None: no rank had one. They are changed when clipped. [numel]
-            optimizer: The step's.
-            group_of: The group of each part; -1: not optimised.
-            clip_coefficient: What gradients are multiplied by first.
-            key: As of ``prepare``.
+            gradients: One per part, or None if no rank has a gradient. Clipping changes them in place. [numel]
+            optimizer: The optimizer of the step.
+            group_of: Group index of each part; negative for parts that are not optimised.
+            clip_coefficient: Factor for every gradient, applied first.
+            key: As in ``prepare``.
         """
         if self._update is None:
             self.prepare([gradient is not None for gradient in gradients], optimizer, group_of, key)
             self._update = self._begin(gradients, optimizer, group_of, clip_coefficient)
         self._update.finish()
         self._update = None
-        self._take_stock()
+        self._update_statistics()
 
     def _begin(
         self,
@@ -242,13 +240,13 @@ class ShardOptimizer:
             algorithms.append((part, member.algorithm))
         update = _Update(
             [groups[group] for group in sorted(groups)],
-            self.averages.updating(self._allocated.averages, _decay(optimizer)),
+            self.averages.start_update(self._allocated.averages, _decay(optimizer)),
             clip_coefficient,
             optimizer.clip_value if optimizer.HasField("clip_value") else None,
             [part for part, _ in algorithms] if clip_coefficient != 1.0 else [],
             [part for part, _ in algorithms] if optimizer.HasField("clip_value") else [],
         )
-        # From here on nothing can fail that would leave half of it.
+        # Nothing below can fail, so the states are replaced together.
         for part, algorithm in algorithms:
             if self._algorithms[part.number] not in (None, algorithm):
                 self._step_counts[part.number] = 0
@@ -258,23 +256,23 @@ class ShardOptimizer:
         self._allocated = _Allocated()
         return update
 
-    def _take_stock(self) -> None:
+    def _update_statistics(self) -> None:
         tensor_count = sum(map(len, self._states)) + self.averages.count
         if tensor_count == self._tensor_count:
-            return  # state only ever grows, but for a parameter that begins anew
+            return  # state tensors are only added, unless a part got another optimizer, which resets _tensor_count
         self._tensor_count = tensor_count
         names = {name for state in self._states for name in state if name != "step"}
-        self.state_names = sorted(names | {_AVERAGE} if self.averages.begun else names)
+        self.state_names = sorted(names | {_AVERAGE} if self.averages.has_started else names)
         self._size_bytes = sum(value.nbytes for state in self._states for value in state.values())
         self._size_bytes += self.averages.size_bytes
 
     def state(self, part: int) -> Mapping[str, torch.Tensor]:
-        """The state of one part's parameter; empty before its first update."""
+        """Returns the state of one part; empty before its first update."""
         own, average = self._states[part], self.averages[part]
         return own if average is None else {**own, _AVERAGE: average}
 
     def steps_of(self, part: int) -> int:
-        """Updates that a part has seen."""
+        """Returns the number of updates that a part has had."""
         return self._step_counts[part]
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from shardwell import init
-from shardwell_server.shard.arithmetic import drawing
+from shardwell_server.shard.arithmetic import random_values
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.v1 import initialization_pb2
 
-ODD = 3 * drawing.BLOCK_ELEMENTS + 17
+ODD = 3 * random_values.BLOCK_ELEMENTS + 17
 
 
 def draw(how: init.Draw, *, seed: int = 1, stream: str = "w") -> initialization_pb2.ParameterDraw:
@@ -23,7 +23,7 @@ def filled(
     how: init.Draw, size: int = ODD, first: int = 0, dtype: torch.dtype = torch.float32, **key: object
 ) -> torch.Tensor:
     values = torch.empty(size, dtype=dtype)
-    drawing.fill(values, first, draw(how, **key))  # type: ignore[arg-type]
+    random_values.fill(values, first, draw(how, **key))  # type: ignore[arg-type]
     return values
 
 
@@ -38,7 +38,13 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_cuts_do_not_change_values(kind: str) -> None:
     whole = filled(KINDS[kind])
-    for cut in (1, 5, drawing.BLOCK_ELEMENTS - 1, drawing.BLOCK_ELEMENTS, 2 * drawing.BLOCK_ELEMENTS + 3):
+    for cut in (
+        1,
+        5,
+        random_values.BLOCK_ELEMENTS - 1,
+        random_values.BLOCK_ELEMENTS,
+        2 * random_values.BLOCK_ELEMENTS + 3,
+    ):
         parts = [filled(KINDS[kind], cut), filled(KINDS[kind], ODD - cut, cut)]
         assert torch.equal(torch.cat(parts), whole)
 
@@ -48,13 +54,13 @@ def test_seed_and_stream_decide() -> None:
     assert torch.equal(values, filled(init.normal()))
     assert not torch.equal(values, filled(init.normal(), seed=2))
     assert not torch.equal(values, filled(init.normal(), stream="v"))
-    blocks = values[: 3 * drawing.BLOCK_ELEMENTS].view(3, -1)
+    blocks = values[: 3 * random_values.BLOCK_ELEMENTS].view(3, -1)
     assert len({tuple(block[:3].tolist()) for block in blocks}) == 3
 
 
 def test_values_are_those_of_the_specification() -> None:
     """Pinned: another version must draw the same, or a cluster of two versions would disagree."""
-    got = filled(init.uniform(), 2, dtype=torch.float64), filled(init.normal(), 2, drawing.BLOCK_ELEMENTS)
+    got = filled(init.uniform(), 2, dtype=torch.float64), filled(init.normal(), 2, random_values.BLOCK_ELEMENTS)
     assert [values.tolist() for values in got] == PINNED
 
 
@@ -78,17 +84,17 @@ def test_distributions() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_some_elements_are_zero_wherever_the_cut(kind: str) -> None:
     how = draw(KINDS[kind])
-    how.zero_start, how.zero_stop = drawing.BLOCK_ELEMENTS - 3, drawing.BLOCK_ELEMENTS + 4
+    how.zero_start, how.zero_stop = random_values.BLOCK_ELEMENTS - 3, random_values.BLOCK_ELEMENTS + 4
     expected = filled(KINDS[kind])
     expected[how.zero_start : how.zero_stop] = 0
-    for cut in (1, drawing.BLOCK_ELEMENTS - 5, drawing.BLOCK_ELEMENTS, 2 * drawing.BLOCK_ELEMENTS):
+    for cut in (1, random_values.BLOCK_ELEMENTS - 5, random_values.BLOCK_ELEMENTS, 2 * random_values.BLOCK_ELEMENTS):
         parts = torch.empty(cut), torch.empty(ODD - cut)
-        drawing.fill(parts[0], 0, how)
-        drawing.fill(parts[1], cut, how)
+        random_values.fill(parts[0], 0, how)
+        random_values.fill(parts[1], cut, how)
         assert torch.equal(torch.cat(parts), expected)
     how.zero_start = how.zero_stop + 1
-    with pytest.raises(InvalidRequestError, match=r"'w'.*expected start <= stop"):
-        drawing.check(how, "w")
+    with pytest.raises(InvalidRequestError, match=r"'w'.*expected zero_start <= zero_stop"):
+        random_values.check(how, "w")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -106,10 +112,10 @@ def test_values_are_rounded_once(dtype: torch.dtype) -> None:
         (init.normal(math.nan), "finite mean"),
         (init.constant(math.nan), "finite"),
         (init.trunc_normal(0, 1, 2, 2), "low < high"),
-        (init.trunc_normal(0, 1, 50, 60), "no value lies there"),
+        (init.trunc_normal(0, 1, 50, 60), "positive probability"),
         (init.Draw(initialization_pb2.Distribution()), "no distribution"),
     ],
 )
 def test_impossible_distributions_name_the_parameter(how: init.Draw, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"'blocks.0.w'.*{message}"):
-        drawing.check(draw(how), "blocks.0.w")
+        random_values.check(draw(how), "blocks.0.w")

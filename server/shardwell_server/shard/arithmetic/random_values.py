@@ -1,9 +1,9 @@
-"""Random initial values that a server draws itself, the same wherever a parameter is cut.
+"""Random initial values that a server draws, independent of how a parameter is cut.
 
-A parameter's elements are drawn in blocks of ``BLOCK_ELEMENTS``; a block is a function of the seed, the
-stream's name and its number, so a shard that begins in the middle of a parameter starts with the block
-that its first element lies in. Every element takes one 64-bit number of the generator, Philox4x64-10
-(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), whose stream numpy guarantees.
+The elements of a parameter are drawn in blocks of ``BLOCK_ELEMENTS``. A block is a function of the seed, the name of
+the stream and the block's number, so a shard that starts in the middle of a parameter starts with the block of its
+first element. Every element takes one 64-bit number from the generator Philox4x64-10 (Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3", 2011), whose stream numpy guarantees.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.v1 import initialization_pb2
 
 BLOCK_ELEMENTS = 1 << 14
-"""Part of what decides the values: another number gives others."""
+"""Part of the format: another block size would give other values."""
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
-"""Numbers in (0, 1) to values; both float64. [numel] -> [numel]"""
+"""Maps numbers in (0, 1) to values, both float64. [numel] -> [numel]"""
 
 
 def check(draw: initialization_pb2.ParameterDraw, name: str) -> None:
-    """Raises InvalidRequestError for a distribution that does not exist."""
+    """Raises InvalidRequestError if the distribution is invalid."""
     distribution = draw.distribution
     kind = distribution.WhichOneof("kind")
     if kind is None:
-        raise InvalidRequestError(f"the initial values of parameter {name!r} have no distribution", parameter=name)
+        raise InvalidRequestError(
+            f"the initial values of parameter {name!r} have no distribution: expected constant, uniform or normal",
+            parameter=name,
+        )
     problem = _problem(distribution, kind)
     if not problem and draw.zero_start > draw.zero_stop:
-        problem = f"elements [{draw.zero_start}, {draw.zero_stop}) are to be 0, expected start <= stop"
+        problem = f"expected zero_start <= zero_stop, got [{draw.zero_start}, {draw.zero_stop})"
     if problem:
         raise InvalidRequestError(f"the {kind} initial values of parameter {name!r}: {problem}", parameter=name)
 
@@ -51,21 +54,21 @@ def _problem(distribution: initialization_pb2.Distribution, kind: str) -> str | 
     low, high = _bounds(normal)
     if not low < high:
         return f"expected low < high, got [{low}, {high})"
-    if normal.standard_deviation and not _share_below(normal, low) < _share_below(normal, high):
+    if normal.standard_deviation and not _probability_below(normal, low) < _probability_below(normal, high):
         return (
-            f"[{low}, {high}) is so far from mean {normal.mean} with deviation {normal.standard_deviation} "
-            "that no value lies there"
+            f"expected an interval with positive probability, got [{low}, {high}) for mean {normal.mean} and deviation "
+            f"{normal.standard_deviation}"
         )
     return None
 
 
 def fill(target: torch.Tensor, first_element: int, draw: initialization_pb2.ParameterDraw) -> None:
-    """Draws some consecutive elements of a parameter.
+    """Draws consecutive elements of a parameter.
 
     Args:
-        target: Receives them. [numel]
-        first_element: Number of the first one in the flattened parameter.
-        draw: Checked.
+        target: Receives the elements. [numel]
+        first_element: Index of the first element in the flattened parameter.
+        draw: Passed ``check``.
     """
     _fill_all(target, first_element, draw)
     target[max(0, draw.zero_start - first_element) : max(0, draw.zero_stop - first_element)].zero_()
@@ -73,7 +76,7 @@ def fill(target: torch.Tensor, first_element: int, draw: initialization_pb2.Para
 
 def _fill_all(target: torch.Tensor, first_element: int, draw: initialization_pb2.ParameterDraw) -> None:
     if draw.distribution.WhichOneof("kind") == "constant":
-        target.copy_(torch.tensor(draw.distribution.constant, dtype=torch.float64))  # fill_ would refuse an overflow
+        target.copy_(torch.tensor(draw.distribution.constant, dtype=torch.float64))  # fill_ would raise on overflow
         return
     transform, key = _transform(draw.distribution), stream_key(draw.seed, draw.stream)
     stop = first_element + target.numel()
@@ -85,12 +88,12 @@ def _fill_all(target: torch.Tensor, first_element: int, draw: initialization_pb2
 
 
 def stream_key(seed: int, stream: str) -> int:
-    """The generator's key, of 128 bits."""
+    """Returns the 128-bit key of the generator."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{stream}".encode(), digest_size=16).digest(), "little")
 
 
 def _uniform(key: int, block: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """The first numbers of a block, in the open interval (0, 1). [count]"""
+    """Returns the first numbers of a block, in the open interval (0, 1). [count]"""
     raw = np.random.Philox(key=key, counter=block << 64).random_raw(count)
     return ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
@@ -102,8 +105,8 @@ def _transform(distribution: initialization_pb2.Distribution) -> Transform:
     normal = distribution.normal
     mean, deviation = normal.mean, normal.standard_deviation
     bottom, top = _bounds(normal)
-    below = _share_below(normal, bottom) if deviation else 0.0
-    within = _share_below(normal, top) - below if deviation else 1.0
+    below = _probability_below(normal, bottom) if deviation else 0.0
+    within = _probability_below(normal, top) - below if deviation else 1.0
     return lambda numbers: (torch.special.ndtri(below + within * numbers) * deviation + mean).clamp_(bottom, top)
 
 
@@ -112,6 +115,6 @@ def _bounds(normal: initialization_pb2.Normal) -> tuple[float, float]:
     return low, normal.high if normal.HasField("high") else math.inf
 
 
-def _share_below(normal: initialization_pb2.Normal, bound: float) -> float:
-    """How much of the distribution lies below a bound, before it is cut off."""
+def _probability_below(normal: initialization_pb2.Normal, bound: float) -> float:
+    """Returns the probability of a value below a bound, before truncation."""
     return 0.5 * math.erfc((normal.mean - bound) / normal.standard_deviation / math.sqrt(2))
