@@ -20,8 +20,7 @@ from shardwell.planning.plan import TrainerPlan, make_plan
 from shardwell.planning.plan_command import options_of, parse_bandwidth
 from shardwell.planning.plan_model import load, plan_units
 from shardwell.planning.rehearsal import PlannedUnit
-from shardwell.wrapping.default_policy import BlockPolicy
-from shardwell.wrapping.policies import ModuleTypePolicy, NoWrapPolicy, SizePolicy
+from shardwell.wrapping.policies import BlockPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy
 from shardwell_wire.errors import UsageError, WorldError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.topology import World
@@ -45,7 +44,7 @@ def make_number() -> int:
 
 @pytest.mark.parametrize("policy", [None, SizePolicy(100), ModuleTypePolicy({Block, nn.LayerNorm}), NoWrapPolicy()])
 def test_units_are_those_of_auto_wrap(policy: object) -> None:
-    from shardwell.wrapping.wrap import auto_wrap
+    from shardwell.wrapping.auto_wrap import auto_wrap
 
     sharded = Sharded(gpt(), lambda model, session: auto_wrap(model, session, policy))
     assert [unit.layout for unit in plan_units(gpt(), policy)] == [unit.layout for unit in sharded.units]

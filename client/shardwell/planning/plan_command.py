@@ -183,8 +183,8 @@ def options_of(arguments: argparse.Namespace) -> PlanOptions:
     if arguments.memory is not None:
         memory = _member(MemoryStrategy, arguments.memory).options()
         preset = {name: getattr(memory, name) for name in known if getattr(memory, name, None) is not None}
-        if not memory.of_units(given):
-            preset = {name: value for name, value in preset.items() if name not in memory.of_units({})}
+        if not memory.unit_arguments(given):
+            preset = {name: value for name, value in preset.items() if name not in memory.unit_arguments({})}
     return PlanOptions(world=World(arguments.dp, arguments.tp, arguments.pp), **{**preset, **given})
 
 
