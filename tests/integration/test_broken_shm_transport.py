@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.transport.base import unheard
+from shardwell.transport.base import ignore
 from shardwell.transport.selector import ServerConnection
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
@@ -45,10 +45,14 @@ def server(shared: SharedMemory) -> Iterator[ShardServer]:
 class Trainer:
     """Plays the only rank of a run: pushes its gradients in two parts per step."""
 
-    def __init__(self, server: ShardServer, *, run: str = "r", layout: UnitLayout = MIXED, kinds: str = "shm") -> None:
+    def __init__(
+        self, server: ShardServer, *, run: str = "r", layout: UnitLayout = MIXED, transports: str = "shm"
+    ) -> None:
         self.server, self.one = server, unit(server, layout, run=run)
         address = server.client.address
-        self.connection = ServerConnection(address, self.one.identity, kinds=kinds.split(","), chunk_bytes=64 << 10)
+        self.connection = ServerConnection(
+            address, self.one.identity, transports=transports.split(","), chunk_bytes=64 << 10
+        )
         run = self.one.identity
         self.shard = RemoteShard(run, layout, self.connection, self.one.start, self.one.stop, Wire(wait_limit_s=20.0))
         self._generator = torch.Generator().manual_seed(7)
@@ -61,8 +65,9 @@ class Trainer:
 
     @property
     def transport(self) -> ShmTransport:
-        assert self.connection.shm is not None
-        return self.connection.shm
+        shared = self.connection.transport
+        assert isinstance(shared, ShmTransport)
+        return shared
 
     def break_transport(self) -> None:
         """As if its connection had been lost; returns when the server knows, and has forgotten the transport."""
@@ -81,7 +86,7 @@ class Trainer:
             segment.parameter_index: torch.randn(each.shape, generator=self._generator).to(each.dtype)
             for segment, each in zip(self.one.segments, self.one.zeros(), strict=True)
         }
-        return partial(self.shard.begin_send(header, flats), unheard)
+        return partial(self.shard.prepare_push(header, flats), ignore)
 
     def end(self, step: int) -> None:
         self.one.prepare(step, (0, 0, PARTS))
@@ -131,7 +136,7 @@ def test_a_gradient_in_a_gradient_buffer_of_a_transport_that_is_gone(
                 hand_over()
             assert trainer.transport is not before
             trainer.end(step)
-        assert trainer.connection.pushes_through_shm
+        assert trainer.connection.copies_gradients
         assert torch.equal(trainer.weights(2), expected)
         assert_nothing_is_left(trainer)
 
@@ -197,7 +202,7 @@ def test_without_room_for_it_in_another_gradient_buffer_it_is_streamed(
         return create(size_bytes, what)
 
     server.until(lambda: not server.shm._open, "the other trainer is gone")
-    with Trainer(server, kinds="shm,grpc") as trainer:
+    with Trainer(server, transports="shm,grpc") as trainer:
         hand_over = trainer.lay(0, 0)
         if when == "nothing was sent":
             trainer.break_transport()
@@ -205,7 +210,7 @@ def test_without_room_for_it_in_another_gradient_buffer_it_is_streamed(
             break_once(trainer, monkeypatch, when)
         monkeypatch.setattr(shared, "create", full)
         hand_over()
-        assert not trainer.connection.pushes_through_shm
+        assert not trainer.connection.copies_gradients
         trainer.lay(0, 1)()
         trainer.end(0)
         assert torch.equal(trainer.weights(1), expected)
@@ -223,7 +228,7 @@ def test_a_transport_that_breaks_while_a_gradient_buffer_is_opened(
             trainer.break_transport()
             return first._open_gradient_buffer(name)
 
-        monkeypatch.setattr(first._gradient_buffers, "_make", breaking)
+        monkeypatch.setattr(first._gradient_buffers, "_create", breaking)
         for part in range(PARTS):
             trainer.lay(0, part)()
         trainer.end(0)
@@ -240,9 +245,9 @@ def test_a_transport_that_breaks_while_a_version_is_looked_for(server: ShardServ
             seen.append(transport)
             if transport is first:
                 trainer.break_transport()
-            return transport.locate(trainer.one.layout.unit, 0, timeout_s=20.0, retry_for_s=0.0).version
+            return transport.locate(trainer.shard.address, 0, timeout_s=20.0, retry_for_s=0.0).version
 
-        assert trainer.connection.through_shm(locate) == 0
+        assert trainer.connection._over_shared(locate) == 0
         assert seen == [first, trainer.transport]
 
 
@@ -258,6 +263,6 @@ def test_what_is_refused_on_a_transport_that_stands_is_not_tried_again(
             raise ConflictError("no")
 
         with pytest.raises(ConflictError, match=r"^no$"):
-            trainer.connection.through_shm(refused)
+            trainer.connection._over_shared(refused)
         assert seen == [trainer.transport]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from shardwell.transport.grpc_transport import ShardClient
-from shardwell.transport.socket_connection import SocketConnection
-from shardwell.transport.socket_transport import SocketTransport
+from shardwell.transport.rpc import Endpoint
+from shardwell.transport.socket_transport import SocketConnection, SocketTransport
 from shardwell_server.shard.requests import streams
 from shardwell_server.shard.transports import socket_transport
 from shardwell_server.shard.transports.socket_connection import Connection
 from shardwell_wire import frames
+from shardwell_wire.credentials import NO_CREDENTIALS
 from shardwell_wire.errors import (
     AccessError,
     ChunkError,
@@ -42,6 +43,9 @@ from tests.support.shard_server import (
     unit,
 )
 from tests.support.socket_transport import ConnectedUnit, Peer, closing_transport, data, end_of
+
+LOCAL = Endpoint("127.0.0.1:1", NO_CREDENTIALS)
+"""Connects to ports of this host."""
 
 
 @pytest.fixture
@@ -327,8 +331,8 @@ def test_a_connection_that_breaks_is_tried_again_for_as_long_as_asked(connected:
 def test_a_server_that_does_not_answer_is_given_up_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        connect = partial(SocketConnection, "127.0.0.1", port, bytes(32), peer="socket transport", timeout_s=0.1)
+        connect = partial(SocketConnection, LOCAL, port, bytes(32), peer="socket transport", timeout_s=0.1)
         error = error_of(connect)
         assert isinstance(error, DeadlineError)
-        assert "socket transport did not finish it within 0.1 s" in str(error)
+        assert "socket transport did not finish within 0.1 s" in str(error)
     assert isinstance(error_of(connect), UnavailableError)

@@ -158,10 +158,10 @@ def test_a_gradient_buffer_takes_the_room_of_what_is_only_kept() -> None:
     with closing(SharedMemory()) as shared, ShardServer(budget, shared) as server:
         one = unit(server)
         gather(one, BFLOAT16)
-        with closing(ShmTransport(server.client, one.identity, timeout_s=20.0)) as transport:
+        with closing(ShmTransport(server.client, one.identity, server.client.control, timeout_s=20.0)) as transport:
             for _ in range(2):
                 request = shard_pb2.OpenGradientBufferRequest(
-                    run=one.run, run_id=one.identity.run_id, unit=one.layout.unit, transport_id=transport._name
+                    run=one.run, run_id=one.identity.run_id, unit=one.layout.unit, transport_id=transport._session
                 )
                 server.call("OpenGradientBuffer", request)
             assert server.staged_bytes() == one.size

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.transport.partitions import PartitionLocation, PartitionSegment, read_partition, stage_partition
+from shardwell.transport.partitions import PartitionLocation, PartitionSegment
 from shardwell_wire import codec
 from shardwell_wire.errors import (
     CapacityError,
@@ -38,11 +38,11 @@ def place(one: OneUnit, rank: int) -> PartitionLocation:
 
 
 def read(one: OneUnit, rank: int = 0, *, step: int = 0, epoch: int = 1) -> PartitionSegment:
-    return read_partition(one.server.client, place(one, rank), one.context(step, epoch), timeout_s=20)
+    return one.server.client.read_partition(place(one, rank), one.context(step, epoch), timeout_s=20)
 
 
 def stage(one: OneUnit, part: PartitionSegment, rank: int = 0, *, step: int = 0, epoch: int = 1) -> None:
-    stage_partition(one.server.client, place(one, rank), one.context(step, epoch), part, timeout_s=20)
+    one.server.client.stage_partition(place(one, rank), one.context(step, epoch), part, timeout_s=20)
 
 
 def prepared(server: ShardServer, layout: Any = PLAIN, *, gradient: float = 3.0, **options: Any) -> OneUnit:

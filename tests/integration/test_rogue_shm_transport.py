@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.transport.base import unheard
+from shardwell.transport.base import ignore
 from shardwell.transport.selector import ServerConnection
 from shardwell_server.shard.memory.shared_memory import Segment, SharedBuffer, SharedMemory
 from shardwell_server.shard.transports.gradient_buffers import GradientBuffer
@@ -51,7 +51,7 @@ def push(connection: ServerConnection, one: OneUnit) -> None:
         parameter_indices=[segment.parameter_index for segment in one.segments],
     )
     flats = {at.parameter_index: torch.ones_like(each) for at, each in zip(one.segments, one.zeros(), strict=True)}
-    shard.begin_send(header, flats)(unheard)
+    shard.prepare_push(header, flats)(ignore)
 
 
 def test_a_gradient_buffer_that_is_another_file(
@@ -59,11 +59,13 @@ def test_a_gradient_buffer_that_is_another_file(
 ) -> None:
     path, named = victim
     before, one = path.read_bytes(), unit(server)
-    connection = ServerConnection(server.client.address, one.identity, kinds=("shm", "socket"), chunk_bytes=64 << 10)
+    connection = ServerConnection(
+        server.client.address, one.identity, transports=("shm", "socket"), chunk_bytes=64 << 10
+    )
     with closing(connection), monkeypatch.context() as patched:
         patched.setattr(GradientBuffer, "path", property(lambda _: named))
         push(connection, one)
-        assert not connection.pushes_through_shm, "the gradient was streamed"
+        assert not connection.copies_gradients, "the gradient was streamed"
     one.prepare(0, (0, 0, 1))
     assert path.read_bytes() == before
 

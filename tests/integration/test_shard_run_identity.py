@@ -122,13 +122,14 @@ def test_a_transport_of_a_deleted_run_ends_and_serves_nothing_of_the_next_one(se
         new = unit(server, run_id="new")
         header = shm.header(context=new.context())
         request = shard_pb2.ReduceGradientBufferRequest(
-            header=header, transport_id=shm.transport._name, gradient_buffer_id=gradient_buffer
+            header=header, transport_id=shm.transport._session, gradient_buffer_id=gradient_buffer
         )
         assert isinstance(error_of(lambda: server.call("ReduceGradientBuffer", request)), ShardwellError)
         push = partial(sockets.reduce_scatter, header, [memoryview(bytes(new.size))], timeout_s=20.0, retry_for_s=0.0)
         assert isinstance(error_of(push), ShardwellError)
         server.until(lambda: not server.shm._open, "the transport has ended")
-        for open_transport in (partial(ShmTransport, timeout_s=20.0), SocketTransport):
+        open_shm = partial(ShmTransport, control=server.client.control, timeout_s=20.0)
+        for open_transport in (open_shm, SocketTransport):
             assert isinstance(error_of(lambda: open_transport(server.client, old.identity)), RunDeletedError)  # noqa: B023
         assert server.look(lambda: new.shard.contributions.by_rank) == {}
         assert server.look(lambda: server.store.memory._shared_bytes) == new.size

@@ -42,6 +42,7 @@ from tests.support.shard_server import (
     unit,
 )
 from tests.support.shm_transport import ConnectedUnit, assert_only_parameters, header, shared_bytes
+from tests.support.transports import Gradients, address_of
 
 EMPTY = layout_of(a=((0,), "float32"))
 
@@ -158,13 +159,16 @@ def test_gradient_buffers_are_used_again_in_the_next_step(connected: ConnectedUn
 
 
 def test_a_gradient_buffer_that_is_never_handed_over_is_used_again(connected: ConnectedUnit) -> None:
-    def interrupt(_: memoryview) -> None:
-        raise KeyboardInterrupt
+    class Interrupting(Gradients):
+        def write_to(self, memory: memoryview) -> None:
+            raise KeyboardInterrupt
 
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
-            connected.transport.lay(connected.header(), interrupt)
-        connected.transport.lay(connected.header(rank=1), lambda memory: None)
+            connected.transport.prepare_push(
+                address_of(connected.one), connected.header(), Interrupting(connected.one, [])
+            )
+        connected.prepare(connected.one.zeros(), rank=1)
         connected.transport.release(0)
         connected.transport.release(1)
     assert len(connected.gradient_buffers()) == 2
@@ -236,7 +240,7 @@ def test_a_gradient_buffer_of_another_unit_or_transport(connected: ConnectedUnit
     server, gradient_buffer = connected.server, connected.open_gradient_buffer()
     with ConnectedUnit(unit(server, layout_of("other", a=((60_000,), "float32")), index=1)) as other:
         error = error_of(
-            lambda: other.reduce(gradient_buffer.gradient_buffer_id, transport_id=connected.transport._name)
+            lambda: other.reduce(gradient_buffer.gradient_buffer_id, transport_id=connected.transport._session)
         )
         assert isinstance(error, InvalidRequestError)
         assert "is for unit 'u' of run 'r', not for unit 'other'" in str(error)
@@ -248,11 +252,11 @@ def test_a_transport_is_for_one_run(connected: ConnectedUnit) -> None:
     with ConnectedUnit(unit(connected.server, run="other")) as other:
         for use in (
             lambda: connected.open_gradient_buffer(run="other", run_id="id-of-other"),
-            lambda: other.reduce(1, transport_id=connected.transport._name),
+            lambda: other.reduce(1, transport_id=connected.transport._session),
             lambda: connected.server.call(
                 "LocateShard",
                 shard_pb2.LocateShardRequest(
-                    run="other", run_id="id-of-other", unit="u", transport_id=connected.transport._name
+                    run="other", run_id="id-of-other", unit="u", transport_id=connected.transport._session
                 ),
             ),
         ):
@@ -393,7 +397,7 @@ def test_a_connection_goes_on_after_a_refusal_and_hands_over_for_its_own_run_onl
         assert type(error_of(lambda: connected.reduce(99))) is ConflictError
         context = other.one.context(0, 1)
         error = error_of(
-            lambda: connected.reduce(theirs.gradient_buffer_id, transport_id=other.transport._name, context=context)
+            lambda: connected.reduce(theirs.gradient_buffer_id, transport_id=other.transport._session, context=context)
         )
         assert type(error) is AccessError
         assert "the transport was opened for run 'r' with id id-of-r, not for 'other' with id id-of-other" in str(error)
@@ -408,7 +412,7 @@ def test_a_server_without_shared_memory_refuses_gradient_buffers_over_a_socket()
             request = shard_pb2.ReduceGradientBufferRequest(
                 header=header(one), transport_id="none", gradient_buffer_id=1
             )
-            error = error_of(lambda: transport.reduce_gradient_buffer(request, timeout_s=20.0, retry_for_s=0.0))
+            error = error_of(lambda: transport.control(request, timeout_s=20.0, retry_for_s=0.0))
     assert type(error) is ConflictError
     assert "this server offers no transport through shared memory" in str(error)
 

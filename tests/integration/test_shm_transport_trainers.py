@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.transport.base import unheard
+from shardwell.transport.base import ignore
 from shardwell.transport.selector import ServerConnection
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_wire.errors import (
@@ -56,8 +56,10 @@ def connected(server: ShardServer) -> Iterator[ConnectedUnit]:
 # What a trainer makes of a server that offers less.
 
 
-def connect(one: OneUnit, kinds: str = "shm,grpc") -> ServerConnection:
-    return ServerConnection(one.server.client.address, one.identity, kinds=kinds.split(","), chunk_bytes=64 << 10)
+def connect(one: OneUnit, transports: str = "shm,grpc") -> ServerConnection:
+    return ServerConnection(
+        one.server.client.address, one.identity, transports=transports.split(","), chunk_bytes=64 << 10
+    )
 
 
 def remote(one: OneUnit, connection: ServerConnection) -> RemoteShard:
@@ -79,7 +81,7 @@ def test_no_room_for_gradient_buffers_is_said_once_and_gradients_are_streamed(
     with closing(connect(one)) as connection:
         monkeypatch.setattr(connected.server._shared, "create", full)
         for rank in (0, 1):
-            remote(one, connection).begin_send(connected.header(rank=rank), flats(one, 1.0))(unheard)
+            remote(one, connection).prepare_push(connected.header(rank=rank), flats(one, 1.0))(ignore)
     one.prepare(0)
     one.update(0)
     assert_all(one.gather(1)[1], -1.0)
@@ -91,7 +93,7 @@ def test_no_room_for_gradient_buffers_is_said_once_and_gradients_are_streamed(
 
 def test_a_server_without_shared_memory(caplog: pytest.LogCaptureFixture) -> None:
     with ShardServer() as server, closing(connect(one := unit(server))) as connection:
-        assert (connection.kind, connection.shm, connection.pushes_through_shm) == ("grpc", None, False)
+        assert (connection.transport.name, connection.copies_gradients) == ("grpc", False)
         assert "offers no transport" in caplog.text
         assert isinstance(error_of(lambda: connect(one, "shm")), UnavailableError)
 
@@ -110,7 +112,7 @@ def test_another_file_where_the_proof_should_be(
 
     monkeypatch.setattr(shared, "create", elsewhere)
     with closing(connect(one)) as connection:
-        assert connection.kind == "grpc"
+        assert connection.transport.name == "grpc"
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "is another file here" in warning
     server.until(lambda: not server.shm._open, "the transport that was of no use is closed")
@@ -144,7 +146,7 @@ def test_two_trainers_and_one_that_plays_two_ranks(server: ShardServer) -> None:
     one = unit(server, dp=3)
     with ExitStack() as stack:
         first, second = (stack.enter_context(ConnectedUnit(one)) for _ in range(2))
-        assert first.transport._name != second.transport._name
+        assert first.transport._session != second.transport._session
         for step in range(2):
             first.push(one.filled(1.0), step=step, rank=0)
             second.push(one.filled(2.0), step=step, rank=1)
@@ -168,7 +170,7 @@ def test_a_trainer_that_gives_ranks_up_gives_their_gradient_buffers_back() -> No
         with closing(connect(units[0], "shm")) as both, closing(connect(units[0], "shm")) as late:
             for step, owners in enumerate([(both, both), (both, late)]):
                 for one, (rank, owner) in product(units, enumerate(owners)):
-                    remote(one, owner).begin_send(header(one, step=step, rank=rank), flats(one, 1.0))(unheard)
+                    remote(one, owner).prepare_push(header(one, step=step, rank=rank), flats(one, 1.0))(ignore)
                 manifests = [
                     shard_pb2.RankManifest(
                         dp_rank=rank,
@@ -179,9 +181,8 @@ def test_a_trainer_that_gives_ranks_up_gives_their_gradient_buffers_back() -> No
                 prepare = shard_pb2.PrepareStepRequest(context=units[0].context(step), ranks=manifests, dp=2)
                 server.call("PrepareStep", prepare)
                 units[0].update(step)
-                assert both.shm is not None
-                both.shm.release()
-                both.release_gradient_buffers()
-            assert late.pushes_through_shm
+                both.release()
+                both.free_memory()
+            assert late.copies_gradients
         assert [one.gather()[0] for one in units] == [2, 2]
         assert_all(units[0].gather()[1], -2.0)

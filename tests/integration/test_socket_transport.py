@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.processes.local_cluster import ServerProcess
-from shardwell.transport.base import NEARLY_BYTES, Transport
-from shardwell.transport.grpc_transport import ShardClient
-from shardwell.transport.socket_connection import SocketConnection
-from shardwell.transport.socket_transport import SocketTransport
+from shardwell.processes.server_process import ServerProcess
+from shardwell.transport.base import NEARLY_DONE_BYTES, StreamTransport
+from shardwell.transport.grpc_transport import GrpcTransport, ShardClient
+from shardwell.transport.rpc import Endpoint
+from shardwell.transport.socket_transport import SocketConnection, SocketTransport
 from shardwell_wire import codec, frames
+from shardwell_wire.credentials import NO_CREDENTIALS
 from shardwell_wire.errors import (
     AccessError,
     ChunkError,
@@ -47,6 +48,9 @@ from tests.support.shard_server import (
     train,
 )
 from tests.support.socket_transport import ConnectedUnit, Peer, assert_holds, closing_transport, data
+
+LOCAL = Endpoint("127.0.0.1:1", NO_CREDENTIALS)
+"""Connects to ports of this host."""
 
 
 @pytest.fixture
@@ -174,7 +178,7 @@ def test_readers_never_see_a_mixture(server: ShardServer) -> None:
 
 @pytest.mark.parametrize("kind", ["socket", "grpc"])
 def test_a_transfer_tells_when_little_of_it_is_left(big: ConnectedUnit, kind: str) -> None:
-    transport: Transport = big.transport if kind == "socket" else big.server.client
+    transport: StreamTransport = big.transport if kind == "socket" else GrpcTransport(big.server.client)
     told: list[bool] = []
     ones = torch.ones(BIG.size_bytes // 4)
     transport.reduce_scatter(
@@ -182,7 +186,7 @@ def test_a_transfer_tells_when_little_of_it_is_left(big: ConnectedUnit, kind: st
         [codec.memory_at(ones.data_ptr(), ones.nbytes)],
         timeout_s=20.0,
         retry_for_s=0.0,
-        nearly=lambda: told.append(True),
+        nearly_done=lambda: told.append(True),
     )
     assert told == [True]
     big.one.prepare(0)
@@ -193,7 +197,7 @@ def test_a_transfer_tells_when_little_of_it_is_left(big: ConnectedUnit, kind: st
         codec.memory_at(flat.data_ptr(), flat.nbytes),
         timeout_s=20.0,
         retry_for_s=0.0,
-        nearly=lambda: told.append(bool((flat[: -NEARLY_BYTES // 4] == -1.0).all())),
+        nearly_done=lambda: told.append(bool((flat[: -NEARLY_DONE_BYTES // 4] == -1.0).all())),
     )
     assert told and all(told)
     assert_holds(flat, -1.0)
@@ -252,7 +256,7 @@ def test_a_refused_push_is_not_sent_to_its_end() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         connecting = in_background(
-            partial(SocketConnection, "127.0.0.1", port, bytes(32), peer="socket transport", timeout_s=20.0)
+            partial(SocketConnection, LOCAL, port, bytes(32), peer="socket transport", timeout_s=20.0)
         )
         peer, _ = listener.accept()
         with peer:

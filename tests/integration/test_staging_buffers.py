@@ -13,10 +13,9 @@ import torch
 
 from shardwell.data_plane.partition_updates import RemotePartition
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
-from shardwell.transport.partitions import PartitionLocation, PartitionSegment
+from shardwell.transport.partitions import PartitionLocation, PartitionSegment, SharedPartitionSegment
 from shardwell.transport.selector import ServerConnection
-from shardwell.transport.shared_vector import SegmentPlace, SharedVector
-from shardwell.transport.staging_buffer import StagingBufferPart
+from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.partitions import Partitions
@@ -44,12 +43,12 @@ class Trainer:
 
     def __init__(self, one: OneUnit, transports: tuple[str, ...] = ("shm", "grpc")) -> None:
         self._one, self._partitions = one, {}
-        self.server = ServerConnection(one.server.client.address, one.identity, kinds=transports, chunk_bytes=64 << 10)
+        self.server = ServerConnection(
+            one.server.client.address, one.identity, transports=transports, chunk_bytes=64 << 10
+        )
         self._shard = RemoteShard(one.identity, one.layout, self.server, one.start, one.stop, Wire())
-        if self.server.shm is not None:
-            answer = self.server.shm.locate(one.layout.unit, None, timeout_s=20, retry_for_s=0)
-            place = SegmentPlace(answer.segment.path, one.start, one.stop)
-            self._shard.window = SharedVector(one.layout.unit, [place])
+        if (location := self._shard.locate()) is not None:
+            self._shard.map(location)
 
     def partition(self, rank: int = 0) -> RemotePartition:
         if rank not in self._partitions:
@@ -63,8 +62,8 @@ class Trainer:
     def read(self, step: int = 0, rank: int = 0, epoch: int = 1) -> PartitionSegment:
         return self.partition(rank).read(self._one.context(step, epoch))
 
-    def stage(self, part: PartitionSegment, step: int = 0, rank: int = 0, epoch: int = 1, keep: bool = True) -> None:
-        self.partition(rank).stage(lambda: self._one.context(step, epoch, uuid.uuid4().hex), part, keep=keep)
+    def stage(self, part: PartitionSegment, step: int = 0, rank: int = 0, epoch: int = 1, cache: bool = True) -> None:
+        self.partition(rank).stage(lambda: self._one.context(step, epoch, uuid.uuid4().hex), part, cache=cache)
 
     def update(self, step: int = 0, rank: int = 0, epoch: int = 1) -> PartitionSegment:
         """Descends along the gradient, and sums up gradients in the state."""
@@ -130,7 +129,7 @@ def test_steps_on_a_staging_buffer(server: ShardServer, layout: Any, dp: int) ->
         for step in range(4):
             prepare(one, step)
             parts = [own.update(step, rank) for rank in range(dp)]
-            assert all(isinstance(part, StagingBufferPart) for part in parts)
+            assert all(isinstance(part, SharedPartitionSegment) for part in parts)
             commit(one, step)
             paths.append(frozenset(files(server)))
         assert all(state["count"] == 4 for part in parts for state in part.state.values())
@@ -171,9 +170,9 @@ def test_what_is_staged_stays_so_while_its_staging_buffer_is_asked_for_again(ser
                 assert sums(again) == {3.0}
             commit(one, step)
             if step > 0:  # the first state is streamed
-                assert isinstance(first, StagingBufferPart)
-                assert isinstance(again, StagingBufferPart)
-                assert again.staging_buffer != first.staging_buffer
+                assert isinstance(first, SharedPartitionSegment)
+                assert isinstance(again, SharedPartitionSegment)
+                assert again.staging_buffer_id != first.staging_buffer_id
             assert_all(one.gather(step + 1)[1], -float(step + 1))
         prepare(one, 3)
         assert sums(own.read(3)) == {3.0}
@@ -280,9 +279,9 @@ def test_kept_values_and_state_are_not_sent_again(server: ShardServer) -> None:
         second = own.read(1)
         assert all(second.values[index] is first.values[index] for index in first.values)
         descend(second)
-        own.stage(second, 1, keep=False)
+        own.stage(second, 1, cache=False)
         commit(one, 1)
-        assert own.partition().held_bytes == 0
+        assert own.partition().cached_bytes == 0
         prepare(one, 2)
         third = own.update(2)
         assert third.values[0] is not first.values[0]
@@ -302,7 +301,7 @@ def test_what_was_kept_is_stale_once_another_trainer_stood_in(server: ShardServe
         other.update(1, epoch=2)
         commit(one, 1)
         prepare(one, 2)
-        assert own.partition().held_bytes
+        assert own.partition().cached_bytes
         assert sums(own.update(2, epoch=3)) == {7.0}
         commit(one, 2)
         assert_all(one.gather(3)[1], -7.0)
@@ -332,7 +331,7 @@ def test_without_room_for_a_staging_buffer_partitions_are_streamed() -> None:
         with trainer(one) as own:
             prepare(one, 0)
             part = own.read(0)
-            assert not isinstance(part, StagingBufferPart)
+            assert not isinstance(part, SharedPartitionSegment)
             own.stage(PartitionSegment(part.generation, part.values, part.gradients), 0)
             commit(one, 0)
         assert_all(one.gather(1)[1], 0.0)
@@ -355,7 +354,7 @@ def test_a_staging_buffer_is_given_up_when_room_is_needed(server: ShardServer) -
         commit(one, 2)
         prepare(one, 3)
         part = own.update(3)
-        assert isinstance(part, StagingBufferPart)
+        assert isinstance(part, SharedPartitionSegment)
         assert sums(part) == {4.0}
         commit(one, 3)
         assert_all(one.gather(4)[1], -4.0)
@@ -392,12 +391,17 @@ def test_what_is_refused(server: ShardServer) -> None:
         assert isinstance(error_of(lambda: commit(one, 1)), IncompleteStepError)
         one.fence(1, (0, 1, 0))
         assert isinstance(error_of(lambda: own.read(1, rank=0, epoch=0)), StaleEpochError)
-        transport = own.server.shm
-        assert transport is not None
-        wrong = shard_pb2.ReadPartitionRequest(context=one.context(1), unit="u", stop_bytes=4096)
-        assert isinstance(
-            error_of(lambda: transport.open_staging_buffer(wrong, timeout_s=20, retry_for_s=0)), InvalidRequestError
+        transport = own.server.transport
+        assert isinstance(transport, ShmTransport)
+        wrong = shard_pb2.OpenStagingBufferRequest(
+            partition=shard_pb2.ReadPartitionRequest(context=one.context(1), unit="u", stop_bytes=4096),
+            transport_id=transport._session,
         )
-        header = shard_pb2.StagePartitionHeader(context=one.context(1), unit="u", stop_bytes=one.size)
-        error = error_of(lambda: transport.stage_staging_buffer(header, 999, timeout_s=20, retry_for_s=0))
+        assert isinstance(error_of(lambda: server.call("OpenStagingBuffer", wrong)), InvalidRequestError)
+        unknown = shard_pb2.StageStagingBufferRequest(
+            header=shard_pb2.StagePartitionHeader(context=one.context(1), unit="u", stop_bytes=one.size),
+            transport_id=transport._session,
+            staging_buffer_id=999,
+        )
+        error = error_of(lambda: server.call("StageStagingBuffer", unknown))
         assert "the transport has no staging buffer 999" in str(error)

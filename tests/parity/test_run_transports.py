@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardwell
-from shardwell.processes.local_cluster import ServerProcess
+from shardwell.processes.server_process import ServerProcess
 from tests.support import transformer
 from tests.support.cluster import join_options
 from tests.support.processes import TrainerProcess
@@ -191,7 +191,7 @@ def test_unit_is_in_shared_memory_if_all_its_servers_offer_it(triple: str, mixed
             peaks[name] = max(unit.own_bytes for unit in session.units)
             kinds = {server.kind for server in session.store._servers.values()}
             vectors = [unit.vector for unit in session.store._units.values()]
-            windows = [shard.window for unit in session.store._units.values() for shard in unit.shards]
+            windows = [shard.address.window for unit in session.store._units.values() for shard in unit.shards]
         if name == "shm":
             assert (kinds, peaks[name]) == ({"shm"}, 0)
             assert all(vectors)

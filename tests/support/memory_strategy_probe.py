@@ -1,8 +1,9 @@
-"""Measures a trainer's peak memory under a memory strategy.
+"""Measures a trainer's peak memory of its own under a memory strategy.
 
-``python -m tests.support.memory_strategy_probe (plain | ADDRESS TRANSPORTS STRATEGY)`` trains a small transformer-like
-model for some steps. It prints one JSON line with the peak of memory that only this process uses (USS), above its value
-before the model was built, and the seconds of the median step. Memory is sampled every few milliseconds.
+``python -m tests.support.memory_strategy_probe (plain | ADDRESS TRANSPORTS STRATEGY)`` prints one JSON line: bytes
+above
+those before the model was built, of memory that is this process's alone, sampled every few milliseconds, over some
+training steps of a small transformer-like model; and the seconds of the median step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.support.cluster import join_options
 
 WIDTH, NUM_BLOCKS, BATCH, NUM_STEPS = 384, 8, 1024, 2
 LIMITS = {"prefetch_bytes": 8 << 20, "push_bytes": 8 << 20}
-"""A block has 7.1 MB of weights."""
+"""A block has 7.1 MB."""
 
 
 class Block(nn.Module):
@@ -39,7 +40,7 @@ class Block(nn.Module):
 
 
 class Peak:
-    """Samples the peak of this process's own memory."""
+    """The most memory of its own that this process has had, above what it had at first."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -49,13 +50,13 @@ class Peak:
         self._thread.start()
 
     def end(self) -> int:
-        """Ends the sampling, and returns the peak above the first value."""
+        """Ends the sampling; returns the bytes."""
         self._ended.set()
         self._thread.join()
         return self.peak_bytes - self.before_bytes
 
-    def reset(self) -> None:
-        """Restarts the peak at the current value."""
+    def forget(self) -> None:
+        """What was needed until now does not count."""
         self.peak_bytes = self._own_bytes()
 
     def _own_bytes(self) -> int:
@@ -86,7 +87,7 @@ def main(address: str, transports: str | None = None, strategy: str | None = Non
         memory = shardwell.MemoryStrategy[strategy] if strategy != "default" else None  # type: ignore[index]
         shardwell.auto_wrap(model, session, shardwell.ModuleTypePolicy({Block}), memory=memory)
         optimizer = shardwell.optim.AdamW(model.parameters())
-    peak.reset()
+    peak.forget()
     seconds = []
     for _ in range(NUM_STEPS):
         started = time.perf_counter()

@@ -7,18 +7,16 @@ from typing import Any, Literal
 
 import torch
 
-from shardwell.transport.base import Transport
-from shardwell.transport.shared_vector import SegmentPlace, SharedVector
+from shardwell.transport.base import PreparedPush, StreamTransport
+from shardwell.transport.grpc_transport import GrpcTransport
+from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell.transport.socket_transport import SocketTransport
 from shardwell_server.shard.transports.gradient_buffers import GradientBuffer
 from shardwell_server.shard.transports.shm_transport import PROOF_FILE_BYTES
-from shardwell_wire.codec import memory_at
 from shardwell_wire.v1 import shard_pb2
-from tests.support.shard_server import (
-    OneUnit,
-    ShardServer,
-)
+from tests.support.shard_server import OneUnit, ShardServer
+from tests.support.transports import Gradients, address_of
 
 
 def header(
@@ -45,10 +43,10 @@ class ConnectedUnit:
 
     def __init__(self, one: OneUnit, control: Literal["grpc", "socket"] = "grpc") -> None:
         self.one, self.server = one, one.server
-        self.transport = ShmTransport(self.server.client, one.identity, timeout_s=20.0)
+        self.transport = ShmTransport(self.server.client, one.identity, self._control, timeout_s=20.0)
         self._ends = ExitStack()
         self._ends.callback(self.transport.close)
-        self.control: Transport = self.server.client
+        self.control: StreamTransport = GrpcTransport(self.server.client)
         if control == "socket":
             self.control = self._ends.enter_context(closing(SocketTransport(self.server.client, one.identity)))
 
@@ -59,30 +57,26 @@ class ConnectedUnit:
         self._ends.close()
 
     def locate(self, version: int | None = None, *, timeout_s: float = 20.0) -> shard_pb2.LocateShardResponse:
-        return self.transport.locate(self.one.layout.unit, version, timeout_s=timeout_s, retry_for_s=0.0)
+        return self.transport.locate(address_of(self.one), version, timeout_s=timeout_s, retry_for_s=0.0)
 
     def vector(self) -> SharedVector:
         path = self.locate().segment.path
-        return SharedVector(self.one.layout.unit, [SegmentPlace(path, self.one.start, self.one.stop)])
+        return SharedVector(self.one.layout.unit, [SegmentLocation(path, self.one.start, self.one.stop)])
 
     def header(self, **options: Any) -> shard_pb2.ReduceScatterHeader:
         return header(self.one, **options)
 
     def push(self, gradients: list[torch.Tensor], **changes: Any) -> None:
-        flats = {at.parameter_index: own for at, own in zip(self.one.segments, gradients, strict=True)}
+        self.transport.push(self.prepare(gradients, **changes), timeout_s=20.0, retry_for_s=0.0)
 
-        def write(memory: memoryview) -> None:
-            for at in self.one.segments:
-                own = flats[at.parameter_index]
-                memory[at.start_bytes - self.one.start : at.stop_bytes - self.one.start] = memory_at(
-                    own.data_ptr(), own.nbytes
-                )
+    def prepare(self, gradients: list[torch.Tensor], **changes: Any) -> PreparedPush:
+        part = Gradients(self.one, gradients)
+        return self.transport.prepare_push(address_of(self.one), self.header(**changes), part)
 
-        laid = self.transport.lay(self.header(**changes), write)
-        self.transport.hand_over(laid, self._hand_over)
-
-    def _hand_over(self, request: shard_pb2.ReduceGradientBufferRequest) -> shard_pb2.ReduceGradientBufferResponse:
-        return self.control.reduce_gradient_buffer(request, timeout_s=20.0, retry_for_s=0.0)
+    def _control(
+        self, request: shard_pb2.ReduceGradientBufferRequest, *, timeout_s: float = 20.0, retry_for_s: float = 0.0
+    ) -> shard_pb2.ReduceGradientBufferResponse:
+        return self.control.control(request, timeout_s=timeout_s, retry_for_s=retry_for_s)
 
     def open_gradient_buffer(self, **changes: Any) -> shard_pb2.OpenGradientBufferResponse:
         identity = self.one.identity
@@ -90,7 +84,7 @@ class ConnectedUnit:
             "run": identity.name,
             "run_id": identity.run_id,
             "unit": self.one.layout.unit,
-            "transport_id": self.transport._name,
+            "transport_id": self.transport._session,
         }
         answer: shard_pb2.OpenGradientBufferResponse = self.server.call(
             "OpenGradientBuffer", shard_pb2.OpenGradientBufferRequest(**{**fields, **changes})
@@ -102,14 +96,14 @@ class ConnectedUnit:
     ) -> shard_pb2.ReduceGradientBufferResponse:
         request = shard_pb2.ReduceGradientBufferRequest(
             header=self.header(**changes),
-            transport_id=self.transport._name if transport_id is None else transport_id,
+            transport_id=self.transport._session if transport_id is None else transport_id,
             gradient_buffer_id=gradient_buffer,
         )
-        return self._hand_over(request)
+        return self._control(request)
 
     def gradient_buffers(self) -> list[GradientBuffer]:
         """Those that the server has for the transport."""
-        return self.server.look(lambda: list(self.server.shm._open[self.transport._name]._gradient_buffers.values()))
+        return self.server.look(lambda: list(self.server.shm._open[self.transport._session]._gradient_buffers.values()))
 
 
 def shared_bytes(server: ShardServer) -> int:

@@ -1,4 +1,4 @@
-"""Steps of a ``Pair`` whose replicas keep their memory between steps."""
+"""Steps of a plain model and its sharded twin, as ``Pair`` does them, where replicas keep their memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = "Gpt-0"
 
 
 def wrap_with(strategy: ShardingStrategy | None, replica: ReplicaOptions | None = None) -> Any:
-    """Returns a function that makes a unit with this strategy for every block, and one for the rest."""
+    """A unit of that strategy for every block, and one for the rest."""
 
     def wrap(model: Any, session: Any) -> None:
         for block in model.blocks:
@@ -27,7 +27,7 @@ def wrap_with(strategy: ShardingStrategy | None, replica: ReplicaOptions | None 
 
 
 def commit(sharded: Sharded) -> None:
-    """Does the work of ``optimizer.step()`` and ``optimizer.zero_grad()`` in a plain loop with one rank."""
+    """What ``optimizer.step()`` and ``optimizer.zero_grad()`` do in a plain loop of one rank."""
     sharded.units.finish_item()
     sharded.store.step()
     sharded.units.invalidate()
@@ -36,23 +36,23 @@ def commit(sharded: Sharded) -> None:
 
 
 def step(pair: Pair) -> None:
-    """Takes one optimizer step of both models."""
+    """One optimizer step of both."""
     pair.optimizer.step()
     pair.optimizer.zero_grad()
     commit(pair.sharded)
 
 
 def difference(counter: Counter[str], before: Counter[str]) -> dict[str, int]:
-    """Returns the counts since ``before``."""
+    """What was counted since."""
     return dict(counter - before)
 
 
 def unit_of(sharded: Sharded, name: str) -> Any:
-    """Returns a unit by its name."""
+    """A unit by its name."""
     return next(unit for unit in sharded.units if unit.name == name)
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """Returns the blocks and the model."""
+    """The blocks and the model."""
     blocks: Any = model.blocks
     return [*blocks, model]

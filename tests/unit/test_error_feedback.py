@@ -69,7 +69,7 @@ def push(
     assert (encoded.indices, encoded.stored_bytes) == ((index,), value.nbytes)
     stream = bytes(encoded.stream)
     encoded.stream[:] = b"\xff" * len(stream)  # it is used again: whoever finds the old bytes there is lucky
-    encoded.give_back()
+    encoded.release()
     return stream
 
 
@@ -192,7 +192,7 @@ def test_parameters_pushed_together_give_the_bits_of_each_pushed_alone(wire_dtyp
         one_by_one = [push(alone, gradients[BIAS], index=BIAS), stored, push(alone, gradients[WEIGHT])]
         assert encoded.indices == (BIAS, DOUBLE, WEIGHT)
         assert bytes(encoded.stream) == b"".join(one_by_one)
-        encoded.give_back()
+        encoded.release()
         for each in (together, alone):
             each.commit()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardwell.transport import gradient_buffers as client
+from shardwell.transport import shm_transport as client
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.unit_shard import UnitShard
@@ -35,41 +35,41 @@ class Made:
 
 def test_a_gradient_buffer_that_was_given_back_is_taken_again() -> None:
     made = Made()
-    first = made.gradient_buffers.take("u", 0)
-    assert made.gradient_buffers.take("u", 0) is not first
+    first = made.gradient_buffers.acquire("u", 0)
+    assert made.gradient_buffers.acquire("u", 0) is not first
     for _ in range(2):
-        made.gradient_buffers.give(first)
-    assert made.gradient_buffers.take("u", 1) is first
-    assert made.gradient_buffers.take("u", 1) not in made.made[:2]
+        made.gradient_buffers.release(first)
+    assert made.gradient_buffers.acquire("u", 1) is first
+    assert made.gradient_buffers.acquire("u", 1) not in made.made[:2]
 
 
 def test_units_do_not_share_gradient_buffers() -> None:
     made = Made()
-    made.gradient_buffers.give(made.gradient_buffers.take("u", 0))
-    assert bytes(made.gradient_buffers.take("v", 0).memory) == b"v"
+    made.gradient_buffers.release(made.gradient_buffers.acquire("u", 0))
+    assert bytes(made.gradient_buffers.acquire("v", 0).memory) == b"v"
     assert len(made.made) == 2
 
 
 def test_what_was_taken_and_not_given_back_is_free_when_the_step_is_committed() -> None:
     made = Made()
-    taken = [made.gradient_buffers.take(unit, rank) for unit, rank in (("u", 0), ("u", 1), ("v", 0))]
+    taken = [made.gradient_buffers.acquire(unit, rank) for unit, rank in (("u", 0), ("u", 1), ("v", 0))]
     for _ in range(2):
-        made.gradient_buffers.release()
-    assert {made.gradient_buffers.take("u", 0).number for _ in range(2)} == {0, 1}
-    assert made.gradient_buffers.take("v", 0) is taken[2]
+        made.gradient_buffers.release_rank()
+    assert {made.gradient_buffers.acquire("u", 0).buffer_id for _ in range(2)} == {0, 1}
+    assert made.gradient_buffers.acquire("v", 0) is taken[2]
     assert len(made.made) == 3
 
 
 def test_withdrawing_a_rank_frees_its_gradient_buffers_only() -> None:
     made = Made()
     for unit, rank in (("u", 0), ("u", 1), ("v", 1)):
-        made.gradient_buffers.take(unit, rank)
-    made.gradient_buffers.release(1)
-    assert made.gradient_buffers.take("u", 0) is made.made[1]
-    assert made.gradient_buffers.take("v", 0) is made.made[2]
-    assert made.gradient_buffers.take("u", 0) is not made.made[0]
-    made.gradient_buffers.release()
-    assert made.made[0] in [made.gradient_buffers.take("u", 0) for _ in range(3)]
+        made.gradient_buffers.acquire(unit, rank)
+    made.gradient_buffers.release_rank(1)
+    assert made.gradient_buffers.acquire("u", 0) is made.made[1]
+    assert made.gradient_buffers.acquire("v", 0) is made.made[2]
+    assert made.gradient_buffers.acquire("u", 0) is not made.made[0]
+    made.gradient_buffers.release_rank()
+    assert made.made[0] in [made.gradient_buffers.acquire("u", 0) for _ in range(3)]
 
 
 def test_what_is_laid_in_a_gradient_buffer_is_in_the_file_that_the_server_maps(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from shardwell.data_plane.host_folder import HostFolder
-from shardwell.data_plane.node_gathers import MOST_FAILURES, NodeGathers
-from shardwell.data_plane.node_group import NodeGroup
-from shardwell.data_plane.node_rendezvous import NodeRendezvous
+from shardwell.data_plane.host_cache import HostFolder
+from shardwell.data_plane.node_gathers import MAX_FAILURES, NodeGathers
+from shardwell.data_plane.node_group import NodeGroup, NodeRendezvous
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
 from shardwell.memory.device_copies import Exchange
@@ -27,6 +26,7 @@ from shardwell_wire.errors import CapacityError, UnavailableError
 from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from tests.support.cluster import wait_until
+from tests.support.transports import FakeStream, StreamedServer
 
 LAYOUT = UnitLayout(
     "u",
@@ -40,13 +40,11 @@ LAYOUT = UnitLayout(
 SHORT_S, LONG_S = 0.2, 60.0
 
 
-class Server:
+class Server(FakeStream):
     """A connection to a server with values of each version; counts what is read, and can fail."""
 
-    pushes_through_shm = False
-
     def __init__(self) -> None:
-        self.received_bytes = 0
+        super().__init__()
         self.error: Exception | None = None
 
     def gather(self, request: Any, target: memoryview, **_: float) -> int:
@@ -55,11 +53,9 @@ class Server:
         target[:] = bytes_of(request.version)[request.start_bytes : request.stop_bytes].numpy().tobytes()
         return int(request.version)
 
-    def streamed(self, action: Callable[[Server], int]) -> int:
-        return action(self)
-
-    def count(self, *, received_bytes: int) -> None:
-        self.received_bytes += received_bytes
+    @property
+    def received_bytes(self) -> int:
+        return self._counter.received_bytes
 
 
 def bytes_of(version: int) -> torch.Tensor:
@@ -94,7 +90,7 @@ class Member:
 
     def __init__(self, group: NodeGroup, patience_s: float, wire: Wire) -> None:
         self.server, self.traffic = Server(), Traffic(push_bytes=1)
-        server: Any = self.server
+        server: Any = StreamedServer(self.server)
         cuts = ((0, 2 * BLOCK_BYTES), (2 * BLOCK_BYTES, 5 * BLOCK_BYTES), (5 * BLOCK_BYTES, LAYOUT.size_bytes))
         self.unit = RemoteUnit(
             0, LAYOUT, tuple(RemoteShard(RunIdentity("r", "id-of-r"), LAYOUT, server, *cut, wire) for cut in cuts)
@@ -183,8 +179,8 @@ def test_who_asks_for_another_unit_gets_it_and_meets_the_others_in_the_next_vers
         vectors += [member.gather(0) for member in members for _ in range(2)]
     assert not any(vector.exchanged for vector in vectors)
     assert [record.message for record in caplog.records] == [
-        "node group: the trainers of this node came to gather 0 of step 0 with different units, or not within 60 s: "
-        "each fetches the rest of the step for itself"
+        "node group: gather 0 of step 0 was cancelled: the trainers of this node asked for different units, or one did "
+        "not arrive within 60 s; each of them fetches whole units for the rest of the step"
     ] * 2
     assert all(vector.exchanged for vector in all_do(members, lambda member: member.gather(1)))
 
@@ -194,17 +190,17 @@ def test_who_waits_in_vain_fetches_everything_and_stops_trying(
 ) -> None:
     first, second = make(2, patience_s=SHORT_S)
     with caplog.at_level(logging.WARNING):
-        for version in range(MOST_FAILURES + 1):
+        for version in range(MAX_FAILURES + 1):
             first.gather(version)
-    assert len(caplog.records) == MOST_FAILURES
-    assert "every unit is fetched whole from now on: its trainers asked for different units" in caplog.text
-    assert not second.gather(MOST_FAILURES + 1).exchanged
+    assert len(caplog.records) == MAX_FAILURES
+    assert "every unit is fetched whole from now on: in 3 consecutive steps its trainers asked" in caplog.text
+    assert not second.gather(MAX_FAILURES + 1).exchanged
     assert "member 0 of 2 is gone" in caplog.text
 
 
 def test_failures_that_are_not_in_a_row_are_forgiven(make: MakeMembers) -> None:
     members = make(2, patience_s=SHORT_S)
-    for version in range(0, 3 * MOST_FAILURES, 3):
+    for version in range(0, 3 * MAX_FAILURES, 3):
         members[0].gather(version)
     for member in members:
         member.gathers._patience_s = LONG_S

@@ -11,8 +11,8 @@ from dataclasses import astuple
 
 import pytest
 
-from shardwell.data_plane.host_folder import HostFolder
-from shardwell.data_plane.node_rendezvous import CONNECTED, MemberGoneError, NodeRendezvous, Outcome, Round
+from shardwell.data_plane.host_cache import HostFolder
+from shardwell.data_plane.node_group import CONNECTED, MemberGoneError, NodeRendezvous, Outcome, Round
 
 LONG_S, SHORT_S = 60.0, 0.05
 MakeRendezvous = Callable[[int], list[NodeRendezvous]]
@@ -46,20 +46,20 @@ def decide_all(rendezvous_points: list[NodeRendezvous], this_round: Round, what:
 def test_who_wants_the_same_goes_together(make: MakeRendezvous, size: int) -> None:
     rendezvous_points = make(size)
     for this_round in (CONNECTED, Round(0, 0), Round(0, 1), Round(1, 0)):
-        assert decide_all(rendezvous_points, this_round, [0] * size) == [Outcome.TOGETHER] * size
+        assert decide_all(rendezvous_points, this_round, [0] * size) == [Outcome.EXCHANGE] * size
 
 
 def test_who_wants_different_things_goes_apart(make: MakeRendezvous) -> None:
     rendezvous_points = make(3)
-    assert decide_all(rendezvous_points, Round(0, 0), [4, 5, 4]) == [Outcome.APART] * 3
-    assert decide_all(rendezvous_points, Round(1, 0), [4, 4, 4]) == [Outcome.TOGETHER] * 3
+    assert decide_all(rendezvous_points, Round(0, 0), [4, 5, 4]) == [Outcome.CANCELLED] * 3
+    assert decide_all(rendezvous_points, Round(1, 0), [4, 4, 4]) == [Outcome.EXCHANGE] * 3
 
 
 def test_who_comes_too_late_finds_that_the_turn_is_off(make: MakeRendezvous) -> None:
     first, second = make(2)
-    assert first.decide(Round(0, 0), 7, SHORT_S) is Outcome.APART
-    assert second.decide(Round(0, 0), 7, LONG_S) is Outcome.APART
-    assert decide_all([first, second], Round(1, 0), [7, 7]) == [Outcome.TOGETHER] * 2
+    assert first.decide(Round(0, 0), 7, SHORT_S) is Outcome.CANCELLED
+    assert second.decide(Round(0, 0), 7, LONG_S) is Outcome.CANCELLED
+    assert decide_all([first, second], Round(1, 0), [7, 7]) == [Outcome.EXCHANGE] * 2
 
 
 def test_who_waits_for_one_that_is_further_goes_on(make: MakeRendezvous) -> None:
@@ -69,19 +69,19 @@ def test_who_waits_for_one_that_is_further_goes_on(make: MakeRendezvous) -> None
         behind, ahead = threads.map(
             lambda pair: pair[0].decide(pair[1], 7, 1.0), zip(rendezvous_points, rounds, strict=True)
         )
-    assert (behind, ahead) == (Outcome.APART, Outcome.APART)
+    assert (behind, ahead) == (Outcome.CANCELLED, Outcome.CANCELLED)
 
 
 def test_a_turn_that_is_called_off_needs_no_waiting(make: MakeRendezvous) -> None:
     first, second = make(2)
-    assert first.call_off(Round(0, 0)) is Outcome.APART
-    assert second.decide(Round(0, 0), 7, LONG_S) is Outcome.APART
+    assert first.cancel(Round(0, 0)) is Outcome.CANCELLED
+    assert second.decide(Round(0, 0), 7, LONG_S) is Outcome.CANCELLED
 
 
 def test_a_turn_that_all_have_come_to_cannot_be_called_off(make: MakeRendezvous) -> None:
     rendezvous_points = make(2)
-    assert decide_all(rendezvous_points, Round(0, 0), [7, 7]) == [Outcome.TOGETHER] * 2
-    assert rendezvous_points[0].call_off(Round(0, 0)) is Outcome.TOGETHER
+    assert decide_all(rendezvous_points, Round(0, 0), [7, 7]) == [Outcome.EXCHANGE] * 2
+    assert rendezvous_points[0].cancel(Round(0, 0)) is Outcome.EXCHANGE
 
 
 def test_nobody_waits_for_one_that_left(make: MakeRendezvous) -> None:
@@ -89,13 +89,13 @@ def test_nobody_waits_for_one_that_left(make: MakeRendezvous) -> None:
     rendezvous_points[1].close()
     with pytest.raises(MemberGoneError, match="member 1 of 3 is gone"):
         rendezvous_points[0].decide(Round(0, 0), 7, LONG_S)
-    assert rendezvous_points[2].decide(Round(0, 0), 7, LONG_S) is Outcome.APART
+    assert rendezvous_points[2].decide(Round(0, 0), 7, LONG_S) is Outcome.CANCELLED
 
 
 _COME = """
 import sys
-from shardwell.data_plane.host_folder import HostFolder
-from shardwell.data_plane.node_rendezvous import NodeRendezvous
+from shardwell.data_plane.host_cache import HostFolder
+from shardwell.data_plane.node_group import NodeRendezvous
 rendezvous = NodeRendezvous(HostFolder(sys.argv[1]), 1, 2)
 print("there", flush=True)
 sys.stdin.read()
@@ -126,10 +126,10 @@ def test_a_meeting_ends_when_somebody_does_not_come(make: MakeRendezvous) -> Non
 
 
 def test_two_processes_cannot_be_the_same_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwell.data_plane.node_rendezvous._LOCK_LIMIT_S", SHORT_S)
+    monkeypatch.setattr("shardwell.data_plane.node_group._LOCK_LIMIT_S", SHORT_S)
     key = uuid.uuid4().hex
     rendezvous, folder = NodeRendezvous(HostFolder(key), 0, 2), HostFolder(key)
-    with pytest.raises(BlockingIOError, match="another process is this member"):
+    with pytest.raises(BlockingIOError, match="another process has this rank"):
         NodeRendezvous(folder, 0, 2)
     folder.close()
     rendezvous.close()
@@ -138,10 +138,10 @@ def test_two_processes_cannot_be_the_same_member(monkeypatch: pytest.MonkeyPatch
 def test_who_looks_while_another_writes_sees_no_half_of_it(make: MakeRendezvous) -> None:
     rendezvous, _ = make(2)
     with rendezvous._changing() as record:
-        record.version, record.number, record.what, record.num_there = 7, 3, 5, 1
+        record.version, record.number, record.unit, record.num_arrived = 7, 3, 5, 1
     writing = (
-        "import sys; from shardwell.data_plane.host_folder import HostFolder; "
-        "from shardwell.data_plane.node_rendezvous import NodeRendezvous; "
+        "import sys; from shardwell.data_plane.host_cache import HostFolder; "
+        "from shardwell.data_plane.node_group import NodeRendezvous; "
         "rendezvous = NodeRendezvous(HostFolder(sys.argv[1]), 2, 3); print('there', flush=True)\n"
         "while True:\n with rendezvous._changing(): pass"
     )

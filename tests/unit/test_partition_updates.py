@@ -4,7 +4,7 @@ nobody."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardwell.data_plane import partition_updates
 from shardwell.data_plane.partition_updates import PartitionUpdates
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.traffic import RemoteUnit
+from shardwell.transport.base import ShardAddress
 from shardwell.transport.partitions import PartitionSegment
 from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
 from shardwell_wire.run_identity import RunIdentity
@@ -26,26 +27,27 @@ PART_BYTES, LONG_S = BLOCK_BYTES, 60.0
 
 
 class Server:
-    """Of another host."""
+    """A connection to a server of another host, which answers what is staged once ``answers`` is set."""
 
-    shm = None
+    def __init__(self, answers: threading.Event) -> None:
+        self._answers = answers
 
-    def by_rpc(self, action: Callable[[Any], Any]) -> Any:
-        return action(None)
+    def shares_partitions(self, shard: ShardAddress) -> bool:
+        return False
+
+    def read_partition(self, *_: Any, **__: Any) -> PartitionSegment:
+        return PartitionSegment(1, {0: torch.zeros(PART_BYTES // 4)})
+
+    def stage_partition(self, *_: Any, **__: Any) -> str:
+        self._answers.wait(LONG_S)
+        return "request"
 
 
 @contextmanager
-def updates(
-    monkeypatch: pytest.MonkeyPatch, server_answers: threading.Event
-) -> Iterator[tuple[PartitionUpdates, RemoteUnit]]:
+def updates(server_answers: threading.Event) -> Iterator[tuple[PartitionUpdates, RemoteUnit]]:
     """Updates of a unit whose server takes in what is staged once ``server_answers`` is set."""
 
-    def read(client: Any, *_: Any, **__: Any) -> PartitionSegment:
-        return PartitionSegment(1, {0: torch.zeros(PART_BYTES // 4)})
-
-    monkeypatch.setattr(partition_updates, "read_partition", read)
-    monkeypatch.setattr(partition_updates, "stage_partition", lambda *_, **__: server_answers.wait(LONG_S))
-    server: Any = Server()
+    server: Any = Server(server_answers)
     cuts = [(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES) for number in range(NUM_SHARDS)]
     unit = RemoteUnit(
         0, LAYOUT, tuple(RemoteShard(RunIdentity("r", "id-of-r"), LAYOUT, server, *cut, Wire()) for cut in cuts)
@@ -57,7 +59,7 @@ def updates(
 
 
 @pytest.mark.parametrize("room_for", [0, 1, 2, NUM_SHARDS])
-def test_what_is_being_staged_counts_as_kept(monkeypatch: pytest.MonkeyPatch, room_for: int) -> None:
+def test_what_is_being_staged_counts_as_kept(room_for: int) -> None:
     server_answers, updated = threading.Event(), []
 
     def update(unit_index: int, part: PartitionSegment) -> None:
@@ -65,13 +67,13 @@ def test_what_is_being_staged_counts_as_kept(monkeypatch: pytest.MonkeyPatch, ro
         if len(updated) == partition_updates._BEHIND_COUNT:  # as many are being staged as can be
             server_answers.set()
 
-    with updates(monkeypatch, server_answers) as (running, unit):
-        running.run([unit], 0, common_pb2.RequestContext, update, keep_bytes=room_for * PART_BYTES)
+    with updates(server_answers) as (running, unit):
+        running.run([unit], 0, common_pb2.RequestContext, update, cache_bytes=room_for * PART_BYTES)
         partitions = running._partitions.values()
-    assert sum(each.held_bytes for each in partitions) == room_for * PART_BYTES and len(partitions) == NUM_SHARDS
+    assert sum(each.cached_bytes for each in partitions) == room_for * PART_BYTES and len(partitions) == NUM_SHARDS
 
 
-def test_an_interrupt_does_not_wait_for_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_does_not_wait_for_a_server() -> None:
     server_answers, updated = threading.Event(), []
 
     def update(unit_index: int, part: PartitionSegment) -> None:
@@ -79,7 +81,7 @@ def test_an_interrupt_does_not_wait_for_a_server(monkeypatch: pytest.MonkeyPatch
         if len(updated) == 2:
             raise KeyboardInterrupt
 
-    with updates(monkeypatch, server_answers) as (running, unit):
+    with updates(server_answers) as (running, unit):
         with pytest.raises(KeyboardInterrupt):
-            running.run([unit], 0, common_pb2.RequestContext, update, keep_bytes=0)
+            running.run([unit], 0, common_pb2.RequestContext, update, cache_bytes=0)
         assert not server_answers.is_set()

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import FileStore
 
-from shardwell.data_plane.host_folder import HostFolder
-from shardwell.data_plane.node_group import NodeGroup
-from shardwell.data_plane.node_rendezvous import NodeRendezvous
+from shardwell.data_plane.host_cache import HostFolder
+from shardwell.data_plane.node_group import NodeGroup, NodeRendezvous
 from shardwell.session import process_groups
 from shardwell.session.config import JoinConfig, TransferOptions
 from shardwell.session.process_groups import NodeMembers, form_node_group
@@ -30,7 +29,7 @@ def test_a_member_that_dies_once_it_is_connected_leaves_the_other_alone(
         board = NodeRendezvous(folder, 1, 2)
         assert board.meet(60.0)
         group = NodeGroup(board, "gloo", FileStore(str(folder.path / "store"), 2), rank=1, size=2)
-        wait_until(lambda: board._read().num_there == 1, "the other to wait until both are connected")
+        wait_until(lambda: board._read().num_arrived == 1, "the other to wait until both are connected")
         group.close()
 
     with ThreadPoolExecutor(1) as threads, caplog.at_level(logging.WARNING):

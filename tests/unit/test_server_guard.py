@@ -86,7 +86,7 @@ def test_a_server_out_of_reach_is_tried_again() -> None:
 
 def test_it_is_given_up_after_the_limit_and_named() -> None:
     guard = ServerGuard("s:1", Coordinator().ask, wait_limit_s=0.2)
-    message = r"a transfer: the shard server at s:1 could not be reached for 0\.\d s: refused\. As far as the"
+    message = r"a transfer: the shard server at s:1 could not be reached for 0\.\d s: refused\. The coordinator"
     with pytest.raises(UnavailableError, match=message) as caught:
         guard.run("a transfer", failing(UnavailableError("refused", peer="p"), FOREVER))
     assert caught.value.data == {"peer": "p", "address": "s:1"}

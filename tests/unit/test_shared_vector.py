@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwell.transport.shared_vector import SegmentPlace, SharedVector
+from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_server.shard.memory.shared_memory import Segment, SharedMemory
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import BLOCK_BYTES
@@ -28,13 +28,13 @@ class Shards:
 
     def __init__(self, shared: SharedMemory, *sizes: int, start_bytes: int = 0, version: int = 0) -> None:
         self.segments: list[Segment] = []
-        self.places: list[SegmentPlace] = []
+        self.places: list[SegmentLocation] = []
         for size in sizes:
             segment = shared.create_segment(size, "a shard")
             segment.buffer.copy_(torch.arange(start_bytes, start_bytes + size) % 251)
             segment.show(version)
             self.segments.append(segment)
-            self.places.append(SegmentPlace(segment.path, start_bytes, start_bytes + size))
+            self.places.append(SegmentLocation(segment.path, start_bytes, start_bytes + size))
             start_bytes += size
 
     def vector(self) -> SharedVector:
@@ -86,7 +86,7 @@ def test_a_version_is_shown_only_if_every_segment_shows_it(shared: SharedMemory)
     for versions in ((3, 3, 4), (UPDATING, 3, 3), (3, 3, UPDATING), (4, 4, 4)):
         shards.show(*versions)
         assert not vector.shows(3)
-        with pytest.raises(VersionGoneError, match="version 3 of unit 'u' was overwritten while it was in use"):
+        with pytest.raises(VersionGoneError, match="version 3 of unit 'u' was overwritten while this trainer read it"):
             vector.check(3)
     assert vector.shows(4)
     shards.show(4, UPDATING, 4)  # of an empty shard nothing is read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.data_plane.encoded_gradients import EncodedGradients
+from shardwell.data_plane.error_feedback import EncodedGradients
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
 from shardwell.data_plane.transfer_queue import TransferQueue
@@ -27,19 +28,17 @@ from shardwell_wire.stream_plan import InParameters, StreamPlan
 from shardwell_wire.v1 import shard_pb2
 from shardwell_wire.v1.common_pb2 import WIRE_DTYPE_INT8
 from tests.support.processes import ROOT
+from tests.support.transports import FakeStream, StreamedServer
 
 LAYOUT = UnitLayout("u", (Parameter("a", (3000,), "float32"), Parameter("b", (7,), "float32")))
 CUT = 8192
 
 
-class FakeServer:
-    """A connection whose transport remembers pushes; a gate can hold transfers back, and an error can be raised
-    instead."""
-
-    pushes_through_shm = False
+class FakeServer(FakeStream):
+    """A transport that records pushes. A gate can hold transfers back, and an error can be raised instead."""
 
     def __init__(self) -> None:
-        self.stream = self
+        super().__init__()
         self.pushes: list[tuple[shard_pb2.ReduceScatterHeader, bytes]] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -61,12 +60,6 @@ class FakeServer:
             raise self.error
         self.pushes.append((header, b"".join(pieces)))
 
-    def count(self, **_: int) -> None:
-        pass
-
-    def streamed(self, action: Callable[[FakeServer], int]) -> int:
-        return action(self)
-
 
 @pytest.fixture
 def client() -> FakeServer:
@@ -74,7 +67,7 @@ def client() -> FakeServer:
 
 
 def unit_on(client: FakeServer) -> RemoteUnit:
-    server: Any = client
+    server: Any = StreamedServer(client)
     wire, cuts = Wire(wait_limit_s=5), ((0, CUT), (CUT, LAYOUT.size_bytes))
     return RemoteUnit(
         0,
@@ -223,14 +216,14 @@ def test_a_failed_push_is_raised_once_by_drain(client: FakeServer) -> None:
 def test_a_push_that_is_interrupted_as_it_begins_is_not_waited_for(
     client: FakeServer, monkeypatch: pytest.MonkeyPatch, begun: list[int]
 ) -> None:
-    begin_send = RemoteShard.begin_send
+    prepare_push = RemoteShard.prepare_push
 
     def interrupt(shard: RemoteShard, *arguments: Any) -> Callable[..., None]:
         if shard.start_bytes not in begun:
             raise KeyboardInterrupt
-        return begin_send(shard, *arguments)
+        return prepare_push(shard, *arguments)
 
-    monkeypatch.setattr(RemoteShard, "begin_send", interrupt)
+    monkeypatch.setattr(RemoteShard, "prepare_push", interrupt)
     traffic = Traffic(push_bytes=1)
     with pytest.raises(KeyboardInterrupt):
         traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
@@ -247,7 +240,7 @@ def test_a_push_that_failed_is_forgotten_with_its_work(client: FakeServer, error
     traffic = Traffic(push_bytes=1 << 20)
     client.error = error
     traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
-    traffic.forget()
+    traffic.discard()
     traffic.drain()
     traffic.close()
 
@@ -323,6 +316,7 @@ def test_interrupts_at_any_instant_of_a_push_leave_nothing_to_wait_for(client: F
 
     before = sys.gettrace()
     traffic = Traffic(push_bytes=1)
+    gc.disable()  # the collector runs callbacks of `threading` at any line, and cannot pass an interrupt on
     try:
         for line_count in itertools.count(1):
             was_interrupted = push_after(line_count)
@@ -333,6 +327,7 @@ def test_interrupts_at_any_instant_of_a_push_leave_nothing_to_wait_for(client: F
             if not was_interrupted:
                 break
     finally:
+        gc.enable()
         sys.settrace(before)
     assert line_count > 100
     traffic.close()

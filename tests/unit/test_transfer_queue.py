@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwell.data_plane.transfer_queue import TransferQueue
-from shardwell.transport.base import NEARLY_BYTES, Nearly
+from shardwell.transport.base import NEARLY_DONE_BYTES, NearlyDone
 from shardwell_wire.errors import UnavailableError
 
 MIB = 1 << 20
@@ -23,13 +23,13 @@ class Transfers:
         self.begun: list[int] = []
         self._queue = queue
         self._gates: dict[int, threading.Event] = {}
-        self._nearly: dict[int, Nearly] = {}
+        self._nearly: dict[int, NearlyDone] = {}
         self._changed = threading.Condition()
 
     def ask(self, number: int, size_bytes: int) -> Future[int]:
         self._gates[number] = threading.Event()
 
-        def work(nearly: Nearly) -> int:
+        def work(nearly: NearlyDone) -> int:
             with self._changed:
                 self._nearly[number] = nearly
                 self.begun.append(number)
@@ -77,7 +77,7 @@ def test_a_transfer_begins_when_one_of_two_is_nearly_done(threads: ThreadPoolExe
 
 def test_small_transfers_are_more_at_once(threads: ThreadPoolExecutor) -> None:
     transfers = Transfers(TransferQueue(threads))
-    size_bytes = NEARLY_BYTES // 2
+    size_bytes = NEARLY_DONE_BYTES // 2
     asked = [transfers.ask(number, size_bytes // 2) for number in range(4)]
     asked += [transfers.ask(4, 1), transfers.ask(5, 0)]
     transfers.await_begun(0, 1, 2, 3)  # the next would be too much, and the last does not overtake it
@@ -90,7 +90,7 @@ def test_small_transfers_are_more_at_once(threads: ThreadPoolExecutor) -> None:
 def test_a_transfer_that_fails_makes_room_for_the_next(threads: ThreadPoolExecutor) -> None:
     queue = TransferQueue[int](threads)
 
-    def fail(_: Nearly) -> int:
+    def fail(_: NearlyDone) -> int:
         raise ValueError("no")
 
     failing = [queue.submit(100 * MIB, fail) for _ in range(5)]

@@ -1,22 +1,21 @@
-"""What a lossy push left out of a gradient, added to the next one (Seide et al. 2014, "1-bit SGD").
+"""Error feedback: the rounding error of a lossy push is added to the next gradient (Seide et al. 2014, "1-bit SGD").
 
-With error feedback the sum of what was pushed follows the sum of the gradients: the two differ by one
-push's rounding error, however many steps there were.
+With error feedback the sum of the pushed gradients follows the sum of the gradients. The two differ by the rounding
+error of one push, however many steps there were.
 
-It is for those who ask for it, because it makes trainers remember something. What is left out lives in
-the trainer alone and dies with it: whoever takes over a rank begins with nothing left out. No gradient is
-lost then but that rounding error; yet the weights are no longer bit for bit those of a run in which
-nothing failed. They still are when the same trainer computes a work item anew.
+It is off by default, because trainers become stateful. A trainer keeps its residuals in its own memory: when another
+trainer takes over a rank, it starts with residuals of zero. This loses one rounding error, so the weights are no longer
+bit for bit those of a run without failures. They still are if the same trainer recomputes a work item.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from shardwell.data_plane.encoded_gradients import EncodedGradients
 from shardwell.memory.buffer_pool import BufferPool
 from shardwell_wire.codec import memory_at
 from shardwell_wire.layout import UnitLayout
@@ -25,90 +24,106 @@ from shardwell_wire.stream_plan import InParameters, RangePlans, Slice
 from shardwell_wire.wire_dtypes import AS_STORED, WireDtype, applied
 
 _ITEM_BYTES = 4
-"""Of float32."""
+"""Size of a float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedGradients:
+    """One part of a contribution, encoded for the whole unit. Each server gets a range of the stream."""
+
+    indices: tuple[int, ...]
+    """Indices of the parameters, rising."""
+    wire_dtype: WireDtype
+    """The dtype in which float32 gradients travel."""
+    stream: memoryview
+    """The encoded gradients."""
+    stored_bytes: int
+    """Size of the gradients before they were encoded."""
+    release: Callable[[], None]
+    """Releases the memory of the stream."""
 
 
 class _Residual:
-    """What is left out of one unit's gradients for one rank, as of two moments: vectors laid out like the unit's.
+    """The rounding errors of one unit's gradients for one rank: vectors laid out like the unit.
 
     Args:
-        layout: Of the unit.
+        layout: Layout of the unit.
     """
 
     def __init__(self, layout: UnitLayout) -> None:
         numel = layout.size_bytes // _ITEM_BYTES
         self._layout = layout
         self._committed = torch.zeros(numel, dtype=torch.float32, device="cpu")
+        """Errors at the start of the step."""
         self._pending = torch.zeros(numel, dtype=torch.float32, device="cpu")
+        """Errors after the pushes of this step, for the parameters in ``pushed``."""
         self._touched: set[int] = set()
-        """Parameters of which ``_pending`` was written at some time; those of the others are zero in both."""
+        """Parameters whose part of ``_pending`` was written in any step. The others are zero in both vectors."""
         self.pushed: set[int] = set()
-        """Parameters that were pushed in this step: of them ``_pending`` counts."""
+        """Parameters that were pushed in this step."""
 
-    def place(self, index: int) -> slice:
-        """Where a parameter lies in these vectors."""
+    def range_of(self, index: int) -> slice:
+        """Returns a parameter's range in the vectors."""
         start = self._layout.starts[index] // _ITEM_BYTES
         return slice(start, start + self._layout.parameters[index].numel)
 
     def before(self, index: int) -> torch.Tensor:
-        """What was left out of a parameter's gradients before the next push. [numel]"""
-        return (self._pending if index in self.pushed else self._committed)[self.place(index)]
+        """Returns the errors that the next push of a parameter must add. [numel]"""
+        return (self._pending if index in self.pushed else self._committed)[self.range_of(index)]
 
     def after(self, part: Slice) -> torch.Tensor:
-        """Where what the next push leaves out of some values is written. [part.numel]"""
+        """Returns the memory for the errors of the next push. [part.numel]"""
         return self._pending[part.start_bytes // _ITEM_BYTES : part.stop_bytes // _ITEM_BYTES]
 
     def touch(self, indices: Iterable[int]) -> None:
-        """What a push leaves out of these parameters is about to be written, whether it will count or not."""
+        """Marks parameters whose pending errors are about to be written."""
         self._touched.update(indices)
 
-    def promote(self) -> None:
-        """The step is committed."""
+    def commit(self) -> None:
+        """Makes the pending errors those of the next step."""
         if not self.pushed:
             return
-        for place in map(self.place, self._touched - self.pushed):
-            self._pending[place].copy_(self._committed[place])
+        for stale in map(self.range_of, self._touched - self.pushed):
+            self._pending[stale].copy_(self._committed[stale])
         self._committed, self._pending = self._pending, self._committed
         self.pushed = set()
 
-    def drop(self) -> None:
-        """The step's pushes so far do not count."""
+    def reset(self) -> None:
+        """Discards the errors of this step's pushes."""
         self.pushed = set()
 
 
 class ErrorFeedback:
-    """Residuals of one trainer's pushes, by unit and logical dp rank.
+    """The residuals of one trainer's pushes, by unit and logical dp rank. For the training thread only.
 
-    A work item that is begun anew starts from the residuals of the step's beginning, so what it pushes is
-    the same again. That takes two copies, in float32, of every unit that is pushed, for each rank
-    that this trainer plays.
-
-    Not thread-safe: for the training thread, as the store that it belongs to.
+    A work item that is recomputed starts from the residuals at the start of the step, so it pushes the same bytes.
+    This takes two float32 copies of every pushed unit for each rank that the trainer plays.
 
     Args:
-        wire_dtype: How float32 gradients travel.
-        buffers: For what travels.
+        wire_dtype: The dtype in which float32 gradients travel.
+        buffers: Memory for encoded streams.
     """
 
     def __init__(self, wire_dtype: WireDtype, buffers: BufferPool) -> None:
         self._wire_dtype, self._buffers = wire_dtype, buffers
         self._plans: dict[int, RangePlans] = {}
-        """Of whole units."""
+        """Plans of whole units, by index."""
         self._residuals: dict[int, dict[int, _Residual]] = {}
+        """By dp rank and unit index."""
 
     def encode(
         self, unit_index: int, layout: UnitLayout, dp_rank: int, gradients: Mapping[int, torch.Tensor]
     ) -> EncodedGradients | None:
-        """Encodes gradients with what was left out before added, and notes what is left out now.
+        """Adds the residuals to gradients, encodes the sums, and keeps the new residuals.
 
         Args:
             unit_index: The unit.
-            layout: Of the unit.
-            dp_rank: The logical rank whose work item this is one part of.
-            gradients: By parameter index; whole, contiguous, on the CPU, without a graph. Each [numel]. Not changed.
+            layout: Layout of the unit.
+            dp_rank: The logical rank whose work item the gradients belong to.
+            gradients: By parameter index; whole, contiguous, on the CPU, without a graph. Not changed. Each [numel].
 
         Returns:
-            What to push; None if all of them travel as they are stored.
+            The encoded gradients, or None if all of them travel as stored.
         """
         lossy = {index for index in gradients if applied(self._wire_dtype, layout.parameters[index].dtype)}
         if not lossy:
@@ -139,28 +154,28 @@ class ErrorFeedback:
         )
 
     def reset(self, dp_rank: int) -> None:
-        """The rank's work item is begun anew, here or elsewhere: its pushes in this step count no more."""
+        """Discards the residuals of this step's pushes: the rank's work item is restarted, by any trainer."""
         for residual in self._residuals.get(dp_rank, {}).values():
-            residual.drop()
+            residual.reset()
 
     def commit(self) -> None:
-        """The step is committed with what was pushed. Forgets ranks that had no push in it: others play them."""
+        """Keeps the residuals of the committed step. Drops ranks without a push: other trainers play them now."""
         for dp_rank, residuals in list(self._residuals.items()):
             if not any(residual.pushed for residual in residuals.values()):
                 del self._residuals[dp_rank]
             for residual in residuals.values():
-                residual.promote()
+                residual.commit()
 
 
 def _encode_compensated(
     part: Slice, source: InParameters, before: InParameters, stream: torch.Tensor, lost: torch.Tensor
 ) -> None:
-    """Encodes the sum of values and of what was left out before; writes to ``lost`` what that leaves out."""
+    """Encodes the sum of gradients and residuals; writes the rounding errors to ``lost``."""
     values = scratch_values(part.numel)
     for piece in part.parts:
-        place = values if len(part.parts) == 1 else values[piece.of_slice]
-        torch.add(source.piece(part, piece), before.piece(part, piece), out=place)
+        out = values if len(part.parts) == 1 else values[piece.of_slice]
+        torch.add(source.piece(part, piece), before.piece(part, piece), out=out)
     part.encode(values, stream)
     part.decode(stream, lost)
-    # The servers refuse a push that is not finite; it must not spoil the next one, too: its errors are 0.
+    # Servers reject a push that is not finite. Its errors become 0, so that they do not spoil the next push.
     torch.sub(values, lost, out=lost).nan_to_num_(0.0, 0.0, 0.0)

@@ -1,32 +1,42 @@
-"""Weights that trainers of one host fetch once for all of them: files in memory that each maps.
+"""The host cache: shards that the trainers of one host fetch once for all of them, in files in shared memory.
 
-A file holds one shard, in the format of the servers' own segments: a head with the version, then the
-bytes. Whoever needs a version first takes the file's lock, shows that it is changing, has the bytes
-written straight into it, and shows the version; the others wait and read the same memory. If the one who
-fetches dies, the kernel takes its lock away, the file still says that it is changing, and the next fetches.
+Note: [Cache files]
+    A file contains one shard in the format of the servers' segments: a head with the version, then the bytes. The
+    trainer that needs a version first locks the file, marks it as changing, fetches the bytes straight into it, and
+    sets the version. The others wait and read the same memory. If the fetching trainer dies, the kernel releases its
+    lock, the file is still marked as changing, and the next trainer fetches.
+
+Note: [Host folder]
+    Each process that uses the folder holds a shared lock on a file in it. A process that gets this lock exclusively may
+    remove the folder. The kernel releases the locks of dead processes, so the next process removes their folder.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import logging
 import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwell.data_plane.host_folder import MEMORY, HostFolder, locked, polls, try_lock, unlock
-from shardwell.transport.shared_vector import SegmentPlace, map_shared
+from shardwell.transport.shared_vector import SegmentLocation, map_shared
 from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneError
 from shardwell_wire.quantization_blocks import bytes_tensor
-from shardwell_wire.shared_files import open_file, open_in_folder, opened
+from shardwell_wire.shared_files import open_file, open_folder, open_in_folder, opened
 from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, read_version, write_version
 
 logger = logging.getLogger(__name__)
+
+MEMORY = Path("/dev/shm")
+"""Where Linux mounts shared memory."""
 
 Fetch = Callable[[memoryview], object]
 """Writes all bytes of a version to memory of the shard's size, waiting until the version exists."""
@@ -36,17 +46,21 @@ _ADMISSION, _NEW, _SUFFIX = "admission", "new", ".shard"
 _NEWEST_OFFSET = 8
 _ADMISSION_LIMIT_S = 30.0
 
+_PREFIX, _LOCK = "shardwell_cache-", "lock"
+_ENTER_LIMIT_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.005
+
 
 @dataclass(slots=True)
 class CacheUse:
-    """What all shards of one trainer's cache have in common. Thread-safe."""
+    """State that all shards of one trainer's cache share. Thread-safe."""
 
     wait_limit_s: float
-    """How long to wait for another trainer that fetches."""
+    """How long to wait for another trainer's fetch."""
     hit_bytes: int = 0
-    """Of shards that were of the version wanted, or came to be while another trainer fetched them."""
+    """Bytes of shards that this trainer did not have to fetch."""
     closed: threading.Event = field(default_factory=threading.Event)
-    """Set when nobody waits for anything any more."""
+    """Set when waiting threads must stop."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count_hit(self, size_bytes: int) -> None:
@@ -56,14 +70,14 @@ class CacheUse:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardRange:
-    """Which bytes of which unit, and how they are rounded: what two trainers must agree on to share them."""
+class CacheKey:
+    """A range of a unit and its rounding. Two trainers share a file if their keys are equal."""
 
     unit_index: int
     start_bytes: int
     stop_bytes: int
     dtype: str
-    """How 32-bit floats travelled."""
+    """The dtype in which float32 values travelled."""
 
     @property
     def size_bytes(self) -> int:
@@ -75,36 +89,36 @@ class ShardRange:
 
 
 class CachedShard:
-    """One shard in the cache. Thread-safe.
+    """One shard in the cache. Thread-safe. See Note: [Cache files].
 
     Args:
-        path: Its file, which is there.
+        path: The existing file.
         unit: Name of the unit, for errors.
-        shard: Which part of the unit.
-        use: Of the cache.
+        key: The range of the unit.
+        use: State of the cache.
 
     Raises:
         OSError: The file cannot be mapped.
     """
 
-    def __init__(self, path: Path, unit: str, shard: ShardRange, use: CacheUse) -> None:
-        self.place = SegmentPlace(str(path), shard.start_bytes, shard.stop_bytes)
-        self._unit, self._size_bytes, self._use = unit, shard.size_bytes, use
-        size_bytes = HEAD_BYTES + shard.size_bytes
+    def __init__(self, path: Path, unit: str, key: CacheKey, use: CacheUse) -> None:
+        self.location = SegmentLocation(str(path), key.start_bytes, key.stop_bytes)
+        self._unit, self._size_bytes, self._use = unit, key.size_bytes, use
+        size_bytes = HEAD_BYTES + key.size_bytes
         with opened(open_in_folder(str(path), write=True, size_bytes=size_bytes)) as descriptor:
             memory = map_shared(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
         self._head, self._bytes = memory[:HEAD_BYTES], memory[HEAD_BYTES:]
 
     def ensure(self, version: int, fetch: Fetch) -> int:
-        """Returns the version once the file shows it; fetches it unless somebody else does.
+        """Waits until the file shows a version, or fetches the version; returns it.
 
         Raises:
-            VersionGoneError: Somebody has needed a newer one.
-            DeadlineError: Another trainer has been fetching for too long.
+            VersionGoneError: Another trainer has fetched a newer version.
+            DeadlineError: Another trainer's fetch takes too long.
             UnavailableError: The cache was closed meanwhile.
-            ShardwellError: What ``fetch`` met; the next to come tries again.
+            ShardwellError: The error of ``fetch``. The next caller fetches again.
         """
-        if self._shows(version) or not self._fetch_in_turn(version, fetch):
+        if self._shows(version) or not self._fetch_or_wait(version, fetch):
             self.count_hit()
         return version
 
@@ -117,13 +131,13 @@ class CachedShard:
         return version
 
     def count_hit(self) -> None:
-        """The version wanted was found without waiting."""
+        """Counts a version that did not have to be fetched."""
         self._use.count_hit(self._size_bytes)
 
-    def _fetch_in_turn(self, version: int, fetch: Fetch) -> bool:
-        """Waits for the lock, or until another has fetched the version; returns whether it was fetched here."""
-        # A lock belongs to the open file: opened anew, it also keeps two threads of this process apart.
-        descriptor = open_in_folder(self.place.path, write=True)
+    def _fetch_or_wait(self, version: int, fetch: Fetch) -> bool:
+        """Waits for the lock, or until another trainer has fetched the version; returns whether this call fetched."""
+        # A lock belongs to an open file. Opening the file again also excludes other threads of this process.
+        descriptor = open_in_folder(self.location.path, write=True)
         try:
             for _ in polls(self._use.wait_limit_s, self._use.closed):
                 if self._shows(version):
@@ -136,19 +150,20 @@ class CachedShard:
         finally:
             os.close(descriptor)
         if self._use.closed.is_set():
-            raise UnavailableError(f"unit {self._unit!r}: this trainer left the host's cache", unit=self._unit)
+            raise UnavailableError(f"unit {self._unit!r}: this trainer left the host cache", unit=self._unit)
         raise DeadlineError(
-            f"waited {self._use.wait_limit_s:.0f} s for another trainer of this host, which fetches version {version} "
-            f"of unit {self._unit!r} into {self.place.path}",
+            f"version {version} of unit {self._unit!r} was not in the host cache after {self._use.wait_limit_s:.0f} s: "
+            f"another trainer of this host is fetching it into {self.location.path}",
             unit=self._unit,
             version=version,
         )
 
     def _fetch(self, version: int, fetch: Fetch) -> bool:
+        """Fetches a version while the lock is held; returns False if another trainer has fetched it."""
         if self._shows(version):
             return False
-        # Versions only rise: a trainer that is behind could otherwise bring back one that others were reading
-        # before, and they would not notice that there was another in between.
+        # Versions only rise. A late trainer could otherwise restore an older version that others had read before, and
+        # they would not notice that the memory had changed meanwhile.
         if struct.unpack_from("<q", self._head, _NEWEST_OFFSET)[0] > version:
             raise self._gone(version)
         struct.pack_into("<q", self._head, _NEWEST_OFFSET, version)
@@ -162,7 +177,7 @@ class CachedShard:
 
     def _gone(self, version: int) -> VersionGoneError:
         return VersionGoneError(
-            f"version {version} of unit {self._unit!r} was replaced in this host's cache by a newer one: the step was "
+            f"version {version} of unit {self._unit!r} was replaced by a newer one in the host cache: the step was "
             "committed without this trainer",
             unit=self._unit,
             version=version,
@@ -170,20 +185,19 @@ class CachedShard:
 
 
 class HostCache:
-    """The cache of one run on one host, as one trainer uses it.
+    """One trainer's view of the cache of one run on one host.
 
-    A unit is cached if it fits the budget when the first trainer declares it; the others find its files and
-    use them, whatever they declared before and whatever budget they have. So trainers of different pipeline
-    stages, which hold different units, keep to one budget together.
+    A unit is cached if it fits the budget when the first trainer declares it. The other trainers use its files,
+    whatever their own budget is. Trainers of different pipeline stages hold different units and so share one budget.
 
     Args:
-        run_key: Tells this run from all others, also from a former one of its name.
-        budget_bytes: What all units in the cache may take together.
-        wait_limit_s: How long to wait for another trainer that fetches.
-        directory: Of a memory file system.
+        run_key: Identifies the run, also among deleted runs of the same name.
+        budget_bytes: Limit of all cached units together.
+        wait_limit_s: How long to wait for another trainer's fetch.
+        directory: A folder of a memory file system.
 
     Raises:
-        OSError: There is no shared memory to be used.
+        OSError: Shared memory cannot be used.
     """
 
     def __init__(
@@ -194,27 +208,27 @@ class HostCache:
         self._folder = HostFolder(key, directory)
 
     def admit(
-        self, unit: str, shards: Mapping[int, ShardRange], *, beyond_budget: bool = False
+        self, unit: str, shards: Mapping[int, CacheKey], *, beyond_budget: bool = False
     ) -> dict[int, CachedShard]:
-        """Takes shards of a unit in: all of them, or none if they exceed the budget or the memory.
+        """Adds shards of a unit to the cache: all of them, or none if they exceed the budget or the memory.
 
         Args:
-            unit: Its name, for messages.
-            shards: By any number that the caller knows them by, which the result has too.
-            beyond_budget: Whether the memory alone decides.
+            unit: Name of the unit, for messages.
+            shards: Keys by any number that the caller chooses. The result has the same numbers.
+            beyond_budget: Whether to ignore the budget.
         """
         try:
             with locked(self._folder.path / _ADMISSION, _ADMISSION_LIMIT_S, self._use.closed):
-                missing = [shard for shard in shards.values() if not self._path(shard).exists()]
+                missing = [key for key in shards.values() if not self._path(key).exists()]
                 if not (beyond_budget or self._fits(missing, unit)):
                     return {}
                 self._make(missing)
-            return {number: CachedShard(self._path(shard), unit, shard, self._use) for number, shard in shards.items()}
+            return {number: CachedShard(self._path(key), unit, key, self._use) for number, key in shards.items()}
         except OSError as error:
-            self._budget_bytes = 0  # the next units would meet the same
+            self._budget_bytes = 0  # the next units would fail in the same way
             logger.warning(
-                "host cache: unit %r does not go into %s (%s): it and units that are not there yet are fetched by "
-                "every trainer for itself; enlarge the shared memory (docker: shm_size) or lower host_cache_bytes",
+                "host cache: unit %r does not fit into %s (%s): every trainer fetches this unit and units that are not "
+                "cached yet by itself; enlarge the shared memory (docker: shm_size) or lower host_cache_bytes",
                 unit,
                 self._folder.path.parent,
                 error,
@@ -223,51 +237,205 @@ class HostCache:
 
     @property
     def hit_bytes(self) -> int:
-        """What was found instead of fetched."""
+        """Bytes that this trainer did not have to fetch."""
         return self._use.hit_bytes
 
     def close(self) -> None:
-        """Leaves the cache, also for threads that wait for another trainer; the last trainer removes it."""
+        """Leaves the cache and stops threads that wait for another trainer. The last trainer removes the files."""
         self._use.closed.set()
         self._folder.close()
 
-    def _path(self, shard: ShardRange) -> Path:
-        return self._folder.path / shard.file_name
+    def _path(self, key: CacheKey) -> Path:
+        return self._folder.path / key.file_name
 
-    def _fits(self, missing: list[ShardRange], unit: str) -> bool:
-        """Whether shards that have no file are within the budget; whoever calls holds the admission lock."""
+    def _fits(self, missing: list[CacheKey], unit: str) -> bool:
+        """Whether shards without a file fit the budget. The caller holds the admission lock."""
         used = sum(file.stat().st_size - HEAD_BYTES for file in self._folder.path.glob(f"*{_SUFFIX}"))
-        wanted = sum(shard.size_bytes for shard in missing)
+        wanted = sum(key.size_bytes for key in missing)
         if wanted and used + wanted > self._budget_bytes:
-            logger.info("host cache: unit %r is not cached: %d bytes are taken, it has %d", unit, used, wanted)
+            logger.info("host cache: unit %r is not cached: %d bytes are in use, the unit has %d", unit, used, wanted)
             return False
         return True
 
-    def _make(self, missing: list[ShardRange]) -> None:
-        """Makes files for shards that have none; whoever calls holds the admission lock."""
+    def _make(self, missing: list[CacheKey]) -> None:
+        """Creates the files of shards without one. The caller holds the admission lock."""
         made: list[Path] = []
         try:
-            for shard in missing:
-                made.append(self._create(shard))
+            for key in missing:
+                made.append(self._create(key))
         except OSError:
             for path in made:
                 path.unlink()
             raise
 
-    def _create(self, shard: ShardRange) -> Path:
-        """A file that shows no version; it gets its name when it is complete."""
-        new, path = self._folder.path / _NEW, self._path(shard)
-        new.unlink(missing_ok=True)  # of one who died while making it
+    def _create(self, key: CacheKey) -> Path:
+        """Creates a file that shows no version. The file gets its name when it is complete."""
+        new, path = self._folder.path / _NEW, self._path(key)
+        new.unlink(missing_ok=True)  # left by a process that died here
         descriptor = open_file(new, write=True, create=True)
         try:
-            # Room is taken now: a write to a page that the file system cannot provide would kill the process.
-            os.posix_fallocate(descriptor, 0, HEAD_BYTES + shard.size_bytes)
+            # Allocate now: a write to a page that the file system cannot provide kills the process (SIGBUS).
+            os.posix_fallocate(descriptor, 0, HEAD_BYTES + key.size_bytes)
             os.pwrite(descriptor, struct.pack("<qq", UPDATING, UPDATING), 0)
         except OSError as error:
             new.unlink()
             if error.errno == errno.ENOSPC:
-                raise OSError(errno.ENOSPC, f"{shard.size_bytes} bytes do not fit", str(path)) from error
+                raise OSError(errno.ENOSPC, f"{key.size_bytes} bytes do not fit", str(path)) from error
             raise
         finally:
             os.close(descriptor)
         return new.rename(path)
+
+
+class HostFolder:
+    """A folder of shared memory that processes of one user and host share. See Note: [Host folder].
+
+    The first process creates the folder, and the last one removes it.
+
+    Args:
+        key: Processes with the same key share the folder.
+        directory: A folder of a memory file system.
+
+    Raises:
+        UntrustedFileError: The path is not a folder that only this user can use.
+        OSError: The folder cannot be created.
+    """
+
+    def __init__(self, key: str, directory: Path = MEMORY) -> None:
+        if not directory.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "there is no such folder", str(directory))
+        _remove_abandoned(directory)
+        self.path = directory / f"{_PREFIX}{os.geteuid()}-{key}"
+        self._lock = self._enter()
+
+    def _enter(self) -> int:
+        """Creates the folder if necessary; returns the lock file's descriptor."""
+        deadline = time.monotonic() + _ENTER_LIMIT_S
+        while time.monotonic() < deadline:
+            try:
+                return self._try_enter()
+            except (FileExistsError, FileNotFoundError, BlockingIOError):  # another process is removing the folder
+                time.sleep(_LONGEST_PAUSE_S)
+        raise OSError(
+            errno.EBUSY, f"another process locked the folder for more than {_ENTER_LIMIT_S:.0f} s", str(self.path)
+        )
+
+    def _try_enter(self) -> int:
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        with opened(open_folder(self.path)) as folder:
+            lock = open_file(_LOCK, write=True, create=True, folder=folder)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _require_linked(lock)
+        except BaseException:
+            os.close(lock)
+            raise
+        return lock
+
+    def close(self) -> None:
+        """Leaves the folder, and removes it if no other process uses it. Mapped memory stays until it is unmapped."""
+        try:
+            # The kernel drops a shared lock before it grants an exclusive one. If two processes leave at once, one of
+            # them gets the exclusive lock.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(self.path, self._lock)
+        except BlockingIOError:
+            pass  # other processes use the folder
+        except OSError as error:
+            logger.warning("cannot remove %s: %s", self.path, error)
+        finally:
+            # Unlock explicitly: a forked process shares the open file, and with it the lock.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(self._lock)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Locks a file exclusively; returns False if another process holds the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    """Unlocks a file, also for processes that were forked meanwhile."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def polls(limit_s: float, stop: threading.Event) -> Iterator[None]:
+    """Yields once per poll, with growing pauses, until ``limit_s`` has passed or ``stop`` is set."""
+    deadline, pause_s = time.monotonic() + limit_s, _FIRST_PAUSE_S
+    while True:
+        yield
+        if time.monotonic() > deadline or stop.wait(pause_s):
+            return
+        pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+
+
+@contextmanager
+def locked(path: Path, limit_s: float, stop: threading.Event) -> Iterator[None]:
+    """Holds the lock of a file, created if missing. Raises TimeoutError after ``limit_s`` or when ``stop`` is set."""
+    descriptor = open_file(path, write=True, create=True)
+    try:
+        for _ in polls(limit_s, stop):
+            if try_lock(descriptor):
+                break
+        else:
+            raise TimeoutError(
+                errno.ETIMEDOUT, f"another process holds the lock for more than {limit_s:.0f} s", str(path)
+            )
+        try:
+            yield
+        finally:
+            unlock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _require_linked(lock: int) -> None:
+    """Raises FileNotFoundError if the folder was removed before its lock was acquired."""
+    if not os.fstat(lock).st_nlink:
+        raise FileNotFoundError(errno.ENOENT, "the folder was removed")
+
+
+def _remove(path: Path, lock: int) -> None:
+    """Removes a folder whose lock is held exclusively. The lock file goes last, so the removal can be resumed."""
+    _require_linked(lock)
+    for file in path.iterdir():
+        if file.name != _LOCK:
+            file.unlink(missing_ok=True)
+    (path / _LOCK).unlink()
+    _remove_empty(path)
+
+
+def _remove_empty(path: Path) -> None:
+    try:
+        path.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):  # another process has created or removed it again
+            raise
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Removes this user's folders that no process uses any more."""
+    for path in directory.glob(f"{_PREFIX}{os.geteuid()}-*"):
+        try:
+            with opened(open_folder(path)) as folder:
+                _remove_unused(path, folder)
+        except OSError:
+            continue  # in use, of another user, or being created or removed
+
+
+def _remove_unused(path: Path, folder: int) -> None:
+    try:
+        lock = open_file(_LOCK, write=True, folder=folder)
+    except FileNotFoundError:
+        _remove_empty(path)
+        return
+    try:
+        if try_lock(lock):
+            _remove(path, lock)
+            logger.info("removed %s, which a killed trainer left behind", path)
+    finally:
+        os.close(lock)

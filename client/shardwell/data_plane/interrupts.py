@@ -1,7 +1,7 @@
-"""Signal handlers that raise, such as Ctrl-C's, wait until bookkeeping between threads is complete.
+"""Defers signal handlers that raise, such as that of Ctrl-C, while the state shared between threads is inconsistent.
 
-Python runs them between any two bytecodes of the main thread. One that raises there can leave a transfer that was
-counted but never begun, or a ``threading.Condition`` that stays locked: everything that waits for it hangs.
+Python runs signal handlers between any two bytecodes of the main thread. A handler that raises at the wrong moment can
+leave a transfer that was counted but never started, or a locked ``threading.Condition``, and other threads then hang.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 Handler = Callable[[int, FrameType | None], Any]
 
 _POLL_S = 0.05
-"""How long a wait may put off a signal."""
+"""How long a wait may defer a signal."""
 
 
 class _Uninterrupted:
-    """A context in which handlers of the main thread are put off; may be nested. Does nothing in other threads."""
+    """A context that defers signal handlers of the main thread. May be nested. Does nothing in other threads."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._former: dict[int, Handler] = {}
-        self._arrived: list[tuple[int, FrameType | None]] = []
+        self._deferred: list[tuple[int, FrameType | None]] = []
 
     def __enter__(self) -> None:
         if not _is_main_thread():
@@ -34,9 +34,9 @@ class _Uninterrupted:
         if not self._depth:
             for number in _SIGNALS:
                 former = signal.getsignal(number)
-                if callable(former) and former != self._note:
+                if callable(former) and former != self._defer:
                     self._former[number] = former
-                    signal.signal(number, self._note)
+                    signal.signal(number, self._defer)
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
@@ -51,22 +51,22 @@ class _Uninterrupted:
         self._run(handlers)
 
     def _run(self, handlers: Mapping[int, Handler]) -> None:
-        """Runs the handlers of what arrived meanwhile; they may raise."""
-        while self._arrived:
-            number, frame = self._arrived.pop(0)
+        """Runs the handlers of the deferred signals. A handler may raise."""
+        while self._deferred:
+            number, frame = self._deferred.pop(0)
             if number in handlers:
                 handlers[number](number, frame)
 
     def wait_for(self, changed: threading.Condition, is_true: Callable[[], bool]) -> None:
-        """``changed.wait_for(is_true)``, with ``changed`` held, that handlers may end between two looks."""
+        """Calls ``changed.wait_for(is_true)`` and runs deferred handlers between polls. ``changed`` must be held."""
         if not _is_main_thread():
             changed.wait_for(is_true)
             return
         while not changed.wait_for(is_true, _POLL_S):
             self._run(self._former)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._arrived.append((number, frame))
+    def _defer(self, number: int, frame: FrameType | None) -> None:
+        self._deferred.append((number, frame))
 
 
 uninterrupted = _Uninterrupted()

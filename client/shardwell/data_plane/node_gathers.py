@@ -1,10 +1,10 @@
-"""Gathers of which every trainer of a node fetches a part, and exchanges it for the others' parts.
+"""Gathers shared by the trainers of a node: each fetches a part of a unit, and they exchange the parts.
 
-Note: Order
-    Members exchange units in the order in which their training threads asked for them, counted anew in every
-    version. The fetches run ahead of that, as others do; one thread takes their results in order, comes to the round
-    and exchanges. Whoever is at another unit at that round, or does not come, ends sharing for the rest of the
-    version: all go on by themselves until the next, where they start together again.
+Note: [Order of rounds]
+    Members exchange units in the order in which their training threads asked for them, numbered from 0 in every
+    version. Fetches run ahead; one thread takes their results in order and exchanges them. If a member is late or asks
+    for a different unit, the round is cancelled for all members, and each of them fetches whole units for the rest of
+    the version. They share again from the next version.
 """
 
 from __future__ import annotations
@@ -16,77 +16,76 @@ from bisect import bisect_right
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from shardwell.data_plane.node_group import EXCHANGE_LIMIT_S, NodeGroup
-from shardwell.data_plane.node_rendezvous import Outcome, Round
-from shardwell.data_plane.traffic import RemoteUnit, Traffic, WaitedFor
+from shardwell.data_plane.node_group import EXCHANGE_LIMIT_S, NodeGroup, Outcome, Round
+from shardwell.data_plane.traffic import RemoteUnit, TimedFuture, Traffic
 from shardwell.memory.device_copies import Completable
 from shardwell_wire.layout import UnitLayout
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-"""How long to wait for members that are alive: what it costs if they come later is their parts of one version."""
+"""How long to wait for live members. If they arrive later, their parts of one version are fetched twice."""
 
-MOST_FAILURES = 3
-"""In as many versions in a row members may miss each other, before they stop trying."""
+MAX_FAILURES = 3
+"""Consecutive versions with a cancelled round after which the group is disabled."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """One unit on its way."""
+    """A gather in flight."""
 
     unit: RemoteUnit
     this_round: Round
     target: memoryview
     layout: UnitLayout
-    """Of what is delivered."""
+    """The dtypes to deliver."""
     vector: Completable
     start_bytes: int
     """Half-open range of this member's part."""
     stop_bytes: int
     part: Future[int]
-    whole: WaitedFor
+    whole: TimedFuture
 
 
 class NodeGathers:
     """Shares gathers with the other members of a group. Called by the training thread.
 
     Args:
-        group: The members; closed with this.
-        traffic: Fetches.
-        patience_s: How long to wait for members that are alive.
+        group: The members. Closed with this object.
+        traffic: Fetches parts and whole units.
+        patience_s: How long to wait for live members.
     """
 
     def __init__(self, group: NodeGroup, traffic: Traffic, *, patience_s: float = PATIENCE_S) -> None:
         self.shared_bytes = 0
-        """What came from other members."""
+        """Bytes received from other members."""
         self._group, self._traffic, self._patience_s = group, traffic, patience_s
         self._last = Round(-1, 0)
-        self._version_apart, self._num_failures = -1, 0
+        self._separate_version, self._num_failures = -1, 0
+        """The last version with a cancelled round, and the number of such versions in a row."""
         self._left = False
         self._jobs: queue.SimpleQueue[_Gather | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._exchange_in_turn, name="shardwell-node", daemon=True)
+        self._thread = threading.Thread(target=self._exchange_in_order, name="shardwell-node", daemon=True)
         self._thread.start()
 
     def gather(
         self, unit: RemoteUnit, version: int, target: memoryview, layout: UnitLayout, vector: Completable
     ) -> Future[int]:
-        """Starts to fetch a unit, together with the other members if it can be; as ``Traffic.gather`` and
-        ``gather_cast`` otherwise.
+        """Starts to fetch a unit: this member's part if the group can share the gather, else the whole unit.
 
         Args:
-            unit: The unit, none of which is read in place.
-            version: Of it.
-            target: The vector's receive buffer. [layout.size_bytes]
+            unit: The unit. None of its shards is read in place.
+            version: The version to fetch.
+            target: The receive buffer of the vector. [layout.size_bytes]
             layout: The dtypes to deliver.
-            vector: What is completed.
+            vector: The vector that the exchange completes.
         """
         part = self._group.part(layout.size_bytes)
         if part is None or vector.device_type != self._group.device_type:
             return fetch(self._traffic, unit, version, target, layout)
         number = self._last.number + 1 if self._last.version == version else 0
         self._last = Round(version, number)
-        if self._left or self._version_apart == version:
+        if self._left or self._separate_version == version:
             return fetch(self._traffic, unit, version, target, layout)
         own = _part_of(unit, layout, *part)
         gather = _Gather(
@@ -97,26 +96,26 @@ class NodeGathers:
             vector,
             *part,
             part=fetch(self._traffic, own, version, target, layout),
-            whole=WaitedFor(self._traffic.stats),
+            whole=TimedFuture(self._traffic.stats),
         )
         self._jobs.put(gather)
         return gather.whole
 
     def close(self) -> None:
-        """Leaves the group. What is still on its way fails, once the traffic is closed."""
+        """Leaves the group. Gathers in flight fail once the traffic is closed."""
         self._left = True
         self._group.close()
         self._jobs.put(None)
         self._thread.join(EXCHANGE_LIMIT_S)
 
-    # ---- in a thread of its own ----
+    # ---- in the thread of this object ----
 
-    def _exchange_in_turn(self) -> None:
+    def _exchange_in_order(self) -> None:
         while (gather := self._jobs.get()) is not None:
             try:
-                version = _awaited(gather.part)
+                version = _untimed_result(gather.part)
             except BaseException as error:
-                self._abandon(gather)
+                self._cancel(gather)
                 gather.whole.set_exception(error)
                 continue
             if self._is_exchanged(gather):
@@ -126,23 +125,24 @@ class NodeGathers:
                 self._fetch_whole(gather)
 
     def _is_exchanged(self, gather: _Gather) -> bool:
-        if self._left or self._version_apart == gather.this_round.version:
+        """Exchanges a gather if all members can; returns whether they did."""
+        if self._left or self._separate_version == gather.this_round.version:
             return False
         try:
-            if self._group.decide(gather.this_round, gather.unit.index, self._patience_s) is Outcome.TOGETHER:
+            if self._group.decide(gather.this_round, gather.unit.index, self._patience_s) is Outcome.EXCHANGE:
                 gather.vector.complete(gather.start_bytes, gather.stop_bytes, self._group.exchange, EXCHANGE_LIMIT_S)
                 return True
-        except Exception as error:  # the training thread waits for a gather, whatever ends its exchange
+        except Exception as error:  # any error: the training thread waits for this gather
             self._leave(str(error).partition("\n")[0] or type(error).__name__)
             return False
-        self._go_apart(gather)
+        self._separate(gather)
         return False
 
-    def _abandon(self, gather: _Gather) -> None:
-        """The others need not wait for a part that cannot be fetched."""
-        self._version_apart = gather.this_round.version
+    def _cancel(self, gather: _Gather) -> None:
+        """Cancels the round of a part that could not be fetched, so that the other members do not wait for it."""
+        self._separate_version = gather.this_round.version
         try:
-            self._group.call_off(gather.this_round)
+            self._group.cancel(gather.this_round)
         except OSError as error:
             self._leave(str(error))
 
@@ -151,7 +151,7 @@ class NodeGathers:
             if (error := whole.exception()) is not None:
                 gather.whole.set_exception(error)
             else:
-                gather.whole.set_result(_awaited(whole))
+                gather.whole.set_result(_untimed_result(whole))
 
         try:
             whole = fetch(self._traffic, gather.unit, gather.this_round.version, gather.target, gather.layout)
@@ -160,17 +160,21 @@ class NodeGathers:
         else:
             whole.add_done_callback(done)
 
-    def _go_apart(self, gather: _Gather) -> None:
-        in_a_row = self._version_apart == gather.this_round.version - 1
-        self._version_apart, self._num_failures = gather.this_round.version, self._num_failures + 1 if in_a_row else 1
-        if self._num_failures >= MOST_FAILURES:
-            self._leave(f"its trainers asked for different units, or not in time, in {MOST_FAILURES} steps in a row")
+    def _separate(self, gather: _Gather) -> None:
+        """Stops sharing for the rest of the version, and for good after ``MAX_FAILURES``."""
+        version = gather.this_round.version
+        self._num_failures = self._num_failures + 1 if self._separate_version == version - 1 else 1
+        self._separate_version = version
+        if self._num_failures >= MAX_FAILURES:
+            self._leave(
+                f"in {MAX_FAILURES} consecutive steps its trainers asked for different units, or one was too late"
+            )
             return
         logger.warning(
-            "node group: the trainers of this node came to gather %d of step %d with different units, or not within "
-            "%.0f s: each fetches the rest of the step for itself",
+            "node group: gather %d of step %d was cancelled: the trainers of this node asked for different units, or "
+            "one did not arrive within %.0f s; each of them fetches whole units for the rest of the step",
             gather.this_round.number,
-            gather.this_round.version,
+            version,
             self._patience_s,
         )
 
@@ -182,19 +186,19 @@ class NodeGathers:
 
 
 def fetch(traffic: Traffic, unit: RemoteUnit, version: int, target: memoryview, layout: UnitLayout) -> Future[int]:
-    """Starts to fetch what a unit's shards hold, in the dtypes of a layout."""
+    """Starts to fetch the shards of a unit, in the dtypes of a layout."""
     if layout == unit.layout:
         return traffic.gather(unit, version, target)
     return traffic.gather_cast(unit, version, target, layout)
 
 
-def _awaited(fetched: Future[int]) -> int:
-    """A fetch's result, without counting the time: it is not the training thread that waits for it."""
+def _untimed_result(fetched: Future[int]) -> int:
+    """Returns a result without counting the waiting time, because the training thread does not wait here."""
     return Future.result(fetched)
 
 
 def _part_of(unit: RemoteUnit, layout: UnitLayout, start_bytes: int, stop_bytes: int) -> RemoteUnit:
-    """What of a unit makes a range of the vector to deliver."""
+    """Returns the part of a unit that fills a range of the delivered vector."""
     start, stop = (_stored_byte(unit.layout, layout, byte) for byte in (start_bytes, stop_bytes))
     shards = (
         shard.narrowed(max(start, shard.start_bytes), min(stop, shard.stop_bytes))
@@ -205,7 +209,10 @@ def _part_of(unit: RemoteUnit, layout: UnitLayout, start_bytes: int, stop_bytes:
 
 
 def _stored_byte(stored: UnitLayout, delivered: UnitLayout, byte: int) -> int:
-    """Where the element at a byte of one layout begins in another; after a parameter's last element, its end."""
+    """Returns the offset in ``stored`` of the element at a byte of ``delivered``.
+
+    A byte in the padding after a parameter's last element maps to the end of that parameter.
+    """
     if stored == delivered or byte == 0:
         return byte
     if byte == delivered.size_bytes:

@@ -1,7 +1,28 @@
-"""The trainers of one node that hold the same units, and what they exchange: gloo on CPUs, NCCL between GPUs."""
+"""The trainers of one node that hold the same units: how they agree on an exchange, and the exchange itself.
+
+Note: [Node rendezvous]
+    A collective cannot be cancelled, and it hangs if a member is missing. So no member starts one before all members
+    are known to be at the same exchange. Each exchange is a round. A member records its arrival in a page of shared
+    memory, and the last member to arrive decides that the round takes place. A member that waited too long cancels the
+    round, and later members see that. One lock decides which of the two comes first.
+
+    Each member also holds a lock on a file of its own. The kernel releases the lock of a process that dies, so waiting
+    members notice its death.
+"""
 
 from __future__ import annotations
 
+import enum
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -9,70 +30,275 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, PrefixStore, Store
 
-from shardwell.data_plane.node_rendezvous import NodeRendezvous, Outcome, Round
+from shardwell.data_plane.host_cache import HostFolder, locked, polls, try_lock
+from shardwell.transport.shared_vector import map_shared
 from shardwell_wire.layout import ALIGNMENT_BYTES
+from shardwell_wire.shared_files import open_file
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
-"""What moves bytes, by name, and the type of device it moves them between."""
+"""Backends of ``torch.distributed`` and the types of device between which they move bytes."""
 
 EXCHANGE_LIMIT_S = 20.0
-"""All members stand at an exchange when it begins, so it takes no longer than the bytes need."""
+"""Timeout of an exchange. All members are ready when it starts, so only the transfer takes time."""
 
 _LOOPBACK = "127.0.0.1"
 _NCCL_LIMIT = timedelta(minutes=10)
-"""Beyond it torch ends the process: an exchange that takes too long is aborted long before."""
+"""Timeout after which torch ends the process. An exchange that takes too long is aborted long before."""
+
+_PAGE, _MEMBER = "rendezvous", "member-"
+_RECORD = struct.Struct("<5q")
+_LOCK_LIMIT_S = 5.0
+"""Timeout of the page's lock. It is held for microseconds, unless its holder is suspended."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
+_LIVENESS_INTERVAL_S = 0.05
+"""How often a waiting member checks that the others are alive."""
+
+
+class Outcome(enum.IntEnum):
+    """The outcome of a round."""
+
+    OPEN = 0
+    """Some members have not arrived yet."""
+    EXCHANGE = 1
+    """All members arrived with the same unit, and all of them exchange it."""
+    CANCELLED = 2
+    """A member was late or had another unit. No member exchanges anything."""
+
+
+class MemberGoneError(Exception):
+    """A member died or left."""
+
+
+@dataclass(order=True, frozen=True, slots=True)
+class Round:
+    """Identifies an exchange. A member that is at a round has passed all lower ones."""
+
+    version: int
+    number: int
+    """Index of the round within the version."""
+
+
+CONNECTED = Round(-1, 1)
+"""The round before all versions, which shows that all members can reach each other."""
+
+_BEFORE_ALL = Round(-1, 0)
+
+
+@dataclass(slots=True)
+class _Record:
+    """The contents of the page: the highest round at which any member has arrived."""
+
+    version: int
+    number: int
+    unit: int
+    num_arrived: int
+    outcome: int
+
+    @property
+    def round(self) -> Round:
+        blank = not self.num_arrived and self.outcome == Outcome.OPEN  # a new file is all zeros
+        return _BEFORE_ALL if blank else Round(self.version, self.number)
+
+
+class NodeRendezvous:
+    """One member's view of the rendezvous. For one thread, except ``close``. See Note: [Node rendezvous].
+
+    Args:
+        folder: Shared by the members and by no other process. Closed with the rendezvous.
+        rank: Rank of this member in the node.
+        size: Number of members.
+
+    Raises:
+        OSError: The memory cannot be mapped, or another process has this rank.
+    """
+
+    def __init__(self, folder: HostFolder, rank: int, size: int) -> None:
+        self._folder, self._rank, self._size = folder, rank, size
+        self._closed, self._is_inside = threading.Event(), True
+        self._leaving = threading.Lock()
+        self._presence = open_file(self._member_path(rank), write=True, create=True)
+        try:
+            descriptor = open_file(folder.path / _PAGE, write=True, create=True)
+        except BaseException:
+            os.close(self._presence)
+            raise
+        try:
+            # Retried, because another member holds the lock for a moment when it checks whether this one is alive.
+            if not any(try_lock(self._presence) for _ in polls(_LOCK_LIMIT_S, self._closed)):
+                raise BlockingIOError(errno.EWOULDBLOCK, "another process has this rank", self._member_path(rank))
+            os.ftruncate(descriptor, mmap.PAGESIZE)
+            self._memory = map_shared(descriptor, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE)
+        except BaseException:
+            os.close(self._presence)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def meet(self, limit_s: float) -> bool:
+        """Waits until all members are present; returns False after ``limit_s``."""
+        return any(not self._missing() for _ in polls(limit_s, self._closed))
+
+    def decide(self, this_round: Round, unit: int, patience_s: float) -> Outcome:
+        """Arrives at a round and waits for the other members.
+
+        Args:
+            this_round: Higher than all rounds at which this member arrived before.
+            unit: The unit to exchange. All members must have the same.
+            patience_s: How long to wait for the other members.
+
+        Returns:
+            ``EXCHANGE`` for all members, or ``CANCELLED`` for all.
+
+        Raises:
+            MemberGoneError: A member is gone, so the round is cancelled.
+            TimeoutError: The lock of the page could not be acquired.
+        """
+        with self._changing() as record:
+            if record.round < this_round:
+                record.version, record.number = this_round.version, this_round.number
+                record.unit, record.num_arrived, record.outcome = unit, 0, Outcome.OPEN
+            elif record.round > this_round or record.outcome != Outcome.OPEN:
+                return Outcome.CANCELLED
+            record.num_arrived += 1
+            if record.unit != unit:
+                record.outcome = Outcome.CANCELLED
+            elif record.num_arrived == self._size:
+                record.outcome = Outcome.EXCHANGE
+        return self._await(this_round, patience_s)
+
+    def cancel(self, this_round: Round) -> Outcome:
+        """Cancels a round unless all members have arrived; returns its outcome. Raises as ``decide``."""
+        with self._changing() as record:
+            if record.round < this_round:
+                record.version, record.number, record.num_arrived = this_round.version, this_round.number, 0
+                record.outcome = Outcome.CANCELLED
+            elif record.round > this_round:
+                return Outcome.CANCELLED
+            elif record.outcome == Outcome.OPEN:
+                record.outcome = Outcome.CANCELLED
+            return Outcome(record.outcome)
+
+    def leave(self) -> None:
+        """Ends the membership. The others notice at their next round. Harmless to repeat."""
+        with self._leaving:  # a second close of the descriptor could close another file
+            if not self._closed.is_set():
+                self._closed.set()
+                fcntl.flock(self._presence, fcntl.LOCK_UN)
+                os.close(self._presence)
+
+    def close(self) -> None:
+        """Leaves the rendezvous and the folder. Harmless to repeat.
+
+        Not called as soon as a member is found dead: the kernel may still hold some of its locks, and the folder is
+        removed only by the last process in it.
+        """
+        self.leave()
+        if self._is_inside:
+            self._is_inside = False
+            self._folder.close()
+
+    def _await(self, this_round: Round, patience_s: float) -> Outcome:
+        started = checked = time.monotonic()
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            record = self._read()
+            if record.round != this_round:  # members that exchange do not advance before the exchange is done
+                return Outcome.CANCELLED
+            if record.outcome != Outcome.OPEN:
+                return Outcome(record.outcome)
+            if self._closed.is_set():
+                raise MemberGoneError("this trainer left")
+            now = time.monotonic()
+            if now - checked > _LIVENESS_INTERVAL_S:
+                checked = now
+                if missing := self._missing():
+                    if self.cancel(this_round) == Outcome.EXCHANGE:
+                        return Outcome.EXCHANGE
+                    raise MemberGoneError(f"member {missing[0]} of {self._size} is gone")
+            if now - started > patience_s:
+                return self.cancel(this_round)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank != self._rank and not self._is_present(rank)]
+
+    def _is_present(self, rank: int) -> bool:
+        try:
+            descriptor = open_file(self._member_path(rank), write=True)
+        except FileNotFoundError:
+            return False
+        try:
+            return not try_lock(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _member_path(self, rank: int) -> str:
+        return str(self._folder.path / f"{_MEMBER}{rank}")
+
+    @contextmanager
+    def _changing(self) -> Iterator[_Record]:
+        with locked(self._folder.path / _PAGE, _LOCK_LIMIT_S, self._closed):
+            record = self._read()
+            yield record
+            # One copy: pack_into clears the fields first, and waiting members read without the lock.
+            self._memory[: _RECORD.size] = _RECORD.pack(*astuple(record))
+
+    def _read(self) -> _Record:
+        return _Record(*_RECORD.unpack_from(self._memory, 0))
 
 
 class NodeGroup:
-    """One member's end of the group. All collectives are begun by one thread.
+    """One member of the group. A single thread starts all collectives.
 
     Args:
-        rendezvous: Where the members agree; the group closes it.
-        backend: Of ``torch.distributed``; on the device that is current, with NCCL.
-        store: Through which the members find each other; all of them are there.
-        rank: This member, from 0.
-        size: How many there are.
+        rendezvous: Where the members agree. Closed with the group.
+        backend: Backend of ``torch.distributed``. With NCCL, on the current device.
+        store: Store through which the members find each other. All members are present.
+        rank: Rank of this member in the node.
+        size: Number of members.
 
     Raises:
-        RuntimeError: They cannot be connected.
+        RuntimeError: The members cannot be connected.
     """
 
     def __init__(self, rendezvous: NodeRendezvous, backend: str, store: Store, *, rank: int, size: int) -> None:
         self.device_type = BACKENDS[backend]
         self._rendezvous, self._rank, self._size = rendezvous, rank, size
         store = PrefixStore(backend, store)
-        # A backend by itself: a ProcessGroup of torch's would be the process's default group, which is the user's.
+        # A bare backend, because a ProcessGroup would become the default group of the process, which is the user's.
         self._backend: Any = _gloo(store, rank, size) if backend == "gloo" else _nccl(store, rank, size)
 
     @property
     def size(self) -> int:
-        """How many members there are."""
+        """Number of members."""
         return self._size
 
     def part(self, size_bytes: int) -> tuple[int, int] | None:
-        """The half-open range of a vector that this member brings; None if there is not enough for each."""
+        """Returns the half-open range of a vector that this member contributes; None if the vector is too small."""
         body = self._body(size_bytes)
         if not body:
             return None
         last = self._rank == self._size - 1
         return self._rank * body, size_bytes if last else (self._rank + 1) * body
 
-    def decide(self, this_round: Round, what: int, patience_s: float) -> Outcome:
+    def decide(self, this_round: Round, unit: int, patience_s: float) -> Outcome:
         """See ``NodeRendezvous.decide``."""
-        return self._rendezvous.decide(this_round, what, patience_s)
+        return self._rendezvous.decide(this_round, unit, patience_s)
 
-    def call_off(self, this_round: Round) -> None:
-        """See ``NodeRendezvous.call_off``."""
-        self._rendezvous.call_off(this_round)
+    def cancel(self, this_round: Round) -> None:
+        """See ``NodeRendezvous.cancel``."""
+        self._rendezvous.cancel(this_round)
 
     def exchange(self, vector: torch.Tensor) -> None:
-        """Brings every member's part to all of them. On a GPU in the current stream's order; else waits.
+        """Distributes every member's part to all members. On a GPU in the order of the current stream, else blocking.
 
         Args:
             vector: With this member's part in place. Contiguous uint8, on the backend's device. [size_bytes]
 
         Raises:
-            RuntimeError: A member died meanwhile, or the group was left.
+            RuntimeError: A member died meanwhile, or this member left the group.
         """
         if (backend := self._backend) is None:
             raise RuntimeError("this trainer left the node's group")
@@ -80,22 +306,22 @@ class NodeGroup:
         end = body * self._size
         own = vector[self._rank * body : (self._rank + 1) * body]
         backend._allgather_base(vector[:end], own, AllgatherOptions()).wait()
-        if end < vector.numel():  # a collective has parts of one size; the last member brings what is left
+        if end < vector.numel():  # an all-gather has parts of equal size; the last member broadcasts the rest
             options = BroadcastOptions()
             options.rootRank = self._size - 1
             backend.broadcast([vector[end:]], options).wait()
 
     def _body(self, size_bytes: int) -> int:
-        """Bytes of each member's part, but for what is left over."""
+        """Returns the size of each member's part, without the rest."""
         return size_bytes // (self._size * ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def close(self) -> None:
-        """Leaves, and gives back what the members have in common. Harmless to repeat."""
+        """Leaves the group and releases the shared folder. Harmless to repeat."""
         self.leave()
         self._rendezvous.close()
 
     def leave(self) -> None:
-        """Ends what is under way, and no member waits for this one any more. Harmless to repeat."""
+        """Aborts an exchange in flight and ends the membership. Harmless to repeat."""
         self._rendezvous.leave()
         backend, self._backend = self._backend, None
         if backend is not None and self.device_type == "cuda":
@@ -113,7 +339,7 @@ def _nccl(store: Store, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NCCL_LIMIT
     backend: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-    # The communicator is made by the first collective, which should not be one that somebody waits for.
+    # The first collective creates the communicator, which takes long. Do it here, where no transfer waits for it.
     device = torch.device("cuda", torch.cuda.current_device())
     ones = torch.ones(size, dtype=torch.uint8, device=device)
     with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Moves units between this trainer and the shard servers, behind the training thread's back."""
+"""Background transfers of units between this trainer and the shard servers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from functools import partial
 
 import torch
 
-from shardwell.data_plane.daemon_threads import DaemonThreads
-from shardwell.data_plane.encoded_gradients import EncodedGradients
+from shardwell.data_plane.error_feedback import EncodedGradients
 from shardwell.data_plane.interrupts import uninterrupted
 from shardwell.data_plane.remote_shard import RemoteShard
-from shardwell.data_plane.transfer_queue import TransferQueue
+from shardwell.data_plane.transfer_queue import DaemonThreads, TransferQueue
 from shardwell.memory.device_copies import to_host
-from shardwell.transport.base import Nearly
+from shardwell.transport.base import NearlyDone
 from shardwell.transport.selector import ServerConnection
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire.errors import ShardwellError
@@ -26,28 +25,28 @@ from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import shard_pb2
 
 _GATHER_THREADS = _PUSH_THREADS = 16
-"""Threads mostly wait for the network; a gather may also wait for a version."""
+"""The threads mostly wait for the network. A gather may also wait for a version."""
 
-_LOOKING_S = 0.1
-"""A version in shared memory is looked for so long before its servers are asked, who may know that it is gone."""
+_POLL_LIMIT_S = 0.1
+"""How long to poll shared memory for a version before asking the servers, which may report it gone."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteUnit:
-    """A declared unit and where it lives."""
+    """A declared unit and its shards."""
 
     index: int
     layout: UnitLayout
     shards: tuple[RemoteShard, ...]
     vector: SharedVector | None = None
-    """Its flat vector in shared memory, of servers or of the host's cache, if all of it can be read in place."""
+    """The flat vector in shared memory of servers or of the host cache, if all of it can be read in place."""
 
 
 @dataclass
 class TrafficStats:
-    """What was moved, and how long the training thread waited for it."""
+    """Counts, bytes, and seconds that the training thread waited."""
 
     gather_count: int = 0
     gathered_bytes: int = 0
@@ -60,8 +59,8 @@ class TrafficStats:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-class WaitedFor(Future[int]):
-    """A gather's version; counts the time waited for it."""
+class TimedFuture(Future[int]):
+    """The version that a gather fetched. ``result`` adds its waiting time to the statistics."""
 
     def __init__(self, stats: TrafficStats) -> None:
         super().__init__()
@@ -75,8 +74,8 @@ class WaitedFor(Future[int]):
             self._stats.gather_wait_s += time.perf_counter() - started
 
 
-class GatherFuture(WaitedFor):
-    """Done when every shard of a unit has arrived, or has failed."""
+class GatherFuture(TimedFuture):
+    """Done when every shard of a unit has arrived or failed."""
 
     def __init__(self, parts: Sequence[Future[int]], stats: TrafficStats) -> None:
         super().__init__(stats)
@@ -90,7 +89,7 @@ class GatherFuture(WaitedFor):
             self._missing -= 1
             if self._missing:
                 return
-        # Every part is done: none writes to the target any more, also when one has failed.
+        # All parts are done, so no thread writes to the target any more, even if a part has failed.
         for part in self._parts:
             if (error := part.exception()) is not None:
                 self.set_exception(error)
@@ -99,12 +98,12 @@ class GatherFuture(WaitedFor):
 
 
 class VersionInPlace(Future[int]):
-    """A version that comes to be in memory that is read in place: one looks for it when it is needed, no sooner.
+    """A version of memory that is read in place. ``result`` polls for the version; no thread waits for it before.
 
     Args:
-        unit: The unit, all of whose servers share their memory.
-        version: The one to wait for.
-        stats: Counts the time waited for it.
+        unit: The unit. All its servers share their memory.
+        version: The version to wait for.
+        stats: Counts the waiting time.
     """
 
     def __init__(self, unit: RemoteUnit, version: int, stats: TrafficStats) -> None:
@@ -124,10 +123,10 @@ class VersionInPlace(Future[int]):
     def _wait(self) -> int:
         vector = self._unit.vector
         assert vector is not None
-        # An update takes milliseconds, and asking the server about one nearly as much of two processors' time.
-        give_up, pause_s = time.perf_counter() + _LOOKING_S, _FIRST_PAUSE_S
+        # An update takes milliseconds. An rpc that waits for it would cost almost as much processor time.
+        deadline, pause_s = time.perf_counter() + _POLL_LIMIT_S, _FIRST_PAUSE_S
         while not vector.shows(self._version):
-            if time.perf_counter() > give_up:
+            if time.perf_counter() > deadline:
                 return min(shard.await_version(self._version) for shard in self._unit.shards)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -135,10 +134,10 @@ class VersionInPlace(Future[int]):
 
 
 class Traffic:
-    """Background gathers and pushes of one trainer.
+    """Background gathers and pushes of one trainer. Called by the training thread.
 
     Args:
-        push_bytes: Gradients in flight beyond which ``push`` waits.
+        push_bytes: Limit of gradient bytes in flight. ``push`` waits while they exceed it.
     """
 
     def __init__(self, *, push_bytes: int) -> None:
@@ -149,18 +148,20 @@ class Traffic:
         self._gather_queues = defaultdict[ServerConnection, TransferQueue[int]](lambda: TransferQueue(self._gathers))
         self._push_queues = defaultdict[ServerConnection, TransferQueue[None]](lambda: TransferQueue(self._pushes))
         self._changed = threading.Condition()
-        self._bytes_in_flight, self._parts_in_flight = 0, 0
+        """Protects the next three fields, which the push threads change too."""
+        self._bytes_in_flight, self._pushes_in_flight = 0, 0
         self._push_error: BaseException | None = None
         self._last_part: dict[tuple[int, int], Future[None]] = {}
+        """The last push to each shard, by unit index and shard number."""
 
     def gather(self, unit: RemoteUnit, version: int | None, target: memoryview, *, exact: bool = False) -> Future[int]:
-        """Starts to fetch a unit. [unit.layout.size_bytes]
+        """Starts to fetch a unit.
 
         Args:
             unit: The unit.
             version: None: the newest.
-            target: Receives the flat vector; must stay in place until the future is done.
-            exact: Without rounding.
+            target: Receives the flat vector; must stay in place until the future is done. [unit.layout.size_bytes]
+            exact: Whether to read the values as stored, without rounding.
         """
         self.stats.gather_count += 1
         self.stats.gathered_bytes += unit.layout.size_bytes
@@ -170,11 +171,11 @@ class Traffic:
         )
 
     def gather_cast(self, unit: RemoteUnit, version: int, target: memoryview, layout: UnitLayout) -> Future[int]:
-        """Starts to fetch a unit as other dtypes than it is stored in.
+        """Starts to fetch a unit in other dtypes than the stored ones.
 
         Args:
             unit: The unit.
-            version: Of it.
+            version: The version to fetch.
             target: Receives the values; must stay in place until the future is done. [layout.size_bytes]
             layout: The same parameters in the dtypes to deliver.
         """
@@ -183,15 +184,15 @@ class Traffic:
         return self._fetch(unit, lambda shard: partial(shard.fetch_cast, version, layout, target))
 
     def await_version(self, unit: RemoteUnit, version: int) -> Future[int]:
-        """Starts to wait until a unit that is read in place is of a version."""
+        """Starts to wait until a unit that is read in place has a version."""
         assert unit.vector is not None
         self.stats.gather_count += 1
         if unit.vector.shows(version):
             for shard in unit.shards:
                 shard.count_hit()
-            there: Future[int] = Future()
-            there.set_result(version)
-            return there
+            found: Future[int] = Future()
+            found.set_result(version)
+            return found
         if all(shard.cached is None for shard in unit.shards):
             return VersionInPlace(unit, version, self.stats)
         return self._fetch(unit, lambda shard: partial(_await_version, shard, version))
@@ -201,112 +202,112 @@ class Traffic:
     ) -> None:
         """Starts to push one part of a contribution to every owner of the unit.
 
-        Waits while more than ``push_bytes`` are in flight. Raises what an earlier push met.
+        Waits while more than ``push_bytes`` are in flight. Raises the error of an earlier push that failed.
 
         Args:
             unit: The unit.
-            header: All but the range and the parameter indices.
-            gradients: ``(parameter index, gradient)`` by rising index, owned by the callee from now on.
+            header: Everything but the range and the parameter indices.
+            gradients: ``(parameter index, gradient)`` by rising index. The caller must not change them afterwards.
         """
         self._raise_push_error()
         copies, copied = to_host([gradient for _, gradient in gradients])
         flats = {index: flat for (index, _), flat in zip(gradients, copies, strict=True)}
         header.parameter_indices[:] = sorted(flats)
         size = sum(flat.nbytes for flat in flats.values())
-        # What goes from the CPU through shared memory is copied before this returns, and held no longer.
-        here = all(gradient.device.type == "cpu" for _, gradient in gradients)
-        held = size if not here or _are_streamed(unit) else 0
+        # Gradients on the CPU that go through shared memory are copied before this method returns.
+        on_cpu = all(gradient.device.type == "cpu" for _, gradient in gradients)
+        held_bytes = size if not on_cpu or _are_streamed(unit) else 0
 
-        def begin(shard: RemoteShard, own: shard_pb2.ReduceScatterHeader) -> Callable[[Nearly], None]:
-            if here:
-                return _begun(lambda: shard.begin_send(own, flats))
-            return partial(_begin_later, copied, shard, own, flats)
+        def prepare(shard: RemoteShard, own: shard_pb2.ReduceScatterHeader) -> Callable[[NearlyDone], None]:
+            if on_cpu:
+                return _prepared(lambda: shard.prepare_push(own, flats))
+            return partial(_push_after_copy, copied, shard, own, flats)
 
-        self._push(unit, header, begin, size, held)
+        self._push(unit, header, prepare, size, held_bytes)
 
     def push_encoded(
         self, unit: RemoteUnit, header: shard_pb2.ReduceScatterHeader, gradients: EncodedGradients
     ) -> None:
-        """``push`` of gradients that are encoded; they are given back when all of their parts are pushed."""
+        """Starts to push encoded gradients; see ``push``. Releases them when all shards have their part."""
         self._raise_push_error()
         header.parameter_indices[:] = gradients.indices
         self._push(
             unit,
             header,
-            lambda shard, own: _begun(lambda: shard.begin_send_encoded(own, gradients)),
+            lambda shard, own: _prepared(lambda: shard.prepare_push_encoded(own, gradients)),
             gradients.stored_bytes,
             len(gradients.stream) if _are_streamed(unit) else 0,
-            gradients.give_back,
+            gradients.release,
         )
 
     def _push(
         self,
         unit: RemoteUnit,
         header: shard_pb2.ReduceScatterHeader,
-        begin: Callable[[RemoteShard, shard_pb2.ReduceScatterHeader], Callable[[Nearly], None]],
-        size: int,
-        held: int,
+        prepare: Callable[[RemoteShard, shard_pb2.ReduceScatterHeader], Callable[[NearlyDone], None]],
+        size_bytes: int,
+        held_bytes: int,
         when_pushed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Pushes what ``begin`` makes of each shard and its own header.
+        """Starts the pushes to all shards of a unit.
 
         Args:
             unit: The unit.
-            header: All but the range.
-            begin: Returns what pushes a shard's part.
-            size: Of the gradients, in bytes.
-            held: How much is held until all is pushed.
-            when_pushed: Called then.
+            header: Everything but the range.
+            prepare: Returns a function that pushes one shard's part. Called with the shard and its own header.
+            size_bytes: Size of the gradients.
+            held_bytes: Memory that is in use until all parts are pushed.
+            when_pushed: Called when all parts are pushed.
         """
         with uninterrupted:
-            self._take_room(held)
+            self._reserve(held_bytes)
             self.stats.push_count += 1
-            self.stats.pushed_bytes += size
+            self.stats.pushed_bytes += size_bytes
             futures: list[Future[None]] = []
             try:
                 for number, shard in enumerate(unit.shards):
                     own = shard_pb2.ReduceScatterHeader()
                     own.CopyFrom(header)
                     previous = self._last_part.get((unit.index, number))
-                    streamed_bytes = 0 if shard.server.pushes_through_shm else shard.stop_bytes - shard.start_bytes
-                    send = partial(_send, begin(shard, own), previous)
+                    streamed_bytes = 0 if shard.server.copies_gradients else shard.stop_bytes - shard.start_bytes
+                    send = partial(_send, prepare(shard, own), previous)
                     future = self._push_queues[shard.server].submit(streamed_bytes, send)
                     self._last_part[unit.index, number] = future
                     futures.append(future)
-            finally:  # what was not begun is not waited for
-                self._give_back_when_done(futures, held, when_pushed)
+            finally:  # wait only for the parts that were started
+                self._release_when_done(futures, held_bytes, when_pushed)
 
     def drain(self) -> None:
-        """Waits until every push is acknowledged; raises what the first failed one met."""
+        """Waits until every push is acknowledged; raises the first error."""
         self._await_pushes()
         self._raise_push_error()
 
-    def forget(self) -> None:
-        """Waits until nothing is in flight and drops what failed: its work is begun anew."""
+    def discard(self) -> None:
+        """Waits until no push is in flight and drops their errors. Called when their work item is restarted."""
         self._await_pushes()
         self._push_error = None
 
     def _await_pushes(self) -> None:
         started = time.perf_counter()
         with uninterrupted, self._changed:
-            uninterrupted.wait_for(self._changed, lambda: not self._parts_in_flight)
+            uninterrupted.wait_for(self._changed, lambda: not self._pushes_in_flight)
         self.stats.push_wait_s += time.perf_counter() - started
         self._last_part.clear()
 
-    def _fetch(self, unit: RemoteUnit, work_of: Callable[[RemoteShard], Callable[[Nearly], int]]) -> Future[int]:
+    def _fetch(self, unit: RemoteUnit, work_of: Callable[[RemoteShard], Callable[[NearlyDone], int]]) -> Future[int]:
         parts: list[Future[int]] = []
         with uninterrupted:
             try:
                 for shard in unit.shards:
                     queue = self._gather_queues[shard.server]
                     parts.append(queue.submit(shard.stop_bytes - shard.start_bytes, work_of(shard)))
-            except BaseException:  # whoever gets no future may use the target for something else
+            except BaseException:  # without a future, the caller may reuse the target at once
                 wait(parts)
                 raise
             return GatherFuture(parts, self.stats)
 
     def close(self) -> None:
-        """Fails what waits; what is under way goes on until its server's connection is closed."""
+        """Fails all waiting transfers. Transfers in flight end when the connection to their server is closed."""
         for gathers in self._gather_queues.values():
             gathers.close()
         for pushes in self._push_queues.values():
@@ -315,29 +316,32 @@ class Traffic:
         self._pushes.shutdown(wait=False)
 
     def join(self, limit_s: float) -> None:
-        """After ``close``: waits until nothing is under way, which would use memory of others, for so long each way."""
+        """Waits after ``close`` until no transfer uses memory of units, at most ``limit_s`` for each direction."""
         self._gathers.join(limit_s)
         self._pushes.join(limit_s)
 
-    def _take_room(self, size: int) -> None:
+    def _reserve(self, size_bytes: int) -> None:
         started = time.perf_counter()
         with uninterrupted, self._changed:
-            # A part larger than the limit goes alone.
+            # A push larger than the limit goes alone.
             uninterrupted.wait_for(
-                self._changed, lambda: not self._bytes_in_flight or self._bytes_in_flight + size <= self._push_limit
+                self._changed,
+                lambda: not self._bytes_in_flight or self._bytes_in_flight + size_bytes <= self._push_limit,
             )
-            self._bytes_in_flight += size
-            self._parts_in_flight += 1
+            self._bytes_in_flight += size_bytes
+            self._pushes_in_flight += 1
         self.stats.push_wait_s += time.perf_counter() - started
 
-    def _give_back_when_done(self, futures: Sequence[Future[None]], size: int, when_done: Callable[[], None]) -> None:
+    def _release_when_done(
+        self, futures: Sequence[Future[None]], size_bytes: int, when_done: Callable[[], None]
+    ) -> None:
         missing = len(futures)
 
-        def give_back() -> None:
+        def release() -> None:
             when_done()
             with self._changed:
-                self._bytes_in_flight -= size
-                self._parts_in_flight -= 1
+                self._bytes_in_flight -= size_bytes
+                self._pushes_in_flight -= 1
                 self._changed.notify_all()
 
         def done(future: Future[None]) -> None:
@@ -348,12 +352,12 @@ class Traffic:
                 missing -= 1
                 is_last = not missing
             if is_last:
-                give_back()
+                release()
 
         for future in futures:
             future.add_done_callback(done)
         if not futures:
-            give_back()
+            release()
 
     def _raise_push_error(self) -> None:
         with uninterrupted, self._changed:
@@ -363,40 +367,40 @@ class Traffic:
 
 
 def _are_streamed(unit: RemoteUnit) -> bool:
-    """Whether any of a unit's gradients are held until they are sent."""
-    return any(not shard.server.pushes_through_shm for shard in unit.shards)
+    """Whether some gradients of a unit stay in memory until they are sent."""
+    return any(not shard.server.copies_gradients for shard in unit.shards)
 
 
-def _await_version(shard: RemoteShard, version: int, _: Nearly) -> int:
+def _await_version(shard: RemoteShard, version: int, _: NearlyDone) -> int:
     return shard.await_version(version)
 
 
-def _begun(begin: Callable[[], Callable[[Nearly], None]]) -> Callable[[Nearly], None]:
-    """What pushes a shard's part, or raises why that is not possible."""
+def _prepared(prepare: Callable[[], Callable[[NearlyDone], None]]) -> Callable[[NearlyDone], None]:
+    """Returns a function that pushes a shard's part, or one that raises the error of preparing the push."""
     try:
-        return begin()
+        return prepare()
     except ShardwellError as error:
         return partial(_fail, error)
 
 
-def _begin_later(
+def _push_after_copy(
     copied: Callable[[], None],
     shard: RemoteShard,
     header: shard_pb2.ReduceScatterHeader,
     flats: Mapping[int, torch.Tensor],
-    nearly: Nearly,
+    nearly_done: NearlyDone,
 ) -> None:
-    """Pushes a shard's part once it has come from a GPU."""
+    """Pushes a shard's part when the copy from the GPU is done."""
     copied()
-    shard.begin_send(header, flats)(nearly)
+    shard.prepare_push(header, flats)(nearly_done)
 
 
-def _fail(error: ShardwellError, _: Nearly) -> None:
+def _fail(error: ShardwellError, _: NearlyDone) -> None:
     raise error
 
 
-def _send(push: Callable[[Nearly], None], previous: Future[None] | None, nearly: Nearly) -> None:
+def _send(push: Callable[[NearlyDone], None], previous: Future[None] | None, nearly_done: NearlyDone) -> None:
+    """Pushes a part after the previous part to the same shard. See Note: [Order of pushes] in ``transfer_queue.py``."""
     if previous is not None:
-        # A server takes parts in order. Queue and threads are first-in first-out: `previous` has a thread.
         previous.result()
-    push(nearly)
+    push(nearly_done)

@@ -1,1 +1,1 @@
-"""Child processes that the SDK starts: the servers of a local cluster, and the trainers of ``shardwell launch``."""
+"""Processes that the SDK starts: a private cluster, and the trainers of ``shardwell launch``."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from shardwell.processes.local_cluster import LocalCluster, ServerProcess
+from shardwell.processes.local_cluster import LocalCluster
+from shardwell.processes.server_process import ServerProcess
 from shardwell.processes.trainer_process import TrainerProcess, describe_exit
 from shardwell_wire.channel import check_address
 from shardwell_wire.credentials import TOKEN_FILE_VARIABLE
@@ -21,42 +22,39 @@ from shardwell_wire.errors import UsageError
 from shardwell_wire.topology import World
 
 _POLL_S = 0.05
-_STOP_LIMIT_S = 10.0
-"""Seconds after a stop signal before trainers are killed."""
+_GRACE_S = 10.0
+"""Trainers that were asked to stop get this long before they are killed."""
 
 _EPILOG = """\
-Two trainers on a private cluster with two shard servers, like `make demo`:
+Two trainers on a private cluster with two shard servers, as `make demo` does it:
   shardwell launch examples/train_gpt.py --num-steps 200
 
-Four trainers on a running cluster; each trainer is restarted up to 3 times:
+Four trainers on a cluster that is there; a trainer that dies is started again, up to 3 times:
   shardwell launch --coordinator localhost:50051 --run gpt --num-trainers 4 --restart 3 train.py
 
-Every option of shardwell.join has a variable, which the trainers inherit:
-  SHARDWELL_GATHER_DTYPE=bfloat16 SHARDWELL_WAIT_LIMIT_S=60 shardwell launch train.py
-
-The script calls shardwell.join() without arguments. The launcher sets SHARDWELL_ADDRESS, SHARDWELL_RUN,
-SHARDWELL_TRAINER, SHARDWELL_DP, SHARDWELL_TP, SHARDWELL_PP and SHARDWELL_MIN_TRAINERS.
-When a trainer dies, the other trainers continue and take over its work.
+The script calls shardwell.join() without arguments: SHARDWELL_ADDRESS, SHARDWELL_RUN,
+SHARDWELL_TRAINER, SHARDWELL_DP, SHARDWELL_TP, SHARDWELL_PP and SHARDWELL_MIN_TRAINERS are set.
+A trainer that dies does not end the others: they take over its work.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
-    """The trainers that ``shardwell launch`` starts."""
+    """What ``shardwell launch`` is to start."""
 
     command: tuple[str, ...]
     """The training script and its arguments."""
     run: str
     """Name of the run."""
     num_trainers: int = 2
-    """Number of trainer processes."""
+    """Processes to start."""
     world: World
     """The grid of logical ranks."""
     max_restarts: int = 0
-    """How often each trainer may be restarted."""
+    """How often each trainer may be started again."""
 
     def environment(self, trainer: str, address: str, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Returns the environment of one trainer: inherited variables, and those that ``shardwell.join`` reads."""
+        """The environment of one trainer: what it inherits, one thread unless told otherwise, and its place."""
         world, live = self.world, {"SHARDWELL_LIVE_OUTPUT": "1"} if sys.stdout.isatty() else {}
         return {
             "OMP_NUM_THREADS": "1",
@@ -86,28 +84,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--num-shards", type=_positive, default=2, metavar="N", help="shard servers of the private cluster (default: 2)"
     )
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="use this cluster instead of starting a private one")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="use this cluster instead of a private one")
     parser.add_argument(
-        "--run", metavar="NAME", help="name of the run; an existing run continues (default: the script's name)"
+        "--run", metavar="NAME", help="name of the run; one that exists is continued (default: the script's name)"
     )
-    parser.add_argument("--dp", type=_positive, metavar="N", help="data-parallel ranks (default: trainers / (tp * pp))")
+    parser.add_argument(
+        "--dp", type=_positive, metavar="N", help="data-parallel ranks (default: what fits the trainers)"
+    )
     parser.add_argument("--tp", type=_positive, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--pp", type=_positive, default=1, metavar="N", help="pipeline stages (default: 1)")
     parser.add_argument(
-        "--restart", type=_not_negative, default=0, metavar="N", help="restart a trainer that dies, up to N times"
+        "--restart", type=_not_negative, default=0, metavar="N", help="start a trainer that dies again, up to N times"
     )
-    parser.add_argument("--log-dir", metavar="DIR", help="folder for the private cluster's logs (default: temporary)")
+    parser.add_argument("--log-dir", metavar="DIR", help="keep the private cluster's logs here")
     parser.add_argument("script", help="the training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     parser.set_defaults(handler=main)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs ``shardwell launch``; returns the highest exit code of the trainers."""
+    """Runs ``shardwell launch``; returns the worst exit code of the trainers."""
     plan = make_plan(arguments)
     if plan.world.tp * plan.world.pp > 1:
-        _print(
-            f"{plan.world}: the trainers can join and use session.device_mesh(), but fully_shard raises an error: only "
+        _say(
+            f"{plan.world}: the trainers can join and use session.device_mesh(), but fully_shard will refuse: only "
             "worlds with tp=1 and pp=1 train"
         )
     try:
@@ -118,10 +118,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
-    """Returns the plan for command line arguments.
+    """Turns command line arguments into a plan.
 
     Raises:
-        UsageError: The script does not exist, the address is invalid, or the number of trainers does not fit the axes.
+        UsageError: There is no such script, the address is none, or the trainers cannot be split into the axes
+            asked for.
     """
     if not Path(arguments.script).is_file():
         raise UsageError(f"no such script: {arguments.script}")
@@ -162,19 +163,19 @@ class _Cluster:
 
     address: str
     servers: tuple[ServerProcess, ...] = ()
-    """Servers of a private cluster, the coordinator first."""
+    """Of a private cluster: the coordinator first."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables with which the trainers find the token of a private cluster."""
+    """Variables by which trainers find its token, if it is not what they inherit."""
 
 
 @contextmanager
 def _cluster(arguments: argparse.Namespace) -> Iterator[_Cluster]:
-    """Yields the cluster to use. A private cluster stops when the context ends."""
+    """The cluster to use; a private one lives as long as the context."""
     if arguments.coordinator:
         yield _Cluster(arguments.coordinator)
         return
     count = arguments.num_shards
-    _print(f"starting a private cluster: a coordinator and {count} shard server{'s' * (count > 1)}")
+    _say(f"starting a private cluster: a coordinator and {count} shard server{'s' * (count > 1)}")
     with LocalCluster(count, log_dir=arguments.log_dir) as cluster:
         yield _Cluster(
             cluster.address, (cluster.coordinator, *cluster.shards), {TOKEN_FILE_VARIABLE: cluster.token_file}
@@ -182,7 +183,7 @@ def _cluster(arguments: argparse.Namespace) -> Iterator[_Cluster]:
 
 
 class _Stop(BaseException):
-    """Raised when a signal asks the launcher to stop."""
+    """Somebody wants the launch to end."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal_number)
@@ -191,13 +192,13 @@ class _Stop(BaseException):
 
 @dataclass
 class _Signals:
-    """The stop signals that were received."""
+    """What signals have come."""
 
     count: int = 0
     first: int = 0
     interrupt: bool = True
-    """True if the first signal raises ``_Stop`` at once. False while trainers are started: an exception between the
-    start of a trainer and its registration would leave the trainer running."""
+    """Whether the first one raises at once. That is between any two instructions, such as those that start a trainer
+    and put it down: then nobody would stop it."""
 
     def receive(self, signal_number: int, _: FrameType | None) -> None:
         self.count += 1
@@ -207,14 +208,14 @@ class _Signals:
                 raise _Stop(signal_number)
 
     def check(self) -> None:
-        """Raises ``_Stop`` if a signal was received."""
+        """Raises ``_Stop`` if one has come."""
         if self.count:
             raise _Stop(self.first)
 
 
 @contextmanager
 def _stop_signals() -> Iterator[_Signals]:
-    """Handles SIGINT, SIGTERM and SIGHUP while the context is open."""
+    """Takes SIGINT, SIGTERM and SIGHUP meanwhile."""
     signals = _Signals()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     former = {number: signal.signal(number, signals.receive) for number in numbers}
@@ -226,7 +227,7 @@ def _stop_signals() -> Iterator[_Signals]:
 
 
 class _Launch:
-    """Starts, watches and stops the trainers of one launch."""
+    """The trainers of one launch, from their start to their end."""
 
     def __init__(self, plan: LaunchPlan, cluster: _Cluster, signals: _Signals) -> None:
         self._plan, self._address, self._signals = plan, cluster.address, signals
@@ -235,10 +236,10 @@ class _Launch:
         self._coordinator, self._servers = next(iter(cluster.servers), None), list(cluster.servers)
 
     def run(self) -> int:
-        """Waits for the end of all trainers; returns the highest exit code."""
+        """Runs every trainer to its end; returns the worst exit code."""
         self._signals.interrupt = False
         plan = self._plan
-        _print(f"run {plan.run!r} on {self._address}: starting {plan.num_trainers} trainers for {plan.world}")
+        _say(f"run {plan.run!r} on {self._address}: starting {plan.num_trainers} trainers for {plan.world}")
         try:
             for name in (f"trainer-{index}" for index in range(self._plan.num_trainers)):
                 environment = self._plan.environment(name, self._address, self._environment)
@@ -261,45 +262,45 @@ class _Launch:
                 return 1
             for trainer in list(running):
                 code = trainer.exit_code
-                if code is None or (code != 0 and self._restart(trainer, code)):
+                if code is None or (code != 0 and self._start_again(trainer, code)):
                     continue
                 trainer.finish()
                 running.remove(trainer)
                 worst = max(worst, code)
                 if code != 0 and running:
-                    _print(f"{trainer.name} {describe_exit(code)}; the other trainers take over its work")
+                    _say(f"{trainer.name} {describe_exit(code)}; the others go on and take over its work")
             time.sleep(_POLL_S)
         return worst
 
     def _is_coordinator_lost(self) -> bool:
-        """Reports the servers of a private cluster that have ended. True if the coordinator is one of them."""
+        """Tells of every server of a private cluster that has ended; true if the coordinator has: nothing goes on."""
         for server in [server for server in self._servers if server.exit_code is not None]:
             self._servers.remove(server)
             code = server.exit_code or 0
-            _print(f"{server.name} {describe_exit(code if code >= 0 else 128 - code)}. {server.log_tail()}")
+            _say(f"{server.name} {describe_exit(code if code >= 0 else 128 - code)}. {server.log_tail()}")
             if server is self._coordinator:
                 return True
         return False
 
-    def _restart(self, trainer: TrainerProcess, code: int) -> bool:
+    def _start_again(self, trainer: TrainerProcess, code: int) -> bool:
         if trainer.starts > self._plan.max_restarts:
             return False
         trainer.finish()
-        _print(f"{trainer.name} {describe_exit(code)}; restarting it ({trainer.starts} of {self._plan.max_restarts})")
+        _say(f"{trainer.name} {describe_exit(code)}; starting it again ({trainer.starts} of {self._plan.max_restarts})")
         trainer.start()
         return True
 
     def _stop(self, signal_number: int) -> None:
-        """Sends a signal to all trainers and waits for their end, until a second signal or the time limit."""
-        _print(f"{signal.Signals(signal_number).name}: stopping {len(self._trainers)} trainers")
+        """Asks every trainer to stop; a second signal, or too much time, and they are killed."""
+        _say(f"{signal.Signals(signal_number).name}: stopping {len(self._trainers)} trainers")
         for trainer in self._trainers:
             trainer.send(signal_number)
-        deadline = time.monotonic() + _STOP_LIMIT_S
+        deadline = time.monotonic() + _GRACE_S
         while any(trainer.exit_code is None for trainer in self._trainers):
             if self._signals.count > 1 or time.monotonic() > deadline:
                 return
             time.sleep(_POLL_S)
 
 
-def _print(text: str) -> None:
+def _say(text: str) -> None:
     print(f"[launch] {text}", file=sys.stderr, flush=True)

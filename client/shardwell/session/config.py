@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from shardwell.data_plane.node_group import BACKENDS
 from shardwell.module.strategy import BackwardPrefetch
-from shardwell.transport.base import KINDS, parse_kinds
+from shardwell.transport.selector import TRANSPORT_NAMES, parse_transports
 from shardwell_wire import codec
 from shardwell_wire.errors import InvalidRequestError, UsageError, WorldError
 from shardwell_wire.names import check_name
@@ -65,7 +65,7 @@ class TransferOptions(_Options):
         UsageError: A value is out of range.
     """
 
-    transports: str = ",".join(KINDS)
+    transports: str = ",".join(TRANSPORT_NAMES)
     """Transports to use, in order of preference: ``shm`` (shared memory on one host), ``socket`` (plain TCP) and
     ``grpc``. A transport that a server cannot open is skipped. The default is the order of their speed."""
     chunk_bytes: int = codec.DEFAULT_CHUNK_BYTES
@@ -101,7 +101,7 @@ class TransferOptions(_Options):
     ``none`` by default: each trainer fetches whole units."""
 
     def __post_init__(self) -> None:
-        parse_kinds(self.transports)
+        parse_transports(self.transports)
         if not 1 <= self.chunk_bytes <= codec.MAX_CHUNK_BYTES:
             raise UsageError(f"chunk_bytes={self.chunk_bytes!r}: expected 1 to {codec.MAX_CHUNK_BYTES}")
         choices = {"gather_dtype": NAMES, "push_dtype": NAMES, "node_group": ("none", *BACKENDS)}
@@ -116,7 +116,7 @@ class TransferOptions(_Options):
     @property
     def kinds(self) -> tuple[str, ...]:
         """``transports`` as a tuple."""
-        return parse_kinds(self.transports)
+        return parse_transports(self.transports)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwell.data_plane.host_folder import HostFolder
-from shardwell.data_plane.node_group import NodeGroup
-from shardwell.data_plane.node_rendezvous import CONNECTED, MemberGoneError, NodeRendezvous, Outcome
+from shardwell.data_plane.host_cache import HostFolder
+from shardwell.data_plane.node_group import CONNECTED, MemberGoneError, NodeGroup, NodeRendezvous, Outcome
 from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
 from shardwell_wire.errors import ShardwellError, UnavailableError
@@ -152,7 +151,7 @@ def _connect(members: NodeMembers, backend: str) -> NodeGroup:
             )
         store = FileStore(str(folder.path / "store"), size)
         group = NodeGroup(rendezvous, backend, store, rank=rank, size=size)
-        if rendezvous.decide(CONNECTED, 0, _CONNECT_LIMIT_S) is not Outcome.TOGETHER:
+        if rendezvous.decide(CONNECTED, 0, _CONNECT_LIMIT_S) is not Outcome.EXCHANGE:
             raise UnavailableError("not all trainers of the node could be connected")
     except BaseException:
         rendezvous.close() if group is None else group.close()

@@ -126,7 +126,7 @@ class RunStore:
         self._former_ranks = finished.global_ranks
         self._servers.release_gradient_buffers()
         if len(self._state.items) < len(finished.global_ranks):
-            self._partition_updates.forget()
+            self._partition_updates.drop_cache()
             self._servers.free_gradient_buffers()
         if self._feedback is not None:
             self._feedback.commit()
@@ -199,7 +199,7 @@ class RunStore:
 
     def streams_gradients(self, unit_index: int) -> bool:
         """See ``ParameterStore.streams_gradients``."""
-        return not all(shard.server.pushes_through_shm for shard in self._units[unit_index].shards)
+        return not all(shard.server.copies_gradients for shard in self._units[unit_index].shards)
 
     def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See ``ParameterStore.push``."""
@@ -262,7 +262,7 @@ class RunStore:
                 self._reset(item)
 
     def _reset(self, item: WorkItemState) -> None:
-        self._traffic.forget()
+        self._traffic.discard()
         step, rank = self._state.number, item.item.global_rank
         request = coordinator_pb2.ResetWorkRequest(
             context=self._membership.context(step, epoch=item.item.epoch),
@@ -300,7 +300,7 @@ class RunStore:
             return self._membership.context(self._state.number, epoch=work.epoch)
 
         units = self._units.values()
-        self._partition_updates.run(units, work.dp_rank, make_context, update, keep_bytes=keep_bytes)
+        self._partition_updates.run(units, work.dp_rank, make_context, update, cache_bytes=keep_bytes)
 
     def close(self) -> None:
         """Stops the threads and closes the connections. Waits for transfers, which use the memory of units."""

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from shardwell.data_plane.host_cache import HostCache, ShardRange
+from shardwell.data_plane.host_cache import CacheKey, HostCache
 from shardwell.data_plane.remote_shard import RemoteShard
 from shardwell.data_plane.traffic import RemoteUnit
 from shardwell.module.store import InitialValues
 from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
-from shardwell.transport.shared_vector import CAN_MAP, SegmentPlace, SharedVector
+from shardwell.transport.shared_vector import CAN_MAP, SegmentLocation, SharedVector
 from shardwell_wire import wire_dtypes
-from shardwell_wire.errors import ConflictError, DeadlineError, ShardwellError, UnavailableError
+from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.retry import backoff
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
@@ -164,7 +164,7 @@ class ShardMappings:
         if not CAN_MAP or not unit.layout.size_bytes:
             return unit
         try:
-            locations = [self._locate(unit, shard) for shard in unit.shards]
+            locations = [shard.locate() for shard in unit.shards]
             found = [location for location in locations if location is not None]
             if len(found) < len(locations):
                 return unit
@@ -190,9 +190,9 @@ class ShardMappings:
         try:
             locations = {}
             for number, shard in enumerate(unit.shards):
-                if (location := self._locate(unit, shard)) is not None:
+                if (location := shard.locate()) is not None:
                     if location.stop_bytes > location.start_bytes:
-                        shard.window = SharedVector(name, [location], ask=self._membership.ask)
+                        shard.map(location, ask=self._membership.ask)
                     if exact:
                         locations[number] = location
             others = [number for number in range(len(unit.shards)) if number not in locations]
@@ -204,33 +204,21 @@ class ShardMappings:
             _warn_not_mapped(unit, error)
         return unit
 
-    def _locate(self, unit: RemoteUnit, shard: RemoteShard) -> SegmentPlace | None:
-        """Returns the shared memory of a shard whose server is on this host."""
-        if shard.server.shm is None:
-            return None
-        limit_s = self._config.waits.wait_limit_s
-        try:
-            answer = shard.server.shm.locate(unit.layout.unit, None, timeout_s=limit_s, retry_for_s=limit_s)
-        except ConflictError as error:
-            _warn_not_mapped(unit, error)
-            return None
-        return SegmentPlace(answer.segment.path, shard.start_bytes, shard.stop_bytes)
-
     def _cache_shards(
         self, unit: RemoteUnit, numbers: Sequence[int], gather_dtype: str, *, beyond_budget: bool
-    ) -> dict[int, SegmentPlace]:
+    ) -> dict[int, SegmentLocation]:
         """Adds shards to the host cache if there is room; returns the location of each by its number."""
         if self._cache is None or not numbers:
             return {}
         shards = {number: unit.shards[number] for number in numbers}
         ranges = {
-            number: ShardRange(unit.index, shard.start_bytes, shard.stop_bytes, gather_dtype)
+            number: CacheKey(unit.index, shard.start_bytes, shard.stop_bytes, gather_dtype)
             for number, shard in shards.items()
         }
         admitted = self._cache.admit(unit.layout.unit, ranges, beyond_budget=beyond_budget)
         for number, cached in admitted.items():
             shards[number].cached = cached
-        return {number: cached.place for number, cached in admitted.items()}
+        return {number: cached.location for number, cached in admitted.items()}
 
     def _open_cache(self) -> HostCache | None:
         run = self._membership.identity

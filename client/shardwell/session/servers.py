@@ -10,7 +10,6 @@ from typing import Any
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
-from shardwell.transport.base import KIND_NUMBERS
 from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.selector import ServerConnection
 from shardwell.transport.server_guard import ServerGuard
@@ -42,12 +41,12 @@ class ShardServers:
     @property
     def received_bytes(self) -> int:
         """Bytes received from all servers, as they travelled."""
-        return sum(server.received_bytes for server in self._connections.values())
+        return sum(server.counter.received_bytes for server in self._connections.values())
 
     @property
     def sent_bytes(self) -> int:
         """Bytes sent to all servers, as they travelled."""
-        return sum(server.sent_bytes for server in self._connections.values())
+        return sum(server.counter.sent_bytes for server in self._connections.values())
 
     def describe(self) -> list[dict[str, Any]]:
         """Returns each server's transport and its statistics; see ``Session.transports``."""
@@ -57,7 +56,7 @@ class ShardServers:
         """Returns the transports for a heartbeat. Thread-safe."""
         return [
             coordinator_pb2.TransportReport(
-                address=server.address, kind=KIND_NUMBERS[server.kind], bytes_per_s=server.bytes_per_s
+                address=server.address, kind=server.transport.kind, bytes_per_s=server.bytes_per_s
             )
             for server in list(self._connections.values())
         ]
@@ -85,7 +84,7 @@ class ShardServers:
                 lambda: ServerConnection(
                     address,
                     membership.identity,
-                    kinds=config.transfers.kinds,
+                    transports=config.transfers.kinds,
                     chunk_bytes=config.transfers.chunk_bytes,
                     check=membership.check,
                     credentials=membership.credentials,
@@ -98,13 +97,12 @@ class ShardServers:
     def release_gradient_buffers(self, dp_rank: int | None = None) -> None:
         """Releases the shared gradient buffers of a dp rank for reuse; None: of all dp ranks."""
         for server in self._connections.values():
-            if server.shm is not None:
-                server.shm.release(dp_rank)
+            server.release(dp_rank)
 
     def free_gradient_buffers(self) -> None:
         """Frees the memory of the shared gradient buffers, which the next owner of the ranks needs."""
         for server in self._connections.values():
-            server.release_gradient_buffers()
+            server.free_memory()
 
     def disconnect(self) -> None:
         """Closes the connections: transfers in flight fail with the error that ended the membership. Thread-safe."""

@@ -1,53 +1,261 @@
-"""How bytes get from this trainer to one shard server and back."""
+"""What a transport is: how the bytes of a shard travel between this trainer and one shard server.
+
+Note: [Adding a transport]
+    A transport is a module of this package with one class: a ``StreamTransport`` if it sends bytes over a connection,
+    a ``SharedTransport`` if it maps memory of the server. It also needs an entry in ``selector.py``, a value of
+    ``TransportKind`` in ``common.proto``, and the server's counterpart with an entry in its registry.
+
+Note: [Credentials]
+    A transport opens connections by the ``Endpoint`` of its rpc client only (``rpc.py``). That class holds the
+    credentials, and is where TLS will be configured. The selector passes one rpc client to all transports of a server.
+"""
 
 from __future__ import annotations
 
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
-from shardwell_wire.errors import UsageError
+from shardwell.transport.partitions import PartitionLocation, PartitionSegment
+from shardwell.transport.shared_vector import SharedVector
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.wire_dtypes import WireDtype
 
-Nearly = Callable[[], None]
-"""Told by a transfer when little of it is left to be moved, so that the next may begin: once, or more often."""
+NearlyDone = Callable[[], None]
+"""Callback fired when a transfer is nearly done, so that the next can start. May fire more than once."""
 
-NEARLY_BYTES = 1 << 20
-"""That is little: it keeps 100 MB/s busy for 10 ms, in which a request gets to most servers and its answer back."""
-
-KINDS = ("shm", "socket", "grpc")
-"""All kinds of transports, the fastest first."""
-
-
-KIND_NUMBERS = {
-    "shm": common_pb2.TRANSPORT_KIND_SHM,
-    "socket": common_pb2.TRANSPORT_KIND_SOCKET,
-    "grpc": common_pb2.TRANSPORT_KIND_GRPC,
-}
-"""As they are named on the wire."""
+NEARLY_DONE_BYTES = 1 << 20
+"""A transfer is nearly done when at most this many bytes are left. They keep a link of 100 MB/s busy for 10 ms, which
+is enough for the next request to reach most servers and for the answer to return."""
 
 
-def parse_kinds(text: str) -> tuple[str, ...]:
-    """The kinds that a list such as ``shm,grpc`` names, in its order. Raises UsageError for others."""
-    kinds = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not kinds or any(kind not in KINDS for kind in kinds):
-        raise UsageError(f"transports={text!r}: expected some of {', '.join(KINDS)}, the preferred one first")
-    if "shm" in kinds[1:]:
-        raise UsageError(
-            f"transports={text!r}: shm is of use in the first place only, where it is possible it is the fastest"
+def ignore() -> None:
+    """A ``NearlyDone`` callback that does nothing."""
+
+
+@dataclass(slots=True)
+class ByteCounter:
+    """Counts the bytes that streams moved. Thread-safe."""
+
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, *, received_bytes: int = 0, sent_bytes: int = 0) -> None:
+        """Adds the bytes of one transfer, in their encoded size."""
+        with self._lock:
+            self.received_bytes += received_bytes
+            self.sent_bytes += sent_bytes
+
+
+@dataclass(slots=True, eq=False)
+class ShardAddress:
+    """The range of a unit's flat vector that one server owns."""
+
+    run: RunIdentity
+    layout: UnitLayout
+    start_bytes: int
+    """Half-open range of the flat vector."""
+    stop_bytes: int
+    window: SharedVector | None = None
+    """The shard in the server's shared memory, if this process mapped it."""
+
+    def read(self, version: int, target: FetchTarget) -> int:
+        """Copies the mapped shard, which must show ``version``; returns the version.
+
+        Raises:
+            VersionGoneError: The server replaced the version meanwhile.
+        """
+        assert self.window is not None
+        target.copy_from(self.window)
+        self.window.check(version)
+        return version
+
+
+class FetchTarget(Protocol):
+    """Receives the values of one fetch."""
+
+    @property
+    def wire_dtype(self) -> WireDtype:
+        """The dtype in which float32 values travel."""
+        ...
+
+    def stream_buffer(self) -> AbstractContextManager[memoryview]:
+        """Returns the memory for an encoded stream. The stream is decoded when the context ends without an error."""
+        ...
+
+    def copy_from(self, window: SharedVector) -> None:
+        """Copies the values from mapped memory, rounded as if they had travelled in ``wire_dtype``."""
+        ...
+
+
+class GradientPart(Protocol):
+    """The gradients of one part of a contribution, cut to one shard."""
+
+    @property
+    def wire_dtype(self) -> WireDtype:
+        """The dtype in which float32 values travel in a stream."""
+        ...
+
+    def write_to(self, memory: memoryview) -> None:
+        """Writes the gradients to memory laid out like the shard, rounded as if they had travelled."""
+        ...
+
+    def stream(self) -> AbstractContextManager[Sequence[memoryview]]:
+        """Returns the encoded gradients, in the order of the stream. They are valid until the context ends."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPush:
+    """One part of a contribution, ready to be pushed over any transport."""
+
+    shard: ShardAddress
+    header: shard_pb2.ReduceScatterHeader
+    """Everything but the wire dtype, which depends on the transport."""
+    part: GradientPart
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the gradients are in shared memory. Otherwise the push refers to the memory of the caller."""
+        return False
+
+
+class Transport(ABC):
+    """Moves the bytes of one run between this trainer and one shard server. Thread-safe.
+
+    Every method that waits takes ``timeout_s``, the deadline of one attempt, and ``retry_for_s``, how long to retry
+    while the server is unavailable. It raises ``UnavailableError`` or ``DeadlineError`` after that, and any
+    ``ShardwellError`` that the server returns.
+    """
+
+    name: ClassVar[str]
+    """The name in ``transports=``."""
+    kind: ClassVar[common_pb2.TransportKind.ValueType]
+    """The number on the wire."""
+
+    @abstractmethod
+    def fetch(
+        self,
+        shard: ShardAddress,
+        version: int | None,
+        target: FetchTarget,
+        *,
+        timeout_s: float,
+        retry_for_s: float,
+        nearly_done: NearlyDone = ignore,
+    ) -> int:
+        """Fetches one version of a shard, waiting until it exists.
+
+        Args:
+            shard: The range to fetch.
+            version: The version to wait for. None: the newest.
+            target: Receives the values.
+            timeout_s: Deadline of one attempt.
+            retry_for_s: How long to retry while the server is unavailable.
+            nearly_done: Called when at most ``NEARLY_DONE_BYTES`` are missing.
+
+        Returns:
+            The version that was fetched.
+
+        Raises:
+            VersionGoneError: A newer version has replaced this one.
+            DeadlineError: The version did not exist in time.
+        """
+
+    @abstractmethod
+    def push(
+        self, prepared: PreparedPush, *, timeout_s: float, retry_for_s: float, nearly_done: NearlyDone = ignore
+    ) -> None:
+        """Pushes one part of a contribution. Repeating a push is harmless: the server drops duplicates.
+
+        Args:
+            prepared: The push; another transport may have prepared it.
+            timeout_s: Deadline of one attempt.
+            retry_for_s: How long to retry while the server is unavailable.
+            nearly_done: Called when the system has taken all bytes.
+
+        Raises:
+            CapacityError: The server has no memory for the part on this transport.
+        """
+
+    @abstractmethod
+    def measure(self, *, timeout_s: float) -> float:
+        """Returns the bandwidth of this transport in bytes per second."""
+
+    @property
+    @abstractmethod
+    def broke(self) -> bool:
+        """Whether the transport ended although ``close`` was not called. It cannot be used again."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the transport. Transfers in flight fail."""
+
+
+class StreamTransport(Transport):
+    """A transport that sends encoded streams over a connection.
+
+    Args:
+        counter: Counts the bytes.
+    """
+
+    _WARM_UP_BYTES, _MEASURED_BYTES = 64 << 10, 1 << 20
+
+    def __init__(self, counter: ByteCounter | None = None) -> None:
+        self._counter = counter or ByteCounter()
+
+    def fetch(
+        self,
+        shard: ShardAddress,
+        version: int | None,
+        target: FetchTarget,
+        *,
+        timeout_s: float,
+        retry_for_s: float,
+        nearly_done: NearlyDone = ignore,
+        average: bool = False,
+    ) -> int:
+        """See ``Transport``. Fetches the moving average of the values if ``average`` is set."""
+        request = shard_pb2.GatherRequest(
+            run=shard.run.name,
+            run_id=shard.run.run_id,
+            unit=shard.layout.unit,
+            version=version,
+            start_bytes=shard.start_bytes,
+            stop_bytes=shard.stop_bytes,
+            wire_dtype=target.wire_dtype,
+            ema=average,
         )
-    return kinds
+        with target.stream_buffer() as buffer:
+            fetched = self.gather(
+                request, buffer, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done
+            )
+            self._counter.add(received_bytes=len(buffer))
+        return fetched
 
+    def push(
+        self, prepared: PreparedPush, *, timeout_s: float, retry_for_s: float, nearly_done: NearlyDone = ignore
+    ) -> None:
+        """See ``Transport``."""
+        prepared.header.wire_dtype = prepared.part.wire_dtype
+        with prepared.part.stream() as pieces:
+            self.reduce_scatter(
+                prepared.header, pieces, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done
+            )
+            self._counter.add(sent_bytes=sum(map(len, pieces)))
 
-def unheard() -> None:
-    """Nobody waits for a transfer to be nearly done."""
+    def measure(self, *, timeout_s: float) -> float:
+        """See ``Transport``."""
+        self.measure_stream(self._WARM_UP_BYTES, timeout_s=timeout_s)
+        return self.measure_stream(self._MEASURED_BYTES, timeout_s=timeout_s)
 
-
-class Transport(Protocol):
-    """A way to one shard server. May be shared between threads."""
-
-    kind: str
-    """``shm``, ``socket`` or ``grpc``."""
-
+    @abstractmethod
     def gather(
         self,
         request: shard_pb2.GatherRequest,
@@ -55,26 +263,11 @@ class Transport(Protocol):
         *,
         timeout_s: float,
         retry_for_s: float,
-        nearly: Nearly = unheard,
+        nearly_done: NearlyDone = ignore,
     ) -> int:
-        """Fetches one version of a shard, waiting until it exists.
+        """Fetches one version of a shard into ``target``, encoded in ``request.wire_dtype``; see ``fetch``."""
 
-        Args:
-            request: What to fetch.
-            target: Receives the stream, as ``request.wire_dtype`` has it.
-            timeout_s: Deadline of one try.
-            retry_for_s: How long to try again while the server is unavailable.
-            nearly: Told when at most ``NEARLY_BYTES`` are missing.
-
-        Returns:
-            The version fetched.
-
-        Raises:
-            VersionGoneError: A newer version has replaced it.
-            DeadlineError: It did not come to exist in time.
-        """
-        ...
-
+    @abstractmethod
     def reduce_scatter(
         self,
         header: shard_pb2.ReduceScatterHeader,
@@ -82,38 +275,96 @@ class Transport(Protocol):
         *,
         timeout_s: float,
         retry_for_s: float,
-        nearly: Nearly = unheard,
+        nearly_done: NearlyDone = ignore,
     ) -> shard_pb2.ReduceScatterResponse:
-        """Pushes one part of a contribution: the segments of its parameters, without padding.
+        """Pushes the encoded segments of one part of a contribution, without padding; see ``push``."""
 
-        Args:
-            header: What it is of.
-            pieces: Its bytes, as ``header.wire_dtype`` has them.
-            timeout_s: Deadline of one try.
-            retry_for_s: How long to try again while the server is unavailable.
-            nearly: Told when the system has taken all of it.
-        """
-        ...
-
-    def reduce_gradient_buffer(
+    @abstractmethod
+    def control(
         self, request: shard_pb2.ReduceGradientBufferRequest, *, timeout_s: float, retry_for_s: float
     ) -> shard_pb2.ReduceGradientBufferResponse:
-        """Has the server take one part of a contribution that lies in memory it shares.
+        """Sends a control message of a ``SharedTransport``.
 
         Raises:
-            ConflictError: The transport that the gradient buffer is of is closed.
+            ConflictError: The shared-memory session that the message names is closed.
         """
-        ...
 
-    def measure(self, size_bytes: int, *, timeout_s: float) -> float:
-        """Receives bytes without meaning; returns bytes per second."""
-        ...
+    @abstractmethod
+    def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
+        """Receives bytes without content; returns bytes per second."""
+
+
+class SharedTransport(Transport):
+    """A transport through memory that this trainer and the server both map.
+
+    ``prepare_push`` copies the gradients, so their memory can be reused before ``push``.
+    """
+
+    @abstractmethod
+    def locate(
+        self, shard: ShardAddress, version: int | None, *, timeout_s: float, retry_for_s: float
+    ) -> shard_pb2.LocateShardResponse:
+        """Returns where the server stores a shard, once ``version`` exists.
+
+        Raises:
+            VersionGoneError: A newer version has replaced this one.
+            DeadlineError: The version did not exist in time.
+            ConflictError: The shard is not in shared memory.
+            UntrustedFileError: The server names a file outside its folder.
+        """
+
+    @abstractmethod
+    def prepare_push(
+        self, shard: ShardAddress, header: shard_pb2.ReduceScatterHeader, part: GradientPart
+    ) -> PreparedPush:
+        """Copies gradients to shared memory; returns a push that can be sent later, in another thread.
+
+        Raises:
+            CapacityError: The server has no memory for the part on this transport.
+            OSError: The server's memory cannot be mapped.
+        """
+
+    @abstractmethod
+    def read_partition(
+        self, shard: ShardAddress, location: PartitionLocation, context: common_pb2.RequestContext, *, timeout_s: float
+    ) -> PartitionSegment:
+        """Returns an optimizer partition of a prepared step, in memory that it can be staged from.
+
+        Raises:
+            CapacityError: The server has no memory for the partition.
+            ConflictError: The optimizer's state is not in shared memory.
+            StepStateError: The step is not prepared.
+            StaleEpochError: The partition belongs to another trainer.
+            OSError: The server's memory cannot be mapped.
+        """
+
+    @abstractmethod
+    def stage_partition(
+        self,
+        location: PartitionLocation,
+        context: common_pb2.RequestContext,
+        segment: PartitionSegment,
+        *,
+        timeout_s: float,
+    ) -> bool:
+        """Stages new values and state; returns False if they must be streamed instead.
+
+        Raises:
+            ConflictError: The server has released the shared staging buffer.
+            StepStateError: The gradient has since been recomputed.
+            StaleEpochError: The partition belongs to another trainer.
+            NonFiniteError: A value is NaN or infinity.
+        """
+
+    @abstractmethod
+    def release(self, dp_rank: int | None = None) -> None:
+        """Makes the memory of one rank's contributions, or of all, reusable: the server no longer reads them."""
 
     @property
-    def broke(self) -> bool:
-        """Whether it ended though nobody gave it up: another may be opened."""
-        ...
+    @abstractmethod
+    def keeps_memory(self) -> bool:
+        """Whether the server keeps memory for pushes or partitions of this trainer."""
 
-    def close(self) -> None:
-        """Gives the transport up; what is in flight fails."""
-        ...
+    @abstractmethod
+    def broke_within(self, timeout_s: float) -> bool:
+        """Waits until the transport breaks, for at most ``timeout_s``; returns whether it did."""

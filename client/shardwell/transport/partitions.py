@@ -1,25 +1,31 @@
-"""How a partition's values, gradient and optimizer state travel between a trainer and one shard server, as streams."""
+"""Optimizer partitions: their place in a unit, their contents, and both as messages, streams and shared memory."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shardwell.transport.grpc_transport import ShardClient
+from shardwell.transport.shared_vector import map_shared
 from shardwell_wire import codec
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import DTYPE_NAMES, DTYPE_NUMBERS, Segment, UnitLayout
+from shardwell_wire.partitions import state_places, values_offset
+from shardwell_wire.shared_files import file_size, open_in_folder, opened
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 _NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
+DescribedState = list[tuple[shard_pb2.StateTensor, torch.Tensor]]
+"""The tensors of an optimizer's state and their descriptions, in the order of the stream."""
+
 
 @dataclass(frozen=True)
 class PartitionLocation:
-    """The part of one data rank's partition of a unit that one server owns."""
+    """The range of one data rank's optimizer partition that one server owns."""
 
     layout: UnitLayout
     dp_rank: int
@@ -29,207 +35,245 @@ class PartitionLocation:
 
     @property
     def segments(self) -> list[Segment]:
-        """The parts of parameters in it."""
+        """The segments of parameters in the range."""
         return self.layout.segments(self.start_bytes, self.stop_bytes)
 
 
 @dataclass
 class PartitionSegment:
-    """What an optimizer needs of a partition: one entry per parameter that has elements in it, by layout index."""
+    """The part of an optimizer partition at one location: one entry per parameter with elements in it, by index."""
 
     generation: int
-    """Names the gradient, for the server."""
+    """Identifies the gradient. The server rejects values that were computed from an older one."""
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     """Each [elements in the partition]."""
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Of the parameters that have one; likewise."""
+    """Gradients of the parameters that have one. Each [elements in the partition]."""
     state: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """What the optimizer keeps of a parameter: tensors and numbers by name."""
+    """Optimizer state of each parameter: tensors and numbers by name."""
 
     @property
     def kept_bytes(self) -> int:
-        """What values and state take."""
+        """Size of the values and the state."""
         state = (value for entry in self.state.values() for value in entry.values())
         tensors = [*self.values.values(), *(value for value in state if isinstance(value, torch.Tensor))]
         return sum(tensor.nbytes for tensor in tensors)
 
 
+@dataclass
+class SharedPartitionSegment(PartitionSegment):
+    """A segment in a shared staging buffer. In-place updates of its tensors change what will be staged."""
+
+    staging_buffer_id: int = 0
+    """Identifies the buffer to the server."""
+    described: list[shard_pb2.StateTensor] = field(default_factory=list)
+    """The state tensors that the buffer has memory for."""
+    shared_values: dict[int, torch.Tensor] = field(default_factory=dict)
+    shared_state: list[torch.Tensor] = field(default_factory=list)
+
+    def write_back(self, state: DescribedState) -> bool:
+        """Copies tensors that the optimizer replaced into the buffer; returns False if the state does not fit."""
+        if [description for description, _ in state] != self.described:
+            return False
+        for (_, tensor), place in zip(state, self.shared_state, strict=True):
+            _copy_unless_same(tensor, place)
+        for index in self.gradients:
+            _copy_unless_same(self.values[index], self.shared_values[index])
+        return True
+
+
 @dataclass(frozen=True)
 class CachedPartition:
-    """Values and state that were staged from here, and of which the server may have no others by now."""
+    """Values and state that this trainer staged. They are stale if another trainer has staged the partition since."""
 
     request_id: str
-    """Of the request that staged them."""
+    """The request that staged them."""
     part: PartitionSegment
 
 
 def read_request(
-    place: PartitionLocation, context: common_pb2.RequestContext, held: CachedPartition | None = None
+    location: PartitionLocation, context: common_pb2.RequestContext, cached: CachedPartition | None = None
 ) -> shard_pb2.ReadPartitionRequest:
-    """What asks for a partition."""
+    """Returns the request for a partition."""
     return shard_pb2.ReadPartitionRequest(
         context=context,
-        unit=place.layout.unit,
-        dp_rank=place.dp_rank,
-        start_bytes=place.start_bytes,
-        stop_bytes=place.stop_bytes,
-        cached_request_id="" if held is None else held.request_id,
+        unit=location.layout.unit,
+        dp_rank=location.dp_rank,
+        start_bytes=location.start_bytes,
+        stop_bytes=location.stop_bytes,
+        cached_request_id="" if cached is None else cached.request_id,
     )
 
 
-def read_partition(
-    client: ShardClient,
-    place: PartitionLocation,
-    context: common_pb2.RequestContext,
-    *,
-    timeout_s: float,
-    held: CachedPartition | None = None,
-) -> PartitionSegment:
-    """Fetches a partition of a prepared step; of one that is held here and is still what the server has, the gradient.
+def describe_state(location: PartitionLocation, segment: PartitionSegment) -> DescribedState:
+    """Returns an optimizer's state in the order of the stream.
 
     Raises:
-        StepStateError: The step is not prepared, or not any more.
-        StaleEpochError: The partition went to another trainer.
-    """
-    request = read_request(place, context, held)
-
-    def fetch() -> PartitionSegment:
-        incoming = None
-        for data in client.byte_response_stub("ReadPartition")(request, timeout=timeout_s):
-            message, chunk = codec.decode_message(data, shard_pb2.ReadPartitionResponse)
-            incoming = incoming or _Incoming(place, message.header, held)
-            incoming.receiver.feed(chunk)
-        assert incoming is not None
-        return incoming.finish()
-
-    return client.attempt(fetch, retry_for_s=timeout_s)
-
-
-def describe_state(
-    place: PartitionLocation, part: PartitionSegment
-) -> list[tuple[shard_pb2.StateTensor, torch.Tensor]]:
-    """An optimizer's state as it is sent, in a row.
-
-    Raises:
-        UsageError: Something in it is neither a tensor nor a number.
+        UsageError: An entry is neither a tensor nor a number.
     """
     return [
-        _describe(place, index, name, value) for index, entry in part.state.items() for name, value in entry.items()
+        _describe(location, index, name, value)
+        for index, entry in segment.state.items()
+        for name, value in entry.items()
     ]
 
 
 def stage_header(
-    place: PartitionLocation,
+    location: PartitionLocation,
     context: common_pb2.RequestContext,
-    part: PartitionSegment,
+    segment: PartitionSegment,
     state: Iterable[tuple[shard_pb2.StateTensor, torch.Tensor]],
 ) -> shard_pb2.StagePartitionHeader:
-    """What announces new values and new state."""
+    """Returns the header that announces new values and new state."""
     return shard_pb2.StagePartitionHeader(
         context=context,
-        unit=place.layout.unit,
-        dp_rank=place.dp_rank,
-        start_bytes=place.start_bytes,
-        stop_bytes=place.stop_bytes,
-        generation=part.generation,
-        parameter_indices=sorted(part.gradients),
+        unit=location.layout.unit,
+        dp_rank=location.dp_rank,
+        start_bytes=location.start_bytes,
+        stop_bytes=location.stop_bytes,
+        generation=segment.generation,
+        parameter_indices=sorted(segment.gradients),
         state=[description for description, _ in state],
     )
 
 
-def stage_partition(
-    client: ShardClient,
-    place: PartitionLocation,
-    context: common_pb2.RequestContext,
-    part: PartitionSegment,
-    *,
-    timeout_s: float,
-    share_state: bool = False,
-) -> None:
-    """Sends the new values of the parameters that have a gradient, and the whole new state.
+class IncomingPartition:
+    """A partition that is being received: its tensors in the order of the stream.
 
     Args:
-        client: Calls the server.
-        place: Of the partition.
-        context: Names the request; what it sends may be held under its id.
-        part: What is sent.
-        timeout_s: How long it may take.
-        share_state: Whether the state shall be found in shared memory next time.
-
-    Raises:
-        StepStateError: The gradient is another by now.
-        StaleEpochError: The partition went to another trainer.
-        NonFiniteError: A value is NaN or infinity.
-        CapacityError: The server has no room for it.
+        location: The partition.
+        header: The header of the stream.
+        cached: Used for values and state if the header says that they are current.
     """
-    state = describe_state(place, part)
-    header = stage_header(place, context, part, state)
-    header.share_state = share_state
-    tensors = [part.values[index] for index in sorted(part.gradients)] + [tensor for _, tensor in state]
-    first = shard_pb2.StagePartitionRequest(header=header)
-
-    def send() -> None:
-        stream = codec.encode_stream(first, [_memory(tensor) for tensor in tensors])
-        client.byte_request_stub("StagePartition")(stream, timeout=timeout_s)
-
-    client.attempt(send, retry_for_s=timeout_s)
-
-
-class _Incoming:
-    """A partition that is being received: tensors in the order of the stream."""
 
     def __init__(
-        self, place: PartitionLocation, header: shard_pb2.ReadPartitionHeader, held: CachedPartition | None
+        self, location: PartitionLocation, header: shard_pb2.ReadPartitionHeader, cached: CachedPartition | None
     ) -> None:
-        self._header, self._held = header, held if header.cache_is_current else None
-        segments = {segment.parameter_index: segment for segment in place.segments}
+        self._header, self._cached = header, cached if header.cache_is_current else None
+        segments = {segment.parameter_index: segment for segment in location.segments}
 
-        def like(index: int) -> torch.Tensor:
-            segment, parameter = segments[index], place.layout.parameters[index]
+        def empty_segment(index: int) -> torch.Tensor:
+            segment, parameter = segments[index], location.layout.parameters[index]
             return torch.empty(segment.stop_element - segment.start_element, dtype=getattr(torch, parameter.dtype))
 
-        self._values = {} if header.cache_is_current else {index: like(index) for index in segments}
-        self._gradients = {index: like(index) for index in header.gradient_indices}
+        self._values = {} if header.cache_is_current else {index: empty_segment(index) for index in segments}
+        self._gradients = {index: empty_segment(index) for index in header.gradient_indices}
         self._state = [
             torch.empty(tuple(entry.shape), dtype=getattr(torch, DTYPE_NAMES[entry.dtype])) for entry in header.state
         ]
         targets = [*self._values.values(), *self._gradients.values(), *self._state]
-        self.receiver = codec.StreamReceiver(list(map(_memory, targets)), f"partition of unit {place.layout.unit!r}")
+        self.receiver = codec.StreamReceiver(
+            list(map(memory_of, targets)), f"partition of unit {location.layout.unit!r}"
+        )
 
     def finish(self) -> PartitionSegment:
-        """What came; raises ChunkError if the stream ended early."""
+        """Returns the partition. Raises ChunkError if the stream ended early."""
         self.receiver.require_complete()
-        if self._held is not None:
-            kept = self._held.part
+        if self._cached is not None:
+            kept = self._cached.part
             return PartitionSegment(self._header.generation, kept.values, self._gradients, kept.state)
-        state: dict[int, dict[str, Any]] = {}
-        for entry, tensor in zip(self._header.state, self._state, strict=True):
-            value = tensor.item() if entry.is_number else tensor
-            state.setdefault(entry.parameter_index, {})[entry.name] = value
+        state = _state_by_parameter(self._header.state, self._state)
         return PartitionSegment(self._header.generation, self._values, self._gradients, state)
 
 
-def _memory(tensor: torch.Tensor) -> memoryview:
+class StagingBuffer:
+    """This process's mappings of the shared staging buffer for one location. For one thread at a time.
+
+    Args:
+        location: The partition.
+    """
+
+    def __init__(self, location: PartitionLocation) -> None:
+        self._location = location
+        self._mapped: dict[str, torch.Tensor] = {}
+
+    def lay_out(self, answer: shard_pb2.OpenStagingBufferResponse, values: torch.Tensor) -> SharedPartitionSegment:
+        """Returns a partition whose values and state are in the buffer.
+
+        Args:
+            answer: The server's response, which names the buffer's files.
+            values: The current values, copied into the buffer. uint8. [stop_bytes - start_bytes]
+
+        Raises:
+            OSError: The buffer cannot be mapped.
+        """
+        header, location = answer.header, self._location
+        values_at = values_offset(location.start_bytes, location.stop_bytes)
+        state_ranges, state_bytes = state_places(header.state)
+        sizes = {answer.path: values_at + location.stop_bytes - location.start_bytes}
+        if answer.state_path:
+            sizes.update({answer.state_path: state_bytes, answer.new_state_path: state_bytes})
+        # Files of the step before that the server no longer names are unmapped.
+        self._mapped = {path: self._mapped[path] if path in self._mapped else _map(path, sizes[path]) for path in sizes}
+        gradients = self._mapped[answer.path]
+        new_values = gradients[values_at:]
+        new_values.copy_(values)
+        if answer.state_path:
+            self._mapped[answer.new_state_path].copy_(self._mapped[answer.state_path])
+        shared_state = [
+            _view(self._mapped[answer.new_state_path][start:stop], DTYPE_NAMES[entry.dtype], tuple(entry.shape))
+            for entry, (start, stop) in zip(header.state, state_ranges, strict=True)
+        ]
+        segments = {segment.parameter_index: segment for segment in location.segments}
+        shared_values = {index: self._cut(new_values, segment) for index, segment in segments.items()}
+        return SharedPartitionSegment(
+            header.generation,
+            dict(shared_values),
+            {index: self._cut(gradients, segments[index]) for index in header.gradient_indices},
+            _state_by_parameter(header.state, shared_state),
+            staging_buffer_id=answer.staging_buffer_id,
+            described=list(header.state),
+            shared_values=shared_values,
+            shared_state=shared_state,
+        )
+
+    def _cut(self, memory: torch.Tensor, segment: Segment) -> torch.Tensor:
+        start = segment.start_bytes - self._location.start_bytes
+        dtype = self._location.layout.parameters[segment.parameter_index].dtype
+        return memory[start : start + segment.size_bytes].view(getattr(torch, dtype))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Returns the memory of a contiguous tensor."""
     return codec.memory_at(tensor.data_ptr(), tensor.nbytes, tensor)
 
 
-def _describe(
-    place: PartitionLocation, index: int, name: object, value: object
-) -> tuple[shard_pb2.StateTensor, torch.Tensor]:
-    """How one entry of an optimizer's state is sent.
+def _state_by_parameter(
+    entries: Iterable[shard_pb2.StateTensor], tensors: Iterable[torch.Tensor]
+) -> dict[int, dict[str, Any]]:
+    state: dict[int, dict[str, Any]] = {}
+    for entry, tensor in zip(entries, tensors, strict=True):
+        state.setdefault(entry.parameter_index, {})[entry.name] = tensor.item() if entry.is_number else tensor
+    return state
 
-    Raises:
-        UsageError: It is neither a tensor nor a number.
-    """
+
+def _describe(
+    location: PartitionLocation, index: int, name: object, value: object
+) -> tuple[shard_pb2.StateTensor, torch.Tensor]:
     number = type(value) in _NUMBER_DTYPES
     tensor = torch.tensor(value, dtype=_NUMBER_DTYPES[type(value)]) if number else value
     dtype = str(tensor.dtype).removeprefix("torch.") if isinstance(tensor, torch.Tensor) else type(value).__name__
     if not isinstance(tensor, torch.Tensor) or not isinstance(name, str) or dtype not in DTYPE_NUMBERS:
         raise UsageError(
-            f"the optimizer keeps {name!r} of type {dtype} for parameter {place.layout.parameters[index].name!r}: "
-            "only tensors and numbers under string names can be kept on the shard servers"
+            f"parameter {location.layout.parameters[index].name!r}: its optimizer state {name!r} has type {dtype}; "
+            "shard servers store only tensors and numbers under string names"
         )
     tensor = tensor.detach().cpu().contiguous()
     return shard_pb2.StateTensor(
         parameter_index=index, name=name, dtype=DTYPE_NUMBERS[dtype], shape=tensor.shape, is_number=number
     ), tensor
+
+
+def _view(memory: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return memory.view(getattr(torch, dtype)).view(shape)
+
+
+def _copy_unless_same(tensor: torch.Tensor, place: torch.Tensor) -> None:
+    if tensor.data_ptr() != place.data_ptr():
+        place.copy_(tensor)
+
+
+def _map(path: str, size_bytes: int) -> torch.Tensor:
+    """Maps a whole file for reading and writing. uint8. [size_bytes]"""
+    with opened(open_in_folder(path, write=True, size_bytes=file_size(size_bytes))) as descriptor:
+        return torch.frombuffer(map_shared(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE), dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""Blocking calls to a Shardwell service, with errors as exceptions and bounded retries."""
+"""Blocking rpcs of a Shardwell service: errors as exceptions, bounded retries, credentials in every call."""
 
 from __future__ import annotations
 
-import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,65 +17,58 @@ from shardwell.credentials import find_credentials
 from shardwell_wire.channel import open_channel
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import DeadlineError, UnavailableError, from_rpc_error
+from shardwell_wire.retry import retry
 
 Result = TypeVar("Result")
 
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 1.0
 
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Opens all connections to one server. See Note: [Credentials] in ``base.py``.
 
-def retry(
-    action: Callable[[], Result],
-    *,
-    retry_for_s: float,
-    while_open: Callable[[], bool] = lambda: True,
-    check: Callable[[], None] = lambda: None,
-) -> Result:
-    """Runs ``action``, again while it raises UnavailableError.
-
-    Args:
-        action: May be repeated.
-        retry_for_s: For how long.
-        while_open: And until this is false.
-        check: Called before every repetition; raises when that is pointless.
+    Rpcs carry the token as metadata. Other connections carry a token that the server issued over an rpc.
     """
-    give_up, delay = time.monotonic() + retry_for_s, _FIRST_DELAY_S
-    while True:
-        try:
-            return action()
-        except UnavailableError:
-            check()
-            if time.monotonic() + delay > give_up or not while_open():
-                raise
-        time.sleep(delay * random.uniform(0.5, 1.0))
-        delay = min(delay * 2, _LONGEST_DELAY_S)
+
+    address: str
+    """host:port."""
+    credentials: Credentials
+
+    def open_channel(self) -> grpc.Channel:
+        """Returns a gRPC channel. It connects at its first rpc."""
+        return open_channel(self.address)
+
+    def connect(self, port: int, timeout_s: float) -> socket.socket:
+        """Returns a TCP connection to another port of the server's host."""
+        host = self.address.rpartition(":")[0].strip("[]")
+        return socket.create_connection((host, port), timeout_s)
 
 
 @dataclass(slots=True)
 class StandingRpc:
-    """An rpc that has answered and stands until one side ends it."""
+    """An rpc that sent one response and stays open until one side ends it."""
 
     answer: Any
-    """Its one response message."""
+    """The response message."""
     _call: Any
     _ended: bool = False
 
     def when_ended(self, callback: Callable[[], None]) -> None:
-        """Has ``callback`` called once the rpc is over, in another thread, or here if it is over already."""
+        """Calls ``callback`` when the rpc has ended: in another thread, or at once if the rpc has ended already."""
         if not self._call.add_callback(callback):
             callback()
 
     def end(self) -> None:
-        """Ends it from this side."""
+        """Ends the rpc from this side."""
         self._ended = True
         self._call.cancel()
 
     @property
     def broke(self) -> bool:
-        """Whether it is over though neither side ended it."""
+        """Whether the rpc failed, that is, neither side ended it."""
         return not self._ended and not self._call.is_active() and self._call.code() is not grpc.StatusCode.OK
 
     def broke_within(self, timeout_s: float) -> bool:
-        """Whether it broke, or does before so much time has passed."""
+        """Waits until the rpc ends, for at most ``timeout_s``; returns whether it broke."""
         over = threading.Event()
         self.when_ended(over.set)
         over.wait(timeout_s)
@@ -83,16 +76,16 @@ class StandingRpc:
 
 
 class ServiceClient:
-    """Calls the rpcs of one service at one address; may be shared between threads.
+    """Calls the rpcs of one service at one address. Thread-safe.
 
     Args:
         address: host:port.
         service: The service, from the generated module's ``DESCRIPTOR``.
-        check: Called while the peer is unavailable; raises when trying again is pointless.
-        credentials: What every rpc carries. None: what ``find_credentials`` finds for the address.
+        check: Called before a retry while the server is unavailable; raises if a retry is pointless.
+        credentials: Sent with every rpc. None: the result of ``find_credentials`` for the address.
 
     Raises:
-        UsageError: The address is none, or the token file cannot be used.
+        UsageError: The address is malformed, or the token file cannot be used.
     """
 
     def __init__(
@@ -104,9 +97,10 @@ class ServiceClient:
     ) -> None:
         self.address, self._check = address, check
         self.credentials = find_credentials(address) if credentials is None else credentials
+        self.endpoint = Endpoint(address, self.credentials)
         self.peer = f"{service.name} at {address}"
         self._service = service
-        self._channel = open_channel(address)
+        self._channel = self.endpoint.open_channel()
         self._unary: dict[str, Any] = {}
         self._is_closed = False
 
@@ -114,23 +108,22 @@ class ServiceClient:
         """Calls a unary rpc.
 
         Args:
-            rpc_name: Its name in the proto file.
-            request: Its request message.
-            timeout_s: Deadline of one try.
-            retry_for_s: While the peer is unavailable, try again for this long. Every rpc of
-                Shardwell may be repeated.
+            rpc_name: The rpc's name in the proto file.
+            request: The request message.
+            timeout_s: Deadline of one attempt.
+            retry_for_s: How long to retry while the server is unavailable. Every rpc of Shardwell may be repeated.
 
         Returns:
-            Its response message.
+            The response message.
 
         Raises:
-            ShardwellError: What the peer raised, or UnavailableError, or DeadlineError.
+            ShardwellError: The error that the server returned, UnavailableError or DeadlineError.
         """
         stub = self._unary.get(rpc_name) or self._unary_stub(rpc_name)
         return self.attempt(lambda: stub(request, timeout=timeout_s), retry_for_s=retry_for_s)
 
     def stream(self, rpc_name: str, request: Any, *, timeout_s: float | None) -> Iterator[Any]:
-        """Calls an rpc that answers with a stream of messages; raises as ``call`` does."""
+        """Calls an rpc that returns a stream of messages; raises as ``call`` does."""
         method = self._service.methods_by_name[rpc_name]
         stub = self._with_credentials(
             self._channel.unary_stream(
@@ -145,24 +138,24 @@ class ServiceClient:
             raise from_rpc_error(error, self.peer) from error
 
     def open(self, rpc_name: str, request: Any, *, timeout_s: float) -> StandingRpc:
-        """Calls an rpc that answers once and then stands until one side ends it; raises as ``call`` does.
+        """Calls an rpc that sends one response and then stays open; raises as ``call`` does.
 
         Args:
-            rpc_name: Its name in the proto file.
-            request: Its request message.
-            timeout_s: How long the answer may take, and how long to try again while the peer is unavailable.
+            rpc_name: The rpc's name in the proto file.
+            request: The request message.
+            timeout_s: Deadline of the response, and how long to retry while the server is unavailable.
         """
         return self.attempt(lambda: self._open(rpc_name, request, timeout_s), retry_for_s=timeout_s)
 
     def _open(self, rpc_name: str, request: Any, timeout_s: float) -> StandingRpc:
         call = self.byte_response_stub(rpc_name)(request)
-        # Not the rpc's deadline: that would end it after the answer too.
-        timer, give_up = threading.Timer(timeout_s, call.cancel), time.monotonic() + timeout_s
+        # A timer, because a deadline of the rpc itself would also end it after the response.
+        timer, deadline = threading.Timer(timeout_s, call.cancel), time.monotonic() + timeout_s
         timer.start()
         try:
             answer = GetMessageClass(self._service.methods_by_name[rpc_name].output_type).FromString(next(call))
         except grpc.RpcError as error:
-            if time.monotonic() >= give_up:
+            if time.monotonic() >= deadline:
                 raise DeadlineError(f"{self.peer} did not answer {rpc_name} within {timeout_s:g} s") from error
             raise
         finally:
@@ -170,13 +163,13 @@ class ServiceClient:
         return StandingRpc(answer, call)
 
     def byte_response_stub(self, rpc_name: str) -> Callable[..., Any]:
-        """A stub whose response messages stay bytes, for ``codec``."""
+        """Returns a stub that leaves response messages undecoded, for ``codec``."""
         method = self._service.methods_by_name[rpc_name]
         serializer = GetMessageClass(method.input_type).SerializeToString
         return self._with_credentials(self._channel.unary_stream(self._path(rpc_name), request_serializer=serializer))
 
     def byte_request_stub(self, rpc_name: str) -> Callable[..., Any]:
-        """A stub whose request messages are bytes already, from ``codec``."""
+        """Returns a stub that takes encoded request messages, from ``codec``."""
         method = self._service.methods_by_name[rpc_name]
         deserializer = GetMessageClass(method.output_type).FromString
         return self._with_credentials(
@@ -184,22 +177,22 @@ class ServiceClient:
         )
 
     def attempt(self, action: Callable[[], Result], *, retry_for_s: float) -> Result:
-        """Runs ``action``, again while the peer is unavailable, and maps what grpc raises."""
+        """Calls ``action`` with retries while the server is unavailable, and maps the errors of gRPC."""
 
         def mapped() -> Result:
             try:
                 return action()
             except grpc.RpcError as error:
                 raise from_rpc_error(error, self.peer) from error
-            except ValueError as error:  # which gRPC raises for a channel that is closed
+            except ValueError as error:  # gRPC raises this error for a closed channel
                 if not self._is_closed:
                     raise
-                raise UnavailableError(f"{self.peer}: the connection was closed here", peer=self.peer) from error
+                raise UnavailableError(f"{self.peer}: this process closed the connection", peer=self.peer) from error
 
-        return retry(mapped, retry_for_s=retry_for_s, check=self._check)
+        return retry(mapped, limit_s=retry_for_s, check=lambda _: self._check())
 
     def close(self) -> None:
-        """Cancels what is in flight and closes the connection."""
+        """Closes the connection. Rpcs in flight are cancelled."""
         self._is_closed = True
         self._channel.close()
 
@@ -219,12 +212,12 @@ class ServiceClient:
         return stub
 
     def _with_credentials(self, stub: Callable[..., Any]) -> Callable[..., Any]:
-        """A stub whose every call carries the credentials."""
+        """Returns a stub that sends the credentials with every call."""
         credentials = self.credentials
         if not credentials:
             return stub
 
-        # Not functools.partial, whose repr would show the token wherever somebody prints a stub.
+        # Not functools.partial: its repr would show the token wherever a stub is printed.
         def call(*arguments: Any, **options: Any) -> Any:
             return stub(*arguments, metadata=credentials.metadata, **options)
 

@@ -1,230 +1,427 @@
-"""This trainer's ways to one shard server: the rpcs, and the best transport there is."""
+"""Selects the transport to each shard server, replaces it when it breaks, and falls back when it has no memory."""
 
 from __future__ import annotations
 
 import logging
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from shardwell.transport.base import Transport
-from shardwell.transport.grpc_transport import ShardClient
+from shardwell.transport.base import (
+    ByteCounter,
+    FetchTarget,
+    GradientPart,
+    NearlyDone,
+    PreparedPush,
+    ShardAddress,
+    SharedTransport,
+    StreamTransport,
+    Transport,
+    ignore,
+)
+from shardwell.transport.grpc_transport import GrpcTransport, ShardClient
+from shardwell.transport.partitions import (
+    CachedPartition,
+    PartitionLocation,
+    PartitionSegment,
+    SharedPartitionSegment,
+)
 from shardwell.transport.server_guard import ServerGuard
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell.transport.socket_transport import SocketTransport
 from shardwell_wire.credentials import Credentials
-from shardwell_wire.errors import ConflictError, ShardwellError, UnavailableError
+from shardwell_wire.errors import CapacityError, ConflictError, ShardwellError, UnavailableError, UsageError
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.v1 import common_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
 
-AnyTransport = TypeVar("AnyTransport")
+AnyTransport = TypeVar("AnyTransport", bound=Transport)
 Result = TypeVar("Result")
 
 _OPEN_TIMEOUT_S = 60.0
-"""A server that takes in a large upload may be slow to answer; a transport given up too early costs more."""
-_NOTICE_S = 1.0
-"""A server may know sooner than this trainer that a transport broke."""
+"""A server that receives a large upload may respond late. Abandoning a transport too early costs more than waiting."""
 
-_WARMING_BYTES, _MEASURED_BYTES = 64 << 10, 1 << 20
+_NOTICE_S = 1.0
+"""How long to wait, after the server rejected a session, for this process to notice that the session broke."""
+
+_RETRY_S = 2.0
+"""How long a transport retries by itself before the guard asks the coordinator why the server is unavailable."""
+
+_SHARED: dict[str, Callable[[ServerConnection], SharedTransport]] = {
+    ShmTransport.name: lambda server: ShmTransport(
+        server.client, server.run, server.control, timeout_s=_OPEN_TIMEOUT_S
+    ),
+}
+_STREAMS: dict[str, Callable[[ServerConnection], StreamTransport]] = {
+    SocketTransport.name: lambda server: SocketTransport(
+        server.client, server.run, server.counter, timeout_s=_OPEN_TIMEOUT_S
+    ),
+    GrpcTransport.name: lambda server: GrpcTransport(server.client, server.counter),
+}
+
+TRANSPORT_NAMES = (*_SHARED, *_STREAMS)
+"""Names of all transports, the fastest first."""
+
+
+def parse_transports(text: str) -> tuple[str, ...]:
+    """Returns the transports that a list such as ``shm,grpc`` names, in its order.
+
+    Raises:
+        UsageError: A name is unknown, or a transport through shared memory is not the first.
+    """
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names or any(name not in TRANSPORT_NAMES for name in names):
+        raise UsageError(f"transports={text!r}: expected some of {', '.join(TRANSPORT_NAMES)}, the preferred one first")
+    for name in names[1:]:
+        if name in _SHARED:
+            raise UsageError(f"transports={text!r}: {name} must come first, because it is the fastest where it works")
+    return names
 
 
 class ServerConnection:
-    """Connected to one shard server for one run.
+    """All transports of this trainer to one shard server, for one run. Thread-safe.
+
+    A transport through shared memory is used if it is the first in the list and can be opened. Everything else uses
+    the first stream transport that can be opened, including transfers for which the server has no shared memory.
+
+    Every operation runs under the guard, may be repeated, and raises as ``ServerGuard.run`` does.
 
     Args:
         address: host:port.
-        run: The run, of which the server holds a unit already.
-        kinds: Transports to try, in this order.
-        chunk_bytes: Payload per message over gRPC.
-        check: Called while the server is unavailable; raises when trying again is pointless.
-        guard: Decides what a failed operation means. By default each fails at once.
-        credentials: Of the cluster. None: what ``find_credentials`` finds for the address.
+        run: The run. The server must own a shard of it already.
+        transports: Names of the transports to try, in this order.
+        chunk_bytes: Payload per gRPC message.
+        check: Called before a retry while the server is unavailable; raises if a retry is pointless.
+        credentials: Credentials of the cluster. None: the result of ``find_credentials`` for the address.
+        guard: Decides how to handle a failed operation. By default every failure is final.
 
     Raises:
         UnavailableError: None of the transports can be opened.
     """
+
+    run: RunIdentity
+    client: ShardClient
+    """Calls the server's rpcs."""
+    counter: ByteCounter
+    """Streamed bytes, in their encoded size."""
 
     def __init__(
         self,
         address: str,
         run: RunIdentity,
         *,
-        kinds: Sequence[str],
+        transports: Sequence[str],
         chunk_bytes: int,
         check: Callable[[], None] = lambda: None,
         credentials: Credentials | None = None,
         guard: ServerGuard | None = None,
     ) -> None:
         self.guard = guard or ServerGuard(address)
-        self.address, self._run, self._kinds, self._check = address, run, tuple(kinds), check
+        self.address, self.run, self._names, self._check = address, run, tuple(transports), check
         self.client = ShardClient(address, chunk_bytes=chunk_bytes, check=check, credentials=credentials)
-        self._count_lock, self._open_lock = threading.Lock(), threading.RLock()
-        self.shm: ShmTransport | None = None
-        self._stream: Transport | None = None
+        self.counter = ByteCounter()
+        self._open_lock = threading.RLock()
+        self._shared: SharedTransport | None = None
+        self._stream: StreamTransport | None = None
         try:
-            if self._shm_is_preferred:
-                self.shm = self._try("shm", self._open_shm)
-            if self.shm is None:
+            if self._names[0] in _SHARED:
+                self._shared = self._try_open(_SHARED, self._names[0])
+            if self._shared is None:
                 self._stream = self._open_stream()
-            self.bytes_per_s = self.shm.measure() if self.shm is not None else self._measure(self.stream)
-            """Of the transport, measured when it was opened."""
+            self.bytes_per_s = self.transport.measure(timeout_s=_OPEN_TIMEOUT_S)
+            """Bandwidth, measured when the transport was opened."""
         except BaseException:
             self._close_transports()
             raise
-        self.pushes_through_shm = self.shm is not None
-        self.received_bytes = self.sent_bytes = 0
-        """Streamed, as they travelled."""
-        logger.info("shard server at %s: transport %s, %.2f GB/s", address, self.kind, self.bytes_per_s / 1e9)
+        self.copies_gradients = self._shared is not None
+        """Whether ``prepare_push`` copies gradients, so that their memory can be reused before ``push``."""
+        logger.info("shard server at %s: transport %s, %.2f GB/s", address, self.transport.name, self.bytes_per_s / 1e9)
 
     @property
-    def _shm_is_preferred(self) -> bool:
-        """A transport named before it, once open, would be used for everything."""
-        return self._kinds[0] == "shm"
+    def transport(self) -> Transport:
+        """The transport in use."""
+        if self._shared is not None:
+            return self._shared
+        # A heartbeat may ask after the stream broke. It must not open another one.
+        return self._stream or self._require_stream()
 
-    @property
-    def kind(self) -> str:
-        """Of the transport that is used: ``shm``, ``socket`` or ``grpc``."""
-        if self.shm is not None:
-            return "shm"
-        # Not self.stream, which opens another transport if this one broke: heartbeats, too, say what is used.
-        return self._stream.kind if self._stream is not None else self.stream.kind
+    def describe(self) -> dict[str, Any]:
+        """Returns the transport in use and its statistics, for reports."""
+        return {
+            "server": self.address,
+            "transport": self.transport.name,
+            "bytes_per_s": self.bytes_per_s,
+            "received_bytes": self.counter.received_bytes,
+            "sent_bytes": self.counter.sent_bytes,
+        }
 
-    @property
-    def stream(self) -> Transport:
-        """The transport for what cannot go through shared memory; another one if it broke."""
+    # ---- weights ----
+
+    def fetch(
+        self,
+        shard: ShardAddress,
+        version: int | None,
+        target: FetchTarget,
+        *,
+        wait_limit_s: float,
+        nearly_done: NearlyDone = ignore,
+    ) -> int:
+        """Fetches one version of a shard, waiting until it exists; see ``Transport.fetch``."""
+        retry_for_s = min(_RETRY_S, wait_limit_s)
+        if shard.window is None:
+            return self._over_stream(
+                lambda stream: stream.fetch(
+                    shard, version, target, timeout_s=wait_limit_s, retry_for_s=retry_for_s, nearly_done=nearly_done
+                )
+            )
+        if version is not None and shard.window.shows(version):
+            return shard.read(version, target)  # no message to the server
+        return self._over_shared(
+            lambda shared: shared.fetch(shard, version, target, timeout_s=wait_limit_s, retry_for_s=retry_for_s)
+        )
+
+    def fetch_average(self, shard: ShardAddress, version: int, target: FetchTarget, *, wait_limit_s: float) -> int:
+        """Fetches the moving average of the values."""
+        retry_for_s = min(_RETRY_S, wait_limit_s)
+        return self._over_stream(
+            lambda stream: stream.fetch(
+                shard, version, target, timeout_s=wait_limit_s, retry_for_s=retry_for_s, average=True
+            )
+        )
+
+    def await_version(self, shard: ShardAddress, version: int | None, *, wait_limit_s: float) -> int:
+        """Waits until a shard in shared memory has a version; returns the version."""
+        if shard.window is not None and version is not None and shard.window.shows(version):
+            return version
+        retry_for_s = min(_RETRY_S, wait_limit_s)
+        return self._over_shared(
+            lambda shared: shared.locate(shard, version, timeout_s=wait_limit_s, retry_for_s=retry_for_s)
+        ).version
+
+    def locate(self, shard: ShardAddress, *, wait_limit_s: float) -> str | None:
+        """Returns the file in which the server stores a shard, or None if this process cannot map it."""
+        if self._shared is None:
+            return None
+        try:
+            found = self._shared.locate(shard, None, timeout_s=wait_limit_s, retry_for_s=wait_limit_s)
+        except ConflictError as error:
+            logger.warning("unit %r is fetched instead of read in place: %s", shard.layout.unit, error)
+            return None
+        return found.segment.path
+
+    # ---- gradients ----
+
+    def prepare_push(
+        self, shard: ShardAddress, header: shard_pb2.ReduceScatterHeader, part: GradientPart
+    ) -> PreparedPush:
+        """Returns a push of gradients, copied to shared memory if ``copies_gradients``."""
+        if self.copies_gradients:
+            try:
+                return self._over_shared(lambda shared: shared.prepare_push(shard, header, part))
+            except (CapacityError, OSError) as error:
+                self._stop_sharing_gradients(error)
+        return PreparedPush(shard, header, part)
+
+    def push(self, prepared: PreparedPush, *, wait_limit_s: float, nearly_done: NearlyDone = ignore) -> None:
+        """Pushes one part of a contribution; see ``Transport.push``."""
+        retry_for_s = min(_RETRY_S, wait_limit_s)
+        if prepared.is_shared:
+            try:
+                self._over_shared(lambda shared: shared.push(prepared, timeout_s=wait_limit_s, retry_for_s=retry_for_s))
+                return
+            except CapacityError as error:  # the session broke, and the new session has no memory for the part
+                self._stop_sharing_gradients(error)
+        self._over_stream(
+            lambda stream: stream.push(
+                prepared, timeout_s=wait_limit_s, retry_for_s=retry_for_s, nearly_done=nearly_done
+            )
+        )
+
+    def release(self, dp_rank: int | None = None) -> None:
+        """Makes the memory of one rank's contributions, or of all, reusable: the server no longer reads them."""
+        if self._shared is not None:
+            self._shared.release(dp_rank)
+
+    def free_memory(self) -> None:
+        """Has the server free the memory that it keeps for this trainer. Nothing may be in flight."""
+        if self._shared is None or not self._shared.keeps_memory:
+            return
+        # The memory ends with its session.
+        replacement = self._try_open(_SHARED, self._shared.name)
+        if replacement is not None:
+            former, self._shared = self._shared, replacement
+            former.close()
+
+    def _stop_sharing_gradients(self, reason: ShardwellError | OSError) -> None:
+        if self.copies_gradients:
+            self.copies_gradients = False
+            logger.warning(
+                "shard server at %s: no shared memory for gradients, sending them over %s: %s",
+                self.address,
+                self._require_stream().name,
+                reason,
+            )
+
+    # ---- optimizer partitions ----
+
+    def shares_partitions(self, shard: ShardAddress) -> bool:
+        """Whether optimizer partitions of a shard are updated in the server's shared memory."""
+        return self._shared is not None and shard.window is not None
+
+    def read_partition(
+        self,
+        shard: ShardAddress,
+        location: PartitionLocation,
+        context: common_pb2.RequestContext,
+        *,
+        timeout_s: float,
+        cached: CachedPartition | None = None,
+    ) -> PartitionSegment:
+        """Returns a partition of a prepared step, to be updated in place; see ``ShardClient.read_partition``."""
+        if self.shares_partitions(shard):
+            try:
+                return self._over_shared(
+                    lambda shared: shared.read_partition(shard, location, context, timeout_s=timeout_s)
+                )
+            except (CapacityError, ConflictError, OSError) as error:
+                _require_memory_problem(error)
+                logger.info("partition of unit %r is streamed: %s", location.layout.unit, error)
+        return self._over_rpcs(
+            lambda client: client.read_partition(location, context, timeout_s=timeout_s, cached=cached)
+        )
+
+    def stage_partition(
+        self,
+        shard: ShardAddress,
+        location: PartitionLocation,
+        make_context: Callable[[], common_pb2.RequestContext],
+        segment: PartitionSegment,
+        *,
+        timeout_s: float,
+    ) -> str:
+        """Stages new values and state; returns the id of the request. See ``ShardClient.stage_partition``."""
+        if isinstance(segment, SharedPartitionSegment):
+            context = make_context()
+            try:
+                if self._over_shared(
+                    lambda shared: shared.stage_partition(location, context, segment, timeout_s=timeout_s)
+                ):
+                    return context.request_id
+            except ConflictError as error:
+                _require_memory_problem(error)
+                logger.info("partition of unit %r is streamed: %s", location.layout.unit, error)
+        context, share_state = make_context(), self.shares_partitions(shard)
+        self._over_rpcs(
+            lambda client: client.stage_partition(
+                location, context, segment, timeout_s=timeout_s, share_state=share_state
+            )
+        )
+        return context.request_id
+
+    # ---- operations on a transport, repeated when it breaks ----
+
+    def control(
+        self, request: shard_pb2.ReduceGradientBufferRequest, *, timeout_s: float, retry_for_s: float
+    ) -> shard_pb2.ReduceGradientBufferResponse:
+        """Sends a control message of a shared transport: over a stream transport, or by an rpc if none is allowed."""
+
+        def send(path: StreamTransport | ShardClient) -> shard_pb2.ReduceGradientBufferResponse:
+            return path.control(request, timeout_s=timeout_s, retry_for_s=retry_for_s)
+
+        return self._over_stream(send) if any(name in _STREAMS for name in self._names) else self._over_rpcs(send)
+
+    def _over_rpcs(self, action: Callable[[ShardClient], Result]) -> Result:
+        return self.guard.run("a request", lambda: action(self.client))
+
+    def _over_stream(self, action: Callable[[StreamTransport], Result]) -> Result:
+        def attempt() -> Result:
+            stream = self._require_stream()
+            try:
+                return action(stream)
+            except UnavailableError as error:
+                if not stream.broke:
+                    raise
+                logger.warning(
+                    "shard server at %s: transport %s broke, opening another: %s", self.address, stream.name, error
+                )
+            return action(self._require_stream())
+
+        return self.guard.run("a transfer", attempt)
+
+    def _over_shared(self, action: Callable[[SharedTransport], Result]) -> Result:
+        def attempt() -> Result:
+            shared = self._require_shared()
+            try:
+                return action(shared)
+            except (ConflictError, UnavailableError):  # a server rejects messages about a session that broke
+                if not shared.broke_within(_NOTICE_S):
+                    raise
+            return action(self._require_shared())
+
+        return self.guard.run("a transfer through shared memory", attempt)
+
+    def _require_stream(self) -> StreamTransport:
+        """Returns the stream transport. Opens one if there is none, or if the last one broke."""
         with self._open_lock:
             if self._stream is None or self._stream.broke:
                 self._stream = self._open_stream()
             return self._stream
 
-    def streamed(self, action: Callable[[Transport], Result]) -> Result:
-        """Does something over ``stream``, which may be repeated; raises as ``ServerGuard.run`` does."""
-        return self.guard.run("a transfer", lambda: self._streamed(action))
-
-    def _streamed(self, action: Callable[[Transport], Result]) -> Result:
-        transport = self.stream
-        try:
-            return action(transport)
-        except UnavailableError as error:
-            if not transport.broke:
-                raise
-            logger.warning(
-                "shard server at %s: transport %s broke, opening another: %s", self.address, transport.kind, error
-            )
-        return action(self.stream)
-
-    def controlled(self, action: Callable[[Transport], Result]) -> Result:
-        """Does something that only messages go to and fro for: over ``stream`` if there may be one, else by an rpc."""
-        return self.by_rpc(action) if self._kinds == ("shm",) else self.streamed(action)
-
-    def by_rpc(self, action: Callable[[ShardClient], Result]) -> Result:
-        """Does something by rpcs, which may be repeated; raises as ``ServerGuard.run`` does."""
-        return self.guard.run("a request", lambda: action(self.client))
-
-    def through_shm(self, action: Callable[[ShmTransport], Result]) -> Result:
-        """Does something over the transport through shared memory, which may be repeated; raises as
-        ``ServerGuard.run``."""
-        return self.guard.run("a transfer through shared memory", lambda: self._through_shm(action))
-
-    def _through_shm(self, action: Callable[[ShmTransport], Result]) -> Result:
-        transport = self._require_shm()
-        try:
-            return action(transport)
-        except (ConflictError, UnavailableError):  # a server knows nothing any more of a transport that broke
-            if not transport.broke_within(_NOTICE_S):
-                raise
-        return action(self._require_shm())
-
-    def _require_shm(self) -> ShmTransport:
+    def _require_shared(self) -> SharedTransport:
+        """Returns the transport through shared memory. Opens another if the last one broke."""
         with self._open_lock:
-            assert self.shm is not None
-            if self.shm.broke:
-                logger.warning("shard server at %s: transport shm broke, opening another", self.address)
-                self.shm = self._open_shm()
-            return self.shm
+            assert self._shared is not None
+            if self._shared.broke:
+                logger.warning(
+                    "shard server at %s: transport %s broke, opening another", self.address, self._shared.name
+                )
+                self._shared = _SHARED[self._shared.name](self)
+            return self._shared
 
-    def count(self, *, received_bytes: int = 0, sent_bytes: int = 0) -> None:
-        """Notes what was streamed; from any thread."""
-        with self._count_lock:
-            self.received_bytes += received_bytes
-            self.sent_bytes += sent_bytes
+    # ---- opening and closing ----
 
-    def describe(self) -> dict[str, Any]:
-        """The transport and what it did, for people."""
-        return {
-            "server": self.address,
-            "transport": self.kind,
-            "bytes_per_s": self.bytes_per_s,
-            "received_bytes": self.received_bytes,
-            "sent_bytes": self.sent_bytes,
-        }
+    def _open_stream(self) -> StreamTransport:
+        for name in self._names:
+            if name in _STREAMS and (stream := self._try_open(_STREAMS, name)) is not None:
+                return stream
+        self._check()
+        raise UnavailableError(
+            f"shard server at {self.address}: none of the transports {', '.join(self._names)} can be opened; "
+            "the log says why: allow grpc too"
+        )
 
-    def stream_gradients(self, reason: ShardwellError | OSError) -> None:
-        """There is no room for gradients in shared memory: from now on they are streamed."""
-        if self.pushes_through_shm:
-            self.pushes_through_shm = False
-            logger.warning(
-                "shard server at %s: no shared memory for gradients, sending them over %s: %s",
-                self.address,
-                self.stream.kind,
-                reason,
-            )
-
-    def release_gradient_buffers(self) -> None:
-        """Has the server free the gradient buffers; those that are needed are opened anew. Nothing may be under way."""
-        if self.shm is None or not self.shm.has_gradient_buffers:
-            return
-        transport = self._try("shm", self._open_shm)
-        if transport is not None:
-            former, self.shm = self.shm, transport
-            former.close()
+    def _try_open(
+        self, openers: Mapping[str, Callable[[ServerConnection], AnyTransport]], name: str
+    ) -> AnyTransport | None:
+        try:
+            return openers[name](self)
+        except (ShardwellError, OSError) as error:
+            # Shared memory of another host is no surprise.
+            level = logging.INFO if name in _SHARED and not is_this_host(self.address) else logging.WARNING
+            logger.log(level, "shard server at %s: no transport %s: %s", self.address, name, error)
+            return None
 
     def close(self) -> None:
-        """Closes the transports and cancels what is in flight."""
+        """Closes the transports. Transfers in flight fail."""
         self.guard.close()
         self._close_transports()
 
     def _close_transports(self) -> None:
-        for transport in (self.shm, self._stream):
+        for transport in (self._shared, self._stream):
             if transport is not None:
                 transport.close()
         self.client.close()
 
-    def _try(self, kind: str, open_transport: Callable[[], AnyTransport]) -> AnyTransport | None:
-        try:
-            return open_transport()
-        except (ShardwellError, OSError) as error:
-            # Elsewhere nobody expects shared memory.
-            level = logging.INFO if kind == "shm" and not is_this_host(self.address) else logging.WARNING
-            logger.log(level, "shard server at %s: no transport %s: %s", self.address, kind, error)
-            return None
-
-    def _measure(self, transport: Transport) -> float:
-        transport.measure(_WARMING_BYTES, timeout_s=_OPEN_TIMEOUT_S)
-        return transport.measure(_MEASURED_BYTES, timeout_s=_OPEN_TIMEOUT_S)
-
-    def _open_shm(self) -> ShmTransport:
-        return ShmTransport(self.client, self._run, timeout_s=_OPEN_TIMEOUT_S)
-
-    def _open_stream(self) -> Transport:
-        for kind in self._kinds:
-            if kind == "grpc":
-                return self.client
-            if kind == "socket" and (transport := self._try("socket", self._open_socket)) is not None:
-                return transport
-        self._check()
-        raise UnavailableError(
-            f"shard server at {self.address}: none of the transports {', '.join(self._kinds)} can be opened; "
-            "the log says why: allow grpc too"
-        )
-
-    def _open_socket(self) -> SocketTransport:
-        return SocketTransport(self.client, self._run, timeout_s=_OPEN_TIMEOUT_S)
-
 
 def is_this_host(address: str) -> bool:
-    """Whether host:port is on this machine, as far as its name tells."""
+    """Returns whether host:port names this host."""
     host = address.rpartition(":")[0].strip("[]")
     return host in ("localhost", "::1", socket.gethostname()) or host.startswith("127.")
+
+
+def _require_memory_problem(error: Exception) -> None:
+    """Raises errors that a stream would meet too, such as a step that is not prepared."""
+    if isinstance(error, ConflictError) and type(error) is not ConflictError:
+        raise error

@@ -1,16 +1,16 @@
-"""What a failed operation on a shard server means: decided here, for everything that a trainer does there.
+"""Decides how to handle a failed operation on a shard server: retry it, raise its error, or raise a better one.
 
-Note: Who is asked
-    A trainer sees only that a connection broke, that a server does not know the run, or that a version is gone. Why,
-    the coordinator knows: the run was deleted, the server has lost its shards, or the trainer its lease. It is
-    therefore asked before an operation fails, and its answer is what the user sees.
+Note: [Asking the coordinator]
+    A trainer sees only that a connection broke, that a server does not know the run, or that a version is gone. The
+    coordinator has the reason: the run was deleted, the server lost its shards, or the trainer lost its lease. The
+    guard therefore asks the coordinator before an operation fails, and raises the error that the coordinator returns.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from shardwell_wire.errors import (
@@ -21,25 +21,24 @@ from shardwell_wire.errors import (
     UnavailableError,
     VersionGoneError,
 )
+from shardwell_wire.retry import backoff
 
 Result = TypeVar("Result")
 
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 1.0
-_DOUBTFUL = (NotFoundError, VersionGoneError, StaleEpochError, ConflictError)
-"""What a server says of something that the coordinator knows more about."""
+_ASK_PAUSE_S = 0.05
+_EXPLAINABLE = (NotFoundError, VersionGoneError, StaleEpochError, ConflictError)
+"""Errors of a server for which the coordinator may have the reason."""
 _SETTLE_S = 5.0
-"""A server that was started again may refuse a trainer before it has registered."""
+"""How long a restarted server may reject a trainer until it has registered with the coordinator."""
 
 
 class ServerGuard:
-    """Runs operations on one shard server.
-
-    They are repeated while the server cannot be reached. Thread-safe.
+    """Runs operations on one shard server, and repeats them while the server is unavailable. Thread-safe.
 
     Args:
         address: host:port.
-        ask: Asks the coordinator, and raises what keeps this trainer from going on. None: every error is final.
-        wait_limit_s: How long the server may be out of reach.
+        ask: Asks the coordinator; raises if this trainer cannot continue. None: every error is final.
+        wait_limit_s: How long the server may be unavailable.
     """
 
     def __init__(self, address: str, ask: Callable[[], None] | None = None, wait_limit_s: float = 0.0) -> None:
@@ -50,23 +49,23 @@ class ServerGuard:
 
     @property
     def waiting_since(self) -> float | None:
-        """When the oldest operation that is under way began, by ``time.monotonic``. None: none is."""
+        """Start of the oldest operation in flight, by ``time.monotonic``. None if there is none."""
         with self._lock:
             return min(self._started.values(), default=None)
 
     def run(self, what: str, action: Callable[[], Result], *, repeat: bool = True) -> Result:
-        """Runs ``action``, which may be repeated.
+        """Runs an operation.
 
         Args:
-            what: What it does, for errors.
-            action: The operation.
-            repeat: Whether to repeat it while the server cannot be reached.
+            what: Name of the operation in errors.
+            action: The operation. It may be repeated.
+            repeat: Whether to repeat it while the server is unavailable.
 
         Raises:
             RunDeletedError: The run was deleted.
             ConflictError: The server has lost its shards of the run.
             StaleEpochError: This trainer has lost its lease.
-            UnavailableError: The server could not be reached for ``wait_limit_s``, or the session was closed.
+            UnavailableError: The server was unavailable for ``wait_limit_s``, or the session was closed.
         """
         token, started = object(), time.monotonic()
         with self._lock:
@@ -78,21 +77,21 @@ class ServerGuard:
                 del self._started[token]
 
     def explain(self, error: ShardwellError) -> None:
-        """Raises what the coordinator says if that is why an operation has failed with ``error``."""
+        """Raises the coordinator's error if the coordinator has the reason why an operation failed with ``error``."""
         if self._ask is None:
             return
-        give_up = time.monotonic() + (_SETTLE_S if isinstance(error, NotFoundError) else 0.0)
+        deadline = time.monotonic() + (_SETTLE_S if isinstance(error, NotFoundError) else 0.0)
         while True:
             self._ask()
-            if time.monotonic() >= give_up or self._closed.wait(_FIRST_DELAY_S):
+            if time.monotonic() >= deadline or self._closed.wait(_ASK_PAUSE_S):
                 return
 
     def close(self) -> None:
-        """Nothing is repeated any more."""
+        """Stops all retries."""
         self._closed.set()
 
     def _run(self, what: str, action: Callable[[], Result], started: float) -> Result:
-        delay = _FIRST_DELAY_S
+        pauses: Iterator[float] | None = None
         while True:
             try:
                 return action()
@@ -100,19 +99,19 @@ class ServerGuard:
                 if self._ask is None:
                     raise
                 self._ask()
-                tried_s = time.monotonic() - started
-                if tried_s + delay > self._wait_limit_s or self._closed.is_set():
-                    raise self._out_of_reach(what, error, tried_s) from error
-            except _DOUBTFUL as error:
+                pauses = pauses or backoff()
+                pause_s, tried_s = next(pauses), time.monotonic() - started
+                if tried_s + pause_s > self._wait_limit_s or self._closed.is_set():
+                    raise self._unavailable(what, error, tried_s) from error
+            except _EXPLAINABLE as error:
                 self.explain(error)
                 raise
-            self._closed.wait(delay)
-            delay = min(2 * delay, _LONGEST_DELAY_S)
+            self._closed.wait(pause_s)
 
-    def _out_of_reach(self, what: str, error: UnavailableError, tried_s: float) -> UnavailableError:
+    def _unavailable(self, what: str, error: UnavailableError, tried_s: float) -> UnavailableError:
         return UnavailableError(
-            f"{what}: the shard server at {self.address} could not be reached for {tried_s:.1f} s: {error}. As far as "
-            "the coordinator knows it has not ended: check its process and the network to it (shardwell servers shows "
-            "its state), then start this trainer again",
+            f"{what}: the shard server at {self.address} could not be reached for {tried_s:.1f} s: {error}. The "
+            "coordinator has not seen it end: check its process and the network to it (shardwell servers shows its "
+            "state), then start this trainer again",
             **{**error.data, "address": self.address},
         )

@@ -1,4 +1,4 @@
-"""A unit's flat vector seen in place: shared memory of servers or of the host's cache, mapped into this process."""
+"""A unit's flat vector in shared memory of servers or of the host cache, mapped into this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwell_wire.shared_segment import HEAD_BYTES, order_loads, read_version
 
 _PROT_NONE, _MAP_FIXED = 0, 0x10
 _PRESENT, _SWAPPED, _SHARED_OR_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
-"""Bits of an entry of the page map; see the kernel's documentation of pagemap."""
+"""Bits of a page-map entry; see the kernel's documentation of pagemap."""
 _PAGE_MAP = "/proc/self/pagemap"
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -29,13 +29,13 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 CAN_MAP = mmap.PAGESIZE == BLOCK_BYTES and os.access(_PAGE_MAP, os.R_OK)
-"""Shards begin on multiples of 4096 bytes, so they can be mapped side by side where pages have that size; and where
-the kernel does not tell which pages were written (it may be hidden from containers), a write could go unnoticed."""
+"""Whether shards can be read in place. Shards start at multiples of 4096 bytes, so pages must have this size to map
+shards side by side. The page map, which containers may hide, is needed to detect writes."""
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentPlace:
-    """A segment, a server's or one of the host's cache, and the range of the flat vector that it holds."""
+class SegmentLocation:
+    """The file of a shared segment, of a server or of the host cache, and its range of the flat vector."""
 
     path: str
     start_bytes: int
@@ -43,25 +43,26 @@ class SegmentPlace:
 
 
 class SharedVector:
-    """Consecutive shards of a unit, side by side as in the flat vector, without a copy.
+    """Consecutive shards of a unit, mapped side by side as in the flat vector, without a copy.
 
-    What this process writes stays its own: the kernel copies a page before the first write to it.
-    What others see cannot be changed from here.
+    The mapping is private: the kernel copies a page before the first write to it, so other processes never see what
+    this process writes.
 
     Args:
-        unit: Its name, for errors.
+        unit: Name of the unit, for errors.
         places: Shards in order and without gaps.
-        exact: Whether the values are those that the servers store, not rounded.
+        exact: Whether the segments contain the values as stored, not rounded by a lossy dtype.
+        ask: Asks the coordinator; raises if this trainer cannot continue. Called when a version is gone.
 
     Raises:
-        UntrustedFileError: A segment is not a file of its size that only this user can write to.
-        OSError: A segment cannot be opened here.
+        UntrustedFileError: The file of a segment has another size, or other users can write to it.
+        OSError: A segment cannot be opened.
     """
 
     def __init__(
         self,
         unit: str,
-        places: Sequence[SegmentPlace],
+        places: Sequence[SegmentLocation],
         *,
         exact: bool = True,
         ask: Callable[[], None] = lambda: None,
@@ -74,7 +75,7 @@ class SharedVector:
         """[size_bytes]"""
         self._heads = [self._map_segment(place) for place in places if place.stop_bytes > place.start_bytes]
 
-    def _map_segment(self, place: SegmentPlace) -> memoryview:
+    def _map_segment(self, place: SegmentLocation) -> memoryview:
         size_bytes = place.stop_bytes - place.start_bytes
         with opened(open_in_folder(place.path, size_bytes=HEAD_BYTES + size_bytes)) as descriptor:
             _map(
@@ -88,30 +89,30 @@ class SharedVector:
             return map_shared(descriptor, HEAD_BYTES, mmap.PROT_READ)
 
     def shows(self, version: int) -> bool:
-        """Whether all of it is of this version, now."""
+        """Whether all segments show this version now."""
         return all(read_version(head) == version for head in self._heads)
 
     def check(self, version: int) -> None:
-        """Raises VersionGoneError unless it has been of one version since ``shows`` said so."""
+        """Raises VersionGoneError unless all segments have shown ``version`` since ``shows`` returned True."""
         order_loads()
         if not self.shows(version):
             self._ask()
             raise VersionGoneError(
-                f"version {version} of unit {self._unit!r} was overwritten while it was in use here: the step was "
-                "committed while the weights were read. A trainer that evaluates between `step.batches` and "
-                "optimizer.step() may see this, because rank 0 can commit meanwhile: evaluate after optimizer.step(). "
-                "Otherwise this trainer lost its lease, and another one has computed its work",
+                f"version {version} of unit {self._unit!r} was overwritten while this trainer read it: the step was "
+                "committed. If this trainer evaluated between `step.batches` and optimizer.step(), evaluate after "
+                "optimizer.step() instead: rank 0 may commit before. Otherwise this trainer lost its lease, and "
+                "another trainer has computed its work",
                 unit=self._unit,
                 version=version,
             )
 
     def forget_writes(self) -> int | None:
-        """Drops what this process wrote into the vector; returns where the first page of it begins, if there is one."""
+        """Discards the pages that this process wrote; returns the offset of the first, or None if there is none."""
         first, count = self._address // mmap.PAGESIZE, -(-self._size_bytes // mmap.PAGESIZE)
         with open(_PAGE_MAP, "rb", buffering=0) as pagemap:
             pagemap.seek(first * 8)
             entries = np.frombuffer(pagemap.read(count * 8), np.uint64)
-        # A page that is being moved in memory counts as swapped for that moment.
+        # A page that the kernel is migrating counts as swapped.
         own = np.flatnonzero((entries & (_PRESENT | _SWAPPED)).astype(bool) & ~(entries & _SHARED_OR_FILE).astype(bool))
         if not own.size:
             return None
@@ -120,15 +121,15 @@ class SharedVector:
 
 
 def map_shared(descriptor: int, size_bytes: int, protection: int) -> memoryview:
-    """The first bytes of a file, as long as a view of them lives. ``mmap.mmap`` would keep a file open for each."""
+    """Maps the start of a file, until no view refers to it. Unlike ``mmap.mmap``, it does not keep the file open."""
     if not size_bytes:
-        return memoryview(bytearray())  # nothing cannot be mapped
+        return memoryview(bytearray())  # the kernel rejects a mapping of size 0
     address = _map(None, size_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
     return memoryview(_mapped(address, size_bytes)).cast("B")
 
 
 def _mapped(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
-    """Memory that is unmapped when nobody refers to it any more; not at exit, when threads may still look at it."""
+    """Returns mapped memory, unmapped when nothing refers to it; never at exit, when threads may still read it."""
     memory = (ctypes.c_char * size_bytes).from_address(address)
     weakref.finalize(memory, _libc.munmap, address, size_bytes).atexit = False
     return memory

@@ -1,105 +1,232 @@
-"""The transport through memory that this trainer and a shard server of the same host both map."""
+"""The transport through memory that this trainer and a shard server of the same host both map.
+
+Weights are read in place, gradients are written to shared gradient buffers, and optimizer partitions to shared staging
+buffers. Messages, which carry no tensor data, go over rpcs or over the transport's control path.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
-from shardwell.transport.gradient_buffers import GradientBuffer, GradientBuffers
+from shardwell.transport.base import (
+    FetchTarget,
+    GradientPart,
+    NearlyDone,
+    PreparedPush,
+    ShardAddress,
+    SharedTransport,
+    ignore,
+)
 from shardwell.transport.grpc_transport import ShardClient
+from shardwell.transport.partitions import (
+    PartitionLocation,
+    PartitionSegment,
+    SharedPartitionSegment,
+    StagingBuffer,
+    describe_state,
+    read_request,
+    stage_header,
+)
+from shardwell.transport.shared_vector import map_shared
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.shared_files import open_in_folder, opened, require_folder, server_folder
+from shardwell_wire.shared_files import file_size, open_in_folder, opened, require_folder, server_folder
 from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.wire_dtypes import AS_STORED
 
 _MIN_PROOF_BYTES, _MAX_PROOF_FILE_BYTES = 16, 16 << 20
 
-HandOver = Callable[[shard_pb2.ReduceGradientBufferRequest], shard_pb2.ReduceGradientBufferResponse]
-"""Has a server take one part of a contribution out of a gradient buffer, over whichever way messages go."""
+
+class ControlPath(Protocol):
+    """Sends control messages to the server, over the fastest stream transport."""
+
+    def __call__(
+        self, request: shard_pb2.ReduceGradientBufferRequest, *, timeout_s: float, retry_for_s: float
+    ) -> shard_pb2.ReduceGradientBufferResponse:
+        """See ``StreamTransport.control``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientBuffer:
+    """A shared gradient buffer: memory laid out like a shard, which its server maps too."""
+
+    buffer_id: int
+    """Identifies the buffer to the server."""
+    memory: memoryview
+
+    @classmethod
+    def open(cls, buffer_id: int, path: str, size_bytes: int) -> GradientBuffer:
+        """Maps a buffer that the server created.
+
+        Raises:
+            UntrustedFileError: The file has another size, or other users can write to it.
+            OSError: The file cannot be mapped.
+        """
+        with opened(open_in_folder(path, write=True, size_bytes=file_size(size_bytes))) as descriptor:
+            return cls(buffer_id, map_shared(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE))
+
+
+class GradientBuffers:
+    """The shared gradient buffers of one session: the free ones, and those with gradients of the step. Thread-safe.
+
+    Args:
+        create: Opens another buffer for a unit.
+    """
+
+    def __init__(self, create: Callable[[str], GradientBuffer]) -> None:
+        self._create = create
+        self._free: dict[str, list[GradientBuffer]] = defaultdict(list)
+        self._used: dict[GradientBuffer, tuple[str, int]] = {}
+        """Unit and rank of each buffer in use. After Ctrl-C or a failed push, some of these are never pushed."""
+        self._lock = threading.Lock()
+
+    def acquire(self, unit: str, dp_rank: int) -> GradientBuffer:
+        """Returns a buffer for a rank's gradient: a free one, or a new one if all are in use."""
+        with self._lock:
+            buffer = self._free[unit].pop() if self._free[unit] else None
+        # Without the lock: this is an rpc.
+        buffer = buffer or self._create(unit)
+        with self._lock:
+            self._used[buffer] = unit, dp_rank
+        return buffer
+
+    def release(self, buffer: GradientBuffer) -> None:
+        """Makes one buffer free. Harmless if it is free already."""
+        with self._lock:
+            self._release(buffer)
+
+    def release_rank(self, dp_rank: int | None = None) -> None:
+        """Makes the buffers of one rank free, or of all ranks."""
+        with self._lock:
+            for buffer, (_, rank) in list(self._used.items()):
+                if dp_rank is None or rank == dp_rank:
+                    self._release(buffer)
+
+    def _release(self, buffer: GradientBuffer) -> None:
+        unit, _ = self._used.pop(buffer, (None, None))
+        if unit is not None:
+            self._free[unit].append(buffer)
 
 
 @dataclass(frozen=True, slots=True)
-class LaidPart:
-    """One part of a contribution, as it lies in a gradient buffer until it is handed over."""
+class _BufferedPart:
+    """Gradients in a shared gradient buffer, as the source for another buffer or for a stream. A ``GradientPart``."""
 
+    shard: ShardAddress
     header: shard_pb2.ReduceScatterHeader
-    transport: ShmTransport
-    """The gradient buffer's; the memory outlives it."""
-    gradient_buffer: GradientBuffer
+    memory: memoryview
+    wire_dtype = AS_STORED
 
-    def memory(self, start_bytes: int, stop_bytes: int) -> memoryview:
-        """A range of the unit's flat vector that lies in the shard."""
+    def write_to(self, memory: memoryview) -> None:
+        memory[:] = self.memory
+
+    @contextmanager
+    def stream(self) -> Iterator[Sequence[memoryview]]:
         first = self.header.start_bytes
-        return self.gradient_buffer.memory[start_bytes - first : stop_bytes - first]
+        segments = self.shard.layout.packed_segments(
+            tuple(self.header.parameter_indices), self.header.start_bytes, self.header.stop_bytes
+        )
+        yield [self.memory[at.start_bytes - first : at.stop_bytes - first] for at in segments]
 
 
-class ShmTransport:
-    """Reads shards in place, hands over gradients in gradient buffers and partitions on staging buffers; rpcs carry
-    control messages only.
+@dataclass(frozen=True, slots=True)
+class _BufferedPush(PreparedPush):
+    """A push whose gradients are in a shared gradient buffer. The mapping outlives the session."""
+
+    transport: ShmTransport
+    buffer: GradientBuffer
+
+    @property
+    def is_shared(self) -> bool:
+        """See ``PreparedPush``."""
+        return True
+
+
+class ShmTransport(SharedTransport):
+    """Moves bytes through shared memory, within a session that ends with its rpc.
 
     Args:
-        client: Calls the server.
+        client: Calls the server. The caller closes it.
         run: The run.
-        timeout_s: How long opening it may take.
+        control: Sends control messages.
+        timeout_s: Deadline for opening the session.
 
     Raises:
-        UnavailableError: The server's memory cannot be seen from here.
+        UnavailableError: This process cannot see the server's memory.
         ShardwellError: The server does not offer the transport.
     """
 
-    kind = "shm"
+    name = "shm"
+    kind = common_pb2.TRANSPORT_KIND_SHM
 
-    def __init__(self, client: ShardClient, run: RunIdentity, *, timeout_s: float) -> None:
-        self._client, self._run = client, run
-        request = shard_pb2.OpenTransportRequest(run=run.name, run_id=run.run_id, kind=common_pb2.TRANSPORT_KIND_SHM)
+    def __init__(self, client: ShardClient, run: RunIdentity, control: ControlPath, *, timeout_s: float) -> None:
+        self._client, self._run, self._control = client, run, control
+        request = shard_pb2.OpenTransportRequest(run=run.name, run_id=run.run_id, kind=self.kind)
         self._rpc = client.open("OpenTransport", request, timeout_s=timeout_s)
-        self._name = self._rpc.answer.transport_id
+        self._session = self._rpc.answer.transport_id
         try:
-            self._shared = self._prove(self._rpc.answer.shm)
+            self._proof = self._verify(self._rpc.answer.shm)
         except BaseException:
             self._rpc.end()
             raise
         self._sizes: dict[str, int] = {}
+        """Size of the gradient buffers of each unit."""
         self._gradient_buffers = GradientBuffers(self._open_gradient_buffer)
+        self._staging_buffers: dict[tuple[str, int, int], StagingBuffer] = {}
+        """By unit, dp rank and first byte."""
 
-    def _prove(self, offer: shard_pb2.SharedMemoryOffer) -> mmap.mmap:
+    def _verify(self, offer: shard_pb2.SharedMemoryOffer) -> mmap.mmap:
+        """Maps the file that the server offers; raises UnavailableError unless the file contains the server's proof.
+
+        The path may name another file in this process: on a host of the same name, or in another container.
+        """
         try:
             self._folder = server_folder(offer.path)
             with opened(open_in_folder(offer.path)) as descriptor:
                 if os.fstat(descriptor).st_size > _MAX_PROOF_FILE_BYTES:
                     raise ValueError(f"the file with the proof has more than {_MAX_PROOF_FILE_BYTES} bytes")
-                shared = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+                proof = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise UnavailableError(f"{self._client.peer} offers shared memory at {offer.path}, but {error}") from error
-        if len(offer.proof) < _MIN_PROOF_BYTES or shared[: len(offer.proof)] != offer.proof:
+        if len(offer.proof) < _MIN_PROOF_BYTES or proof[: len(offer.proof)] != offer.proof:
             raise UnavailableError(f"{self._client.peer} offers shared memory, but {offer.path} is another file here")
-        return shared
+        return proof
 
-    def measure(self) -> float:
-        """Copies some shared memory; returns bytes per second."""
-        target = bytearray(len(self._shared))
-        for _ in range(2):  # the first time both are touched for the first time
-            started = time.perf_counter()
-            target[:] = memoryview(self._shared)
-            elapsed_s = time.perf_counter() - started
-        return len(target) / elapsed_s
+    # ---- weights ----
+
+    def fetch(
+        self,
+        shard: ShardAddress,
+        version: int | None,
+        target: FetchTarget,
+        *,
+        timeout_s: float,
+        retry_for_s: float,
+        nearly_done: NearlyDone = ignore,
+    ) -> int:
+        """See ``Transport``. The shard must be mapped. ``nearly_done`` is not called, because nothing is streamed."""
+        found = self.locate(shard, version, timeout_s=timeout_s, retry_for_s=retry_for_s).version
+        return shard.read(found, target)
 
     def locate(
-        self, unit: str, version: int | None, *, timeout_s: float, retry_for_s: float
+        self, shard: ShardAddress, version: int | None, *, timeout_s: float, retry_for_s: float
     ) -> shard_pb2.LocateShardResponse:
-        """Where a shard lies; waits until the version exists.
-
-        Raises:
-            VersionGoneError: A newer version has replaced it.
-            DeadlineError: It did not come to exist in time.
-            ConflictError: The shard is not in shared memory.
-            UntrustedFileError: The server names a file outside its folder.
-        """
+        """See ``SharedTransport``."""
         request = shard_pb2.LocateShardRequest(
-            run=self._run.name, run_id=self._run.run_id, unit=unit, version=version, transport_id=self._name
+            run=self._run.name,
+            run_id=self._run.run_id,
+            unit=shard.layout.unit,
+            version=version,
+            transport_id=self._session,
         )
         answer: shard_pb2.LocateShardResponse = self._client.call(
             "LocateShard", request, timeout_s=timeout_s, retry_for_s=retry_for_s
@@ -107,114 +234,114 @@ class ShmTransport:
         require_folder(answer.segment.path, self._folder)
         return answer
 
-    def lay(self, header: shard_pb2.ReduceScatterHeader, write: Callable[[memoryview], None]) -> LaidPart:
-        """Has one part of a contribution written to a gradient buffer.
+    # ---- gradients ----
 
-        Args:
-            header: What it is of.
-            write: Is given memory laid out like the shard, with any content.
-
-        Raises:
-            CapacityError: The server has no room for another gradient buffer.
-        """
-        laid = self._empty(header)
-        write(laid.gradient_buffer.memory)
-        return laid
-
-    def hand_over(self, laid: LaidPart, through: HandOver) -> None:
-        """Has the server take what was laid in a gradient buffer; if that was another transport's, in a copy of it.
-
-        Args:
-            laid: What to hand over. Doing so twice is harmless: a server that has the part drops it.
-            through: Tells the server.
-
-        Raises:
-            CapacityError: The server has no room for another gradient buffer.
-            ConflictError: The transport is closed.
-        """
-        if laid.transport is not self:
-            laid = self._copy(laid)
-        request = shard_pb2.ReduceGradientBufferRequest(
-            header=laid.header, transport_id=self._name, gradient_buffer_id=laid.gradient_buffer.number
-        )
-        if not through(request).adopted:
-            self._gradient_buffers.give(laid.gradient_buffer)
-
-    def open_staging_buffer(
-        self, request: shard_pb2.ReadPartitionRequest, *, timeout_s: float, retry_for_s: float
-    ) -> shard_pb2.OpenStagingBufferResponse:
-        """Has a partition laid out in shared memory.
-
-        Raises:
-            CapacityError: The server has no room for that.
-            ConflictError: The optimizer's state is not in shared memory.
-            StepStateError: The step is not prepared, or not any more.
-            StaleEpochError: The partition went to another trainer.
-            UntrustedFileError: The server names a file outside its folder.
-        """
-        answer: shard_pb2.OpenStagingBufferResponse = self._client.call(
-            "OpenStagingBuffer",
-            shard_pb2.OpenStagingBufferRequest(partition=request, transport_id=self._name),
-            timeout_s=timeout_s,
-            retry_for_s=retry_for_s,
-        )
-        for path in (answer.path, answer.state_path, answer.new_state_path):
-            if path:
-                require_folder(path, self._folder)
-        return answer
-
-    def stage_staging_buffer(
-        self, header: shard_pb2.StagePartitionHeader, staging_buffer: int, *, timeout_s: float, retry_for_s: float
-    ) -> None:
-        """Stages what lies on a staging buffer.
-
-        Raises:
-            ConflictError: The staging buffer was given up, or the state has other tensors now.
-            StepStateError: The gradient is another by now.
-            StaleEpochError: The partition went to another trainer.
-            NonFiniteError: A value is NaN or infinity.
-        """
-        request = shard_pb2.StageStagingBufferRequest(
-            header=header, transport_id=self._name, staging_buffer_id=staging_buffer
-        )
-        self._client.call("StageStagingBuffer", request, timeout_s=timeout_s, retry_for_s=retry_for_s)
-
-    def _copy(self, laid: LaidPart) -> LaidPart:
-        copy = self._empty(laid.header)
-        copy.gradient_buffer.memory[:] = laid.gradient_buffer.memory
-        return copy
-
-    def _empty(self, header: shard_pb2.ReduceScatterHeader) -> LaidPart:
+    def prepare_push(
+        self, shard: ShardAddress, header: shard_pb2.ReduceScatterHeader, part: GradientPart
+    ) -> _BufferedPush:
+        """See ``SharedTransport``. Copies the gradients into a shared gradient buffer."""
         self._sizes[header.unit] = header.stop_bytes - header.start_bytes
-        return LaidPart(header, self, self._gradient_buffers.take(header.unit, header.dp_rank))
+        buffer = self._gradient_buffers.acquire(header.unit, header.dp_rank)
+        part.write_to(buffer.memory)
+        return _BufferedPush(shard, header, _BufferedPart(shard, header, buffer.memory), self, buffer)
 
-    def release(self, dp_rank: int | None = None) -> None:
-        """The contributions of a rank, or of all, are used up or withdrawn: their gradient buffers are free again."""
-        self._gradient_buffers.release(dp_rank)
+    def push(
+        self, prepared: PreparedPush, *, timeout_s: float, retry_for_s: float, nearly_done: NearlyDone = ignore
+    ) -> None:
+        """See ``Transport``. Copies the gradients if another session prepared the push.
 
-    @property
-    def has_gradient_buffers(self) -> bool:
-        """Whether the server keeps memory for this trainer's gradients."""
-        return bool(self._sizes)
-
-    @property
-    def broke(self) -> bool:
-        """Whether it ended though nobody gave it up."""
-        return self._rpc.broke
-
-    def broke_within(self, timeout_s: float) -> bool:
-        """Whether it broke, or does before so much time has passed."""
-        return self._rpc.broke_within(timeout_s)
-
-    def close(self) -> None:
-        """Gives the transport up, and with it the gradient buffers."""
-        self._rpc.end()
+        Raises:
+            CapacityError: The server has no memory for another gradient buffer.
+            ConflictError: The session is closed.
+        """
+        if not isinstance(prepared, _BufferedPush) or prepared.transport is not self:
+            prepared = self.prepare_push(prepared.shard, prepared.header, prepared.part)
+        request = shard_pb2.ReduceGradientBufferRequest(
+            header=prepared.header, transport_id=self._session, gradient_buffer_id=prepared.buffer.buffer_id
+        )
+        if not self._control(request, timeout_s=timeout_s, retry_for_s=retry_for_s).adopted:
+            self._gradient_buffers.release(prepared.buffer)
 
     def _open_gradient_buffer(self, unit: str) -> GradientBuffer:
         request = shard_pb2.OpenGradientBufferRequest(
-            run=self._run.name, run_id=self._run.run_id, unit=unit, transport_id=self._name
+            run=self._run.name, run_id=self._run.run_id, unit=unit, transport_id=self._session
         )
         answer: shard_pb2.OpenGradientBufferResponse = self._client.call("OpenGradientBuffer", request)
         return GradientBuffer.open(
             answer.gradient_buffer_id, require_folder(answer.path, self._folder), self._sizes[unit]
         )
+
+    def release(self, dp_rank: int | None = None) -> None:
+        """See ``SharedTransport``."""
+        self._gradient_buffers.release_rank(dp_rank)
+
+    @property
+    def keeps_memory(self) -> bool:
+        """See ``SharedTransport``."""
+        return bool(self._sizes or self._staging_buffers)
+
+    # ---- optimizer partitions ----
+
+    def read_partition(
+        self, shard: ShardAddress, location: PartitionLocation, context: common_pb2.RequestContext, *, timeout_s: float
+    ) -> SharedPartitionSegment:
+        """See ``SharedTransport``."""
+        request = shard_pb2.OpenStagingBufferRequest(
+            partition=read_request(location, context), transport_id=self._session
+        )
+        answer: shard_pb2.OpenStagingBufferResponse = self._client.call(
+            "OpenStagingBuffer", request, timeout_s=timeout_s, retry_for_s=timeout_s
+        )
+        for path in (answer.path, answer.state_path, answer.new_state_path):
+            if path:
+                require_folder(path, self._folder)
+        assert shard.window is not None
+        values = shard.window.bytes[location.start_bytes - shard.start_bytes : location.stop_bytes - shard.start_bytes]
+        key = location.layout.unit, location.dp_rank, location.start_bytes
+        segment = self._staging_buffers.setdefault(key, StagingBuffer(location)).lay_out(answer, values)
+        shard.window.check(answer.header.version)
+        return segment
+
+    def stage_partition(
+        self,
+        location: PartitionLocation,
+        context: common_pb2.RequestContext,
+        segment: PartitionSegment,
+        *,
+        timeout_s: float,
+    ) -> bool:
+        """See ``SharedTransport``."""
+        state = describe_state(location, segment)
+        if not isinstance(segment, SharedPartitionSegment) or not segment.write_back(state):
+            return False
+        request = shard_pb2.StageStagingBufferRequest(
+            header=stage_header(location, context, segment, state),
+            transport_id=self._session,
+            staging_buffer_id=segment.staging_buffer_id,
+        )
+        self._client.call("StageStagingBuffer", request, timeout_s=timeout_s, retry_for_s=timeout_s)
+        return True
+
+    # ---- session ----
+
+    def measure(self, *, timeout_s: float) -> float:
+        """See ``Transport``. Copies some shared memory."""
+        target = bytearray(len(self._proof))
+        for _ in range(2):  # the first copy also faults the pages in
+            started = time.perf_counter()
+            target[:] = memoryview(self._proof)
+            elapsed_s = time.perf_counter() - started
+        return len(target) / elapsed_s
+
+    @property
+    def broke(self) -> bool:
+        """See ``Transport``."""
+        return self._rpc.broke
+
+    def broke_within(self, timeout_s: float) -> bool:
+        """See ``SharedTransport``."""
+        return self._rpc.broke_within(timeout_s)
+
+    def close(self) -> None:
+        """See ``Transport``. The server releases the buffers."""
+        self._rpc.end()

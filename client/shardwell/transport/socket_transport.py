@@ -1,58 +1,84 @@
-"""How bytes travel between a trainer's tensors and one shard server over plain TCP."""
+"""The transport over TCP: frames from and to the memory of tensors, without copies in this process."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import select
+import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
-from shardwell.transport.base import Nearly, unheard
+from shardwell.transport.base import NEARLY_DONE_BYTES, ByteCounter, NearlyDone, StreamTransport, ignore
 from shardwell.transport.grpc_transport import ShardClient
-from shardwell.transport.rpc import retry
-from shardwell.transport.socket_connection import SocketConnection
-from shardwell_wire.errors import AccessError, UnavailableError
+from shardwell.transport.rpc import Endpoint
+from shardwell_wire import codec, frames
+from shardwell_wire.codec import Buffer
+from shardwell_wire.errors import AccessError, DeadlineError, ShardwellError, UnavailableError, from_status_details
+from shardwell_wire.frames import Kind
+from shardwell_wire.low_water_mark import LowWaterMark
+from shardwell_wire.retry import retry
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 Result = TypeVar("Result")
 
 _MAX_IDLE = 8
-"""Connections kept for later requests."""
+"""Idle connections kept for later requests."""
+
+_TIMEVAL = struct.Struct("ll")
+
+_LONGEST_POLL_MS = 3_600_000
+"""Longest timeout of one poll. The system call takes a 32-bit number of milliseconds."""
+
+_TIMEOUT_SLACK_S = 0.1
+"""How late a send may time out. Setting the kernel's timeout before every call costs more than a small call."""
+
+_MAX_BUFFERS = 512
+"""Buffers per system call. The lowest limit of the supported systems is 1024."""
 
 
-class SocketTransport:
-    """A transport over TCP connections of its own, open as long as its rpc; a ``Transport``.
+class SocketTransport(StreamTransport):
+    """Moves bytes over TCP connections, within a session that ends with its rpc.
 
-    Connections are opened as requests need them, one for each that is under way. There is no limit:
-    a gather that waits for a version must not keep the pushes waiting that the version comes of.
+    Connections are opened on demand, one for each request in flight. Their number is not limited: gathers that wait for
+    a version must not block the pushes that produce this version.
 
     Args:
-        client: Calls the server; stays the caller's.
-        run: What requests may be about.
-        timeout_s: How long opening may take.
+        client: Calls the server. The caller closes it.
+        run: The run. The server rejects requests for other runs.
+        counter: See ``StreamTransport``.
+        timeout_s: Deadline for opening the session and the first connection.
 
     Raises:
-        ConflictError: The server offers no such transport.
-        UnavailableError: It cannot be reached.
-        DeadlineError: It did not answer in time.
+        ConflictError: The server does not offer the transport.
+        UnavailableError: The server or its port cannot be reached.
+        DeadlineError: The server did not answer in time.
     """
 
-    kind = "socket"
+    name = "socket"
+    kind = common_pb2.TRANSPORT_KIND_SOCKET
 
-    def __init__(self, client: ShardClient, run: RunIdentity, *, timeout_s: float = 10.0) -> None:
-        self._peer = f"socket transport to {client.address}"
-        self._host = client.address.rpartition(":")[0].strip("[]")
+    def __init__(
+        self, client: ShardClient, run: RunIdentity, counter: ByteCounter | None = None, *, timeout_s: float = 10.0
+    ) -> None:
+        super().__init__(counter)
+        self._peer, self._endpoint = f"socket transport to {client.address}", client.endpoint
         self._lock = threading.Lock()
         self._connections: set[SocketConnection] = set()
         self._idle: list[SocketConnection] = []
         self._open = True
-        request = shard_pb2.OpenTransportRequest(run=run.name, run_id=run.run_id, kind=common_pb2.TRANSPORT_KIND_SOCKET)
+        request = shard_pb2.OpenTransportRequest(run=run.name, run_id=run.run_id, kind=self.kind)
         self._rpc = client.open("OpenTransport", request, timeout_s=timeout_s)
         self._offer: shard_pb2.SocketOffer = self._rpc.answer.socket
         self._rpc.when_ended(self._end)
         try:
-            self._give(self._take(timeout_s))  # the port may be out of reach where the rpcs' is not
+            # A firewall may block this port and not the port of the rpcs.
+            self._release(self._acquire(timeout_s))
         except BaseException:
             self.close()
             raise
@@ -64,12 +90,14 @@ class SocketTransport:
         *,
         timeout_s: float,
         retry_for_s: float,
-        nearly: Nearly = unheard,
+        nearly_done: NearlyDone = ignore,
     ) -> int:
-        """Fetches one version of a shard, waiting until it exists; see ``Transport``."""
+        """See ``StreamTransport``."""
         what = f"Gather of unit {request.unit!r}"
         return self._attempt(
-            lambda connection: connection.gather(request, target, what=what, timeout_s=timeout_s, nearly=nearly),
+            lambda connection: connection.gather(
+                request, target, what=what, timeout_s=timeout_s, nearly_done=nearly_done
+            ),
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
         )
@@ -81,29 +109,31 @@ class SocketTransport:
         *,
         timeout_s: float,
         retry_for_s: float,
-        nearly: Nearly = unheard,
+        nearly_done: NearlyDone = ignore,
     ) -> shard_pb2.ReduceScatterResponse:
-        """Pushes one part of a contribution; see ``Transport``."""
+        """See ``StreamTransport``."""
         what = f"ReduceScatter of unit {header.unit!r}"
         return self._attempt(
-            lambda connection: connection.reduce_scatter(header, pieces, what=what, timeout_s=timeout_s, nearly=nearly),
+            lambda connection: connection.reduce_scatter(
+                header, pieces, what=what, timeout_s=timeout_s, nearly_done=nearly_done
+            ),
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
         )
 
-    def reduce_gradient_buffer(
+    def control(
         self, request: shard_pb2.ReduceGradientBufferRequest, *, timeout_s: float, retry_for_s: float
     ) -> shard_pb2.ReduceGradientBufferResponse:
-        """Hands a gradient buffer over; see ``Transport``."""
+        """See ``StreamTransport``."""
         what = f"ReduceGradientBuffer of unit {request.header.unit!r}"
         return self._attempt(
-            lambda connection: connection.reduce_gradient_buffer(request, what=what, timeout_s=timeout_s),
+            lambda connection: connection.control(request, what=what, timeout_s=timeout_s),
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
         )
 
-    def measure(self, size_bytes: int, *, timeout_s: float) -> float:
-        """Receives bytes without meaning; returns bytes per second."""
+    def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
+        """See ``StreamTransport``."""
         target = memoryview(bytearray(size_bytes))
         started = time.perf_counter()
         self._attempt(
@@ -113,15 +143,16 @@ class SocketTransport:
 
     @property
     def broke(self) -> bool:
-        """Whether it ended though nobody gave it up."""
+        """See ``Transport``."""
         return self._rpc.broke
 
     def close(self) -> None:
-        """Gives the transport up; what is in flight fails."""
+        """See ``Transport``."""
         self._rpc.end()
         self._end()
 
     def _end(self) -> None:
+        """Closes all connections. Also called by a thread of gRPC when the session's rpc ends."""
         with self._lock:
             self._open = False
             idle, self._idle = self._idle, []
@@ -133,16 +164,20 @@ class SocketTransport:
 
     def _attempt(self, action: Callable[[SocketConnection], Result], *, timeout_s: float, retry_for_s: float) -> Result:
         def once() -> Result:
-            connection = self._take(timeout_s)
+            connection = self._acquire(timeout_s)
             try:
                 return action(connection)
             finally:
-                self._give(connection)
+                self._release(connection)
 
-        return retry(once, retry_for_s=retry_for_s, while_open=lambda: self._open)
+        def check(error: Exception) -> None:
+            if not self._open:
+                raise error
 
-    def _take(self, timeout_s: float) -> SocketConnection:
-        """A connection without a request: one that was used before, or a new one."""
+        return retry(once, limit_s=retry_for_s, check=check)
+
+    def _acquire(self, timeout_s: float) -> SocketConnection:
+        """Returns a connection without a request: an idle one, or a new one."""
         while True:
             with self._lock:
                 if not self._open:
@@ -152,10 +187,10 @@ class SocketTransport:
                 connection = self._idle.pop()
             if connection.usable:
                 return connection
-            self._forget(connection)
+            self._discard(connection)
         try:
             connection = SocketConnection(
-                self._host, self._offer.port, self._offer.token, peer=self._peer, timeout_s=timeout_s
+                self._endpoint, self._offer.port, self._offer.token, peer=self._peer, timeout_s=timeout_s
             )
         except AccessError as error:
             raise UnavailableError(f"{self._peer} is closed: {error}") from error
@@ -166,14 +201,223 @@ class SocketTransport:
         connection.close()
         raise UnavailableError(f"{self._peer} is closed")
 
-    def _give(self, connection: SocketConnection) -> None:
+    def _release(self, connection: SocketConnection) -> None:
         with self._lock:
-            if self._open and connection.in_step and len(self._idle) < _MAX_IDLE:
+            if self._open and connection.is_idle and len(self._idle) < _MAX_IDLE:
                 self._idle.append(connection)
                 return
-        self._forget(connection)
+        self._discard(connection)
 
-    def _forget(self, connection: SocketConnection) -> None:
+    def _discard(self, connection: SocketConnection) -> None:
         with self._lock:
             self._connections.discard(connection)
         connection.close()
+
+
+class SocketConnection:
+    """Sends requests one after another. For one thread at a time, except ``abort``.
+
+    Args:
+        endpoint: Connects to the shard server.
+        port: Port of the session.
+        token: Token of the session.
+        peer: Name of the server in errors.
+        timeout_s: Deadline for connecting.
+
+    Raises:
+        UnavailableError: The port cannot be reached.
+        AccessError: The session is closed.
+        DeadlineError: The server did not answer in time.
+    """
+
+    def __init__(self, endpoint: Endpoint, port: int, token: bytes, *, peer: str, timeout_s: float) -> None:
+        self._peer, self._deadline = peer, time.monotonic() + timeout_s
+        self.is_idle = False
+        """Whether no request is in flight: the next bytes in either direction start a frame of a new request."""
+        with self._request("connect", timeout_s):
+            self._socket = endpoint.connect(port, timeout_s)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # Blocking, so that one call sends a whole frame. `_limit_send` sets the timeout of a call.
+            self._socket.settimeout(None)
+            self._readable = select.poll()
+            self._readable.register(self._socket, select.POLLIN)
+            self._mark = LowWaterMark(self._socket)
+            self._send_limit_s = 0.0
+            try:
+                self._send([frames.hello(token)])
+                self._receive_message(Kind.WELCOME)
+            except BaseException:
+                self._socket.close()
+                raise
+
+    @property
+    def usable(self) -> bool:
+        """Whether another request can be sent. False if the server has closed the connection."""
+        return self.is_idle and not self._has_input()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def abort(self) -> None:
+        """Makes the request in flight fail. Called by other threads."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def gather(
+        self,
+        request: shard_pb2.GatherRequest,
+        target: memoryview,
+        *,
+        what: str,
+        timeout_s: float,
+        nearly_done: NearlyDone = ignore,
+    ) -> int:
+        """Fetches a version into ``target``; returns the version."""
+        with self._request(what, timeout_s):
+            self._send([frames.encode_request(Kind.GATHER, request, timeout_s)])
+            header = frames.parse_message(self._receive_message(Kind.GATHERING), shard_pb2.GatherHeader)
+            self._receive_stream(target, what, nearly_done)
+            return header.version
+
+    def measure(self, target: memoryview, *, timeout_s: float) -> None:
+        """Receives bytes without content."""
+        what = "a measurement"
+        with self._request(what, timeout_s):
+            request = shard_pb2.MeasureTransportRequest(size_bytes=len(target))
+            self._send([frames.encode_request(Kind.MEASURE, request, timeout_s)])
+            self._receive_stream(target, what, ignore)
+
+    def reduce_scatter(
+        self,
+        header: shard_pb2.ReduceScatterHeader,
+        pieces: Sequence[memoryview],
+        *,
+        what: str,
+        timeout_s: float,
+        nearly_done: NearlyDone = ignore,
+    ) -> shard_pb2.ReduceScatterResponse:
+        """Pushes the bytes of ``pieces``."""
+        with self._request(what, timeout_s):
+            # A server that rejects the push answers in mid-stream and may close the connection before the stream ends.
+            with contextlib.suppress(ConnectionError):
+                self._send_stream(frames.encode_request(Kind.REDUCE_SCATTER, header, timeout_s), pieces)
+            nearly_done()
+            try:
+                payload = self._receive_message(Kind.REDUCE_SCATTERED)
+            except ShardwellError:
+                self.is_idle = False  # the server does not read the rest of the stream
+                raise
+            return frames.parse_message(payload, shard_pb2.ReduceScatterResponse)
+
+    def control(
+        self, request: shard_pb2.ReduceGradientBufferRequest, *, what: str, timeout_s: float
+    ) -> shard_pb2.ReduceGradientBufferResponse:
+        """Sends a control message."""
+        with self._request(what, timeout_s):
+            self._send([frames.encode_request(Kind.REDUCE_GRADIENT_BUFFER, request, timeout_s)])
+            payload = self._receive_message(Kind.GRADIENT_BUFFER_REDUCED)
+            return frames.parse_message(payload, shard_pb2.ReduceGradientBufferResponse)
+
+    # ---- one request ----
+
+    @contextmanager
+    def _request(self, what: str, timeout_s: float) -> Iterator[None]:
+        self._deadline, self.is_idle = time.monotonic() + timeout_s, False
+        try:
+            yield
+            self.is_idle = True
+        except ShardwellError:
+            raise
+        except TimeoutError:
+            raise DeadlineError(f"{what}: {self._peer} did not finish within {timeout_s:g} s") from None
+        except OSError as error:
+            raise UnavailableError(
+                f"{what}: the connection of the {self._peer} failed: {error}", peer=self._peer
+            ) from error
+
+    def _send_stream(self, request: bytes, pieces: Sequence[memoryview]) -> None:
+        """Sends a request and its stream. Stops early if the server answers before the stream ends."""
+        sender, left_bytes = frames.StreamSender(), sum(map(len, pieces))
+        buffers: list[Buffer] = [request]
+        for parts in codec.batches(pieces, frames.DATA_BYTES):
+            if parts:
+                buffers += sender.data(parts)
+            left_bytes -= sum(map(len, parts))
+            if not left_bytes:
+                buffers.append(sender.end())
+            if self._has_input():
+                return
+            self._send(buffers)
+            buffers = []
+
+    def _receive_stream(self, target: memoryview, what: str, nearly_done: NearlyDone) -> None:
+        receiver = frames.StreamReceiver([target], len(target), what, may_be_refused=True)
+        while not receiver.over:
+            receiver.took(self._receive(receiver.places()))
+            if receiver.left_bytes <= NEARLY_DONE_BYTES:
+                nearly_done()
+        if receiver.refusal_bytes is not None:
+            raise self._receive_error(receiver.refusal_bytes)
+
+    def _receive_message(self, expected: Kind) -> bytes:
+        """Returns the payload of the next frame. Raises the error that the server sent in its place."""
+        kind, size_bytes = frames.parse_head(self._receive_exactly(frames.HEAD_BYTES), expected, Kind.ERROR)
+        if kind is Kind.ERROR:
+            raise self._receive_error(size_bytes)
+        return self._receive_exactly(size_bytes)
+
+    def _receive_error(self, size_bytes: int) -> ShardwellError:
+        error = from_status_details(self._receive_exactly(size_bytes), self._peer)
+        self.is_idle = True
+        return error
+
+    # ---- bytes ----
+
+    def _send(self, buffers: Sequence[Buffer]) -> None:
+        left = buffers
+        while left:
+            self._limit_send()
+            with contextlib.suppress(BlockingIOError):
+                left = frames.unsent(left, self._socket.sendmsg(left[:_MAX_BUFFERS]))
+
+    def _limit_send(self) -> None:
+        """Makes the next send raise BlockingIOError at about the deadline of the request."""
+        remaining_s = self._remaining_s()
+        if 0 <= self._send_limit_s - remaining_s < _TIMEOUT_SLACK_S:
+            return
+        seconds, rest_s = divmod(remaining_s, 1.0)
+        # Two zeros would mean "no timeout".
+        limit = _TIMEVAL.pack(int(seconds), max(1, int(rest_s * 1e6)))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._send_limit_s = remaining_s
+
+    def _has_input(self) -> bool:
+        """Whether the server has sent a byte or closed the connection."""
+        self._mark.want(1)
+        return bool(self._readable.poll(0))
+
+    def _receive_exactly(self, size_bytes: int) -> bytes:
+        data = bytearray(size_bytes)
+        left = memoryview(data)
+        while left:
+            left = left[self._receive([left]) :]
+        return bytes(data)
+
+    def _receive(self, places: Sequence[memoryview]) -> int:
+        """Waits for bytes and writes them to consecutive places; returns their number."""
+        self._mark.want(sum(map(len, places)))
+        while True:
+            # Poll first. A blocking receive starts to copy at once, and the kernel then compares the mark with the
+            # missing bytes only, which may be fewer than the mark.
+            self._readable.poll(min(_LONGEST_POLL_MS, math.ceil(1000 * self._remaining_s())))
+            with contextlib.suppress(BlockingIOError):
+                count, *_ = self._socket.recvmsg_into(places, 0, socket.MSG_DONTWAIT)
+                if not count:
+                    raise ConnectionResetError("the server closed the connection in mid-answer")
+                return count
+
+    def _remaining_s(self) -> float:
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError
+        return remaining_s

@@ -1,0 +1,114 @@
+"""What tests give to transports: the address of a unit's shard, memory that fetches fill, and gradients to push."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwell.transport.base import (
+    FetchTarget,
+    GradientPart,
+    NearlyDone,
+    PreparedPush,
+    ShardAddress,
+    StreamTransport,
+    ignore,
+)
+from shardwell.transport.shared_vector import SharedVector
+from shardwell_wire.codec import memory_at
+from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.wire_dtypes import AS_STORED, WireDtype
+from tests.support.shard_server import OneUnit
+
+
+def address_of(one: OneUnit, window: SharedVector | None = None) -> ShardAddress:
+    """Returns the address of a unit's shard."""
+    return ShardAddress(one.identity, one.layout, one.start, one.stop, window)
+
+
+@dataclass
+class Target:
+    """A shard's bytes, as stored. A ``FetchTarget``."""
+
+    bytes: torch.Tensor
+    wire_dtype: WireDtype = AS_STORED
+
+    @contextmanager
+    def stream_buffer(self) -> Iterator[memoryview]:
+        yield memory_at(self.bytes.data_ptr(), self.bytes.numel())
+
+    def copy_from(self, window: SharedVector) -> None:
+        self.bytes.copy_(window.bytes)
+
+
+@dataclass
+class Gradients:
+    """One tensor per segment of a shard. A ``GradientPart``."""
+
+    one: OneUnit
+    tensors: Sequence[torch.Tensor]
+    wire_dtype: WireDtype = AS_STORED
+
+    def write_to(self, memory: memoryview) -> None:
+        for at, tensor in zip(self.one.segments, self.tensors, strict=True):
+            start, stop = at.start_bytes - self.one.start, at.stop_bytes - self.one.start
+            memory[start:stop] = memory_at(tensor.data_ptr(), tensor.nbytes)
+
+    @contextmanager
+    def stream(self) -> Iterator[Sequence[memoryview]]:
+        yield [memory_at(tensor.data_ptr(), tensor.nbytes) for tensor in self.tensors]
+
+
+class FakeStream(StreamTransport):
+    """A stream transport without a server. Tests override ``gather`` and ``reduce_scatter``."""
+
+    name, kind, broke = "fake", common_pb2.TRANSPORT_KIND_GRPC, False
+
+    def gather(self, request: shard_pb2.GatherRequest, target: memoryview, **_: Any) -> int:
+        raise NotImplementedError
+
+    def reduce_scatter(self, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[memoryview], **_: Any) -> Any:
+        raise NotImplementedError
+
+    def control(self, request: shard_pb2.ReduceGradientBufferRequest, **_: Any) -> Any:
+        raise NotImplementedError
+
+    def measure_stream(self, size_bytes: int, **_: Any) -> float:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+class StreamedServer:
+    """A ``ServerConnection`` with a single stream transport."""
+
+    copies_gradients = False
+
+    def __init__(self, stream: StreamTransport) -> None:
+        self.stream = stream
+
+    def fetch(
+        self,
+        shard: ShardAddress,
+        version: int | None,
+        target: FetchTarget,
+        *,
+        wait_limit_s: float,
+        nearly_done: NearlyDone = ignore,
+    ) -> int:
+        return self.stream.fetch(
+            shard, version, target, timeout_s=wait_limit_s, retry_for_s=0.0, nearly_done=nearly_done
+        )
+
+    def prepare_push(
+        self, shard: ShardAddress, header: shard_pb2.ReduceScatterHeader, part: GradientPart
+    ) -> PreparedPush:
+        return PreparedPush(shard, header, part)
+
+    def push(self, prepared: PreparedPush, *, wait_limit_s: float, nearly_done: NearlyDone = ignore) -> None:
+        self.stream.push(prepared, timeout_s=wait_limit_s, retry_for_s=0.0, nearly_done=nearly_done)
