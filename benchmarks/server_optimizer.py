@@ -23,7 +23,8 @@ from benchmarks.report import Chart, Report, Summary, ratio, summarize, to_table
 from shardwell_server.hyperparameters import ALGORITHMS, allocation_key
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.contributions import Contribution
-from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.shard_spec import ShardSpec
+from shardwell_server.shard.state.store import ShardStore, named_identity
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.v1 import common_pb2
 
@@ -54,7 +55,16 @@ class ServedShard:
     def __init__(self, store: ShardStore, elements: int) -> None:
         layout = UnitLayout(f"{elements}", (Parameter("weight", (elements // ROW, ROW), "float32"),))
         self._in_thread = store.in_thread
-        self.shard = store.reserve(RUN, layout, len(store.runs), 0, layout.size_bytes, RANKS)
+        self.shard = store.reserve(
+            ShardSpec(
+                run=named_identity(RUN),
+                layout=layout,
+                index=len(store.runs),
+                start_bytes=0,
+                stop_bytes=layout.size_bytes,
+                dp=RANKS,
+            )
+        )
         generator = torch.Generator().manual_seed(0)
         self._pushed = [torch.randn(elements, generator=generator) for _ in range(RANKS)]
         self._step = 0
@@ -62,7 +72,7 @@ class ServedShard:
     async def begin(self, store: ShardStore) -> None:
         """Sets the shard's initial values."""
         shard = self.shard
-        room = store.memory.incoming(shard.size_bytes, shard.initial_cover, wait_s=1.0, what=shard.what)
+        room = store.memory.incoming(shard.size_bytes, shard.initial_quota, wait_s=1.0, what=shard.what)
         async with room as received:
             shard.views(received.buffer)[0].fill_(0.01)
             shard.values.accept_initial(0, received)
@@ -99,9 +109,9 @@ class ServedShard:
 
     def kernel(self, gradient: Tensor) -> None:
         """Runs torch's fused AdamW kernel alone on the shard's values and state."""
-        assert self.shard.optimizer is not None and self.shard.values.home is not None
+        assert self.shard.optimizer is not None and self.shard.values.live is not None
         state = self.shard.optimizer.state(0)
-        values = self.shard.views(self.shard.values.home.buffer)[0]
+        values = self.shard.views(self.shard.values.live.buffer)[0]
         lists = [[values], [gradient], [state["exp_avg"].view(-1)], [state["exp_avg_sq"].view(-1)], [], [state["step"]]]
         torch._fused_adamw_(*lists, **ADAMW, amsgrad=False, maximize=False)
 

@@ -131,8 +131,8 @@ def _unary_stream(
     return handle
 
 
-def told(path: str, error: Exception, peer: str) -> ShardwellError:
-    """What a caller is told of an error: itself, or a fixed text for a defect, which is logged.
+def reported_error(path: str, error: Exception, peer: str) -> ShardwellError:
+    """Returns the error to send to the caller: itself, or a fixed text for a defect, which is logged.
 
     Args:
         path: What was called.
@@ -150,7 +150,7 @@ async def abort(context: grpc.aio.ServicerContext, path: str, error: Exception) 
     """Ends the rpc with the status of ``error``."""
     if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
         raise error
-    error = told(path, error, str(context.peer()))
+    error = reported_error(path, error, str(context.peer()))
     status = error.status or grpc.StatusCode.INTERNAL
     await context.abort(status, wire_message(error), ((STATUS_DETAILS_KEY, to_status_details(error)),))
     raise AssertionError("abort returned")

@@ -19,7 +19,7 @@ from shardwell.transport.selector import ServerConnection
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.requests.pushes import Push
-from shardwell_server.shard.transports.gradient_buffers import GradientBuffer
+from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer
 from shardwell_wire.errors import CapacityError, ConflictError, UnavailableError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import shard_pb2
@@ -116,7 +116,7 @@ def assert_nothing_is_left(trainer: Trainer) -> None:
     others = sum(shard.size_bytes for run in server.store.runs.values() for shard in run.shards.values())
     server.until(lambda: server.store.memory._shared_bytes == others, "gradient buffers are given back")
     assert (server.taken_bytes(), server.staged_bytes()) == (0, 0)
-    assert server.look(lambda: one.shard.contribution_cover._free_count) == one.dp
+    assert server.look(lambda: one.shard.contribution_quota._free_count) == one.dp
 
 
 @pytest.mark.parametrize("layout", [MIXED, EMPTY], ids=["mixed", "empty"])
@@ -145,7 +145,7 @@ def break_once(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, when: str) -> 
     """Has the transport break while the server answers the next ReduceGradientBuffer."""
     adopt, shm, calls = Push.adopt, trainer.server.shm, [trainer.transport._rpc._call]
 
-    async def breaking(push: Push, gradient_buffer: GradientBuffer) -> bool:
+    async def breaking(push: Push, gradient_buffer: SharedGradientBuffer) -> bool:
         if not calls:
             return await adopt(push, gradient_buffer)
         if when == "the answer is lost":
@@ -184,7 +184,7 @@ def test_a_transport_that_breaks_while_a_gradient_buffer_is_handed_over(
         assert_nothing_is_left(trainer)
 
 
-@pytest.mark.parametrize("refused", ["a gradient buffer", "a transport"])
+@pytest.mark.parametrize("refused", ["a gradient buffer", "an shm session"])
 @pytest.mark.parametrize("when", ["nothing was sent", "the request is lost", "the answer is lost"])
 def test_without_room_for_it_in_another_gradient_buffer_it_is_streamed(
     server: ShardServer,

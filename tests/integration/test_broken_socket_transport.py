@@ -118,7 +118,7 @@ def test_a_port_out_of_reach_is_noticed_when_the_transport_is_opened(
         monkeypatch.setattr(server.sockets, "_port", nobody.getsockname()[1])
         error = error_of(lambda: SocketTransport(server.client, one.identity))
     assert isinstance(error, UnavailableError)
-    server.until(lambda: not server.sockets._transports, "the transport is closed")
+    server.until(lambda: not server.sockets._sessions, "the transport is closed")
 
 
 def test_a_transport_needs_a_run(server: ShardServer) -> None:
@@ -204,7 +204,7 @@ def test_a_push_that_falls_silent_is_given_up(
         peer.push(connected, sent)
         error = peer.error()
         assert isinstance(error, DeadlineError)
-        assert "nothing came or went for 0.05 s in mid-stream" in str(error)
+        assert "no bytes moved for 0.05 s in mid-stream" in str(error)
     connected.assert_nothing_came()
 
 
@@ -280,7 +280,7 @@ def test_a_reader_that_vanishes_releases_what_it_read(big: ConnectedUnit) -> Non
     with Peer(big) as peer:
         peer.request(Kind.GATHER, big.one.gather_request())
         assert peer.frame()[0] is Kind.GATHERING
-        parameters = big.one.shard.values.parameters
+        parameters = big.one.shard.values.current
         assert parameters is not None
         assert big.server.look(lambda: parameters.readers) == 1
     big.server.until(lambda: parameters.readers == 0, "nobody reads")
@@ -290,7 +290,7 @@ def test_a_deadline_within_a_frame_ends_the_connection_and_nothing_else(big: Con
     with Peer(big) as slow:
         slow.send(frames.encode_request(Kind.GATHER, big.one.gather_request(), 1.0))
         assert slow.frame()[0] is Kind.GATHERING
-        parameters = big.one.shard.values.parameters
+        parameters = big.one.shard.values.current
         assert parameters is not None
         big.server.until(lambda: parameters.readers == 0, "nobody reads")
         rest = slow.read(big.one.size)

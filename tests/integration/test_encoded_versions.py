@@ -11,7 +11,7 @@ import torch
 
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.state.encoded_versions import EncodedVersions
+from shardwell_server.shard.state.snapshots import EncodedVersions
 from shardwell_wire import wire_dtypes
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import VersionGoneError
@@ -93,7 +93,7 @@ def test_it_is_encoded_once_for_all_who_ask(server: ShardServer, layout: UnitLay
             assert version == 0
             assert torch.equal(encoded, expected)
     assert encodings.count == 2
-    server.until(lambda: server.store.memory.staging.used_bytes == kept(one, BFLOAT16, INT8), "both are kept")
+    server.until(lambda: server.store.memory.unreserved.used_bytes == kept(one, BFLOAT16, INT8), "both are kept")
 
 
 def kept(one: OneUnit, *dtypes: int) -> int:
@@ -123,7 +123,7 @@ def test_an_update_forgets_it(server: ShardServer, encodings: Encodings) -> None
 def test_whoever_needs_the_room_gets_it(server: ShardServer, encodings: Encodings) -> None:
     one = unit(server)
     first = gather(one)[1]
-    server.look(server.store.memory.staging.make_room)
+    server.look(server.store.memory.unreserved.evict)
     assert server.staged_bytes() == 0
     assert torch.equal(gather(one)[1], first)
     assert encodings.count == 2
@@ -136,13 +136,13 @@ def test_a_slow_reader_of_what_was_forgotten_reads_on(server: ShardServer) -> No
     request = one.gather_request(wire_dtype=BFLOAT16, chunk_bytes=1 << 20)
     messages = iter(server.client.byte_response_stub("Gather")(request, timeout=20.0))
     received = [next(messages)]
-    server.look(server.store.memory.staging.make_room)
+    server.look(server.store.memory.unreserved.evict)
     train(one, 0)
     assert server.staged_bytes() >= encoded_size(one, BFLOAT16), "it is still being read"
     received.extend(messages)
     data = b"".join(shard_pb2.GatherResponse.FromString(message).chunk.payload for message in received)
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.uint8), expected)
-    server.until(lambda: server.store.memory.staging.used_bytes == 0, "everything is given back")
+    server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "everything is given back")
 
 
 def test_nothing_is_left_of_a_deleted_run(server: ShardServer) -> None:

@@ -130,7 +130,7 @@ def test_nothing_is_updated_while_a_partition_is_missing(server: ShardServer) ->
     for action in (confirm, update):
         error = error_of(lambda action=action: action(one))
         assert isinstance(error, IncompleteStepError)
-        assert "the partition of data rank 1 is not staged" in str(error)
+        assert "the optimizer partition of data rank 1 is not staged" in str(error)
     assert_all(one.gather(0)[1], 0.0)
     stage(one, descend(read(one, 1)), 1)
     confirm(one)
@@ -165,7 +165,7 @@ def test_work_begun_anew_voids_what_was_staged(server: ShardServer) -> None:
     one.prepare(0, (0, 1, 1))
     error = error_of(lambda: stage(one, part))
     assert isinstance(error, StepStateError)
-    assert "read it again" in str(error)
+    assert "read the partition again" in str(error)
     assert isinstance(error_of(lambda: confirm(one)), IncompleteStepError)
     stage(one, descend(read(one)))
     update(one)
@@ -214,25 +214,40 @@ SIZE = 4 * 60_000
         (SIZE, {"stop_bytes": BLOCK_BYTES}, InvalidRequestError, "the partition of data rank 0 is"),
         (SIZE, {"start_bytes": BLOCK_BYTES}, InvalidRequestError, "the partition of data rank 0 is"),
         (SIZE, {"dp_rank": 1}, InvalidRequestError, "has 1 data ranks"),
-        (SIZE, {"parameter_indices": [1, 0]}, InvalidRequestError, "must rise and lie in the partition"),
-        (SIZE, {"parameter_indices": [0, 2]}, InvalidRequestError, "must rise and lie in the partition"),
-        (SIZE, {"generation": 10**6}, StepStateError, "read it again"),
-        (SIZE, {"state": [{"parameter_index": 0, "name": ""}]}, InvalidRequestError, "expected a name"),
+        (
+            SIZE,
+            {"parameter_indices": [1, 0]},
+            InvalidRequestError,
+            "expected strictly rising indices",
+        ),
+        (
+            SIZE,
+            {"parameter_indices": [0, 2]},
+            InvalidRequestError,
+            "expected strictly rising indices",
+        ),
+        (SIZE, {"generation": 10**6}, StepStateError, "read the partition again"),
+        (SIZE, {"state": [{"parameter_index": 0, "name": ""}]}, InvalidRequestError, "expected a unique name"),
         (SIZE, {"state": [{"parameter_index": 2, "name": "a"}]}, InvalidRequestError, "in the partition"),
         (SIZE, {"state": [{"parameter_index": 0, "name": "a", "dtype": 0}]}, InvalidRequestError, "unknown dtype"),
-        (SIZE, {"state": [{"parameter_index": 0, "name": "a", "dtype": 1}] * 2}, InvalidRequestError, "once per"),
+        (
+            SIZE,
+            {"state": [{"parameter_index": 0, "name": "a", "dtype": 1}] * 2},
+            InvalidRequestError,
+            "expected a unique name",
+        ),
         (SIZE, {"state": [{"parameter_index": 0, "name": "a", "dtype": 1}]}, ChunkError, "the last chunk"),
         (
             SIZE,
             {"state": [{"parameter_index": 0, "name": "a", "dtype": 1, "shape": [1 << 40, 1 << 40]}]},
             CapacityError,
-            "no room",
+            "do not fit the memory budget",
         ),
         (
             SIZE,
             {"state": [{"parameter_index": 0, "name": "a", "dtype": 1, "shape": [1] * 65}]},
             InvalidRequestError,
-            "'a' has 65 dimensions, more than 64",
+            "'a' has 65 dimensions, expected at most 64",
         ),
     ],
 )

@@ -44,7 +44,7 @@ def test_a_held_version_can_be_read_until_it_is_let_go(server: ShardServer) -> N
                 assert_all(values, value)
             assert isinstance(error_of(lambda: one.gather(2)), VersionGoneError)
             assert server.staged_bytes() == 2 * one.size
-    server.until(lambda: server.store.memory.staging.used_bytes == 0, "nothing is held")
+    server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "nothing is held")
     for version in (0, 1):
         error = error_of(lambda version=version: one.gather(version))
         assert isinstance(error, VersionGoneError) and error.data["newest"] == "3"
@@ -61,7 +61,7 @@ def test_a_version_to_come_is_held_when_it_comes(server: ShardServer) -> None:
 def test_nothing_of_a_deleted_run_is_held() -> None:
     with closing(SharedMemory()) as shared, ShardServer(shared=shared) as server:
         one = unit(server, PLAIN)
-        values = weakref.ref(one.shard.values.parameters)
+        values = weakref.ref(one.shard.values.current)
         with held(one, 0):
             one.drop()
             server.until(lambda: values() is None, "the memory is given back while the caller is still there")
@@ -91,5 +91,5 @@ def test_a_held_version_gives_way_to_training_but_not_to_other_readers() -> None
             train(one, 1)
             assert isinstance(error_of(lambda: list(reader)), VersionGoneError)
             assert_all(one.gather(0)[1], 0.0)
-            server.look(server.store.memory.staging.make_room)
+            server.look(server.store.memory.unreserved.evict)
             assert isinstance(error_of(lambda: one.gather(0)), VersionGoneError)

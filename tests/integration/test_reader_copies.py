@@ -56,7 +56,7 @@ def test_pressed_for_room_they_keep_the_newest_version_and_lose_an_older_one(
     train(one, 0)
     reader = SlowReader(one, reading)
     held = server.staged_bytes()
-    server.look(server.store.memory.staging.make_room)
+    server.look(server.store.memory.unreserved.evict)
     assert server.staged_bytes() == held > 0, "it is of the newest version"
     train(one, 1)
     assert server.staged_bytes() == held, "nobody wants the room"
@@ -73,7 +73,7 @@ def test_undisturbed_they_read_to_the_end_of_an_older_version(server: ShardServe
     held = server.staged_bytes()
     train(one, 1)
     assert reader.received_bytes() == held
-    server.until(lambda: server.store.memory.staging.used_bytes == 0, "it is given back")
+    server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "it is given back")
 
 
 def test_what_waits_for_the_room_gets_it_at_the_update(server: ShardServer, reading: dict[str, Any]) -> None:
@@ -82,12 +82,12 @@ def test_what_waits_for_the_room_gets_it_at_the_update(server: ShardServer, read
     one.push(one.filled(1.0), step=1)
     reader = SlowReader(one, reading)
     late = in_background(lambda: one.push(one.filled(1.0), step=1, part=1))
-    server.until(lambda: server.store.memory.staging.wanted, "it waits for room")
+    server.until(lambda: server.store.memory.unreserved.has_waiters, "it waits for room")
     one.prepare(1)
     one.update(1)
     error = error_of(lambda: next(late))
     assert isinstance(error, VersionGoneError)
-    assert "step 1 of unit 'u' of run 'r' is committed" in str(error), "it was received, for there was room"
+    assert "step 1 of unit 'u' of run 'r': the step is committed" in str(error), "it was received, for there was room"
     assert isinstance(error_of(reader.received_bytes), VersionGoneError)
 
 

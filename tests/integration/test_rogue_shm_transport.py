@@ -13,8 +13,8 @@ import torch
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.transport.base import ignore
 from shardwell.transport.selector import ServerConnection
-from shardwell_server.shard.memory.shared_memory import Segment, SharedBuffer, SharedMemory
-from shardwell_server.shard.transports.gradient_buffers import GradientBuffer
+from shardwell_server.shard.memory.shared_memory import ShardFile, SharedBuffer, SharedMemory
+from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.shared_files import UntrustedFileError
 from shardwell_wire.v1 import shard_pb2
@@ -63,7 +63,7 @@ def test_a_gradient_buffer_that_is_another_file(
         server.client.address, one.identity, transports=("shm", "socket"), chunk_bytes=64 << 10
     )
     with closing(connection), monkeypatch.context() as patched:
-        patched.setattr(GradientBuffer, "path", property(lambda _: named))
+        patched.setattr(SharedGradientBuffer, "path", property(lambda _: named))
         push(connection, one)
         assert not connection.copies_gradients, "the gradient was streamed"
     one.prepare(0, (0, 0, 1))
@@ -74,7 +74,7 @@ def test_a_shard_that_is_another_file(
     server: ShardServer, victim: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ConnectedUnit(unit(server)) as connected, monkeypatch.context() as patched:
-        patched.setattr(Segment, "path", property(lambda _: victim[1]))
+        patched.setattr(ShardFile, "path", property(lambda _: victim[1]))
         with pytest.raises(UntrustedFileError):
             connected.vector()
 

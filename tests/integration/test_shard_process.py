@@ -321,7 +321,7 @@ def test_a_server_believes_only_its_coordinator_about_the_term() -> None:
         async with coordinator.serving() as registration, registration.running("here:1"):
             term = registration.term
             await term.check(1)
-            with pytest.raises(AccessError, match="coordinator has term 1, so nobody may speak for term 7"):
+            with pytest.raises(AccessError, match="term 7, but this server's coordinator has term 1"):
                 await term.check(7)
             await term.check(1)
             coordinator.term = 2

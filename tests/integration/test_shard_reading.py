@@ -13,7 +13,7 @@ import torch
 
 from shardwell.transport.grpc_transport import ShardClient
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
-from shardwell_server.shard.memory import buffer_pool
+from shardwell_server.shard.memory import buffers
 from shardwell_server.shard.memory import sending as sending_module
 from shardwell_server.shard.requests import inspection
 from shardwell_wire import codec
@@ -60,7 +60,7 @@ def test_a_version_that_is_not_there_is_waited_for_by_name(server: ShardServer) 
     one.reserve()
     error = error_of(lambda: one.gather(timeout_s=0.3))
     assert isinstance(error, DeadlineError)
-    assert "any version of unit 'u' of run 'r'; there is none yet" in str(error)
+    assert "any version of unit 'u' of run 'r'; none exists yet" in str(error)
     one.initialize(one.zeros())
     one.publish()
     error = error_of(lambda: one.gather(3, timeout_s=0.3))
@@ -126,12 +126,12 @@ def test_without_room_readers_give_way_to_the_update_and_to_pushes() -> None:
         reader = iter(one.open_gather())
         next(reader)
         half = one.open_push().send(*one.push_messages(one.filled(1.0), part=1)[:-1])
-        server.until(lambda: server.store.memory.staging.used_bytes == one.size, "the push has the room")
+        server.until(lambda: server.store.memory.unreserved.used_bytes == one.size, "the push has the room")
         one.prepare(0)
         one.update(0)
         assert isinstance(error_of(lambda: list(reader)), VersionGoneError)
         half.cancel()
-        server.until(lambda: server.store.memory.staging.used_bytes == 0, "room")
+        server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "room")
         reader = iter(one.open_gather())
         next(reader)
         train(one, 1)
@@ -153,7 +153,7 @@ def test_readers_give_way_to_an_update_when_the_system_has_no_memory(
     next(reader)
     one.push(one.filled(1.0))
     one.prepare(0)
-    monkeypatch.setattr(buffer_pool, "_allocate", fail)
+    monkeypatch.setattr(buffers, "_allocate", fail)
     one.update(0)
     assert isinstance(error_of(lambda: list(reader)), VersionGoneError)
     assert_all(one.gather(1)[1], -1.0)
@@ -187,7 +187,7 @@ def test_a_reader_that_vanishes_releases_what_it_read(server: ShardServer) -> No
     next(iter(reading))
     reading.cancel()
     server.until(
-        lambda: one.shard.values.parameters is not None and one.shard.values.parameters.readers == 0, "it is released"
+        lambda: one.shard.values.current is not None and one.shard.values.current.readers == 0, "it is released"
     )
     train(one, 0)
     assert server.taken_bytes() == one.size
@@ -351,7 +351,7 @@ def test_peek_shows_values_gradients_and_state(server: ShardServer) -> None:
     assert isinstance(error_of(lambda: peek(source=state, state_name="exp_avg")), NotFoundError)
     one.update(0, algorithm="adamw")
     assert peek(source=state, state_name="exp_avg", count=1).values[0] == pytest.approx(0.2)
-    assert "there is exp_avg, exp_avg_sq" in str(error_of(lambda: peek(source=state, state_name="momentum")))
+    assert "it has exp_avg, exp_avg_sq" in str(error_of(lambda: peek(source=state, state_name="momentum")))
     assert isinstance(error_of(lambda: peek(source=gradient)), StepStateError)
     assert (peek().version, server.taken_bytes()) == (1, one.size)
 

@@ -15,8 +15,10 @@ from shardwell.transport.shm_transport import ShmTransport
 from shardwell.transport.socket_transport import SocketTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.process.registration import Registration
+from shardwell_server.shard.state.shard_spec import ShardSpec
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.errors import InvalidRequestError, NotFoundError, RunDeletedError, ShardwellError
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.support.shard_server import PLAIN, OneUnit, ShardServer, assert_all, error_of, train, unit
 from tests.support.shm_transport import ConnectedUnit as ShmUnit
@@ -70,7 +72,7 @@ def test_what_names_a_deleted_run_changes_nothing_in_the_next_one(server: ShardS
         else:
             error = error_of(ask)
             assert isinstance(error, RunDeletedError), name
-            assert "its id was old), and another run of this name, with id new, is here" in str(error)
+            assert "with id old was deleted; another run of this name has id new" in str(error)
     train(new, 0)
     assert_all(new.gather()[1], -1.0)
 
@@ -79,7 +81,7 @@ def test_a_run_that_was_never_here_is_not_found_under_another_ones_name(server: 
     unit(server, run_id="here")
     error = error_of(OneUnit(server, PLAIN, run_id="elsewhere").gather)
     assert type(error) is NotFoundError
-    assert "nothing of run 'r' with id elsewhere, but another run of this name, with id here" in str(error)
+    assert "does not hold run 'r' with id elsewhere, but another run of this name with id here" in str(error)
 
 
 def test_the_id_may_be_left_out_by_readers_only(server: ShardServer) -> None:
@@ -145,15 +147,17 @@ def test_a_socket_transport_serves_its_own_run_only(server: ShardServer) -> None
                 request, memoryview(bytearray(new.size)), timeout_s=20.0, retry_for_s=0.0
             )
         )
-        assert "the transport was opened for run 'r' with id old, not for 'r' with id new" in str(error)
+        assert "socket session belongs to run 'r' with id old, but the request names run 'r' with id new" in str(error)
 
 
 def test_a_server_drops_what_a_heartbeat_calls_deleted() -> None:
     async def scenario(threads: ThreadPoolExecutor) -> None:
         store = ShardStore(1 << 30, threads)
         for run_id in ("old", "new"):
-            context = common_pb2.RequestContext(run="r", run_id=run_id)
-            store.reserve(context, PLAIN, 0, 0, PLAIN.size_bytes, 1)
+            identity = RunIdentity("r", run_id)
+            store.reserve(
+                ShardSpec(run=identity, layout=PLAIN, index=0, start_bytes=0, stop_bytes=PLAIN.size_bytes, dp=1)
+            )
         reserved_bytes = store.memory.reserved_bytes
         registration = Registration("127.0.0.1:1", "s", store)
         told: list[list[str]] = []

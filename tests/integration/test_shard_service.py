@@ -180,7 +180,7 @@ def test_a_range_outside_the_shard_cannot_be_gathered(server: ShardServer, start
     assert isinstance(error_of(lambda: list(stub(request, timeout=5))), InvalidRequestError)
     too_large = one.gather_request(chunk_bytes=codec.MAX_CHUNK_BYTES + 1)
     assert isinstance(error_of(lambda: list(stub(too_large, timeout=5))), InvalidRequestError)
-    assert server.look(lambda: one.shard.values.parameters is not None and one.shard.values.parameters.readers) == 0
+    assert server.look(lambda: one.shard.values.current is not None and one.shard.values.current.readers) == 0
 
 
 def test_reservations_are_checked_and_may_be_repeated(server: ShardServer) -> None:
@@ -265,7 +265,7 @@ def test_a_term_that_the_coordinator_does_not_confirm_is_refused_on_every_rpc_an
     for ask in speaking_for(2**64 - 1, one):
         error = error_of(ask)
         assert isinstance(error, AccessError)
-        assert "this server's coordinator has term 1, so nobody may speak for term 18446744073709551615" in str(error)
+        assert "coordinator term 18446744073709551615, but this server's coordinator has term 1" in str(error)
     one.prepare(0)
     assert one.update(0).version == 1
 
@@ -380,7 +380,7 @@ def test_of_many_unfinished_uploads_one_holds_memory(server: ShardServer) -> Non
         stream.send(messages[-1]).finish()
     ended = [stream.error() for stream in open_streams if stream.future.exception() is not None]
     assert len(ended) == 19
-    assert all(isinstance(error, StaleEpochError) and "a newer stream took" in str(error) for error in ended)
+    assert all(isinstance(error, StaleEpochError) and "a newer stream replaced" in str(error) for error in ended)
     server.until(lambda: server.store.memory.used_bytes == one.size, "the rest is given back")
     one.publish()
 

@@ -112,7 +112,7 @@ def test_prepare_names_what_is_missing_and_what_is_too_much(server: ShardServer)
     request.ranks[1].units.add(unit_index=7, part_count=1)
     error = error_of(lambda: server.call("PrepareStep", request))
     assert isinstance(error, IncompleteStepError)
-    assert "unit number 7" in str(error)
+    assert "unit 7" in str(error)
     assert isinstance(error_of(lambda: one.prepare(1, (0, 0, 1), (1, 0, 0), (2, 0, 1))), StepStateError)
     one.prepare(0, (0, 0, 1), (1, 0, 0), (2, 0, 1))
 
@@ -275,7 +275,7 @@ def test_a_silent_stream_is_given_up(server: ShardServer, monkeypatch: pytest.Mo
     half = one.open_push().send(*one.push_messages(one.filled(1.0))[:-1])
     error = half.error()
     assert isinstance(error, DeadlineError)
-    assert "brought nothing" in str(error)
+    assert "no bytes of the stream arrived" in str(error)
     assert (server.taken_bytes(), one.push(one.filled(1.0)).duplicate) == (one.size, False)
 
 
@@ -289,7 +289,7 @@ def test_streams_wait_for_room_in_line_and_give_up_in_time() -> None:
             one.push(one.filled(1.0))
         messages = [one.push_messages(one.filled(1.0), part=1) for one in ones]
         first = ones[0].open_push().send(*messages[0][:-1])
-        server.until(lambda: server.store.memory.staging.used_bytes == size, "the first has the room")
+        server.until(lambda: server.store.memory.unreserved.used_bytes == size, "the first has the room")
         error = error_of(lambda: ones[1].open_push(timeout_s=0.5).send(*messages[1]).finish().result())
         assert isinstance(error, CapacityError | DeadlineError)
         second = ones[1].open_push().send(*messages[1]).finish()
@@ -300,7 +300,7 @@ def test_streams_wait_for_room_in_line_and_give_up_in_time() -> None:
         assert server.taken_bytes() == 7 * size
         first.send(messages[0][-1]).finish()
         assert [stream.result().duplicate for stream in (first, second)] == [False, False]
-        server.until(lambda: server.store.memory.staging.used_bytes == 0, "all room is given back")
+        server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "all room is given back")
         assert server.taken_bytes() == 6 * size
         assert server.look(lambda: server.store.memory.used_bytes + server.store.memory.pool.idle_bytes) <= size * 13
 
@@ -467,7 +467,7 @@ def test_an_update_whose_threads_are_gone_changes_nothing(server: ShardServer) -
     one.push(one.filled(1.0))
     one.prepare(0)
     values, in_thread = one.shard.values, server.store.in_thread
-    held = server.look_at(lambda: values.hold(0, 1.0))
+    held = server.look_at(lambda: values.pin(0, 1.0))
 
     async def no_thread(_: object) -> Any:
         raise RuntimeError("cannot schedule new futures after shutdown")
@@ -479,7 +479,7 @@ def test_an_update_whose_threads_are_gone_changes_nothing(server: ShardServer) -
     one.update(0)
     assert_all(one.gather(0)[1], 0.0)
     assert_all(one.gather(1)[1], -1.0)
-    server.look(lambda: values.let_go(held))
+    server.look(lambda: values.unpin(held))
     assert server.staged_bytes() == 0
 
 
@@ -500,7 +500,7 @@ def test_memory_for_an_update_is_found_or_refused_before_the_commit(
         patch.setattr(torch, "zeros_like", no_memory)
         error = error_of(lambda: one.prepare_update(0, algorithm="adamw"))
         assert isinstance(error, CapacityError)
-        assert "no memory for the optimizer's state of unit 'u'" in str(error)
+        assert "for the optimizer's state of unit 'u'" in str(error)
         assert not one.prepare(0, optimizer=adam).update_ready
         assert server.look(lambda: (memory.reserved_bytes, memory.used_bytes)) == (reserved, used)
     assert one.prepare(0, optimizer=adam).update_ready

@@ -139,12 +139,12 @@ def test_bits_are_those_of_grpc(server: ShardServer, layout: UnitLayout) -> None
 def test_later_parts_leave_their_gradient_buffer_free(connected: ConnectedUnit) -> None:
     for part in range(4):
         connected.push(connected.one.filled(1.0), part=part)
-    assert sorted(gradient_buffer.held for gradient_buffer in connected.gradient_buffers()) == [False, True]
+    assert sorted(gradient_buffer.claimed for gradient_buffer in connected.gradient_buffers()) == [False, True]
     connected.push(connected.one.filled(1.0), rank=1)
     connected.one.prepare(0, (0, 0, 4), (1, 0, 1))
     connected.one.update(0)
     assert_all(connected.one.gather(1)[1], -2.5)
-    assert [gradient_buffer.held for gradient_buffer in connected.gradient_buffers()] == [False, False]
+    assert [gradient_buffer.claimed for gradient_buffer in connected.gradient_buffers()] == [False, False]
 
 
 def test_gradient_buffers_are_used_again_in_the_next_step(connected: ConnectedUnit) -> None:
@@ -207,7 +207,7 @@ def test_a_gradient_buffer_is_one_contribution_only(connected: ConnectedUnit) ->
     for changes in ({"rank": 1}, {"part": 1}, {"attempt": 1}):
         error = error_of(partial(connected.reduce, gradient_buffer.gradient_buffer_id, **changes))
         assert isinstance(error, StepStateError)
-        assert "is a contribution: take another one" in str(error)
+        assert "already holds a contribution: use another one" in str(error)
     connected.one.fence(0, (0, 1, 1))  # withdrawn
     assert connected.reduce(gradient_buffer.gradient_buffer_id, attempt=1).adopted
 
@@ -243,7 +243,7 @@ def test_a_gradient_buffer_of_another_unit_or_transport(connected: ConnectedUnit
             lambda: other.reduce(gradient_buffer.gradient_buffer_id, transport_id=connected.transport._session)
         )
         assert isinstance(error, InvalidRequestError)
-        assert "is for unit 'u' of run 'r', not for unit 'other'" in str(error)
+        assert "belongs to unit 'u' of run 'r', not to unit 'other'" in str(error)
         assert isinstance(error_of(lambda: other.reduce(gradient_buffer.gradient_buffer_id)), ConflictError)
     assert connected.server.look(lambda: connected.one.shard.contributions.by_rank) == {}
 
@@ -262,7 +262,7 @@ def test_a_transport_is_for_one_run(connected: ConnectedUnit) -> None:
         ):
             error = error_of(use)
             assert isinstance(error, ConflictError)
-            assert "open for run 'r' with id id-of-r, not for 'other' with id id-of-other" in str(error)
+            assert "run 'r' with id id-of-r, but the request names run 'other' with id id-of-other" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_refused(
     assert type(error_of(lambda: connected.reduce(gradient_buffer.gradient_buffer_id, **changes))) is error
     assert type(error_of(lambda: connected.reduce(gradient_buffer.gradient_buffer_id + 1))) is ConflictError
     assert connected.server.look(lambda: connected.one.shard.contributions.by_rank) == {}
-    assert [each.held for each in connected.gradient_buffers()] == [False]
+    assert [each.claimed for each in connected.gradient_buffers()] == [False]
 
 
 def test_nothing_at_all_is_refused(connected: ConnectedUnit) -> None:
@@ -400,7 +400,10 @@ def test_a_connection_goes_on_after_a_refusal_and_hands_over_for_its_own_run_onl
             lambda: connected.reduce(theirs.gradient_buffer_id, transport_id=other.transport._session, context=context)
         )
         assert type(error) is AccessError
-        assert "the transport was opened for run 'r' with id id-of-r, not for 'other' with id id-of-other" in str(error)
+        assert (
+            "session belongs to run 'r' with id id-of-r, but the request names run 'other' with id id-of-other"
+            in str(error)
+        )
         assert connected.reduce(mine.gradient_buffer_id).adopted
         assert server.look(lambda: len(server.sockets._connections)) == 1
 
@@ -414,7 +417,7 @@ def test_a_server_without_shared_memory_refuses_gradient_buffers_over_a_socket()
             )
             error = error_of(lambda: transport.control(request, timeout_s=20.0, retry_for_s=0.0))
     assert type(error) is ConflictError
-    assert "this server offers no transport through shared memory" in str(error)
+    assert "server 'here' does not offer the shm transport" in str(error)
 
 
 def test_a_gradient_buffer_beyond_the_budget_is_refused() -> None:

@@ -94,7 +94,7 @@ def test_no_room_for_gradient_buffers_is_said_once_and_gradients_are_streamed(
 def test_a_server_without_shared_memory(caplog: pytest.LogCaptureFixture) -> None:
     with ShardServer() as server, closing(connect(one := unit(server))) as connection:
         assert (connection.transport.name, connection.copies_gradients) == ("grpc", False)
-        assert "offers no transport" in caplog.text
+        assert "does not offer transport kind" in caplog.text
         assert isinstance(error_of(lambda: connect(one, "shm")), UnavailableError)
 
 
@@ -125,12 +125,12 @@ def test_a_shard_that_found_no_room_in_shared_memory(
         raise CapacityError("the shared memory is full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(shared, "create_segment", full)
+        patched.setattr(shared, "create_shard_file", full)
         one = unit(server)
     with ConnectedUnit(one) as connected:
         error = error_of(connected.locate)
         assert isinstance(error, ConflictError)
-        assert "is not in shared memory: the shared memory is full" in str(error)
+        assert "is not in shared memory (the shared memory is full)" in str(error)
         connected.push(one.filled(1.0))
         one.prepare(0)
         one.update(0)

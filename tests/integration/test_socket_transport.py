@@ -236,7 +236,7 @@ def test_bytes_that_moved_under_a_reader_are_not_vouched_for(big: ConnectedUnit)
         assert peer.frame()[0] is Kind.GATHERING
 
         def move() -> None:
-            parameters = big.one.shard.values.parameters
+            parameters = big.one.shard.values.current
             assert parameters is not None
             parameters.buffer = parameters.buffer.clone()
 

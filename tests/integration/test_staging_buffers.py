@@ -19,6 +19,8 @@ from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.partitions import Partitions
+from shardwell_server.shard.state.shard_spec import ShardSpec
+from shardwell_server.shard.transports.shm_buffers import SharedStagingBuffer
 from shardwell_wire.errors import (
     ConflictError,
     IncompleteStepError,
@@ -28,8 +30,9 @@ from shardwell_wire.errors import (
     StepStateError,
 )
 from shardwell_wire.partitions import TRAINER_PREFIX, part_in
+from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
-from tests.support.shard_server import MIXED, PLAIN, OneUnit, ShardServer, assert_all, error_of, unit
+from tests.support.shard_server import MIXED, PLAIN, OneUnit, ShardServer, assert_all, error_of, layout_of, unit
 
 
 @pytest.fixture
@@ -195,7 +198,7 @@ def test_work_begun_anew_voids_what_lies_on_a_staging_buffer(server: ShardServer
         one.prepare(1, (0, 1, 1))
         error = error_of(lambda: own.stage(old, 1))
         assert isinstance(error, StepStateError)
-        assert "read it again" in str(error)
+        assert "read the partition again" in str(error)
         assert sums(own.update(1)) == {2.0}
         commit(one, 1)
         assert_all(one.gather(2)[1], -2.0)
@@ -346,7 +349,7 @@ def test_a_staging_buffer_is_given_up_when_room_is_needed(server: ShardServer) -
             commit(one, step)
         prepare(one, 2)
         part = own.read(2)
-        server.look(one.shard.make_room)
+        server.look(one.shard.evict)
         assert server.staged_bytes() == 0
         descend(part)
         own.stage(part, 2)
@@ -367,12 +370,16 @@ def test_a_staging_buffer_that_is_given_up_for_its_own_state_leaves_nothing() ->
         memory = Memory(8 * size)
         memory.reserve("r", "u", size, 1)
         assert memory.free_bytes == 3 * size
-        partitions = Partitions("u", size, 0, size, 1, memory, shared)
-        memory.staging.make_room = partitions.make_room
-        staging_buffer, before = partitions.open_staging_buffer(0), set(Path(shared._directory).iterdir())
+        layout = layout_of("u", a=((size // 4,), "float32"))
+        spec = ShardSpec(run=RunIdentity("r", "id"), layout=layout, index=0, start_bytes=0, stop_bytes=size, dp=1)
+        partitions = Partitions(spec, memory, shared)
+        memory.unreserved.evict = partitions.evict
+        staging_buffer = SharedStagingBuffer("a staging buffer", partitions.bounds(0), memory, shared)
+        partitions.add_staging_buffer(staging_buffer)
+        before = set(Path(shared._directory).iterdir())
         with pytest.raises(ConflictError, match="stream the partition"):
-            staging_buffer.room_for_state(3 * size)
-        assert memory.staging.used_bytes == memory.used_bytes == 0
+            staging_buffer.allocate_state(3 * size)
+        assert memory.unreserved.used_bytes == memory.used_bytes == 0
         assert set(Path(shared._directory).iterdir()) == before - {Path(staging_buffer.path)}
 
 
@@ -404,4 +411,4 @@ def test_what_is_refused(server: ShardServer) -> None:
             staging_buffer_id=999,
         )
         error = error_of(lambda: server.call("StageStagingBuffer", unknown))
-        assert "the transport has no staging buffer 999" in str(error)
+        assert "the shm session has no staging buffer 999" in str(error)

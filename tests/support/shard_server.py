@@ -21,12 +21,12 @@ from shardwell.transport.grpc_transport import ShardClient
 from shardwell_server.rpc import add_service
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.servicer import ShardServicer
-from shardwell_server.shard.state.coordinator_term import CoordinatorTerm
+from shardwell_server.shard.state.fences import CoordinatorTerm
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_server.shard.transports.offer import TransportOffer
-from shardwell_server.shard.transports.shm_transport import ShmTransports
-from shardwell_server.shard.transports.socket_transport import SocketTransports, listen
+from shardwell_server.shard.transports.registry import TransportResources, build_transports
+from shardwell_server.shard.transports.shm_transport import ShmTransport
+from shardwell_server.shard.transports.socket_transport import SocketTransport
 from shardwell_wire import codec
 from shardwell_wire.channel import SERVER_OPTIONS
 from shardwell_wire.errors import ShardwellError, from_rpc_error
@@ -82,14 +82,14 @@ class ShardServer:
         self._threads = ThreadPoolExecutor(2)
         self.store = ShardStore(self._budget_bytes, self._threads, self._shared)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        shm = ShmTransports(self._shared, self.store.memory) if self._shared is not None else None
-        self.sockets = SocketTransports(self.store, listen("127.0.0.1"), shm)
-        transports: dict[int, TransportOffer] = {common_pb2.TRANSPORT_KIND_SOCKET: self.sockets}
-        if shm is not None:
-            self.shm = transports[common_pb2.TRANSPORT_KIND_SHM] = shm
+        resources = TransportResources(store=self.store, host="127.0.0.1", shared=self._shared)
+        transports = build_transports("here", resources)
+        self.sockets = transports.find(SocketTransport)
+        if self._shared is not None:
+            self.shm = transports.find(ShmTransport)
         self._term = CoordinatorTerm(self._tell_term)
         add_service(self._server, SERVICE, ShardServicer("here", "1", self.store, self._term, transports))
-        await self._accepting.enter_async_context(self.sockets.accepting())
+        await self._accepting.enter_async_context(transports.serving())
         port: int = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         return port
@@ -128,7 +128,7 @@ class ShardServer:
         return self.look(lambda: self.store.memory.pool.taken_bytes)
 
     def staged_bytes(self) -> int:
-        return self.look(lambda: self.store.memory.staging.used_bytes)
+        return self.look(lambda: self.store.memory.unreserved.used_bytes)
 
     def call(self, rpc_name: str, request: Any, *, timeout_s: float = 20.0) -> Any:
         return self.client.call(rpc_name, request, timeout_s=timeout_s)

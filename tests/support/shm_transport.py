@@ -12,7 +12,7 @@ from shardwell.transport.grpc_transport import GrpcTransport
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell.transport.socket_transport import SocketTransport
-from shardwell_server.shard.transports.gradient_buffers import GradientBuffer
+from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer
 from shardwell_server.shard.transports.shm_transport import PROOF_FILE_BYTES
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import OneUnit, ShardServer
@@ -101,7 +101,7 @@ class ConnectedUnit:
         )
         return self._control(request)
 
-    def gradient_buffers(self) -> list[GradientBuffer]:
+    def gradient_buffers(self) -> list[SharedGradientBuffer]:
         """Those that the server has for the transport."""
         return self.server.look(lambda: list(self.server.shm._open[self.transport._session]._gradient_buffers.values()))
 
@@ -121,4 +121,4 @@ def assert_only_parameters(one: OneUnit) -> None:
     server = one.server
     server.until(lambda: _bytes_of_units(server) == one.size, "gradient buffers are given back")
     assert (server.taken_bytes(), server.staged_bytes()) == (0, 0)
-    assert server.look(lambda: one.shard.contribution_cover._free_count) == one.dp
+    assert server.look(lambda: one.shard.contribution_quota._free_count) == one.dp

@@ -12,8 +12,9 @@ import pytest
 from shardwell.transport import shm_transport as client
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_server.shard.state.shard_spec import ShardSpec
 from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_server.shard.transports import gradient_buffers as server
+from shardwell_server.shard.transports import shm_buffers as server
 from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError
 from shardwell_wire.run_identity import RunIdentity
 from tests.support.shard_server import PLAIN, layout_of
@@ -104,20 +105,25 @@ class Serving:
 
     def of(self, unit: str, dp: int = 1) -> UnitShard:
         layout = layout_of(unit, a=((40_000,), "float32"), b=((20_000,), "float32"))
-        return UnitShard(RunIdentity("r", "id"), layout, 0, 0, layout.size_bytes, dp, self.memory)
+        return UnitShard(
+            ShardSpec(
+                run=RunIdentity("r", "id"), layout=layout, index=0, start_bytes=0, stop_bytes=layout.size_bytes, dp=dp
+            ),
+            self.memory,
+        )
 
-    def gradient_buffer(self) -> server.GradientBuffer:
+    def gradient_buffer(self) -> server.SharedGradientBuffer:
         size = self.shard.size_bytes
-        room = self.memory.try_room(size, self.shard.contribution_cover, "a gradient buffer")
-        return server.GradientBuffer(self.shard, self._shared.create(size, "a gradient buffer"), room)
+        room = self.memory.grant(size, self.shard.contribution_quota, "a gradient buffer")
+        return server.SharedGradientBuffer(self.shard, self._shared.create(size, "a gradient buffer"), room)
 
     @property
     def used(self) -> tuple[int, int, int]:
         """Of shared memory, staging room, and the reservation."""
         return (
             self.memory._shared_bytes // self.shard.size_bytes,
-            self.memory.staging.used_bytes // self.shard.size_bytes,
-            self.shard.dp - self.shard.contribution_cover._free_count,
+            self.memory.unreserved.used_bytes // self.shard.size_bytes,
+            self.shard.dp - self.shard.contribution_quota._free_count,
         )
 
 
@@ -140,40 +146,40 @@ def test_a_gradient_buffer_counts_until_it_is_closed(serving: Serving) -> None:
 def test_a_contribution_is_covered_as_soon_as_that_is_possible(serving: Serving) -> None:
     covered, staged = serving.gradient_buffer(), serving.gradient_buffer()
     covered.close()
-    staged.keep()
+    staged.claim()
     assert serving.used == (1, 0, 1)
-    staged.give_back()
+    staged.release()
     staged.close()
     assert serving.used == (0, 0, 0)
 
 
 def test_a_contribution_cannot_become_another_one(serving: Serving) -> None:
     gradient_buffer = serving.gradient_buffer()
-    gradient_buffer.check(serving.shard)
-    assert gradient_buffer.keep() is gradient_buffer.buffer
-    assert gradient_buffer.held
-    with pytest.raises(StepStateError, match="is a contribution: take another one"):
-        gradient_buffer.check(serving.shard)
-    gradient_buffer.give_back()
-    gradient_buffer.check(serving.shard)
-    assert not gradient_buffer.held
+    gradient_buffer.check_adoptable(serving.shard)
+    assert gradient_buffer.claim() is gradient_buffer.buffer
+    assert gradient_buffer.claimed
+    with pytest.raises(StepStateError, match="already holds a contribution: use another one"):
+        gradient_buffer.check_adoptable(serving.shard)
+    gradient_buffer.release()
+    gradient_buffer.check_adoptable(serving.shard)
+    assert not gradient_buffer.claimed
     assert serving.used == (1, 0, 1), "it stays open"
 
 
 def test_a_gradient_buffer_is_for_one_shard(serving: Serving) -> None:
     for other in (serving.of("other"), serving.of(PLAIN.unit)):
-        with pytest.raises(InvalidRequestError, match="the gradient buffer is for unit 'u'"):
-            serving.gradient_buffer().check(other)
+        with pytest.raises(InvalidRequestError, match="the gradient buffer belongs to unit 'u'"):
+            serving.gradient_buffer().check_adoptable(other)
 
 
 def test_a_contribution_that_is_closed_is_freed_when_it_is_used_up(serving: Serving) -> None:
     gradient_buffer = serving.gradient_buffer()
-    kept = gradient_buffer.keep().fill_(5)
+    kept = gradient_buffer.claim().fill_(5)
     gradient_buffer.close()
     assert not Path(gradient_buffer.path).exists()
     assert serving.used == (1, 0, 1)
     assert int(kept[-1]) == 5
-    gradient_buffer.give_back()
+    gradient_buffer.release()
     assert serving.used == (0, 0, 0)
 
 
@@ -181,7 +187,7 @@ def test_a_contribution_that_is_closed_is_freed_when_it_is_used_up(serving: Serv
 def test_a_closed_gradient_buffer_takes_nothing_any_more(serving: Serving, held: bool) -> None:
     gradient_buffer = serving.gradient_buffer()
     if held:
-        gradient_buffer.keep()
+        gradient_buffer.claim()
     gradient_buffer.close()
     with pytest.raises(ConflictError, match="is closed"):
-        gradient_buffer.check(serving.shard)
+        gradient_buffer.check_adoptable(serving.shard)

@@ -7,7 +7,7 @@ import logging
 import pytest
 from google.protobuf.message import Message
 
-from shardwell_server.rpc import told
+from shardwell_server.rpc import reported_error
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.names import MAX_NAME_LENGTH, MAX_PATH_LENGTH, check_id, check_name, check_names, check_path
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
@@ -81,5 +81,5 @@ def test_requests_without_names_pass() -> None:
 
 def test_a_long_error_is_logged_in_few_words(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        told("/x", InvalidRequestError(LONG), "peer")
+        reported_error("/x", InvalidRequestError(LONG), "peer")
     assert len(caplog.text) < 2000

@@ -6,15 +6,15 @@ import logging
 
 import pytest
 
-from shardwell_server.rpc import told
+from shardwell_server.rpc import reported_error
 from shardwell_wire.errors import InternalError, NotFoundError
 
 
 def test_the_log_names_the_peer(caplog: pytest.LogCaptureFixture) -> None:
     refused = NotFoundError("no such run")
     with caplog.at_level(logging.INFO):
-        assert told("/Service/Call", refused, "ipv4:10.0.0.7:1234") is refused
-        assert isinstance(told("/Service/Call", ValueError("defect"), "ipv4:10.0.0.8:1"), InternalError)
+        assert reported_error("/Service/Call", refused, "ipv4:10.0.0.7:1234") is refused
+        assert isinstance(reported_error("/Service/Call", ValueError("defect"), "ipv4:10.0.0.8:1"), InternalError)
     assert caplog.messages == [
         "/Service/Call from ipv4:10.0.0.7:1234 refused: NotFoundError: no such run",
         "/Service/Call from ipv4:10.0.0.8:1 failed",

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardwell_server.shard.concurrency import OpenStreams, uninterrupted
-from shardwell_server.shard.threads import in_threads_of
+from shardwell_server.shard.concurrency import OpenStreams, in_threads_of, uninterrupted
 from shardwell_wire.errors import StaleEpochError
 
 
@@ -85,7 +84,7 @@ def test_a_newer_stream_begins_once_nothing_is_left_of_the_older() -> None:
         assert not first.done()
         clean_up.set()
         for ended in (first, following[0]):
-            with pytest.raises(StaleEpochError, match="a newer stream took its place"):
+            with pytest.raises(StaleEpochError, match="a newer stream replaced this one"):
                 await ended
         await following[1]
         assert len(streams) == 0

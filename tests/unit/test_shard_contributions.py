@@ -84,7 +84,7 @@ def test_epochs_only_rise() -> None:
     fences.raise_all(0, [rank(0, 3, 0)])
     fences.check_epoch(0, 5)
     fences.check_epoch(1, 0)
-    with pytest.raises(StaleEpochError, match="rank 0: epoch 4 is over, its lease has epoch 5 now"):
+    with pytest.raises(StaleEpochError, match="the lease on rank 0 with epoch 4 is over: its lease now has epoch 5"):
         fences.check_epoch(0, 4)
 
 

@@ -126,11 +126,11 @@ def test_who_gets_no_room_is_told_the_limits(monkeypatch: pytest.MonkeyPatch) ->
     async def scenario() -> None:
         room = Sending(4)
         stalled, late = Reader(room, 4), Reader(room, 4, "b", wait_s=0.01)
-        with pytest.raises(CapacityError, match=r"readers have not taken 4 bytes yet, 0 .*; the limits are 4 and 1"):
+        with pytest.raises(CapacityError, match=r"clients have not read 4 bytes yet, 0 .*; the limits are 4 and 1"):
             await late.task
         monkeypatch.setattr(sending, "_MAX_WAITING_PER_PEER", 1)
         waiting, refused = Reader(room, 4, "b"), Reader(room, 4, "b")
-        with pytest.raises(CapacityError, match="limits are 4096 and 1: read the streams that are open"):
+        with pytest.raises(CapacityError, match="limits are 4096 and 1: read the open streams"):
             await refused.task
         await end(stalled, waiting)
         assert room.used_bytes == 0

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from shardwell_server.shard.memory import shared_memory
-from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.memory.shm_reserve import ShmReserve
+from shardwell_server.shard.memory.shared_memory import SharedMemory, ShmReserve
 from shardwell_server.shm_folders import DEFAULT_DIRECTORY
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, read_version
@@ -28,7 +27,7 @@ import sys
 from pathlib import Path
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 shared = SharedMemory(Path(sys.argv[1]))
-shared.create_segment(4096, "a shard")
+shared.create_shard_file(4096, "a shard")
 print("ready", flush=True)
 sys.stdin.read()
 shared.close()
@@ -93,7 +92,7 @@ def test_what_is_unlinked_stays_mapped(shared: SharedMemory, tmp_path: Path) -> 
 def test_a_segment_shows_no_version_before_there_is_one_and_after_it_is_closed(
     shared: SharedMemory, tmp_path: Path
 ) -> None:
-    segment = shared.create_segment(100, "a shard")
+    segment = shared.create_shard_file(100, "a shard")
     head = memoryview(Path(segment.path).read_bytes())
     assert (len(head), read_version(head)) == (HEAD_BYTES + 100, UPDATING)
     with open(segment.path, "rb", buffering=0) as reader:

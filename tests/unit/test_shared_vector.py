@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
-from shardwell_server.shard.memory.shared_memory import Segment, SharedMemory
+from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING
@@ -27,10 +27,10 @@ class Shards:
     """Segments that lie side by side, filled with numbers."""
 
     def __init__(self, shared: SharedMemory, *sizes: int, start_bytes: int = 0, version: int = 0) -> None:
-        self.segments: list[Segment] = []
+        self.segments: list[ShardFile] = []
         self.places: list[SegmentLocation] = []
         for size in sizes:
-            segment = shared.create_segment(size, "a shard")
+            segment = shared.create_shard_file(size, "a shard")
             segment.buffer.copy_(torch.arange(start_bytes, start_bytes + size) % 251)
             segment.show(version)
             self.segments.append(segment)

@@ -1,1 +1,1 @@
-"""The shard server: holds shards of units with their optimizer state."""
+"""The shard server: stores shards of units with their optimizer state."""

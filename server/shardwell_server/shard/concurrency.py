@@ -1,10 +1,11 @@
-"""Who waits for whom and may interrupt whom: work that is finished once begun, streams that replace each other."""
+"""Concurrency on the event loop: work that must finish, threads for tensor work, streams that replace each other."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
 
 from shardwell_wire.errors import ShardwellError, StaleEpochError
 
@@ -12,32 +13,32 @@ Result = TypeVar("Result")
 
 
 async def uninterrupted(work: Awaitable[Result]) -> Result:
-    """Awaits ``work`` to its end even when cancelled meanwhile; then it is cancelled.
+    """Awaits ``work`` until it is done, even if this task is cancelled; raises CancelledError afterwards.
 
-    Buffers that a thread reads or writes so stay its own until it is done.
+    Buffers that a thread reads or writes therefore stay in use until the thread is done.
     """
     task, cancelled = asyncio.ensure_future(work), False
     while not task.done():
         try:
-            await _end_of(task)
+            await _completion(task)
         except asyncio.CancelledError:
             cancelled = True
     if cancelled:
         if not task.cancelled():
-            task.exception()  # seen: nobody is left to raise it to
+            task.exception()  # marks the exception as retrieved: no caller is left to receive it
         raise asyncio.CancelledError
     return task.result()
 
 
-def _end_of(task: asyncio.Future[Any]) -> asyncio.Future[None]:
-    """Done when a task is, however it ended; cancelling it leaves the task alone."""
+def _completion(task: asyncio.Future[Any]) -> asyncio.Future[None]:
+    """Returns a future that is done when a task is done. Cancelling the future does not cancel the task."""
     ended: asyncio.Future[None] = task.get_loop().create_future()
     task.add_done_callback(lambda _: None if ended.done() else ended.set_result(None))
     return ended
 
 
 async def first_of(*events: asyncio.Event) -> None:
-    """Returns once one of several events is set."""
+    """Waits until one of several events is set."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -46,31 +47,48 @@ async def first_of(*events: asyncio.Event) -> None:
             wait.cancel()
 
 
+class InThread(Protocol):
+    """Runs a function in a thread and awaits its result."""
+
+    def __call__(self, work: Callable[[], Result], /) -> Awaitable[Result]: ...
+
+
+def in_threads_of(pool: ThreadPoolExecutor) -> InThread:
+    """Returns a function that runs work in a pool. A cancelled caller waits, because a thread cannot be stopped."""
+
+    async def in_thread(work: Callable[[], Result], /) -> Result:
+        return await uninterrupted(asyncio.get_running_loop().run_in_executor(pool, work))
+
+    return in_thread
+
+
 class _Stream:
+    """One stream, received by the task that creates this object."""
+
     def __init__(self) -> None:
         self.reason: ShardwellError | None = None
         self.ended = asyncio.Event()
         self._task = asyncio.current_task()
 
     def end(self, reason: ShardwellError) -> None:
-        """Has what receives it raise the first reason that is given."""
+        """Makes the receiving task raise an error. Only the first reason counts."""
         if self.reason is None:
             self.reason = reason
             assert self._task is not None
             self._task.cancel()
 
     def was_ended(self) -> bool:
-        """Whether that, and nothing else, is why the task that receives it is cancelled."""
+        """True if ``end`` is the only reason why the receiving task is cancelled."""
         assert self._task is not None
         return self.reason is not None and self._task.uncancel() == 0
 
 
 class OpenStreams:
-    """The unfinished streams to one shard. Of those with the same key and fencing numbers the newest wins.
+    """The unfinished streams to one shard. A newer stream replaces one with the same key and fencing numbers.
 
-    Streams with other numbers leave each other alone. Only the coordinator knows which of them belongs to a lease: it
-    fences those of former leases before it gives out a new one (``end``). A stream under a number that nobody leased
-    therefore neither ends the leaseholder's nor keeps it from being received.
+    Streams with other fencing numbers do not affect each other, because only the coordinator knows which number belongs
+    to a valid lease. The coordinator fences former leases (``end``) before it grants a new one. So a stream under an
+    invalid number neither ends the leaseholder's stream nor blocks it.
     """
 
     def __init__(self) -> None:
@@ -82,23 +100,23 @@ class OpenStreams:
     async def replace(
         self, key: Hashable, order: tuple[int, ...], what: str, receive: Callable[[], Awaitable[Result]]
     ) -> Result:
-        """Receives a stream after ending the one that is open under the same key and numbers.
+        """Receives a stream, after ending the open stream with the same key and numbers.
 
         Args:
-            key: What the stream is of.
-            order: Its fencing numbers.
+            key: What the stream contains, such as a dp rank.
+            order: The stream's fencing numbers.
             what: Names the stream in errors.
-            receive: Receives it; begun once nothing is left of the older one.
+            receive: Receives the stream. Called after the older stream has ended.
 
         Raises:
-            StaleEpochError: A newer stream took its place, or its numbers were fenced.
+            StaleEpochError: A newer stream replaced this one, or its numbers were fenced.
         """
         name = key, order
         older = self._open.get(name)
         own = self._open[name] = _Stream()
         try:
             if older is not None:
-                older.end(StaleEpochError(f"{what}: a newer stream took its place"))
+                older.end(StaleEpochError(f"{what}: a newer stream replaced this one"))
                 await uninterrupted(older.ended.wait())
             return await receive()
         except asyncio.CancelledError:
@@ -112,9 +130,9 @@ class OpenStreams:
                 del self._open[name]
 
     def end(self, key: Hashable, before: tuple[int, ...], reason: ShardwellError) -> None:
-        """Ends the streams under ``key`` whose fencing numbers are not at least ``before``, each."""
-        for (of, order), stream in self._open.items():
-            if of == key and any(own < oldest for own, oldest in zip(order, before, strict=True)):
+        """Ends the streams of a key that have a fencing number below the one in ``before``."""
+        for (stream_key, order), stream in self._open.items():
+            if stream_key == key and any(own < oldest for own, oldest in zip(order, before, strict=True)):
                 stream.end(reason)
 
     def end_all(self, reason: ShardwellError) -> None:

@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing
 
 from google.protobuf.message import Message
 
 from shardwell_server.rpc import Call
 from shardwell_server.shard.concurrency import first_of, uninterrupted
-from shardwell_server.shard.requests import (
-    initial_values,
-    inspection,
-    partition_transfers,
-    staging_buffer_transfers,
-    steps,
-    transfers,
-)
-from shardwell_server.shard.requests.pins import holding
-from shardwell_server.shard.requests.standing import StandingStreams
-from shardwell_server.shard.requests.streams import IncomingMessages
-from shardwell_server.shard.state.coordinator_term import CoordinatorTerm
-from shardwell_server.shard.state.runs import Run
-from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.transports.offer import TransportOffer
-from shardwell_server.shard.transports.shm_transport import ShmTransports
+from shardwell_server.shard.requests import initial_values, inspection, partitions, pushes, reading, steps
+from shardwell_server.shard.requests.streams import IncomingMessages, StandingStreams
+from shardwell_server.shard.state.fences import CoordinatorTerm
+from shardwell_server.shard.state.runs import HostedRun
+from shardwell_server.shard.state.shard_spec import ShardSpec
+from shardwell_server.shard.state.store import ShardStore, named_identity
+from shardwell_server.shard.transports import shm_requests
+from shardwell_server.shard.transports.base import ServerTransports, measurement_chunks
+from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_wire import codec
-from shardwell_wire.errors import ConflictError, InvalidRequestError
+from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 
 class ShardServicer:
-    """Serves ``shardwell_wire.v1.ShardService``.
+    """Serves ``shardwell_wire.v1.ShardService``. Used on the event loop.
 
     Args:
         server_id: Name of this server.
-        incarnation: Of this process.
-        store: What it holds.
-        term: Which coordinator it obeys.
-        transports: What it offers beside the rpcs.
+        incarnation: Random id of this process.
+        store: The server's runs and shards.
+        term: The term of the server's coordinator.
+        transports: The transports that the server offers besides gRPC.
     """
 
     def __init__(
@@ -49,44 +42,45 @@ class ShardServicer:
         incarnation: str,
         store: ShardStore,
         term: CoordinatorTerm,
-        transports: Mapping[int, TransportOffer] | None = None,
+        transports: ServerTransports,
     ) -> None:
         self._server_id, self._incarnation, self._store, self._term = server_id, incarnation, store, term
-        self._transports = transports or {}
-        self._transports_end = asyncio.Event()
+        self._transports = transports
+        self._stopping = asyncio.Event()
         self._standing = StandingStreams()
         self._started_s = asyncio.get_running_loop().time()
 
-    def end_transports(self) -> None:
-        """Closes every transport, now and from now on: the server is about to stop."""
-        self._transports_end.set()
+    def end_standing_streams(self) -> None:
+        """Ends all transport sessions and pins, now and in future, because the server is about to stop."""
+        self._stopping.set()
 
-    # ---- the coordinator's ----
+    # ---- rpcs of the coordinator ----
 
     async def ReserveUnit(self, request: shard_pb2.ReserveUnitRequest, call: Call) -> shard_pb2.ReserveUnitResponse:
         await self._term.check(request.context.epoch)
         layout = UnitLayout.from_proto(request.unit)
-        self._note(call, request.context, request)
-        shard = self._store.reserve(
-            request.context,
-            layout,
-            request.unit_index,
-            request.start_bytes,
-            request.stop_bytes,
-            request.dp,
-            request.placement,
+        self._check_request_id(call, request.context, request)
+        spec = ShardSpec(
+            run=named_identity(request.context),
+            layout=layout,
+            index=request.unit_index,
+            start_bytes=request.start_bytes,
+            stop_bytes=request.stop_bytes,
+            dp=request.dp,
+            placement=request.placement,
         )
+        shard = self._store.reserve(spec)
         return shard_pb2.ReserveUnitResponse(free_bytes=self._store.memory.free_bytes, version=shard.version)
 
     async def ReleaseUnit(self, request: shard_pb2.ReleaseUnitRequest, call: Call) -> shard_pb2.ReleaseUnitResponse:
         await self._term.check(request.context.epoch)
-        self._note(call, request.context, request)
+        self._check_request_id(call, request.context, request)
         self._store.release(request.context, request.unit, request.placement)
         return shard_pb2.ReleaseUnitResponse(free_bytes=self._store.memory.free_bytes)
 
     async def PublishUnit(self, request: shard_pb2.PublishUnitRequest, call: Call) -> shard_pb2.PublishUnitResponse:
         await self._term.check(request.coordinator_epoch)
-        self._note(call, request.context, request)
+        self._check_request_id(call, request.context, request)
         shard = self._store.exact_run(request.context).shard(request.unit)
         return shard_pb2.PublishUnitResponse(version=shard.values.publish(request.context.epoch))
 
@@ -96,69 +90,69 @@ class ShardServicer:
         async def work() -> None:
             steps.fence(run, request)
 
-        await run.alone(work)
+        await run.exclusively(work)
         return shard_pb2.FenceResponse()
 
     async def PrepareStep(self, request: shard_pb2.PrepareStepRequest, call: Call) -> shard_pb2.PrepareStepResponse:
         run = await self._coordinated(request, call)
-        return await run.alone(lambda: steps.prepare(run, self._store.in_thread, request))
+        return await run.exclusively(lambda: steps.prepare(run, self._store.in_thread, request))
 
     async def ConfirmPartitions(
         self, request: shard_pb2.ConfirmPartitionsRequest, call: Call
     ) -> shard_pb2.ConfirmPartitionsResponse:
         run = await self._coordinated(request, call)
-        return await run.alone(lambda: partition_transfers.confirm(run, request))
+        return await run.exclusively(lambda: partitions.confirm(run, request))
 
     async def PrepareUpdate(
         self, request: shard_pb2.PrepareUpdateRequest, call: Call
     ) -> shard_pb2.PrepareUpdateResponse:
         run = await self._coordinated(request, call)
-        await run.alone(lambda: steps.prepare_update(run, self._store.in_thread, request))
+        await run.exclusively(lambda: steps.prepare_update(run, self._store.in_thread, request))
         return shard_pb2.PrepareUpdateResponse()
 
     async def Update(self, request: shard_pb2.UpdateRequest, call: Call) -> shard_pb2.UpdateResponse:
         run = await self._coordinated(request, call)
-        # Once begun an update is finished, also when the coordinator is gone.
-        version = await uninterrupted(run.alone(lambda: steps.update(run, self._store.in_thread, request)))
+        # A started update is finished even if the coordinator cancels the rpc.
+        version = await uninterrupted(run.exclusively(lambda: steps.update(run, self._store.in_thread, request)))
         return shard_pb2.UpdateResponse(version=version)
 
     async def DropRun(self, request: shard_pb2.DropRunRequest, call: Call) -> shard_pb2.DropRunResponse:
         await self._term.check(request.context.epoch)
-        self._note(call, request.context, request)
+        self._check_request_id(call, request.context, request)
         if not request.context.run_id:
             raise InvalidRequestError(
-                f"run_id is empty: name the id of run {request.context.run!r}, which ListRuns has"
+                f"run_id is empty: set the id of run {request.context.run!r}, which ListRuns returns"
             )
         return shard_pb2.DropRunResponse(freed_bytes=await self._store.drop(request.context.run_id))
 
-    # ---- the trainers' ----
+    # ---- rpcs of trainers ----
 
     async def InitializeUnit(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.InitializeUnitResponse:
         incoming = IncomingMessages(stream, shard_pb2.InitializeUnitRequest)
         header = await incoming.header()
         assert isinstance(header, shard_pb2.InitializeUnitHeader)
-        self._note(call, header.context, header)
+        self._check_request_id(call, header.context, header)
         shard = self._store.exact_run(header.context).shard(header.unit)
         await initial_values.receive(self._store, shard, header, incoming, call.remaining_s())
         return shard_pb2.InitializeUnitResponse(version=shard.version)
 
     async def Gather(self, request: shard_pb2.GatherRequest, call: Call) -> AsyncIterator[bytes]:
-        async with transfers.reading(self._store, request, call.remaining_s()) as reading:
-            encoder = codec.StreamEncoder(shard_pb2.GatherResponse(header=reading.header), reading.size_bytes)
+        async with reading.reading(self._store, request, call.remaining_s()) as found:
+            encoder = codec.StreamEncoder(shard_pb2.GatherResponse(header=found.header), found.size_bytes)
             size = request.chunk_bytes or codec.DEFAULT_CHUNK_BYTES
-            for start in range(0, max(reading.size_bytes, 1), size):
-                async with self._message(call, min(size, reading.size_bytes)):
-                    reading.parameters.check()
-                    yield encoder.encode([reading.memory()[start : start + size]])
+            for start in range(0, max(found.size_bytes, 1), size):
+                async with self._message(call, min(size, found.size_bytes)):
+                    found.source.check()
+                    yield encoder.encode([found.memory()[start : start + size]])
 
     async def ReduceScatter(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.ReduceScatterResponse:
         incoming = IncomingMessages(stream, shard_pb2.ReduceScatterRequest)
         header = await incoming.header()
         assert isinstance(header, shard_pb2.ReduceScatterHeader)
-        return await transfers.push(self._store, header, incoming, call.remaining_s())
+        return await pushes.push(self._store, header, incoming, call.remaining_s())
 
     async def ReadPartition(self, request: shard_pb2.ReadPartitionRequest, call: Call) -> AsyncIterator[bytes]:
-        messages = partition_transfers.read(self._store, request, call.remaining_s())
+        messages = partitions.read(self._store, request, call.remaining_s())
         async with aclosing(messages):
             while True:
                 async with self._message(call, codec.DEFAULT_CHUNK_BYTES):
@@ -170,84 +164,60 @@ class ShardServicer:
         incoming = IncomingMessages(stream, shard_pb2.StagePartitionRequest)
         header = await incoming.header()
         assert isinstance(header, shard_pb2.StagePartitionHeader)
-        self._note(call, header.context, header)
-        return await partition_transfers.stage(self._store, header, incoming)
+        self._check_request_id(call, header.context, header)
+        return await partitions.stage(self._store, header, incoming)
 
     async def OpenStagingBuffer(
         self, request: shard_pb2.OpenStagingBufferRequest, call: Call
     ) -> shard_pb2.OpenStagingBufferResponse:
-        run = self._store.exact_run(request.partition.context)
-        transport = self._shm_transports().transport(request.transport_id, run.identity)
-        return await staging_buffer_transfers.open_staging_buffer(self._store, run, transport, request.partition)
+        return await shm_requests.open_staging_buffer(self._store, self._transports.find(ShmTransport), request)
 
     async def StageStagingBuffer(
         self, request: shard_pb2.StageStagingBufferRequest, call: Call
     ) -> shard_pb2.StageStagingBufferResponse:
-        header = request.header
-        self._note(call, header.context, request)
-        run = self._store.exact_run(header.context)
-        transport = self._shm_transports().transport(request.transport_id, run.identity)
-        staging_buffer = transport.opened_staging_buffer(
-            request.staging_buffer_id, run.shard(header.unit), header.dp_rank
-        )
-        await staging_buffer_transfers.stage_staging_buffer(self._store, run, staging_buffer, header)
-        return shard_pb2.StageStagingBufferResponse(version=header.context.step)
+        self._check_request_id(call, request.header.context, request)
+        return await shm_requests.stage_staging_buffer(self._store, self._transports.find(ShmTransport), request)
 
     async def PinVersion(
         self, request: shard_pb2.PinVersionRequest, call: Call
     ) -> AsyncIterator[shard_pb2.PinVersionResponse]:
         run = self._store.run(request.run, request.run_id)
-        with self._standing.one(call.peer):
-            async with holding(run, request.version, call.remaining_s(request.wait_s)) as shard_count:
+        with self._standing.count(call.peer):
+            async with reading.pinning(run, request.version, call.remaining_s(request.wait_s)) as shard_count:
                 yield shard_pb2.PinVersionResponse(version=request.version, shard_count=shard_count)
-                await first_of(self._transports_end, run.dropped)  # or until the caller is gone
+                await first_of(self._stopping, run.dropped)  # gRPC cancels this task when the client disconnects
 
     async def OpenTransport(
         self, request: shard_pb2.OpenTransportRequest, call: Call
     ) -> AsyncIterator[shard_pb2.OpenTransportResponse]:
         run = self._store.exact_run(request)
-        offer = self._transports.get(request.kind)
-        if offer is None:
-            raise ConflictError(f"{self._server_id} offers no transport of kind {request.kind}")
-        with self._standing.one(call.peer):
-            async with offer.open(run.identity) as answer:
+        session = self._transports.open(request.kind, run.identity)
+        with self._standing.count(call.peer):
+            async with session as answer:
                 yield answer
-                await first_of(self._transports_end, run.dropped)  # or until the trainer is gone
+                await first_of(self._stopping, run.dropped)  # gRPC cancels this task when the trainer disconnects
 
     async def MeasureTransport(self, request: shard_pb2.MeasureTransportRequest, call: Call) -> AsyncIterator[bytes]:
         encoder = codec.StreamEncoder(shard_pb2.MeasureTransportResponse(), request.size_bytes)
-        for piece in transfers.meaningless(request, codec.DEFAULT_CHUNK_BYTES):
+        for piece in measurement_chunks(request, codec.DEFAULT_CHUNK_BYTES):
             async with self._message(call, len(piece)):
                 yield encoder.encode([piece])
 
     async def LocateShard(self, request: shard_pb2.LocateShardRequest, call: Call) -> shard_pb2.LocateShardResponse:
-        run = self._store.exact_run(request)
-        self._shm_transports().transport(request.transport_id, run.identity)
-        shard = run.shard(request.unit)
-        wanted = request.version if request.HasField("version") else None
-        version, parameters = await shard.values.read(wanted, call.remaining_s())
-        shard.values.release(parameters)
-        home = shard.values.home
-        assert home is not None
-        if home.segment is None:
-            raise ConflictError(f"{shard.what} is not in shared memory: {home.why_not_shared}")
-        segment = shard_pb2.SharedSegment(path=home.segment.path, size_bytes=shard.size_bytes)
-        return shard_pb2.LocateShardResponse(version=version, segment=segment)
+        shm = self._transports.find(ShmTransport)
+        return await shm_requests.locate_shard(self._store, shm, request, call.remaining_s())
 
     async def OpenGradientBuffer(
         self, request: shard_pb2.OpenGradientBufferRequest, call: Call
     ) -> shard_pb2.OpenGradientBufferResponse:
-        run = self._store.exact_run(request)
-        transport = self._shm_transports().transport(request.transport_id, run.identity)
-        number, gradient_buffer = transport.open_gradient_buffer(run.shard(request.unit))
-        return shard_pb2.OpenGradientBufferResponse(gradient_buffer_id=number, path=gradient_buffer.path)
+        return shm_requests.open_gradient_buffer(self._store, self._transports.find(ShmTransport), request)
 
     async def ReduceGradientBuffer(
         self, request: shard_pb2.ReduceGradientBufferRequest, call: Call
     ) -> shard_pb2.ReduceGradientBufferResponse:
-        return await transfers.reduce_gradient_buffer(self._store, self._shm_transports(), request)
+        return await shm_requests.reduce_gradient_buffer(self._store, self._transports.find(ShmTransport), request)
 
-    # ---- people's ----
+    # ---- rpcs for inspection ----
 
     async def DescribeServer(
         self, request: shard_pb2.DescribeServerRequest, call: Call
@@ -270,17 +240,9 @@ class ShardServicer:
     async def Peek(self, request: shard_pb2.PeekRequest, call: Call) -> shard_pb2.PeekResponse:
         return await inspection.peek(self._store, request)
 
-    # ---- shared ----
-
     def _message(self, call: Call, size_bytes: int) -> AbstractAsyncContextManager[None]:
-        """Room for one message of a stream until the client takes it. Twice: gRPC keeps a copy of its own."""
+        """Counts one message of a stream until the client takes it. Counted twice, because gRPC makes a copy."""
         return self._store.memory.sending.message(2 * size_bytes, call.peer, call.remaining_s())
-
-    def _shm_transports(self) -> ShmTransports:
-        offer = self._transports.get(common_pb2.TRANSPORT_KIND_SHM)
-        if not isinstance(offer, ShmTransports):
-            raise ConflictError(f"{self._server_id} offers no transport through shared memory")
-        return offer
 
     async def _coordinated(
         self,
@@ -290,11 +252,11 @@ class ShardServicer:
         | shard_pb2.PrepareUpdateRequest
         | shard_pb2.UpdateRequest,
         call: Call,
-    ) -> Run:
+    ) -> HostedRun:
         await self._term.check(request.context.epoch)
-        self._note(call, request.context, request)
+        self._check_request_id(call, request.context, request)
         return self._store.exact_run(request.context)
 
-    def _note(self, call: Call, context: common_pb2.RequestContext, content: Message) -> None:
-        """Refuses a request id that was used for other content."""
+    def _check_request_id(self, call: Call, context: common_pb2.RequestContext, content: Message) -> None:
+        """Raises DuplicateError if the request id was used for another request."""
         self._store.requests.check_content(call.method, context, content)

@@ -1,1 +1,1 @@
-"""How much memory there is, for whom, and which of it trainers can map."""
+"""Memory of a shard server: budget, buffers, files that trainers map."""

@@ -1,4 +1,4 @@
-"""How much memory a server may use, what is set aside for whom, and buffers that are used again."""
+"""The memory budget of a shard server: reservations, and the buffers that use them."""
 
 from __future__ import annotations
 
@@ -8,35 +8,34 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardwell_server.shard.memory.buffer_pool import BufferPool
+from shardwell_server.shard.memory.buffers import BufferPool, UnreservedMemory
 from shardwell_server.shard.memory.host_memory import usable_memory_bytes
 from shardwell_server.shard.memory.sending import Sending
-from shardwell_server.shard.memory.staging import Staging
 from shardwell_wire.errors import CapacityError
 
 DEFAULT_SHARE = 0.8
-"""Part of the machine's or container's memory that a server takes as its budget by default."""
+"""Default budget, as a share of the memory that this process may use."""
 
-_SENDING_SHARE, _MOST_SENDING_BYTES = 1 / 16, 256 << 20
-"""Part of the budget that messages may take which clients have not read yet, and its upper limit."""
+_SENDING_SHARE, _MAX_SENDING_BYTES = 1 / 16, 256 << 20
+"""Limit of messages that clients have not read yet: a share of the budget, at most this many bytes."""
 
 _OPTIMIZER_STATES = 2
-"""Adam's two moments. What takes more (amsgrad's third) is added once it is there."""
+"""Adam's two moments. Larger state, such as amsgrad's third moment, is added when it is allocated."""
 
 
 def default_budget_bytes(servers_on_host: int = 1) -> int:
-    """80 % of what this process may use: the machine's memory, or the tightest limit of its cgroups.
+    """Returns 80 % of what this process may use: the machine's memory, or the tightest limit of its cgroups.
 
     Args:
-        servers_on_host: Shard servers that share it evenly.
+        servers_on_host: Number of shard servers that divide this memory evenly.
     """
     return int(usable_memory_bytes() * DEFAULT_SHARE) // servers_on_host
 
 
 def shard_need_bytes(shard_bytes: int, dp: int, *, holds_buffers: bool = False) -> int:
-    """What a shard may come to use: parameters, optimizer state, contributions and their sum.
+    """Returns the memory that a shard needs for parameters, optimizer state, contributions and their mean.
 
-    A shard of buffers has its values and those that data rank 0 pushed for the next version.
+    A shard of buffers needs memory for its values and for those that data rank 0 pushed for the next version.
     """
     if holds_buffers:
         return 2 * shard_bytes
@@ -48,118 +47,122 @@ class _Reservation:
     shard_bytes: int
     need_bytes: int
     optimizer_bytes: int = 0
-    """What the optimizer's state takes now, or is about to."""
+    """Size of the optimizer's state, now or after the next update."""
     workspace_bytes: int = 0
-    """What one update allocates and frees again."""
+    """Memory that one update allocates and frees again."""
     kept_bytes: int = 0
-    """Gradients that outlive a commit."""
+    """Size of gradients that outlive a commit."""
 
     @property
     def total_bytes(self) -> int:
         return self.need_bytes + self.kept_bytes + max(0, self.optimizer_bytes - _OPTIMIZER_STATES * self.shard_bytes)
 
 
-class Cover:
-    """How many buffers of one kind a shard's reservation covers; others need staging room.
+class BufferQuota:
+    """Counts how many more buffers of one kind a shard's reservation covers. Further ones need unreserved memory.
 
     Args:
-        count: That many.
+        count: Number of buffers that the reservation covers.
     """
 
     def __init__(self, count: int) -> None:
         self._free_count = count
 
-    def take(self) -> bool:
-        """Has one more buffer covered, if that is possible."""
+    def try_acquire(self) -> bool:
+        """Takes one buffer from the quota; returns False if the quota is used up."""
         if self._free_count == 0:
             return False
         self._free_count -= 1
         return True
 
-    def give(self) -> None:
-        """One buffer less is covered."""
+    def release(self) -> None:
+        """Returns one buffer to the quota."""
         self._free_count += 1
 
 
 @dataclass(slots=True)
-class Room:
-    """Room for one buffer of a shard: covered by its reservation, or staged."""
+class Grant:
+    """Permission to use one buffer for a shard, backed by the shard's reservation or by unreserved memory."""
 
     memory: Memory
-    cover: Cover
+    quota: BufferQuota
     size_bytes: int
-    covered: bool
+    reserved: bool
+    """True if the shard's reservation backs the grant."""
 
     def settle(self) -> None:
-        """The buffer stays: has it covered if that is possible by now, so that others find staging room."""
-        if not self.covered and self.cover.take():
-            self.covered = True
-            self.memory.staging.give(self.size_bytes)
+        """Moves the grant to the shard's reservation if its quota allows, which frees unreserved memory.
 
-    def buffer(self, size_bytes: int) -> torch.Tensor:
-        """A buffer that uses it, from the pool; if there is none the room is given back. [size_bytes]"""
+        Called when the buffer becomes long-lived.
+        """
+        if not self.reserved and self.quota.try_acquire():
+            self.reserved = True
+            self.memory.unreserved.release(self.size_bytes)
+
+    def acquire_buffer(self, size_bytes: int) -> torch.Tensor:
+        """Returns a buffer from the pool. Releases the grant if there is none. [size_bytes]"""
         try:
-            return self.memory.pool.take(size_bytes)
+            return self.memory.pool.acquire(size_bytes)
         except CapacityError:
-            self.give()
+            self.release()
             raise
 
-    def give(self) -> None:
-        """Gives the room back."""
-        if self.covered:
-            self.cover.give()
+    def release(self) -> None:
+        """Ends the grant."""
+        if self.reserved:
+            self.quota.release()
         else:
-            self.memory.staging.give(self.size_bytes)
+            self.memory.unreserved.release(self.size_bytes)
 
 
 @dataclass(slots=True)
 class IncomingBuffer:
-    """Where a stream is received; given back when its block ends, unless it is kept."""
+    """Buffer into which a stream is received. Released when its ``with`` block ends, unless claimed."""
 
     buffer: torch.Tensor
     """uint8. [size_bytes]"""
-    room: Room
-    kept: bool = False
+    grant: Grant
+    claimed: bool = False
 
-    def keep(self) -> torch.Tensor:
-        """The buffer stays, until ``give_back``."""
-        self.kept = True
-        self.room.settle()
+    def claim(self) -> torch.Tensor:
+        """Keeps the buffer beyond the block, until ``release``."""
+        self.claimed = True
+        self.grant.settle()
         return self.buffer
 
-    def give_back(self) -> None:
-        """Gives the buffer back, and its room."""
-        self.room.memory.pool.give(self.buffer)
-        self.room.give()
+    def release(self) -> None:
+        """Releases the buffer and its grant."""
+        self.grant.memory.pool.release(self.buffer)
+        self.grant.release()
 
 
 class Memory:
-    """Reservations against a budget, and the buffers that live in them.
+    """Reservations against a budget, and the buffers that use them. Used on the event loop.
 
-    Besides the shards' own needs room for one buffer of the largest shard is set aside: for streams
-    and old versions that no reservation covers (see ``Staging``).
+    In addition to the shards' reservations, one buffer of the largest shard is set aside as unreserved memory, for
+    streams and old versions. See ``UnreservedMemory``.
 
     Args:
-        budget_bytes: What all of it together may take.
+        budget_bytes: Limit for everything together.
     """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self.sending = Sending(min(_MOST_SENDING_BYTES, int(budget_bytes * _SENDING_SHARE)))
+        self.sending = Sending(min(_MAX_SENDING_BYTES, int(budget_bytes * _SENDING_SHARE)))
         self.pool = BufferPool(budget_bytes)
-        self.staging = Staging()
+        self.unreserved = UnreservedMemory()
         self._reservations: dict[tuple[str, str], _Reservation] = {}
         self._needs_bytes = 0
         self._workspace_bytes = 0
-        """Of the update that needs the most: those of one run come one after the other."""
+        """Workspace of the largest update: a run updates its units one after the other."""
         self._optimizer_bytes = 0
         self._shared_bytes = 0
         self._update_limits()
 
     @property
     def reserved_bytes(self) -> int:
-        """What is set aside, or lent beyond that."""
-        return self._needs_bytes + self._workspace_bytes + max(self._largest_bytes(), self.staging.used_bytes)
+        """Reserved memory, plus unreserved memory that is set aside or in use."""
+        return self._needs_bytes + self._workspace_bytes + max(self._largest_bytes(), self.unreserved.used_bytes)
 
     @property
     def free_bytes(self) -> int:
@@ -167,18 +170,20 @@ class Memory:
 
     @property
     def used_bytes(self) -> int:
-        """Parameters, contributions, streams being received or sent, and optimizer state now."""
+        """Memory in use for parameters, contributions, streams and optimizer state."""
         return self.pool.taken_bytes + self.pool.elsewhere_bytes + self.sending.used_bytes
 
+    # ---- reservations ----
+
     def reserve(self, run: str, unit: str, shard_bytes: int, dp: int, *, holds_buffers: bool = False) -> None:
-        """Sets memory aside for a shard.
+        """Reserves memory for a shard.
 
         Raises:
-            CapacityError: It does not fit; nothing is set aside.
+            CapacityError: The shard does not fit; nothing changed.
         """
         need = shard_need_bytes(shard_bytes, dp, holds_buffers=holds_buffers)
-        lent = max(self._largest_bytes(), self.staging.used_bytes)
-        total = need + max(0, shard_bytes - lent)
+        set_aside = max(self._largest_bytes(), self.unreserved.used_bytes)
+        total = need + max(0, shard_bytes - set_aside)
         if total > self.free_bytes:
             what, less = (
                 (f"{shard_bytes} of buffers, and as many for their next values", "use smaller buffers")
@@ -189,8 +194,9 @@ class Memory:
                 )
             )
             raise CapacityError(
-                f"unit {unit!r} of run {run!r} needs {total} bytes here ({what}), but {self.free_bytes} of the budget "
-                f"of {self.budget_bytes} are free: add shard servers, raise --memory-budget, or {less}",
+                f"unit {unit!r} of run {run!r} needs {total} bytes on this server ({what}), but only {self.free_bytes} "
+                f"bytes of its budget of {self.budget_bytes} are free: add shard servers, raise --memory-budget, or "
+                f"{less}",
                 unit=unit,
                 needed_bytes=total,
                 free_bytes=self.free_bytes,
@@ -199,26 +205,26 @@ class Memory:
         self._update_limits()
 
     def reserve_optimizer(self, run: str, unit: str, optimizer_bytes: int, workspace_bytes: int) -> None:
-        """Sets memory aside for the state that a shard's next update needs, before it is allocated.
+        """Reserves memory for the next update of a shard, before that memory is allocated.
 
         Args:
             run: Name of the run.
             unit: Name of the unit.
-            optimizer_bytes: What the state will take.
-            workspace_bytes: What the update allocates and frees again.
+            optimizer_bytes: Size of the optimizer's state after the update.
+            workspace_bytes: Memory that the update allocates and frees again.
 
         Raises:
-            CapacityError: It does not fit; nothing is set aside.
+            CapacityError: The memory does not fit; nothing changed.
         """
         reservation = self._reservations[run, unit]
         wanted = replace(reservation, optimizer_bytes=optimizer_bytes, workspace_bytes=workspace_bytes)
         more = wanted.total_bytes - reservation.total_bytes + max(0, workspace_bytes - self._workspace_bytes)
         if more > 0 and more > self.free_bytes:
             raise CapacityError(
-                f"the optimizer's state of unit {unit!r} of run {run!r} needs {optimizer_bytes} bytes here, and its "
-                f"update {workspace_bytes} more: {more} bytes beyond what is reserved, but {self.free_bytes} of the "
-                f"budget of {self.budget_bytes} are free. The step is not committed: add shard servers, raise "
-                "--memory-budget, or use an optimizer with less state",
+                f"the optimizer's state of unit {unit!r} of run {run!r} needs {optimizer_bytes} bytes on this server, "
+                f"and its update {workspace_bytes} more: {more} bytes beyond the reservation, but only "
+                f"{self.free_bytes} bytes of the budget of {self.budget_bytes} are free. The step is not committed: "
+                "add shard servers, raise --memory-budget, or use an optimizer with less state",
                 unit=unit,
                 needed_bytes=more,
                 free_bytes=self.free_bytes,
@@ -227,10 +233,10 @@ class Memory:
         self._update_limits()
 
     def reserve_kept(self, run: str, unit: str, kept_bytes: int) -> None:
-        """Sets memory aside for gradients that outlive a commit; the size replaces what was set aside before.
+        """Reserves memory for gradients that outlive a commit. Replaces the earlier size.
 
         Raises:
-            CapacityError: It does not fit; nothing changed.
+            CapacityError: The memory does not fit; nothing changed.
         """
         reservation = self._reservations.get((run, unit))
         if reservation is None:
@@ -238,10 +244,10 @@ class Memory:
         more = kept_bytes - reservation.kept_bytes
         if more > 0 and more > self.free_bytes:
             raise CapacityError(
-                f"the gradients of unit {unit!r} of run {run!r} that another optimizer's step will use need {more} "
-                f"bytes here beyond what is reserved, but {self.free_bytes} of the budget of {self.budget_bytes} are "
-                "free. The step is not committed: add shard servers, raise --memory-budget, or call zero_grad of the "
-                "other optimizer before this step",
+                f"unit {unit!r} of run {run!r} needs {more} bytes beyond its reservation on this server, to keep "
+                f"gradients for another optimizer's step, but only {self.free_bytes} bytes of the budget of "
+                f"{self.budget_bytes} are free. The step is not committed: add shard servers, raise --memory-budget, "
+                "or call zero_grad of the other optimizer before this step",
                 unit=unit,
                 needed_bytes=more,
                 free_bytes=self.free_bytes,
@@ -250,88 +256,92 @@ class Memory:
         self._update_limits()
 
     def note_optimizer(self, run: str, unit: str, optimizer_bytes: int) -> None:
-        """Says how much a shard's optimizer state takes; its reservation grows if that is more than was set aside."""
+        """Records the size of a shard's optimizer state. A larger state enlarges the shard's reservation."""
         reservation = self._reservations[run, unit]
         if reservation.optimizer_bytes != optimizer_bytes:
             reservation.optimizer_bytes = optimizer_bytes
             self._update_limits()
 
     def note_shared(self, size_bytes: int) -> None:
-        """Says how much shared memory a shard came to use, or gave back if negative; reservations cover it."""
+        """Records a change in the use of shared memory, which reservations cover. Negative: freed."""
         self._shared_bytes += size_bytes
         self._update_elsewhere()
 
     def release(self, run: str) -> int:
-        """Gives back what a run had; returns how much."""
+        """Releases all reservations of a run; returns the bytes that became free."""
         before = self.reserved_bytes
         self._reservations = {key: value for key, value in self._reservations.items() if key[0] != run}
         self._update_limits()
         return before - self.reserved_bytes
 
     def release_unit(self, run: str, unit: str) -> None:
-        """Gives back what one unit of a run had."""
+        """Releases the reservation of one unit."""
         del self._reservations[run, unit]
         self._update_limits()
 
+    # ---- buffers ----
+
     @asynccontextmanager
     async def incoming(
-        self, size_bytes: int, cover: Cover, *, wait_s: float, what: str
+        self, size_bytes: int, quota: BufferQuota, *, wait_s: float, what: str
     ) -> AsyncIterator[IncomingBuffer]:
-        """A buffer for one stream.
+        """Acquires a buffer for one stream.
 
         Args:
-            size_bytes: Its size.
-            cover: What a reservation covers; beyond that it waits for room.
-            wait_s: How long.
+            size_bytes: Size of the buffer.
+            quota: Quota of the shard's reservation. If it is used up, the call waits for unreserved memory.
+            wait_s: Seconds to wait.
             what: Names the stream in errors.
 
         Raises:
-            CapacityError: Other streams did not leave room in time, or the system has no memory.
+            CapacityError: No memory became free in time, or the operating system has none.
         """
-        covered = cover.take()
-        if not covered:
-            await self.staging.take(size_bytes, wait_s, what)
-        room = Room(self, cover, size_bytes, covered)
-        incoming = IncomingBuffer(room.buffer(size_bytes), room)
+        reserved = quota.try_acquire()
+        if not reserved:
+            await self.unreserved.acquire(size_bytes, wait_s, what)
+        grant = Grant(self, quota, size_bytes, reserved)
+        incoming = IncomingBuffer(grant.acquire_buffer(size_bytes), grant)
         try:
             yield incoming
         finally:
-            if not incoming.kept:
-                incoming.give_back()
+            if not incoming.claimed:
+                incoming.release()
 
-    def try_room(self, size_bytes: int, cover: Cover, what: str) -> Room:
-        """Room for one buffer, now.
-
-        Raises:
-            CapacityError: There is none.
-        """
-        covered = cover.take()
-        if not covered and not self.staging.try_take_pressing(size_bytes):
-            raise CapacityError(f"{what}: no room for {size_bytes} bytes beyond what is reserved")
-        return Room(self, cover, size_bytes, covered)
-
-    async def lend(self, size_bytes: int, wait_s: float, what: str) -> torch.Tensor:
-        """A buffer in staging room, until ``take_back``. [size_bytes]
+    def grant(self, size_bytes: int, quota: BufferQuota, what: str) -> Grant:
+        """Grants memory for one buffer without waiting. The caller allocates the buffer.
 
         Raises:
-            CapacityError: There was no room in time, or the system has no memory.
+            CapacityError: No memory is free.
         """
-        await self.staging.take(size_bytes, wait_s, what)
-        return Room(self, Cover(0), size_bytes, covered=False).buffer(size_bytes)
+        reserved = quota.try_acquire()
+        if not reserved and not self.unreserved.try_acquire_evicting(size_bytes):
+            raise CapacityError(f"{what}: {size_bytes} bytes beyond the reservation do not fit the memory budget")
+        return Grant(self, quota, size_bytes, reserved)
 
-    def try_lend(self, size_bytes: int) -> torch.Tensor | None:
-        """``lend``, if that is possible now and nobody waits for room."""
-        if not self.staging.try_take(size_bytes):
+    async def acquire(self, size_bytes: int, wait_s: float, what: str) -> torch.Tensor:
+        """Acquires a buffer in unreserved memory, until ``release_buffer``. [size_bytes]
+
+        Raises:
+            CapacityError: No memory became free in time, or the operating system has none.
+        """
+        await self.unreserved.acquire(size_bytes, wait_s, what)
+        return Grant(self, BufferQuota(0), size_bytes, reserved=False).acquire_buffer(size_bytes)
+
+    def try_acquire(self, size_bytes: int) -> torch.Tensor | None:
+        """Acquires a buffer in unreserved memory if some is free and no caller waits for it; else returns None."""
+        if not self.unreserved.try_acquire(size_bytes):
             return None
         try:
-            return Room(self, Cover(0), size_bytes, covered=False).buffer(size_bytes)
+            return Grant(self, BufferQuota(0), size_bytes, reserved=False).acquire_buffer(size_bytes)
         except CapacityError:
             return None
 
-    def take_back(self, buffer: torch.Tensor) -> None:
-        """What was lent is not needed any more."""
-        self.pool.give(buffer)
-        self.staging.give(buffer.numel())
+    def release_buffer(self, buffer: torch.Tensor) -> None:
+        """Releases a buffer that ``acquire`` or ``try_acquire`` returned."""
+        self.pool.release(buffer)
+        self.unreserved.release(buffer.numel())
+
+    # ---- limits ----
 
     def _largest_bytes(self) -> int:
         return max((reservation.shard_bytes for reservation in self._reservations.values()), default=0)
@@ -342,7 +352,7 @@ class Memory:
         self._workspace_bytes = max((reservation.workspace_bytes for reservation in reservations), default=0)
         self._optimizer_bytes = sum(reservation.optimizer_bytes for reservation in reservations)
         self._update_elsewhere()
-        self.staging.set_limit(
+        self.unreserved.set_limit(
             max(self._largest_bytes(), self.budget_bytes - self._needs_bytes - self._workspace_bytes)
         )
 

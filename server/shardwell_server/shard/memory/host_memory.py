@@ -1,4 +1,4 @@
-"""How much memory this process may use: the machine's, or the tightest limit of the cgroups that enclose it."""
+"""The memory that this process may use: the machine's, or the tightest limit of its cgroups."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 import psutil
 
 _LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.limit_in_bytes",)}
-"""By the type of the file system: cgroup2 is version 2, cgroup is version 1."""
+"""Names of the files with limits, by type of file system: ``cgroup2`` is version 2, ``cgroup`` is version 1."""
 
 
 def usable_memory_bytes() -> int:
-    """Memory that this process may use, which it shares with whatever else runs there."""
+    """Returns the memory that this process may use. Other processes may use the same memory."""
     machine: int = psutil.virtual_memory().total
     return min([machine, *cgroup_limits()])
 
 
 def cgroup_limits(proc: Path = Path("/proc/self")) -> list[int]:
-    """The memory limits of all cgroups that enclose this process, in bytes.
+    """Returns the memory limits, in bytes, of this process's cgroups and of all cgroups that contain them.
 
-    A limit of any of them counts: Slurm and systemd nest cgroups, and often limit an outer one only.
+    Slurm and systemd nest cgroups and often limit an outer cgroup only.
 
     Args:
-        proc: The process's folder in /proc.
+        proc: The process's directory in ``/proc``.
     """
     limits = []
     for folder, names in _folders(proc):
@@ -40,16 +40,16 @@ def cgroup_limits(proc: Path = Path("/proc/self")) -> list[int]:
 
 @dataclass(frozen=True)
 class _Mount:
-    """A hierarchy of cgroups as this process sees it."""
+    """A mounted cgroup hierarchy, as this process sees it."""
 
     kind: str
     root: Path
-    """The cgroup that ``point`` shows."""
+    """Path of the cgroup that is mounted at ``point``."""
     point: Path
 
 
 def _folders(proc: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """The folders of this process's cgroups, innermost first, and the names of their limits."""
+    """Yields the directory of each cgroup, innermost first, with the names of its limit files."""
     try:
         own = dict(_own_cgroups((proc / "cgroup").read_text()))
         mounts = list(_mounts((proc / "mountinfo").read_text()))
@@ -59,7 +59,8 @@ def _folders(proc: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
         path = own.get(mount.kind)
         if path is None:
             continue
-        # In a container without a cgroup namespace the path is the host's, and the mount shows the container's own.
+        # In a container without a cgroup namespace, the path is relative to the host's root, but the mount shows the
+        # container's own cgroup.
         inside = path.relative_to(mount.root) if path.is_relative_to(mount.root) else Path()
         folder = mount.point / inside
         while True:
@@ -70,7 +71,7 @@ def _folders(proc: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
 
 
 def _own_cgroups(text: str) -> Iterator[tuple[str, Path]]:
-    """The cgroup of each kind of hierarchy that may limit memory."""
+    """Yields this process's cgroup in each hierarchy that can limit memory."""
     for line in text.splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
@@ -88,5 +89,5 @@ def _mounts(text: str) -> Iterator[_Mount]:
 
 
 def _unescaped(path: str) -> str:
-    """A path as mountinfo writes it: blanks and the like are octal there."""
+    """Decodes the octal escapes of ``mountinfo``, such as those of blanks."""
     return path.encode().decode("unicode_escape")

@@ -1,52 +1,100 @@
-"""Memory for messages that clients have not read yet: limited for all of them and per connection."""
+"""Memory of messages that clients have not read yet, limited per connection and for all connections."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
+import stat
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote
 
-from shardwell_server.shard.memory.connections import close_connection
 from shardwell_wire.errors import CapacityError
 
 logger = logging.getLogger(__name__)
 
 STALL_LIMIT_S = 30.0
-"""A reader that does not take a message for this long loses its connection."""
+"""A connection is closed if its client does not take a message for this long."""
 
 PRESSED_LIMIT_S = 10.0
-"""The same while other streams wait for memory."""
+"""The same limit while other streams wait for memory."""
 
 _MAX_WAITING = 4096
 _MAX_WAITING_PER_PEER = 512
 _SWEEP_S = 1.0
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+def close_connection(peer: str) -> bool:
+    """Shuts down the TCP connection of a peer, which ends its rpcs and frees the memory that gRPC holds for them.
+
+    gRPC's Python API cannot close a connection, so this searches the process's file descriptors.
+
+    Args:
+        peer: As gRPC names it, such as ``ipv4:127.0.0.1:40000``.
+
+    Returns:
+        True if the connection was found.
+    """
+    kind, _, address = unquote(peer).partition(":")
+    host, _, port = address.rpartition(":")
+    if kind not in ("ipv4", "ipv6") or not port.isdecimal():
+        return False
+    wanted = (host.strip("[]"), int(port))
+    with suppress(OSError):
+        for entry in list(_DESCRIPTORS.iterdir()):
+            if _shut_down_if_connected(int(entry.name), wanted):
+                return True
+    return False
+
+
+def _shut_down_if_connected(descriptor: int, wanted: tuple[str, int]) -> bool:
+    """Shuts a descriptor down if it is a socket connected to an address; returns True if it is."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        with socket.socket(fileno=os.dup(descriptor)) as connected:
+            if connected.family not in (socket.AF_INET, socket.AF_INET6) or connected.type != socket.SOCK_STREAM:
+                return False
+            host, port, *_ = connected.getpeername()
+            if (_without_mapping(host), port) != (_without_mapping(wanted[0]), wanted[1]):
+                return False
+            connected.shutdown(socket.SHUT_RDWR)
+            return True
+    except OSError:
+        return False  # closed a moment ago, or a listening socket
+
+
+def _without_mapping(host: str) -> str:
+    """Strips the prefix with which an IPv6 socket names an IPv4 address."""
+    return host.removeprefix("::ffff:")
 
 
 @dataclass(eq=False)
 class _Message:
-    """One message that is being sent, or waits to be."""
+    """One message that is being sent or waits to be sent."""
 
     peer: str
     size_bytes: int
     since_s: float = 0.0
-    turn: asyncio.Future[None] | None = field(default=None, repr=False)
+    admitted: asyncio.Future[None] | None = field(default=None, repr=False)
 
 
 class Sending:
-    """Counts what is sent but not read yet; streams wait for room, in order. Used on the event loop.
+    """Limits the memory of unread messages. Streams wait for memory in order. Used on the event loop.
 
-    gRPC keeps a message, and a copy of it, until the client's flow control lets it go. A client that never reads so
-    holds one message per stream, for as many streams as it opens.
-
-    Nothing frees that memory as long as the connection is open, not even the end of the rpc on the server. The
-    connection of a reader that stalls is therefore closed.
+    gRPC holds a message and a copy of it until the client's flow control admits it. A client that does not read
+    therefore uses the memory of one message per open stream. Nothing frees this memory while the connection is open,
+    not even the end of the rpc on the server. So the connection of a stalled reader is closed.
 
     Args:
-        limit_bytes: For all connections together.
-        close: Closes the connection of a peer; returns whether it was found.
+        limit_bytes: Limit for all connections together.
+        close: Closes the connection of a peer; returns True if the connection was found.
     """
 
     def __init__(self, limit_bytes: int, close: Callable[[str], bool] = close_connection) -> None:
@@ -55,7 +103,7 @@ class Sending:
         self.used_bytes = 0
         self._used_by: Counter[str] = Counter()
         self._sent: dict[_Message, None] = {}
-        """What is being sent, oldest first."""
+        """Messages being sent, oldest first."""
         self._waiting: deque[_Message] = deque()
         self._waiting_by: Counter[str] = Counter()
         self._sweeper: asyncio.TimerHandle | None = None
@@ -63,18 +111,19 @@ class Sending:
 
     @asynccontextmanager
     async def message(self, size_bytes: int, peer: str, wait_s: float) -> AsyncIterator[None]:
-        """Room for one message while the block makes it and hands it to the client.
+        """Counts one message while the block builds it and passes it to gRPC.
 
-        If the client does not take the message in time its connection is closed, and gRPC cancels the task that is in
+        If the client does not take the message in time, its connection is closed, and gRPC cancels the task that runs
         the block.
 
         Args:
-            size_bytes: What the message takes, with copies. More than the limits is taken when nothing else is held.
+            size_bytes: Size of the message with its copies. A larger message than the limits is admitted when no other
+                message counts.
             peer: The connection.
-            wait_s: How long to wait for room.
+            wait_s: Seconds to wait for memory.
 
         Raises:
-            CapacityError: There was no room in time, or too many streams wait already.
+            CapacityError: No memory became free in time, or too many streams wait already.
         """
         message = _Message(peer, size_bytes)
         if self._waiting or not (self._fits(message) and self._fits_peer(message)):
@@ -100,7 +149,7 @@ class Sending:
         self._used_by[message.peer] += message.size_bytes
         self._sent[message] = None
         if self._sweeper is None:
-            self._sweeper = loop.call_later(_SWEEP_S, self._sweep)
+            self._sweeper = loop.call_later(_SWEEP_S, self._close_stalled)
 
     def _end(self, message: _Message) -> None:
         del self._sent[message]
@@ -115,53 +164,51 @@ class Sending:
         waiting, own = len(self._waiting), self._waiting_by.get(message.peer, 0)
         if waiting >= _MAX_WAITING or own >= _MAX_WAITING_PER_PEER:
             raise CapacityError(
-                f"{waiting} streams, {own} of them of this connection, wait for "
-                f"their readers already; the limits are {_MAX_WAITING} and {_MAX_WAITING_PER_PEER}: read the streams "
-                "that are open before opening more"
+                f"{waiting} streams wait for their readers already, {own} of them on this connection; the limits are "
+                f"{_MAX_WAITING} and {_MAX_WAITING_PER_PEER}: read the open streams before opening more"
             )
-        message.turn = asyncio.get_running_loop().create_future()
+        message.admitted = asyncio.get_running_loop().create_future()
         self._waiting.append(message)
         self._waiting_by[message.peer] += 1
         self._admit()
         try:
             async with asyncio.timeout(wait_s):
-                await message.turn
+                await message.admitted
         except BaseException as error:
-            if message in self._sent:  # its turn came at the moment it gave up
+            if message in self._sent:  # admitted in the same loop iteration as the timeout
                 self._end(message)
             else:
-                self._leave(message)
+                self._stop_waiting(message)
             if not isinstance(error, TimeoutError):
                 raise
             own = self._used_by.get(message.peer, 0)
             raise CapacityError(
-                f"waited {wait_s:.1f} s to send a message of {message.size_bytes} bytes: readers have not taken "
-                f"{self.used_bytes} bytes yet, {own} of them of this connection; the limits are "
-                f"{self.limit_bytes} and {self.peer_limit_bytes}: read the streams that are open, or ask for smaller "
-                "chunks",
+                f"a message of {message.size_bytes} bytes could not be sent within {wait_s:.1f} s: clients have not "
+                f"read {self.used_bytes} bytes yet, {own} of them on this connection; the limits are "
+                f"{self.limit_bytes} and {self.peer_limit_bytes}: read the open streams, or request smaller chunks",
                 limit_bytes=self.limit_bytes,
             ) from None
 
-    def _leave(self, message: _Message) -> None:
+    def _stop_waiting(self, message: _Message) -> None:
         self._waiting.remove(message)
         self._waiting_by[message.peer] -= 1
         if not self._waiting_by[message.peer]:
             del self._waiting_by[message.peer]
 
     def _admit(self) -> None:
-        """Begins what fits, oldest first; a connection that is at its own limit does not hold up the others."""
+        """Admits messages that fit, oldest first. A connection at its own limit does not block other connections."""
         for message in list(self._waiting):
-            assert message.turn is not None
-            if message.turn.done() or not self._fits_peer(message):
-                continue  # cancelled a moment ago, it leaves by itself; or its connection has enough
+            assert message.admitted is not None
+            if message.admitted.done() or not self._fits_peer(message):
+                continue  # cancelled in this loop iteration (its task stops waiting), or at the connection's limit
             if not self._fits(message):
                 return
-            self._leave(message)
+            self._stop_waiting(message)
             self._begin(message)
-            message.turn.set_result(None)
+            message.admitted.set_result(None)
 
-    def _sweep(self) -> None:
-        """Closes the connections of readers that take nothing."""
+    def _close_stalled(self) -> None:
+        """Closes the connections of clients that have stopped reading."""
         loop = asyncio.get_running_loop()
         limit_s = PRESSED_LIMIT_S if self._waiting else STALL_LIMIT_S
         stalled = {}
@@ -172,10 +219,10 @@ class Sending:
         for peer, stalled_s in stalled.items():
             if self._close(peer):
                 logger.warning(
-                    "closed the connection of %s: it has not read for %.0f s and holds %d of %d bytes for messages",
+                    "closed the connection of %s: it has not read for %.0f s and uses %d of %d bytes for messages",
                     peer,
                     stalled_s,
                     self._used_by.get(peer, 0),
                     self.limit_bytes,
                 )
-        self._sweeper = loop.call_later(_SWEEP_S, self._sweep) if self._sent else None
+        self._sweeper = loop.call_later(_SWEEP_S, self._close_stalled) if self._sent else None

@@ -1,4 +1,4 @@
-"""Memory that trainers of this host can map: files of a memory file system."""
+"""Memory that trainers on this host can map: files in a memory file system such as ``/dev/shm``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from shardwell_server.shard.memory.shm_reserve import ShmReserve
 from shardwell_server.shm_folders import DEFAULT_DIRECTORY, lock_folder, remove_remains
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import CapacityError
@@ -23,12 +22,17 @@ from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, write_version
 
 logger = logging.getLogger(__name__)
 
-_LEAST_BYTES = 1 << 20
-"""With less room than this a server does not offer shared memory."""
+_MIN_FREE_BYTES = 1 << 20
+"""A server with less free space than this does not offer shared memory."""
+
+_RESERVED_SHARE = 0.25
+_MIN_RESERVED_BYTES, _MAX_RESERVED_BYTES = 128 << 20, 2 << 30
+"""Free space that is left to other programs. DataLoader workers pass batches through ``/dev/shm`` and die with SIGBUS
+when it is full. Docker's default size is 64 MiB."""
 
 _ENLARGE, _MORE_FILES = "enlarge it", "raise the limit of open files (ulimit -n)"
 _HOW_IN_DOCKER = {True: " (docker: shm_size)", False: " (docker compose: SHARDWELL_SHM_SIZE)"}
-"""How a container gets more room in ``/dev/shm``, and in a volume that is mounted elsewhere."""
+"""How to enlarge ``/dev/shm`` of a container (True), or a volume mounted elsewhere (False)."""
 _ADVICE = {
     errno.ENOSPC: _ENLARGE,
     errno.ENOMEM: _ENLARGE,
@@ -36,7 +40,41 @@ _ADVICE = {
     errno.EMFILE: _MORE_FILES,
     errno.ENFILE: _MORE_FILES,
 }
-"""What to do when there is no room, which also means: no descriptor, of which every mapped file keeps one."""
+"""What the user can do, by error number. Every mapped file uses one file descriptor."""
+
+
+class ShmReserve:
+    """Free space of a memory file system that a server leaves to other programs.
+
+    Args:
+        directory: Directory in which the server makes files.
+        common: Directory that other programs use. A server with a file system of its own may fill it.
+    """
+
+    def __init__(self, directory: Path, common: Path) -> None:
+        self._directory = directory
+        total_bytes = _total_and_free_bytes(directory)[0]
+        shared = common.is_dir() and directory.stat().st_dev == common.stat().st_dev
+        reserved_bytes = int(min(max(total_bytes * _RESERVED_SHARE, _MIN_RESERVED_BYTES), _MAX_RESERVED_BYTES))
+        self.size_bytes = reserved_bytes if shared else 0
+        self.total_bytes = total_bytes
+
+    def problem(self, size_bytes: int) -> str | None:
+        """Returns why a file of this size must not be made. None if it fits."""
+        if not self.size_bytes:
+            return None
+        free_bytes = _total_and_free_bytes(self._directory)[1]
+        if free_bytes - size_bytes >= self.size_bytes:
+            return None
+        return (
+            f"{free_bytes} of {self.total_bytes} bytes are free, of which {self.size_bytes} are left to other "
+            "programs, such as DataLoader workers"
+        )
+
+
+def _total_and_free_bytes(directory: Path) -> tuple[int, int]:
+    found = os.statvfs(directory)
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,15 +83,15 @@ class SharedBuffer:
 
     path: str
     tensor: torch.Tensor
-    """The whole file, which is mapped as long as the tensor or a view of it lives. uint8. [size_bytes]"""
+    """The whole file. Mapped while the tensor or a view of it exists. uint8. [size_bytes]"""
 
     def unlink(self) -> None:
-        """Takes the file's name away: the memory is freed when nobody maps it any more."""
+        """Removes the file's name. The kernel frees the memory when the last mapping ends."""
         Path(self.path).unlink(missing_ok=True)
 
 
-class Segment:
-    """The parameters of one shard in shared memory: a head with their version, then the bytes."""
+class ShardFile:
+    """The parameters of one shard in shared memory: a header with their version, then the bytes."""
 
     def __init__(self, shared: SharedBuffer) -> None:
         self._shared = shared
@@ -67,23 +105,23 @@ class Segment:
         return self._shared.path
 
     def show(self, version: int) -> None:
-        """Says which version can be read, or ``UPDATING``."""
+        """Writes the readable version, or ``UPDATING``, into the header."""
         write_version(self._head, version)
 
     def close(self) -> None:
-        """Tells those who read that there is nothing any more, and gives the memory up."""
+        """Marks the bytes as unreadable and removes the file's name."""
         self.show(UPDATING)
         self._shared.unlink()
 
 
 class SharedMemory:
-    """Makes files that this process and trainers map; they end with it.
+    """Makes files that this process and trainers map. The files are removed when the process ends.
 
-    What servers that were killed left behind is removed by the next one: each keeps a lock, which
-    the kernel takes from the dead.
+    The folder of a killed server is removed by the next server. Each server locks its folder, and the kernel releases
+    the lock of a dead process.
 
     Args:
-        directory: Of a memory file system.
+        directory: Directory in a memory file system.
     """
 
     def __init__(self, directory: Path = DEFAULT_DIRECTORY) -> None:
@@ -91,18 +129,18 @@ class SharedMemory:
         made = Path(tempfile.mkdtemp(prefix=f".{SERVER_FOLDER_PREFIX}", dir=directory))
         with opened(open_folder(made)) as folder:
             self._lock = lock_folder(folder)
-        # Only a folder that is locked has the name by which others look for remains. The name is new: another user who
-        # sees the temporary one could take a name that follows from it.
+        # The folder gets the name that ``remove_remains`` looks for only after it is locked. The name is random:
+        # another user who sees the temporary name could occupy a name derived from it.
         self._directory = made.rename(directory / f"{SERVER_FOLDER_PREFIX}{secrets.token_hex(8)}")
         self._reserve = ShmReserve(directory, DEFAULT_DIRECTORY)
-        self._told = False
+        self._warned = False
 
     def offered(self) -> bool:
-        """Whether there is room for anything beyond what is left to others; the log says why not."""
-        problem = self._reserve.problem(_LEAST_BYTES)
+        """Returns True if there is free space beyond the reserve; logs a warning otherwise."""
+        problem = self._reserve.problem(_MIN_FREE_BYTES)
         if problem is not None:
             logger.warning(
-                "no shared memory for trainers of this host, they use sockets: in %s %s: %s",
+                "shared memory is disabled, trainers on this host use sockets: in %s %s: %s",
                 self._directory.parent,
                 problem,
                 self._advice(errno.ENOSPC),
@@ -110,14 +148,13 @@ class SharedMemory:
         return problem is None
 
     def create(self, size_bytes: int, what: str) -> SharedBuffer:
-        """A new file of zeros.
+        """Makes a new file of zeros.
 
         Raises:
-            CapacityError: The memory file system has no room beyond what is left to others, or the process no
-                descriptor.
+            CapacityError: The file system has no space beyond the reserve, or the process has no file descriptor.
         """
         if (problem := self._reserve.problem(file_size(size_bytes))) is not None:
-            raise self._no_room(what, size_bytes, problem, errno.ENOSPC)
+            raise self._no_space(what, size_bytes, problem, errno.ENOSPC)
         path = self._directory / secrets.token_hex(8)
         try:
             mapped = _map_new(path, file_size(size_bytes))
@@ -125,30 +162,30 @@ class SharedMemory:
             path.unlink(missing_ok=True)
             if error.errno not in _ADVICE:
                 raise
-            raise self._no_room(what, size_bytes, str(error.strerror), error.errno) from error
+            raise self._no_space(what, size_bytes, str(error.strerror), error.errno) from error
         return SharedBuffer(str(path), torch.frombuffer(mapped, dtype=torch.uint8)[:size_bytes])
 
     def _advice(self, number: int) -> str:
         advice = _ADVICE[number]
         return advice + _HOW_IN_DOCKER[self._directory.parent == DEFAULT_DIRECTORY] if advice is _ENLARGE else advice
 
-    def _no_room(self, what: str, size_bytes: int, why: str, code: int) -> CapacityError:
-        """What is raised; the first is logged, since trainers fall back to streams and ordinary memory."""
+    def _no_space(self, what: str, size_bytes: int, why: str, code: int) -> CapacityError:
+        """Returns the error to raise. Logs the first one only, because trainers fall back to streams."""
         error = CapacityError(
-            f"{what}: no room for {size_bytes} bytes in the shared memory at {self._directory.parent} ({why}): "
+            f"{what}: {size_bytes} bytes do not fit the shared memory at {self._directory.parent} ({why}): "
             f"{self._advice(code)} or start the server with --shm-dir none"
         )
-        if not self._told:
-            self._told = True
-            logger.warning("%s. From here on ordinary memory and sockets take its place where it is full", error)
+        if not self._warned:
+            self._warned = True
+            logger.warning("%s. The server uses ordinary memory and sockets where shared memory is full", error)
         return error
 
-    def create_segment(self, size_bytes: int, what: str) -> Segment:
-        """Room for the parameters of one shard; raises as ``create`` does."""
-        return Segment(self.create(HEAD_BYTES + size_bytes, what))
+    def create_shard_file(self, size_bytes: int, what: str) -> ShardFile:
+        """Makes the file for the parameters of one shard. Raises as ``create`` does."""
+        return ShardFile(self.create(HEAD_BYTES + size_bytes, what))
 
     def close(self) -> None:
-        """Removes all files; what is mapped stays until it is unmapped."""
+        """Removes all files. Existing mappings stay valid."""
         shutil.rmtree(self._directory, ignore_errors=True)
         os.close(self._lock)
 
@@ -156,7 +193,7 @@ class SharedMemory:
 def _map_new(path: Path, size_bytes: int) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        # Room is taken now: a write to a page that the file system cannot provide would kill the process.
+        # Allocates all pages: a later write to a page that the file system cannot provide would raise SIGBUS.
         os.posix_fallocate(descriptor, 0, size_bytes)
         return mmap.mmap(descriptor, size_bytes)
     finally:

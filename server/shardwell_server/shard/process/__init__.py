@@ -1,1 +1,1 @@
-"""The process of a shard server: its command, its siblings on the host, its place in the cluster."""
+"""The process of a shard server: its command, process groups, registration with the coordinator."""

@@ -20,12 +20,10 @@ from shardwell_server.shard.process.process_group import ProcessGroup, member_se
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.state.store import ShardStore
-from shardwell_server.shard.transports.offer import TransportOffer
-from shardwell_server.shard.transports.shm_transport import ShmTransports
-from shardwell_server.shard.transports.socket_transport import SocketTransports, listen
+from shardwell_server.shard.transports.registry import TransportResources, build_transports
 from shardwell_server.shm_folders import DEFAULT_DIRECTORY
 from shardwell_server.sizes import parse_size
-from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.v1 import shard_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +33,20 @@ examples:
     shardwell-server shard --coordinator coordinator:50051 --listen 0.0.0.0:50052 --memory-budget 12GiB
     shardwell-server shard --coordinator coordinator:50051 --listen 0.0.0.0:50052 --processes 4
 
-One process moves no more than one Python interpreter can. Several per host are the normal deployment: on a host
-that is there to serve shards, raise --processes until the network is full, up to one per core. They share out
---memory-budget, are called NAME-0, NAME-1 and so on, and listen on consecutive ports (with port 0: on free ones).
-Each prints a line of JSON when it is ready. If one dies, all stop and the command fails: whatever supervises it
-can start them again.
+The throughput of one process is limited by its Python interpreter, so run several processes per host. On a host
+dedicated to shards, raise --processes until the network is saturated, up to one process per core. The processes
+divide --memory-budget, are called NAME-0, NAME-1 and so on, and listen on consecutive ports (with port 0: on free
+ports). Each prints a line of JSON when it is ready. If one fails, all stop and the command fails, so that a
+supervisor can restart it.
 """
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Registers the subcommand."""
+    """Adds the ``shard`` subcommand."""
     parser = subparsers.add_parser(
         "shard",
-        help="hold shards of models and serve them",
-        description="Holds shards of models with their optimizer state, and serves ShardService.",
+        help="store shards of models and serve them",
+        description="Stores shards of models with their optimizer state, and serves ShardService.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -58,40 +56,41 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="HOST:PORT",
         default=env("SHARDWELL_COORDINATOR"),
         required="SHARDWELL_COORDINATOR" not in os.environ,
-        help="where the coordinator listens (SHARDWELL_COORDINATOR)",
+        help="address of the coordinator (SHARDWELL_COORDINATOR)",
     )
     parser.add_argument(
         "--listen",
         metavar="HOST:PORT",
         default=env("SHARDWELL_LISTEN", "127.0.0.1:0"),
-        help="where to listen; port 0 takes a free one (SHARDWELL_LISTEN, default %(default)s)",
+        help="address to listen on; port 0: a free port (SHARDWELL_LISTEN, default %(default)s)",
     )
     parser.add_argument(
         "--advertise",
         metavar="HOST",
         default=env("SHARDWELL_ADVERTISE", ""),
-        help="host that others shall use to reach this server (SHARDWELL_ADVERTISE, default: the one it listens on)",
+        help="host by which clients reach this server (SHARDWELL_ADVERTISE, default: the host of --listen)",
     )
     parser.add_argument(
         "--id",
         metavar="NAME",
         default=env("SHARDWELL_ID", ""),
-        help="name that stays the same over restarts (SHARDWELL_ID, default: host and process id)",
+        help="name of the server, stable across restarts (SHARDWELL_ID, default: host and process id)",
     )
     parser.add_argument(
         "--memory-budget",
         metavar="SIZE",
         type=parse_size,
         default=env("SHARDWELL_MEMORY_BUDGET"),
-        help="memory for shards, such as 12GiB (SHARDWELL_MEMORY_BUDGET, default: 80%% of what the process may use)",
+        help="memory for shards, such as 12GiB (SHARDWELL_MEMORY_BUDGET, default: 80%% of the memory that the process "
+        "may use)",
     )
     parser.add_argument(
         "--servers-on-host",
         metavar="N",
         type=int,
         default=env("SHARDWELL_SERVERS_ON_HOST", "1"),
-        help="shard servers that are started separately on this host and share its memory: the default budget is "
-        "divided by it (SHARDWELL_SERVERS_ON_HOST, default %(default)s)",
+        help="number of shard servers that are started separately on this host; divides the default budget "
+        "(SHARDWELL_SERVERS_ON_HOST, default %(default)s)",
     )
     parser.add_argument(
         "--threads",
@@ -104,7 +103,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="DIR",
         type=_directory,
         default=env("SHARDWELL_SHM_DIR", str(DEFAULT_DIRECTORY) if DEFAULT_DIRECTORY.is_dir() else "none"),
-        help="memory file system through which trainers of this host read shards in place and hand over gradients; "
+        help="memory file system in which trainers on this host read shards in place and leave gradients; "
         "none: they use the network (SHARDWELL_SHM_DIR, default %(default)s)",
     )
     parser.add_argument(
@@ -112,7 +111,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         type=int,
         default=env("SHARDWELL_PROCESSES", "1"),
-        help="shard servers to run on this host, see below (SHARDWELL_PROCESSES, default %(default)s)",
+        help="number of shard servers to run, see below (SHARDWELL_PROCESSES, default %(default)s)",
     )
     authentication.add_argument(parser)
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
@@ -120,14 +119,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default=env("SHARDWELL_LOG_LEVEL", "info"),
-        help="what is logged to standard error (SHARDWELL_LOG_LEVEL, default %(default)s)",
+        help="level of the log on standard error (SHARDWELL_LOG_LEVEL, default %(default)s)",
     )
     parser.set_defaults(handler=_run)
 
 
 def _directory(text: str) -> str:
     if text != "none" and not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a directory: name a memory file system, or none")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a directory: expected the directory of a memory file system, or none"
+        )
     return text
 
 
@@ -136,11 +137,11 @@ def _run(arguments: argparse.Namespace) -> int:
         bind=arguments.listen, advertise=arguments.advertise, exit_with_parent=arguments.exit_with_parent
     )
     if arguments.threads < 1:
-        raise ValueError(f"--threads {arguments.threads}: expected at least 1")
+        raise ValueError(f"--threads is {arguments.threads}, expected at least 1")
     if arguments.servers_on_host < 1:
-        raise ValueError(f"--servers-on-host {arguments.servers_on_host}: expected at least 1")
+        raise ValueError(f"--servers-on-host is {arguments.servers_on_host}, expected at least 1")
     if arguments.processes < 1:
-        raise ValueError(f"--processes {arguments.processes}: expected at least 1")
+        raise ValueError(f"--processes is {arguments.processes}, expected at least 1")
     if arguments.processes > 1:
         return _run_group(arguments, endpoint)
     torch.set_num_threads(arguments.threads)
@@ -160,7 +161,7 @@ def _run_group(arguments: argparse.Namespace, endpoint: process.Endpoint) -> int
 
 
 async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> None:
-    """Serves ``ShardService``, as the command's arguments say, until the server is told to stop."""
+    """Serves ``ShardService`` with the command's arguments until the process is asked to stop."""
     server_id = arguments.id or f"{socket.gethostname()}-{os.getpid()}"
     credentials = authentication.from_arguments(arguments)
     with ExitStack() as stack:
@@ -169,12 +170,9 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
         store = ShardStore(arguments.memory_budget or default_budget_bytes(arguments.servers_on_host), threads, shared)
         registration = Registration(arguments.coordinator, server_id, store, credentials)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
-        shm = ShmTransports(shared, store.memory) if shared is not None else None
-        sockets = SocketTransports(store, listen(endpoint.host), shm)
-        transports: dict[int, TransportOffer] = {common_pb2.TRANSPORT_KIND_SOCKET: sockets}
-        if shm is not None:
-            transports[common_pb2.TRANSPORT_KIND_SHM] = shm
-        async with sockets.accepting():
+        resources = TransportResources(store=store, host=endpoint.host, shared=shared)
+        transports = build_transports(server_id, resources)
+        async with transports.serving():
             servicer = ShardServicer(server_id, registration.incarnation, store, registration.term, transports)
             await process.serve(
                 service,
@@ -182,7 +180,7 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
                 endpoint,
                 registration.running,
                 credentials=credentials,
-                end_standing=servicer.end_transports,
+                end_standing=servicer.end_standing_streams,
             )
 
 
@@ -194,7 +192,7 @@ def _shared_memory(directory: str) -> Iterator[SharedMemory | None]:
     try:
         shared = SharedMemory(Path(directory))
     except OSError as error:
-        logger.warning("no shared memory for trainers of this host, they use the network: %s", error)
+        logger.warning("shared memory is disabled, trainers on this host use the network: %s", error)
         yield None
         return
     try:

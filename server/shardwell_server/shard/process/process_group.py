@@ -1,4 +1,4 @@
-"""Several shard servers of one host: started together, stopped together, none left behind."""
+"""Several shard servers of one host, started and stopped together."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from shardwell_server.process import Endpoint, stop_event
 logger = logging.getLogger(__name__)
 
 _KILL_AFTER_S = 30.0
-"""A child that was told to stop gets this long: more than a clean stop takes, also on an overloaded host."""
+"""A child is killed after this time. A clean stop takes less, even on an overloaded host."""
 
 
 def member_settings(
     settings: Mapping[str, Any], *, server_id: str, memory_budget_bytes: int, bind: str
 ) -> list[dict[str, Any]]:
-    """The settings of each shard server of a group.
+    """Returns the settings of each shard server in a group.
 
     Args:
-        settings: Of the whole group, by the names of ``shardwell-server shard``'s options.
-        server_id: Name of the group; its members are ``<server_id>-0`` and so on.
-        memory_budget_bytes: Of the whole group; shared out evenly.
-        bind: host:port; members take consecutive ports from it on, or free ones if it is 0.
+        settings: Settings of the group, by the names of the options of ``shardwell-server shard``.
+        server_id: Name of the group. Its members are ``<server_id>-0``, ``<server_id>-1`` and so on.
+        memory_budget_bytes: Budget of the group, divided evenly.
+        bind: host:port. Members listen on consecutive ports from this one, or on free ports if it is 0.
 
     Raises:
-        ValueError: There are not so many ports.
+        ValueError: The last port would exceed 65535.
     """
     host, _, first_port = bind.rpartition(":")
     count, port = settings["processes"], int(first_port)
     if port + count - 1 > 65535:
-        raise ValueError(f"--processes {count} with --listen {bind}: the last port would be {port + count - 1}")
+        raise ValueError(
+            f"--processes {count} with --listen {bind}: the last port would be {port + count - 1}, expected at most "
+            "65535"
+        )
     return [
         {
             **settings,
@@ -50,7 +53,7 @@ def member_settings(
 
 
 def command_line(settings: Mapping[str, Any]) -> list[str]:
-    """The command that starts one shard server with these settings."""
+    """Returns the command line of one shard server with these settings."""
     words = [sys.executable, "-m", "shardwell_server", "shard"]
     for name, value in settings.items():
         option = f"--{name.replace('_', '-')}"
@@ -62,22 +65,22 @@ def command_line(settings: Mapping[str, Any]) -> list[str]:
 
 
 class ProcessGroup:
-    """Shard servers as child processes.
+    """Shard servers as child processes. Used on the event loop.
 
-    Each lives in a session of its own, so that a terminal's Ctrl-C reaches it through this process only,
-    and reads a pipe that this process holds open: it stops when this process ends, whatever ends it.
+    Each child has its own session, so that Ctrl-C in a terminal reaches it through this process only. Each child reads
+    a pipe that this process keeps open, so that it stops however this process ends.
 
     Args:
-        members: Settings by which to start each one; see ``member_settings``.
+        members: Settings of each child; see ``member_settings``.
     """
 
     def __init__(self, members: Iterable[Mapping[str, Any]]) -> None:
         self._members = list(members)
         self._children: dict[asyncio.Task[int], tuple[str, Process]] = {}
-        """By what waits for its end, until that was seen."""
+        """Name and process of each running child, by the task that waits for its end."""
 
     async def run(self, endpoint: Endpoint) -> int:
-        """Runs all of them until SIGTERM, SIGINT, the starter's end, or until one fails.
+        """Runs all children until SIGTERM, SIGINT, the end of the parent process, or the failure of a child.
 
         Returns:
             An exit code: 0 if every child stopped cleanly.
@@ -98,24 +101,24 @@ class ProcessGroup:
         self._children[asyncio.ensure_future(_relay(child))] = (settings["id"], child)
 
     async def _until_stop(self, stop: asyncio.Event) -> bool:
-        """Waits until all shall stop or have stopped; False at once if one fails."""
-        told = asyncio.ensure_future(stop.wait())
+        """Waits until ``stop`` is set or all children have stopped. Returns False at once if a child fails."""
+        stop_wait = asyncio.ensure_future(stop.wait())
         try:
             while self._children and not stop.is_set():
-                await asyncio.wait({told, *self._children}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({stop_wait, *self._children}, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in self._children if task.done()]:
                     name, child = self._children.pop(task)
                     if (code := task.result()) != 0:
-                        ended = f"{name} (process {child.pid}) ended {_how(code)}"
+                        ended = f"{name} (process {child.pid}) ended {_describe_exit(code)}"
                         logger.error("%s; stopping the other %d", ended, len(self._children))
                         return False
                     logger.info("%s (process %d) stopped", name, child.pid)
             return True
         finally:
-            told.cancel()
+            stop_wait.cancel()
 
     async def _end(self) -> bool:
-        """Stops what still runs, kills what does not; returns whether that was not needed."""
+        """Stops the running children, and kills those that do not stop. Returns True if all stopped cleanly."""
         children, self._children = self._children, {}
         for _, child in children.values():
             if child.returncode is None:
@@ -127,12 +130,12 @@ class ProcessGroup:
             logger.error("%s (process %d) did not stop within %.0f s; killing it", name, child.pid, _KILL_AFTER_S)
             child.kill()
         codes = await asyncio.gather(*children)
-        # A child that was still importing its modules is ended by the signal itself.
+        # A child that is still importing modules has no signal handler yet, so SIGTERM kills it.
         return all(code in (0, -signal.SIGTERM) for code in codes)
 
 
 async def _relay(child: Process) -> int:
-    """Copies a child's lines to standard output; returns its exit code when it has ended."""
+    """Copies a child's output to standard output; returns its exit code."""
     assert child.stdout is not None
     async for line in child.stdout:
         sys.stdout.write(line.decode())
@@ -140,5 +143,5 @@ async def _relay(child: Process) -> int:
     return await child.wait()
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

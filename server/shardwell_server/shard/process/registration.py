@@ -1,13 +1,13 @@
-"""Keeps this shard server known to the coordinator."""
+"""Registers a shard server with the coordinator and keeps its lease."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from importlib.metadata import version as installed_version
 from typing import Any
 
@@ -15,7 +15,7 @@ import grpc.aio
 from google.protobuf.message_factory import GetMessageClass
 
 from shardwell_server.process_identity import own_identity
-from shardwell_server.shard.state.coordinator_term import CoordinatorTerm
+from shardwell_server.shard.state.fences import CoordinatorTerm
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.channel import open_aio_channel
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
@@ -29,29 +29,30 @@ from shardwell_wire.errors import (
     UnavailableError,
     from_rpc_error,
 )
+from shardwell_wire.retry import retry_async
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 2.0
-_LONGEST_DELAY_S = 2.0
-_GIVEN_UP = (StaleEpochError, NotFoundError)
-"""What a heartbeat meets when the coordinator does not take this process for the server any more."""
+_LONGEST_PAUSE_S = 2.0
+_LEASE_LOST = (StaleEpochError, NotFoundError)
+"""Errors of a heartbeat after the lease of this process has ended."""
 
 
 class Registration:
-    """Registers a shard server with the coordinator and keeps its lease.
+    """Registers a shard server with the coordinator and keeps its lease. Used on the event loop.
 
     Args:
         coordinator: host:port.
         server_id: Stable name of the server.
-        store: What is reported.
-        credentials: Of the cluster; every rpc carries them.
+        store: State whose memory and runs are reported.
+        credentials: Credentials of the cluster. Every rpc carries them.
 
     Attributes:
-        incarnation: Random: tells this process from others of its id.
-        term: Of the coordinator, as far as this server has been told.
+        incarnation: Random id that distinguishes this process from others with the same server id.
+        term: The newest term that the coordinator has confirmed.
     """
 
     def __init__(
@@ -65,24 +66,26 @@ class Registration:
         self._address, self._epoch, self._lease_s = "", 0, 0.0
         self.term = CoordinatorTerm(self._ask_term)
         self._dropping: set[str] = set()
-        """Ids of deleted runs that are being dropped."""
+        """Ids of the deleted runs that are being dropped."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[asyncio.Future[None]]:
-        """Registered on entry; heartbeats until exit, then deregisters. Gives what raises when the heartbeats fail.
+        """Registers on entry, sends heartbeats while the block runs, and deregisters on exit.
+
+        Yields a future that raises when the server must stop. These errors come from registering, on entry or again.
 
         Args:
-            address: host:port at which others reach this server.
+            address: host:port by which clients reach this server.
 
         Raises:
-            DuplicateError: Another process has the server's id; from what is given: it took this one's place.
-            ConflictError: The coordinator is too old for this server; from what is given: it came back as such a one.
+            DuplicateError: Another process has registered with the server's id.
+            ConflictError: The coordinator is too old for this server.
         """
         self._address = address
         try:
             await self._register()
-            task = asyncio.ensure_future(self._keep())
+            task = asyncio.ensure_future(self._keep_lease())
             try:
                 yield task
             finally:
@@ -102,25 +105,22 @@ class Registration:
             incarnation=self.incarnation,
             process=own_identity(),
         )
-        delay = 0.05
-        while True:
-            try:
-                response = await self._call("RegisterServer", request)
-                break
-            except (UnavailableError, DeadlineError) as error:
-                self._note("register with", error)
-            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
-            delay = min(2 * delay, _LONGEST_DELAY_S)
+        response = await retry_async(
+            lambda: self._call("RegisterServer", request),
+            errors=(UnavailableError, DeadlineError),
+            check=partial(self._log_unreachable, "register with"),
+            longest_pause_s=_LONGEST_PAUSE_S,
+        )
         if not response.coordinator_epoch:
             raise ConflictError(
-                f"the coordinator at {self._coordinator} does not say its term: it is of an older Shardwell than this "
-                f"server ({installed_version('shardwell')}); update the coordinator first"
+                f"the coordinator at {self._coordinator} sends no term, so it is older than this server "
+                f"({installed_version('shardwell')}): update the coordinator first"
             )
         self._epoch, self._lease_s = response.epoch, response.lease_s
         self.term.learn(response.coordinator_epoch)
         logger.info("registered with the coordinator at %s as %r", self._coordinator, self._server_id)
 
-    async def _keep(self) -> None:
+    async def _keep_lease(self) -> None:
         while True:
             await asyncio.sleep(self._lease_s / 3)
             try:
@@ -128,32 +128,32 @@ class Registration:
             except (DuplicateError, ConflictError):
                 raise
             except ShardwellError as error:
-                self._note("reach", error)
+                self._log_unreachable("reach", error)
 
     async def _beat_or_register(self) -> None:
-        """One heartbeat; registers again if the coordinator has given this server up."""
+        """Sends one heartbeat. Registers again if the lease has ended."""
         try:
             await self._beat()
-        except _GIVEN_UP as error:
-            logger.warning("the coordinator took this server for lost: %s", error)
+        except _LEASE_LOST as error:
+            logger.warning("the lease of this server has ended, registering again: %s", error)
             await self._register()
 
     async def _leave(self) -> None:
-        """Says that this process is about to end. If the coordinator does not answer, it finds out by itself."""
+        """Deregisters. If the coordinator does not answer, the lease expires instead."""
         request = coordinator_pb2.DeregisterServerRequest(server_id=self._server_id, epoch=self._epoch)
         try:
             await self._call("DeregisterServer", request, timeout_s=_LEAVE_TIMEOUT_S)
         except ShardwellError as error:
-            logger.info("could not deregister: %s", error)
+            logger.info("cannot deregister: %s", error)
 
     async def _ask_term(self) -> None:
-        """Hears of the coordinator's term now instead of with the next heartbeat."""
+        """Sends a heartbeat now, whose answer contains the coordinator's term."""
         try:
             await self._beat()
-        except _GIVEN_UP as error:
+        except _LEASE_LOST as error:
             raise UnavailableError(
-                f"server {self._server_id!r} is not registered with the coordinator at {self._coordinator} now: ask "
-                "again when it is",
+                f"server {self._server_id!r} is not registered with the coordinator at {self._coordinator}: try again "
+                "when it is",
                 server=self._server_id,
             ) from error
 
@@ -172,14 +172,14 @@ class Registration:
                 self._drop_deleted(run_id)
 
     def _drop_deleted(self, run_id: str) -> None:
-        """Drops a run whose deletion this server missed. In the background: work on the run may have to end first."""
+        """Drops a run whose deletion this server missed. Runs in the background, after work on the run."""
 
         async def drop() -> None:
             try:
                 freed_bytes = await self._store.drop(run_id)
             finally:
                 self._dropping.discard(run_id)
-            logger.info("dropped the deleted run with id %s: %d bytes are free again", run_id, freed_bytes)
+            logger.info("dropped the deleted run with id %s, which freed %d bytes", run_id, freed_bytes)
 
         self._dropping.add(run_id)
         task = asyncio.ensure_future(drop())
@@ -200,7 +200,8 @@ class Registration:
         self._reachable = True
         return response
 
-    def _note(self, what: str, error: ShardwellError) -> None:
+    def _log_unreachable(self, action: str, error: Exception) -> None:
+        """Logs the first of several failed calls."""
         if self._reachable:
-            logger.warning("cannot %s the coordinator at %s, trying on: %s", what, self._coordinator, error)
+            logger.warning("cannot %s the coordinator at %s, retrying: %s", action, self._coordinator, error)
         self._reachable = False

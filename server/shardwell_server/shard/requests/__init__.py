@@ -1,1 +1,1 @@
-"""What a server does for each request, whichever way it comes."""
+"""What a shard server does for each request, independent of the transport."""

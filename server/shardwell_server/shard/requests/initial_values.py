@@ -1,4 +1,4 @@
-"""How a shard gets its initial values: they are received, or drawn here."""
+"""Initial values of a shard: received from a trainer, or drawn by the server."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ async def receive(
     incoming: IncomingStream,
     wait_s: float,
 ) -> None:
-    """Receives and draws initial values; of several unfinished streams the newest counts.
+    """Receives and draws the initial values of a shard. A newer stream replaces an unfinished one.
 
-    Values for a unit that is published are dropped.
+    Values for a published unit are ignored.
 
     Raises:
-        InvalidRequestError: They are not of the shard's range, the stream is broken, or a parameter cannot be
-            drawn as asked.
-        StaleEpochError: Values of a newer epoch are here, or on their way.
-        NonFiniteError: A value is NaN or infinity; nothing is kept.
-        CapacityError: There was no room to receive them.
+        InvalidRequestError: The range is not the shard's, the stream is broken, or a distribution is invalid.
+        StaleEpochError: The shard has values of a newer epoch, or a newer stream replaced this one.
+        NonFiniteError: A value is NaN or infinity; nothing is stored.
+        CapacityError: No memory became free in time.
     """
     shard.check_range(header.start_bytes, header.stop_bytes)
     draws = _checked_draws(shard, header)
@@ -44,10 +43,10 @@ async def receive(
     if shard.version is not None:
         return
 
-    async def take() -> None:
+    async def receive_values() -> None:
         _check_epoch(shard, epoch)
-        room = store.memory.incoming(shard.size_bytes, shard.initial_cover, wait_s=wait_s, what=what)
-        async with room as received:
+        buffer = store.memory.incoming(shard.size_bytes, shard.initial_quota, wait_s=wait_s, what=what)
+        async with buffer as received:
             _clear_gaps(shard, received.buffer)
             views = shard.views(received.buffer)
             await incoming.into(_streamed(shard.segments, views, draws), what)
@@ -59,19 +58,19 @@ async def receive(
             if shard.version is None:
                 shard.values.accept_initial(epoch, received)
 
-    await shard.streams.replace("initial values", (epoch,), what, take)
+    await shard.streams.replace("initial values", (epoch,), what, receive_values)
 
 
 def _checked_draws(shard: UnitShard, header: shard_pb2.InitializeUnitHeader) -> Draws:
     draws: dict[int, initialization_pb2.ParameterDraw] = {}
     parameters = shard.layout.parameters
     if header.draws and shard.layout.holds_buffers:
-        raise InvalidRequestError(f"{shard.what} holds buffers, whose values are sent and not drawn")
+        raise InvalidRequestError(f"{shard.what} holds buffers, whose values cannot be drawn: send them")
     for draw in header.draws:
         if draw.parameter_index >= len(parameters) or draw.parameter_index in draws:
             raise InvalidRequestError(
-                f"{shard.what} has {len(parameters)} parameters; number {draw.parameter_index} is to be drawn, "
-                "but is none of them or was named before"
+                f"{shard.what}: parameter_index is {draw.parameter_index} in draws, expected unique numbers below "
+                f"{len(parameters)}"
             )
         random_values.check(draw, parameters[draw.parameter_index].name)
         draws[draw.parameter_index] = draw
@@ -79,6 +78,7 @@ def _checked_draws(shard: UnitShard, header: shard_pb2.InitializeUnitHeader) -> 
 
 
 def _clear_gaps(shard: UnitShard, buffer: torch.Tensor) -> None:
+    """Zeroes the padding between segments."""
     position = 0
     for segment in shard.segments:
         buffer[position : segment.start_bytes - shard.start_bytes].zero_()
@@ -103,7 +103,8 @@ def _draw(segments: Sequence[Segment], views: Sequence[torch.Tensor], draws: Dra
 def _check_epoch(shard: UnitShard, epoch: int) -> None:
     if epoch < shard.values.initial_epoch:
         raise StaleEpochError(
-            f"{shard.what}: epoch {epoch} is over, the initial values of epoch {shard.values.initial_epoch} are here",
+            f"initial values of {shard.what}: epoch {epoch} is over, the shard has values of epoch "
+            f"{shard.values.initial_epoch}",
             epoch=epoch,
             newest=shard.values.initial_epoch,
         )

@@ -1,4 +1,4 @@
-"""What people see of a shard server: summaries, the step in flight, a few values."""
+"""Inspection of a shard server: summaries, the step in flight, a few values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.metadata import version as installed_version
 
 import torch
 
-from shardwell_server.shard.state.runs import Run
+from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire.errors import InvalidRequestError, NotFoundError, StepStateError
@@ -16,16 +16,16 @@ from shardwell_wire.v1 import shard_pb2
 DEFAULT_PEEK_COUNT, MAX_PEEK_COUNT = 8, 1024
 
 _PEEKED_ELEMENTS = 1 << 18
-"""Peek looks at this many elements at a time."""
+"""Number of elements that Peek reads at a time."""
 
 _PEEK_ATTEMPTS = 3
-"""How often Peek begins anew when the values change while it reads them."""
+"""Number of attempts of Peek when the values change while it reads them."""
 
 
 def describe_server(
     store: ShardStore, server_id: str, incarnation: str, uptime_s: float
 ) -> shard_pb2.DescribeServerResponse:
-    """The server, its memory and its runs."""
+    """Describes the server, its memory and its runs."""
     return shard_pb2.DescribeServerResponse(
         server_id=server_id,
         incarnation=incarnation,
@@ -48,7 +48,7 @@ def describe_server(
 
 
 def summarize(shard: UnitShard) -> shard_pb2.ShardSummary:
-    """One line of ListShards."""
+    """Returns the summary of a shard that ListShards reports."""
     return shard_pb2.ShardSummary(
         unit=shard.unit,
         unit_index=shard.index,
@@ -64,7 +64,7 @@ def summarize(shard: UnitShard) -> shard_pb2.ShardSummary:
 
 
 def describe_shard(shard: UnitShard) -> shard_pb2.DescribeShardResponse:
-    """A shard with its parameters and their ranges."""
+    """Describes a shard with its parameters and their ranges."""
     pieces = []
     for number, segment in enumerate(shard.segments):
         parameter = shard.layout.parameters[segment.parameter_index]
@@ -82,8 +82,8 @@ def describe_shard(shard: UnitShard) -> shard_pb2.DescribeShardResponse:
     return shard_pb2.DescribeShardResponse(summary=summarize(shard), parameters=pieces, optimizer_state=names)
 
 
-def describe_step(run: Run) -> shard_pb2.DescribeStepResponse:
-    """Which contributions the step in flight has and lacks."""
+def describe_step(run: HostedRun) -> shard_pb2.DescribeStepResponse:
+    """Describes which contributions the step in flight has and lacks."""
     return shard_pb2.DescribeStepResponse(
         step=run.step,
         prepared=run.prepared is not None,
@@ -102,61 +102,64 @@ def describe_step(run: Run) -> shard_pb2.DescribeStepResponse:
 
 
 async def peek(store: ShardStore, request: shard_pb2.PeekRequest) -> shard_pb2.PeekResponse:
-    """A few values of a parameter, with statistics over the part of it that is here.
+    """Returns a few values of a parameter, and statistics over the part of it on this server.
 
     Raises:
-        NotFoundError: The parameter, or the state asked for, is not here.
+        NotFoundError: This server does not hold the parameter, or the state with this name.
         InvalidRequestError: ``start`` or ``count`` is out of range.
-        StepStateError: The unit has no values yet, or there is no reduced gradient now.
+        StepStateError: The unit has no values yet, or has no reduced gradient now.
     """
     count = request.count or DEFAULT_PEEK_COUNT
     if count > MAX_PEEK_COUNT:
-        raise InvalidRequestError(f"count is {count}: at most {MAX_PEEK_COUNT}")
+        raise InvalidRequestError(f"count is {count}, expected at most {MAX_PEEK_COUNT}")
     run = store.run(request.run)
     shard, number = _find_parameter(run, request.parameter)
 
     response: shard_pb2.PeekResponse | None = None
     for _ in range(_PEEK_ATTEMPTS):
-        if (response := await _look(store, run, shard, number, request)) is not None:
+        if (response := await _peek_once(store, run, shard, number, request)) is not None:
             break
     if response is None:
         raise StepStateError(
-            f"{shard.what} changed {_PEEK_ATTEMPTS} times while parameter {request.parameter!r} was read: ask again, "
-            "or keep a version with PinVersion"
+            f"{shard.what} changed {_PEEK_ATTEMPTS} times while parameter {request.parameter!r} was read: try again, "
+            "or pin a version with PinVersion"
         )
     return response
 
 
-async def _look(
-    store: ShardStore, run: Run, shard: UnitShard, number: int, request: shard_pb2.PeekRequest
+async def _peek_once(
+    store: ShardStore, run: HostedRun, shard: UnitShard, number: int, request: shard_pb2.PeekRequest
 ) -> shard_pb2.PeekResponse | None:
-    """What ``peek`` answers; None: the values changed meanwhile.
+    """Returns the answer of ``peek``, or None if the values changed during the call.
 
-    A tensor may be large. It is read a slice at a time, and between two slices others have their turn on the run.
+    The tensor may be large. It is read in chunks, and other work on the run may proceed between two chunks.
     """
     statistics, values, count = _Statistics(), [], request.count or DEFAULT_PEEK_COUNT
     source, element, complete = None, 0, False
 
-    async def next_slice() -> bool:
+    async def next_chunk() -> bool:
         nonlocal source, element, complete
-        here, version = _peeked(shard, number, request), shard.version
-        if here.is_complex():
-            raise InvalidRequestError(f"{request.parameter!r} is complex: only real numbers are shown")
-        if request.start >= here.numel():
-            raise InvalidRequestError(f"start is {request.start}: this server has {here.numel()} elements of it")
-        now = (here.data_ptr(), version, shard.partitions.generation)
+        tensor, version = _peeked(shard, number, request), shard.version
+        if tensor.is_complex():
+            raise InvalidRequestError(f"parameter {request.parameter!r} is complex: only real values can be shown")
+        if request.start >= tensor.numel():
+            raise InvalidRequestError(
+                f"start is {request.start}, but this server has {tensor.numel()} elements of parameter "
+                f"{request.parameter!r}"
+            )
+        now = (tensor.data_ptr(), version, shard.partitions.generation)
         if source is None:
             source = now
-            values.extend(here[request.start : request.start + count].double().tolist())
+            values.extend(tensor[request.start : request.start + count].double().tolist())
         if source != now:
             return False
-        part = here[element : element + _PEEKED_ELEMENTS]
+        part = tensor[element : element + _PEEKED_ELEMENTS]
         await store.in_thread(lambda: statistics.add(part))
         element += part.numel()
-        complete = element == here.numel()
+        complete = element == tensor.numel()
         return not complete
 
-    while await run.alone(next_slice):  # no update changes the values meanwhile
+    while await run.exclusively(next_chunk):  # no update changes the values within a chunk
         pass
     if not complete:
         return None
@@ -170,19 +173,19 @@ async def _look(
 
 
 def _peeked(shard: UnitShard, number: int, request: shard_pb2.PeekRequest) -> torch.Tensor:
-    shard.values.check_whole()
-    if shard.version is None or shard.values.parameters is None:
+    shard.values.check_not_dropped()
+    if shard.version is None or shard.values.current is None:
         raise StepStateError(f"{shard.what} has no published values yet")
     if shard.values.updating:
-        raise StepStateError(f"the update of {shard.what} failed and is being repeated: ask again")
+        raise StepStateError(f"the update of {shard.what} failed and is being repeated: try again")
     if request.source in (shard_pb2.PEEK_SOURCE_UNSPECIFIED, shard_pb2.PEEK_SOURCE_PARAMETER):
-        return shard.views(shard.values.parameters.buffer)[number]
+        return shard.views(shard.values.current.buffer)[number]
     if request.source == shard_pb2.PEEK_SOURCE_GRADIENT:
         gradient = None if shard.reduced is None else shard.reduced.gradients[number]
         if gradient is None:
             raise StepStateError(
-                f"parameter {request.parameter!r} has no reduced gradient now: it exists between "
-                "prepare and update only"
+                f"parameter {request.parameter!r} has no reduced gradient now: one exists only between "
+                "PrepareStep and Update"
             )
         return gradient
     if request.source == shard_pb2.PEEK_SOURCE_OPTIMIZER_STATE:
@@ -191,15 +194,15 @@ def _peeked(shard: UnitShard, number: int, request: shard_pb2.PeekRequest) -> to
         if request.state_name not in names or request.state_name not in state:
             raise NotFoundError(
                 f"parameter {request.parameter!r} has no optimizer state {request.state_name!r}; "
-                f"there is {', '.join(names) or 'none yet'}"
+                f"it has {', '.join(names) or 'none yet'}"
             )
         tensor: torch.Tensor = state[request.state_name]
         return tensor.reshape(-1)
-    raise InvalidRequestError(f"source {request.source} is not known")
+    raise InvalidRequestError(f"source is {request.source}, expected a PeekSource")
 
 
 class _Statistics:
-    """Statistics over a tensor that is looked at slice by slice."""
+    """Statistics over a tensor that is read in chunks."""
 
     def __init__(self) -> None:
         self._norms: list[float] = []
@@ -207,7 +210,7 @@ class _Statistics:
         self._non_finite_count = 0
 
     def add(self, values: torch.Tensor) -> None:
-        """Takes the next slice in."""
+        """Adds the next chunk."""
         wide = values.double()
         finite = wide[torch.isfinite(wide)]
         self._norms.append(float(torch.linalg.vector_norm(wide)))
@@ -216,7 +219,7 @@ class _Statistics:
         self._non_finite_count += wide.numel() - finite.numel()
 
     def response(self) -> shard_pb2.PeekResponse:
-        """The statistics over all slices."""
+        """Returns the statistics over all chunks."""
         return shard_pb2.PeekResponse(
             norm=float(torch.linalg.vector_norm(torch.tensor(self._norms, dtype=torch.float64))),
             min=min(self._bounds, default=0.0),
@@ -225,14 +228,14 @@ class _Statistics:
         )
 
 
-def _find_parameter(run: Run, name: str) -> tuple[UnitShard, int]:
+def _find_parameter(run: HostedRun, name: str) -> tuple[UnitShard, int]:
     for shard in run.shards.values():
         index = shard.layout.index_by_name.get(name)
         if index is not None and index in shard.segment_of:
             return shard, shard.segment_of[index]
         if index is not None:
             raise NotFoundError(
-                f"no element of parameter {name!r} is on this server: ask another owner", parameter=name
+                f"this server holds no element of parameter {name!r}: ask another owner of its unit", parameter=name
             )
     names = [parameter.name for shard in run.shards.values() for parameter in shard.layout.parameters]
     some = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")

@@ -1,8 +1,9 @@
-"""Which contribution is accepted, which is dropped, and how one is received."""
+"""Decides which pushed gradients become contributions, and receives them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -11,10 +12,9 @@ from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.memory.budget import IncomingBuffer
 from shardwell_server.shard.requests.streams import IncomingStream
 from shardwell_server.shard.state.contributions import Contribution
-from shardwell_server.shard.state.runs import Run
+from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_server.shard.transports.gradient_buffers import GradientBuffer
 from shardwell_wire import codec
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError, VersionGoneError
 from shardwell_wire.layout import Segment
@@ -23,125 +23,145 @@ from shardwell_wire.v1 import common_pb2, shard_pb2
 
 
 class ContributionMemory(Protocol):
-    """Where a gradient lies, laid out like its shard."""
+    """Memory that holds one complete gradient, laid out like its shard."""
 
     @property
     def buffer(self) -> torch.Tensor:
         """uint8. [stop_bytes - start_bytes]"""
         ...
 
-    def keep(self) -> torch.Tensor:
-        """It becomes a contribution: the buffer stays as it is until ``give_back``."""
+    def claim(self) -> torch.Tensor:
+        """Makes the buffer a contribution: its bytes stay unchanged until ``release``."""
         ...
 
-    def give_back(self) -> None:
-        """The contribution is used up or void."""
+    def release(self) -> None:
+        """Called when the contribution has been used or dropped."""
+        ...
+
+
+class AdoptableMemory(ContributionMemory, Protocol):
+    """Contribution memory that a trainer wrote, such as a shared gradient buffer."""
+
+    def check_adoptable(self, shard: UnitShard) -> None:
+        """Raises unless the buffer can become a contribution to the shard now."""
         ...
 
 
 class Push:
-    """One push to one shard.
+    """One part of a contribution that a trainer pushes to one shard. Used on the event loop.
 
     Args:
-        store: Of the server.
-        run: The run.
-        shard: The shard.
-        header: What the push says of itself.
+        store: The server's shards and memory.
+        run: Run that the push belongs to.
+        shard: Shard that the push belongs to.
+        header: The push's header.
     """
 
-    def __init__(self, store: ShardStore, run: Run, shard: UnitShard, header: shard_pb2.ReduceScatterHeader) -> None:
+    def __init__(
+        self, store: ShardStore, run: HostedRun, shard: UnitShard, header: shard_pb2.ReduceScatterHeader
+    ) -> None:
         self._store, self._run, self._shard, self._header = store, run, shard, header
         self._step, self._epoch = header.context.step, header.context.epoch
         self._dp_rank, self._attempt, self._part = header.dp_rank, header.attempt, header.part
         self._what = f"gradient of {shard.what}, rank {self._dp_rank}, attempt {self._attempt}, part {self._part}"
 
     async def receive(self, incoming: IncomingStream, wait_s: float) -> bool:
-        """Receives the gradient; returns whether it was here already.
+        """Receives the gradient from a stream; returns True if the part had been accepted before.
 
-        Nothing is kept of a stream that is broken, unwanted, or replaced by a newer one.
+        A stream that is broken, rejected or replaced by a newer one leaves no trace.
 
         Args:
             incoming: The stream.
-            wait_s: How long to wait for room to receive it into.
+            wait_s: Seconds to wait for memory.
 
         Raises:
             InvalidRequestError: The push does not fit the shard, or the stream is broken.
-            StaleEpochError: Its lease or attempt is over, or a newer stream took its place.
+            StaleEpochError: The lease or attempt is over, or a newer stream replaced this one.
             VersionGoneError: The step is committed.
             StepStateError: The step is prepared or has not begun, or an earlier part is missing.
-            CapacityError: There was no room to receive it.
+            CapacityError: No memory became free in time.
         """
-        self._check_form()
-        self._check_wanted()
-        if self._is_here():
+        self._check_header()
+        self._check_current()
+        if self._is_duplicate():
             return await self._acknowledge(incoming)
         memory, shard = self._store.memory, self._shard
 
-        async def take() -> bool:
-            # What is held of the rank stays until this stream is complete; then one of the two goes.
-            room = memory.incoming(shard.size_bytes, shard.contribution_cover, wait_s=wait_s, what=self._what)
-            async with room as received:
+        async def receive() -> bool:
+            # The rank's earlier contribution stays until this stream is complete; then one of the two is dropped.
+            buffer = memory.incoming(shard.size_bytes, shard.contribution_quota, wait_s=wait_s, what=self._what)
+            async with buffer as received:
                 checksum = await self._receive(incoming, received)
-                return await self._hand_over(received, checksum)
+                return await self._accept_exclusively(received, checksum)
 
-        return await self._shard.streams.replace(self._dp_rank, (self._epoch, self._attempt), self._what, take)
+        return await self._shard.streams.replace(self._dp_rank, (self._epoch, self._attempt), self._what, receive)
 
-    async def adopt(self, gradient_buffer: GradientBuffer) -> bool:
-        """Takes the gradient that lies in a gradient buffer; returns whether it was here already.
+    async def adopt(self, source: AdoptableMemory) -> bool:
+        """Makes memory that a trainer wrote a contribution without a copy; returns as ``receive`` does.
 
         Raises:
             InvalidRequestError, StaleEpochError, VersionGoneError, StepStateError: As ``receive``.
-            StepStateError: Also if the gradient buffer is a contribution already.
-            ConflictError: Its transport is closed.
+            StepStateError: The memory already holds a contribution.
+            ConflictError: The transport session that the memory belongs to is closed.
         """
-        self._check_form()
+        self._check_header()
         if self._header.wire_dtype:
             raise InvalidRequestError(
-                f"{self._what}: in a gradient buffer gradients lie as they are stored, not encoded"
+                f"{self._what}: wire_dtype is {self._header.wire_dtype}, but a shared gradient buffer holds gradients "
+                "in the dtype of their parameters: leave wire_dtype unset"
             )
-        self._check_wanted()
-        return await self._hand_over(gradient_buffer, None)
+        self._check_current()
+        return await self._accept_exclusively(source, None, partial(source.check_adoptable, self._shard))
 
     async def _receive(self, incoming: IncomingStream, received: IncomingBuffer) -> int:
         shard, memory = self._shard, codec.memory_at(received.buffer.data_ptr(), self._shard.size_bytes)
         if not self._header.wire_dtype:
             return await incoming.into(self._targets(memory), self._what)
-        # Not beside the values: pushes that hold room for those and wait for more could wait for each other.
+        # Encoded bytes are received into the end of the same buffer and decoded in place. With a second buffer, pushes
+        # that hold one and wait for the other could wait for each other.
         plan = self._plan()
         checksum = await incoming.into([memory[len(memory) - plan.size_bytes :]], self._what)
         await self._store.in_thread(lambda: plan.decode_in_place(memory, shard.start_bytes))
         return checksum
 
-    async def _hand_over(self, source: ContributionMemory, checksum: int | None) -> bool:
-        duplicate = await self._run.alone(lambda: self._accept(source, checksum))
+    async def _accept_exclusively(
+        self, source: ContributionMemory, checksum: int | None, check: Callable[[], None] | None = None
+    ) -> bool:
+        duplicate = await self._run.exclusively(lambda: self._accept(source, checksum, check))
         if self._shard.seems_complete:
-            self._run.soon(lambda: self._shard.reduce_ahead(self._store.in_thread))
+            self._run.schedule(lambda: self._shard.reduce_ahead(self._store.in_thread))
         return duplicate
 
-    def _check_form(self) -> None:
-        shard, indices = self._shard, list(self._header.parameter_indices)
+    # ---- checks ----
+
+    def _check_header(self) -> None:
+        shard = self._shard
         check_wire_dtype(self._header.wire_dtype)
         shard.check_rank(self._dp_rank)
         shard.check_range(self._header.start_bytes, self._header.stop_bytes)
-        if sorted(set(indices)) != indices or (indices and indices[-1] >= len(shard.layout.parameters)):
+        self._check_indices("parameter_indices", list(self._header.parameter_indices))
+        self._check_indices("dropped_indices", list(self._header.dropped_indices))
+
+    def _check_indices(self, name: str, indices: list[int]) -> None:
+        count = len(self._shard.layout.parameters)
+        if sorted(set(indices)) != indices or (indices and indices[-1] >= count):
             raise InvalidRequestError(
-                f"{shard.what}: parameter_indices {indices[:10]} must rise and be below {len(shard.layout.parameters)}"
-            )
-        dropped = list(self._header.dropped_indices)
-        if sorted(set(dropped)) != dropped or (dropped and dropped[-1] >= len(shard.layout.parameters)):
-            raise InvalidRequestError(
-                f"{shard.what}: dropped_indices {dropped[:10]} must rise and be below {len(shard.layout.parameters)}"
+                f"{self._shard.what}: {name} is {indices[:10]}, expected strictly rising numbers below {count}"
             )
 
-    def _check_wanted(self) -> None:
+    def _check_current(self) -> None:
         shard, step = self._shard, self._step
         self._run.fences.check_epoch(self._dp_rank, self._epoch)
         if shard.version is None:
             raise StepStateError(f"{shard.what} has no published values yet")
         if step < shard.version:
-            raise VersionGoneError(f"step {step} of {shard.what} is committed: it is at version {shard.version}")
+            raise VersionGoneError(
+                f"gradient of step {step} of {shard.what}: the step is committed, the unit has version {shard.version}"
+            )
         if step > shard.version:
-            raise StepStateError(f"{shard.what} is at version {shard.version}: too early for a gradient of step {step}")
+            raise StepStateError(
+                f"gradient of step {step} of {shard.what} is too early: the unit is at version {shard.version}"
+            )
         oldest = max(
             self._run.fences.attempt(self._dp_rank, step),
             shard.contributions.attempt(self._dp_rank),
@@ -149,68 +169,65 @@ class Push:
         if self._attempt < oldest:
             raise StaleEpochError(f"{self._what}: the attempt is over, attempt {oldest} has begun")
 
-    def _is_here(self) -> bool:
-        have = self._shard.contributions.part_count(self._dp_rank, self._epoch, self._attempt)
-        if self._part < have:
+    def _is_duplicate(self) -> bool:
+        accepted = self._shard.contributions.part_count(self._dp_rank, self._epoch, self._attempt)
+        if self._part < accepted:
             return True
-        prepared = self._run.prepared
-        if prepared is not None and prepared.step == self._step:
-            raise StepStateError(f"{self._what}: step {self._step} is prepared, its gradients are complete")
-        if self._part > have:
-            raise StepStateError(f"{self._what}: part {have} is missing before it")
+        if self._run.is_prepared(self._step):
+            raise StepStateError(f"{self._what}: step {self._step} is prepared and accepts no more gradients")
+        if self._part > accepted:
+            raise StepStateError(f"{self._what}: part {accepted} must be pushed first")
         return False
 
+    # ---- accepting ----
+
     async def _acknowledge(self, incoming: IncomingStream) -> bool:
-        # Only its checksum is wanted: two that differ betray a computation that cannot be reproduced.
+        # Only the checksum is needed. A differing checksum shows that the computation is not reproducible.
         self._count_duplicate(await incoming.checksum(self._plan().size_bytes, self._what))
         return True
 
-    async def _accept(self, source: ContributionMemory, checksum: int | None) -> bool:
-        """Takes a complete push if it is still wanted; returns whether it was here already."""
-        self._check_wanted()
-        if self._is_here():
+    async def _accept(self, source: ContributionMemory, checksum: int | None, check: Callable[[], None] | None) -> bool:
+        """Accepts a complete part unless it is stale; returns True if the part had been accepted before."""
+        self._check_current()
+        if self._is_duplicate():
             self._count_duplicate(checksum)
             return True
         shard, contributions = self._shard, self._shard.contributions
-        if isinstance(source, GradientBuffer):
-            source.check(shard)  # here and not earlier: its transport may have been closed while this waited
+        if check is not None:
+            check()  # not earlier: the transport session may have closed while this push waited for its run
         views = shard.views(source.buffer)
-        chosen = [shard.segment_of[segment.parameter_index] for segment in self._packed]
-        shard.forget_reduced()
+        numbers = [shard.segment_of[segment.parameter_index] for segment in self._pushed_segments]
+        shard.discard_reduced()
         if self._part == 0:
-            # Of an older attempt, or of another lease: parts that two trainers pushed are never added up.
+            # The replaced contribution is of an older attempt or another lease: parts of two trainers are never added.
+            # Dropped before the claim, so that its quota is free.
             contributions.drop(self._dp_rank)
-            first = Contribution(self._epoch, self._attempt, source.keep(), views, source.give_back, set(chosen))
-            contributions.by_rank[self._dp_rank] = first
-            if (kept := shard.kept.of(self._dp_rank, but=self._dropped_segments)) is not None:
+            first = Contribution(self._epoch, self._attempt, source.claim(), views, source.release, set(numbers))
+            contributions.add(self._dp_rank, first)
+            if (kept := shard.kept.find(self._dp_rank, excluding=self._dropped_segments)) is not None:
                 await uninterrupted(self._store.in_thread(lambda: first.compute_add_kept(kept)))
-            self._note_accepted(first, checksum)
+            first.count_part(checksum)
         else:
-            contributions.by_rank[self._dp_rank].drop(self._dropped_segments)
-            await uninterrupted(self._add(contributions.by_rank[self._dp_rank], views, chosen, checksum))
+            contribution = contributions.by_rank[self._dp_rank]
+            contribution.drop(self._dropped_segments)
+            await uninterrupted(self._add(contribution, views, numbers, checksum))
         return False
 
     async def _add(
-        self, held: Contribution, views: Sequence[torch.Tensor], chosen: Sequence[int], checksum: int | None
+        self, contribution: Contribution, views: Sequence[torch.Tensor], numbers: Sequence[int], checksum: int | None
     ) -> None:
-        await self._store.in_thread(lambda: held.compute_add(views, chosen))
-        self._note_accepted(held, checksum)
-
-    def _note_accepted(self, contribution: Contribution, checksum: int | None) -> None:
-        contribution.checksums.append(checksum)
+        await self._store.in_thread(lambda: contribution.compute_add(views, numbers))
+        contribution.count_part(checksum)
 
     def _count_duplicate(self, checksum: int | None) -> None:
-        self._run.duplicate_count += 1
-        held = self._shard.contributions.by_rank.get(self._dp_rank)
-        if held is None or self._part >= held.part_count:
-            return
-        first = held.checksums[self._part]
-        if first is not None and checksum is not None and first != checksum:
-            self._run.differing_duplicate_count += 1
+        contribution = self._shard.contributions.by_rank.get(self._dp_rank)
+        self._run.count_duplicate(differs=contribution is not None and contribution.part_differs(self._part, checksum))
+
+    # ---- the stream ----
 
     @property
-    def _packed(self) -> list[Segment]:
-        """The parts of parameters that are pushed, in the order of the stream."""
+    def _pushed_segments(self) -> list[Segment]:
+        """Segments that the push contains, in the order of the stream."""
         return self._shard.plans.segments(tuple(self._header.parameter_indices))
 
     @property
@@ -224,10 +241,27 @@ class Push:
 
     def _targets(self, memory: memoryview) -> list[memoryview]:
         start = self._shard.start_bytes
-        return [memory[segment.start_bytes - start : segment.stop_bytes - start] for segment in self._packed]
+        return [memory[segment.start_bytes - start : segment.stop_bytes - start] for segment in self._pushed_segments]
+
+
+async def push(
+    store: ShardStore, header: shard_pb2.ReduceScatterHeader, incoming: IncomingStream, wait_s: float
+) -> shard_pb2.ReduceScatterResponse:
+    """Receives one part of a contribution from a stream; raises as ``Push.receive`` does.
+
+    Raises:
+        DuplicateError: The request id was used for another request.
+        NotFoundError: This server does not hold the run or the unit.
+    """
+    store.requests.check_content("ReduceScatter", header.context, header)
+    run = store.exact_run(header.context)
+    duplicate = await Push(store, run, run.shard(header.unit), header).receive(incoming, wait_s)
+    return shard_pb2.ReduceScatterResponse(duplicate=duplicate, version=header.context.step)
 
 
 def check_wire_dtype(wire_dtype: int) -> None:
-    """Raises InvalidRequestError unless there is such a wire dtype."""
+    """Raises InvalidRequestError unless the wire dtype exists."""
     if wire_dtype not in common_pb2.WireDtype.values():
-        raise InvalidRequestError(f"wire_dtype {wire_dtype} is not known: it may be {common_pb2.WireDtype.keys()}")
+        raise InvalidRequestError(
+            f"wire_dtype is {wire_dtype}, expected one of {', '.join(common_pb2.WireDtype.keys())}"
+        )

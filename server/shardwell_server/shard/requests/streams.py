@@ -1,51 +1,59 @@
-"""Receives one chunk stream into memory; keeps nothing of one that is not complete and correct."""
+"""Streams of rpcs: gradients and values that come in, and streams that stay open as long as a client likes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import xxhash
 from google.protobuf.message import Message
 
 from shardwell_wire.codec import AnyMessage, ChunkView, StreamReceiver, decode_message
-from shardwell_wire.errors import ChunkError, DeadlineError, InvalidRequestError
+from shardwell_wire.errors import CapacityError, ChunkError, DeadlineError, InvalidRequestError
 from shardwell_wire.names import check_names
 
 IDLE_LIMIT_S = 30.0
-"""A stream that brings nothing for this long is given up."""
+"""A stream without any bytes for this long is cancelled."""
+
+MAX_OPEN_STREAMS = 16_384
+"""Maximum number of transport sessions and pinned versions of all clients."""
+
+MAX_OPEN_STREAMS_PER_PEER = 256
+"""Maximum per connection. A trainer needs a few."""
 
 
 class IncomingStream(Protocol):
-    """A stream that begins to come in, whichever way."""
+    """A chunk stream that is being received over any transport."""
 
     async def into(self, targets: Sequence[memoryview], what: str) -> int:
-        """Receives the whole stream; returns its checksum.
+        """Receives the whole stream into memory; returns its checksum.
 
         Raises:
-            ChunkError: Gap, overlap, excess or a short stream.
+            ChunkError: The stream has a gap, an overlap, or the wrong length.
             CorruptDataError: The checksum does not match.
-            DeadlineError: Nothing came for too long.
+            DeadlineError: No bytes arrived for ``IDLE_LIMIT_S``.
         """
         ...
 
     async def checksum(self, total_bytes: int, what: str) -> int:
-        """Receives the whole stream without keeping it; returns its checksum.
+        """Receives the whole stream without storing it; returns its checksum.
 
         Raises:
-            ChunkError: It has a gap, an overlap, or another length than ``total_bytes``.
-            DeadlineError: Nothing came for too long.
+            ChunkError: The stream has a gap, an overlap, or another length than ``total_bytes``.
+            DeadlineError: No bytes arrived for ``IDLE_LIMIT_S``.
         """
         ...
 
 
 class IncomingMessages:
-    """The messages of one client stream, one at a time: an ``IncomingStream`` after its header.
+    """The messages of one client stream over gRPC. An ``IncomingStream`` after ``header`` has returned.
 
     Args:
-        messages: Serialised messages, as grpc hands them out.
-        message_type: Their type.
+        messages: Serialised messages, from grpc.
+        message_type: Type of the messages.
     """
 
     def __init__(self, messages: AsyncIterator[bytes], message_type: type[AnyMessage]) -> None:
@@ -53,14 +61,14 @@ class IncomingMessages:
         self._first: ChunkView | None = None
 
     async def header(self) -> Message:
-        """The first message's header.
+        """Returns the header in the first message.
 
         Raises:
             InvalidRequestError: The stream is empty or does not begin with a header.
         """
         data = await self._next()
         if data is None:
-            raise InvalidRequestError(f"an empty stream of {self._type.DESCRIPTOR.full_name}: expected a header")
+            raise InvalidRequestError(f"the stream of {self._type.DESCRIPTOR.full_name} is empty: expected a header")
         message, self._first = decode_message(data, self._type)
         if not message.HasField("header"):
             raise InvalidRequestError(f"the first {self._type.DESCRIPTOR.full_name} has no header")
@@ -76,7 +84,7 @@ class IncomingMessages:
         while (data := await self._next()) is not None:
             message, chunk = decode_message(data, self._type)
             if message.HasField("header"):
-                raise ChunkError(f"{what}: a second header")
+                raise ChunkError(f"{what}: the stream has a second header")
             receiver.feed(chunk)
         receiver.require_complete()
         return receiver.checksum
@@ -87,15 +95,15 @@ class IncomingMessages:
             size = len(chunk.payload)
             if chunk.offset_bytes != received or received + size > total_bytes:
                 raise ChunkError(
-                    f"{what}: {size} bytes at byte {chunk.offset_bytes}; expected {total_bytes} in all, "
-                    f"the next at byte {received}"
+                    f"{what}: got {size} bytes at byte {chunk.offset_bytes}; expected byte {received} next, and "
+                    f"{total_bytes} bytes in total"
                 )
             hasher.update(chunk.payload)
             received += size
             data = await self._next()
             chunk = None if data is None else decode_message(data, self._type)[1]
         if received != total_bytes:
-            raise ChunkError(f"{what}: ended after {received} of {total_bytes} bytes")
+            raise ChunkError(f"{what}: the stream ended after {received} of {total_bytes} bytes")
         return hasher.intdigest()
 
     async def _next(self) -> bytes | None:
@@ -103,4 +111,35 @@ class IncomingMessages:
             async with asyncio.timeout(IDLE_LIMIT_S):
                 return await anext(self._messages, None)
         except TimeoutError:
-            raise DeadlineError(f"the stream brought nothing for {IDLE_LIMIT_S:g} s") from None
+            raise DeadlineError(f"no bytes of the stream arrived for {IDLE_LIMIT_S:g} s") from None
+
+
+class StandingStreams:
+    """Counts transport sessions and pinned versions, in total and per connection. Used on the event loop."""
+
+    def __init__(self) -> None:
+        self._by_peer: Counter[str] = Counter()
+
+    @contextmanager
+    def count(self, peer: str) -> Iterator[None]:
+        """Counts one stream while the block runs.
+
+        Args:
+            peer: The connection.
+
+        Raises:
+            CapacityError: Too many streams are open.
+        """
+        own, total = self._by_peer.get(peer, 0), self._by_peer.total()
+        if own >= MAX_OPEN_STREAMS_PER_PEER or total >= MAX_OPEN_STREAMS:
+            raise CapacityError(
+                f"{own} transport sessions and pinned versions of this connection are open, {total} of all clients; "
+                f"the limits are {MAX_OPEN_STREAMS_PER_PEER} and {MAX_OPEN_STREAMS}: close some before opening more"
+            )
+        self._by_peer[peer] += 1
+        try:
+            yield
+        finally:
+            self._by_peer[peer] -= 1
+            if not self._by_peer[peer]:
+                del self._by_peer[peer]

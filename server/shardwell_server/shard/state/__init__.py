@@ -1,1 +1,1 @@
-"""What a server holds: runs, shards, versions, contributions."""
+"""State of a shard server: runs, shards, versions, contributions, optimizer partitions."""

@@ -1,49 +1,62 @@
-"""Which contributions of a step a shard has: what is held, what is dropped, what is missing."""
+"""Gradients of one shard: contributions to the step in flight, and gradients kept for another optimizer's step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from shardwell_wire.errors import CapacityError
+
+_NO_LEASE = 0
+
 
 @dataclass
 class Contribution:
-    """What one logical rank pushed of one shard's gradient in the step in flight."""
+    """The gradient that one dp rank pushed to one shard in the step in flight."""
 
     epoch: int
-    """Of the lease under which it was pushed."""
+    """Epoch of the lease under which the gradient was pushed."""
     attempt: int
     buffer: torch.Tensor
     """Laid out like the shard. uint8. [stop_bytes - start_bytes]"""
     views: Sequence[torch.Tensor]
-    """The parts of parameters in ``buffer``, by segment number, in the parameter's dtype. Each [numel]."""
-    give_back: Callable[[], None]
-    """Gives ``buffer`` back to whom it belongs; called once."""
+    """Segments of ``buffer`` in the dtype of their parameters, by segment number. Each [numel]."""
+    release: Callable[[], None]
+    """Releases ``buffer`` to its owner. Called once."""
     present: set[int] = field(default_factory=set)
-    """Segments that have a gradient; the others' bytes mean nothing."""
+    """Numbers of the segments that have a gradient. The bytes of other segments are undefined."""
     checksums: list[int | None] = field(default_factory=list)
-    """Of the parts, in order; None of one that came through shared memory."""
+    """Checksums of the accepted parts, in order. None for a part that came through shared memory."""
 
     @property
     def part_count(self) -> int:
         return len(self.checksums)
 
+    def count_part(self, checksum: int | None) -> None:
+        """Records that a part has been accepted."""
+        self.checksums.append(checksum)
+
+    def part_differs(self, part: int, checksum: int | None) -> bool:
+        """True if both copies of a part have a checksum and these differ."""
+        first = self.checksums[part] if part < self.part_count else None
+        return first is not None and checksum is not None and first != checksum
+
     def gradient(self, number: int) -> torch.Tensor | None:
-        """The sum of the parts so far, of one segment."""
+        """The gradient of a segment, summed over the parts so far. None if the segment has no gradient."""
         return self.views[number] if number in self.present else None
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Some segments have no gradient any more."""
+        """Drops the gradients of some segments."""
         self.present.difference_update(numbers)
 
     def compute_add_kept(self, kept: Contribution) -> None:
-        """Adds to the first part what was kept from earlier steps: the sum begins there."""
+        """Adds the gradients kept from earlier steps to the first part."""
         self.compute_add(kept.views, sorted(kept.present))
 
     def compute_add(self, views: Sequence[torch.Tensor], numbers: Iterable[int]) -> None:
-        """Adds the gradients of the next part, as torch accumulates them.
+        """Adds the gradients of the next part, with the rounding of torch's gradient accumulation.
 
         Args:
             views: By segment number. Each [numel].
@@ -58,63 +71,68 @@ class Contribution:
 
 
 class Contributions:
-    """The contributions of one shard in the step in flight, kept apart by rank."""
+    """The contributions to one shard in the step in flight, by dp rank."""
 
     def __init__(self) -> None:
         self.by_rank: dict[int, Contribution] = {}
         self._usual: Mapping[int, int] = {}
-        """Parts by rank, of the last step."""
+        """Number of parts of each rank in the last step."""
 
     @property
     def size_bytes(self) -> int:
         return sum(contribution.buffer.numel() for contribution in self.by_rank.values())
 
     def attempt(self, dp_rank: int) -> int:
-        """The attempt of a rank that is held; 0 if none is."""
+        """The attempt of a rank's contribution. 0 if the rank has none."""
         contribution = self.by_rank.get(dp_rank)
         return 0 if contribution is None else contribution.attempt
 
     def part_count(self, dp_rank: int, epoch: int, attempt: int) -> int:
-        """Parts of a rank's attempt that were pushed under one lease."""
+        """Number of parts that a rank pushed in one attempt under one lease."""
         contribution = self.by_rank.get(dp_rank)
         if contribution is None or (contribution.epoch, contribution.attempt) != (epoch, attempt):
             return 0
         return contribution.part_count
 
     def seem_complete(self, dp: int) -> bool:
-        """Whether as many parts of every rank are here as in the last step; in the first, one of each."""
-        # Asked after every push: cheap until the last rank is there.
+        """True if every rank has pushed as many parts as in the last step, or one in the first step."""
+        # Called after every push: cheap until the last rank has pushed.
         if not self.by_rank or len(self.by_rank) < (len(self._usual) or dp):
             return False
         usual = self._usual or dict.fromkeys(range(dp), 1)
         return all(rank in self.by_rank and self.by_rank[rank].part_count >= count for rank, count in usual.items())
 
+    def add(self, dp_rank: int, contribution: Contribution) -> None:
+        """Stores the first part of a rank that has no contribution."""
+        assert dp_rank not in self.by_rank
+        self.by_rank[dp_rank] = contribution
+
     def drop_older(self, dp_rank: int, attempt: int) -> bool:
-        """Drops a rank's contribution if it is of an older attempt; returns whether it was."""
+        """Drops a rank's contribution if it belongs to an older attempt; returns True if it was dropped."""
         return self.attempt(dp_rank) < attempt and self.drop(dp_rank)
 
     def drop(self, dp_rank: int) -> bool:
-        """Drops a rank's contribution; returns whether there was one."""
+        """Drops a rank's contribution; returns True if there was one."""
         contribution = self.by_rank.pop(dp_rank, None)
         if contribution is not None:
-            contribution.give_back()
+            contribution.release()
         return contribution is not None
 
     def clear(self) -> None:
-        """Drops all."""
+        """Drops all contributions."""
         for contribution in self.by_rank.values():
-            contribution.give_back()
+            contribution.release()
         self.by_rank.clear()
 
     def end_step(self) -> None:
-        """Drops all, for they are used up, and expects as many parts in the next step."""
+        """Drops all contributions after an update and expects as many parts in the next step."""
         self._usual = {
             rank: contribution.part_count for rank, contribution in self.by_rank.items() if contribution.part_count
         }
         self.clear()
 
     def differences(self, expected: Mapping[int, tuple[int, int]]) -> list[str]:
-        """How what is here differs from a manifest.
+        """Describes how the accepted contributions differ from a manifest.
 
         Args:
             expected: ``(attempt, part_count)`` by rank.
@@ -122,9 +140,110 @@ class Contributions:
         lines = []
         for dp_rank in sorted({*expected, *self.by_rank}):
             attempt, count = expected.get(dp_rank, (0, 0))
-            here = self.by_rank.get(dp_rank)
-            have = 0 if here is None else here.part_count
-            if have != count or (here is not None and here.attempt != attempt):
-                got = f"{have} of attempt {here.attempt}" if here is not None else "none"
+            accepted = self.by_rank.get(dp_rank)
+            have = 0 if accepted is None else accepted.part_count
+            if have != count or (accepted is not None and accepted.attempt != attempt):
+                got = f"{have} of attempt {accepted.attempt}" if accepted is not None else "none"
                 lines.append(f"rank {dp_rank}: expected {count} parts of attempt {attempt}, have {got}")
         return lines
+
+
+class KeptGradients:
+    """Gradients of each rank that the last commit did not use, kept for another optimizer's step.
+
+    A rank's contribution to the next step starts from its kept gradient. Kept gradients change at commits only, so work
+    that is retried within a step starts from the same values.
+
+    Args:
+        reserve: Reserves memory for this many buffers. Raises CapacityError if there is none.
+        acquire: Returns a buffer of the shard's size. [size_bytes]
+        release: Releases a buffer.
+        views: Splits a buffer into segments, by segment number.
+    """
+
+    def __init__(
+        self,
+        reserve: Callable[[int], None],
+        acquire: Callable[[], torch.Tensor],
+        release: Callable[[torch.Tensor], None],
+        views: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+    ) -> None:
+        self._reserve, self._acquire, self._release, self._views = reserve, acquire, release, views
+        self._by_rank: dict[int, Contribution] = {}
+        """Every entry has a buffer. Some have no gradient in it."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(kept.buffer.numel() for kept in self._by_rank.values())
+
+    def find(self, dp_rank: int, *, excluding: Collection[int] = ()) -> Contribution | None:
+        """Returns the kept gradient of a rank without some segments. None if nothing is left."""
+        kept = self._by_rank.get(dp_rank)
+        present = kept.present.difference(excluding) if kept is not None else set()
+        if kept is None or not present:
+            return None
+        return Contribution(kept.epoch, kept.attempt, kept.buffer, kept.views, _do_nothing, present)
+
+    @property
+    def ranks(self) -> set[int]:
+        """Ranks that have a kept gradient."""
+        return {rank for rank, kept in self._by_rank.items() if kept.present}
+
+    def reserve(self, contributions: Mapping[int, Contribution], numbers: Collection[int]) -> None:
+        """Allocates the memory that ``compute_keep`` will need.
+
+        Args:
+            contributions: The step's contributions, by rank.
+            numbers: Segments to keep.
+
+        Raises:
+            CapacityError: There is no memory; nothing changed.
+        """
+        lacking = [
+            rank
+            for rank, contribution in contributions.items()
+            if rank not in self._by_rank and not contribution.present.isdisjoint(numbers)
+        ]
+        if not lacking:
+            return
+        before = len(self._by_rank)
+        self._reserve(before + len(lacking))
+        try:
+            for rank in lacking:
+                buffer = self._acquire()
+                self._by_rank[rank] = Contribution(_NO_LEASE, 0, buffer, self._views(buffer), _do_nothing)
+        except (CapacityError, RuntimeError, MemoryError):
+            for rank in lacking:
+                if (kept := self._by_rank.pop(rank, None)) is not None:
+                    self._release(kept.buffer)
+            self._reserve(before)
+            raise
+
+    def compute_keep(self, contributions: Mapping[int, Contribution], numbers: Collection[int]) -> None:
+        """Keeps some segments of a committed step's contributions. Idempotent for the same arguments.
+
+        The contributions include what had been kept before.
+        """
+        for rank, contribution in contributions.items():
+            present = contribution.present.intersection(numbers)
+            if not present and rank not in self._by_rank:
+                continue
+            kept = self._by_rank[rank]
+            for number in present:
+                kept.views[number].copy_(contribution.views[number])
+            kept.present = present
+        for rank, kept in self._by_rank.items():
+            if rank not in contributions:
+                kept.present.intersection_update(numbers)
+
+    def drop(self) -> None:
+        """Releases all kept gradients."""
+        for kept in self._by_rank.values():
+            self._release(kept.buffer)
+        if self._by_rank:
+            self._by_rank.clear()
+            self._reserve(0)
+
+
+def _do_nothing() -> None:
+    pass

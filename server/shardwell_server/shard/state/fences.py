@@ -1,32 +1,32 @@
-"""Which leases and attempts on logical ranks are over."""
+"""Fencing: which leases, attempts and coordinator terms a shard server rejects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
-from shardwell_wire.errors import StaleEpochError
+from shardwell_wire.errors import AccessError, StaleEpochError
 from shardwell_wire.v1 import shard_pb2
 
 
 class Fences:
-    """The oldest epoch and attempt that one run accepts of each logical dp rank.
+    """The oldest epoch and attempt that one run accepts from each logical dp rank.
 
-    Epochs only rise; attempts are counted anew in every step. Both are the coordinator's word: what pushes say of
-    themselves raises neither.
+    Only the coordinator raises them; the numbers in a push do not. Epochs never fall. Attempts start at 0 in every
+    step.
     """
 
     def __init__(self) -> None:
         self._epochs: dict[int, int] = {}
         self._attempts: dict[int, int] = {}
         self._step = 0
-        """What the attempts are of."""
+        """Step that ``_attempts`` belongs to."""
 
     def epoch(self, dp_rank: int) -> int:
-        """The oldest epoch still accepted."""
+        """Returns the oldest epoch that is accepted."""
         return self._epochs.get(dp_rank, 0)
 
     def attempt(self, dp_rank: int, step: int) -> int:
-        """The oldest attempt still accepted in a step."""
+        """Returns the oldest attempt that is accepted in a step."""
         return self._attempts.get(dp_rank, 0) if step == self._step else 0
 
     def check_epoch(self, dp_rank: int, epoch: int) -> None:
@@ -34,16 +34,16 @@ class Fences:
         oldest = self.epoch(dp_rank)
         if epoch < oldest:
             raise StaleEpochError(
-                f"rank {dp_rank}: epoch {epoch} is over, its lease has epoch {oldest} now",
+                f"the lease on rank {dp_rank} with epoch {epoch} is over: its lease now has epoch {oldest}",
                 dp_rank=dp_rank,
                 epoch=epoch,
                 newest=oldest,
             )
 
     def raise_all(self, step: int, ranks: Iterable[shard_pb2.RankFence]) -> list[tuple[int, int]]:
-        """Takes the coordinator's word; returns ``(dp_rank, attempt)`` where an attempt rose.
+        """Applies the coordinator's fences; returns ``(dp_rank, attempt)`` for each attempt that rose.
 
-        One that was said of an earlier step raises epochs only.
+        Fences of an earlier step raise epochs only.
         """
         if step > self._step:
             self._attempts, self._step = {}, step
@@ -54,3 +54,50 @@ class Fences:
                 self._attempts[fence.dp_rank] = fence.attempt
                 risen.append((fence.dp_rank, fence.attempt))
         return risen
+
+
+class CoordinatorTerm:
+    """The newest term that this server's coordinator has confirmed.
+
+    The term in a request proves nothing, because anyone can send a request. A later term is accepted only after the
+    coordinator has confirmed it.
+
+    Args:
+        ask: Asks the coordinator for its term and passes the answer to ``learn``. Raises UnavailableError or
+            DeadlineError if the coordinator does not answer.
+    """
+
+    def __init__(self, ask: Callable[[], Awaitable[None]]) -> None:
+        self._ask, self._newest = ask, 0
+
+    def learn(self, term: int) -> None:
+        """Records a term from the coordinator itself. An older term changes nothing."""
+        self._newest = max(self._newest, term)
+
+    def is_newest(self, term: int) -> bool:
+        """True if no later term is known. Only the current coordinator's answers may drop runs."""
+        return term == self._newest
+
+    async def check(self, term: int) -> None:
+        """Admits requests of the current coordinator only.
+
+        Args:
+            term: Term in the request.
+
+        Raises:
+            StaleEpochError: A later coordinator has taken over.
+            AccessError: The server's coordinator does not have this term.
+            UnavailableError: The term is later than the known one, and the coordinator cannot be asked.
+        """
+        if term > self._newest:
+            await self._ask()
+        if term > self._newest:
+            raise AccessError(
+                f"the request has coordinator term {term}, but this server's coordinator has term {self._newest}: send "
+                "the request to a server that is registered with your coordinator",
+                epoch=self._newest,
+            )
+        if term < self._newest:
+            raise StaleEpochError(
+                f"coordinator term {term} is over, the current term is {self._newest}", epoch=self._newest
+            )

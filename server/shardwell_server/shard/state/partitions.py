@@ -1,19 +1,20 @@
-"""The partitions of one shard that trainers update: what is staged for the next version, and the optimizers' state.
+"""Optimizer partitions of one shard, which trainers update: staged values, and the optimizers' state.
 
-Staged values and state take effect with the update of a committed step, together. Until then they may be
-replaced, and they are void when the gradient that they were computed from is.
+The update of a committed step applies staged values and state together. Until then they can be replaced. They are
+dropped when the gradient that they were computed from changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
-from shardwell_server.shard.memory.staging_buffers import StagingBuffer
+from shardwell_server.shard.state.shard_spec import ShardSpec
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import CapacityError, IncompleteStepError
 from shardwell_wire.layout import Segment
@@ -21,23 +22,48 @@ from shardwell_wire.partitions import part_in, state_places
 from shardwell_wire.v1 import shard_pb2
 
 
+class StagingBuffer(Protocol):
+    """A shared staging buffer. The shm transport implements it."""
+
+    @property
+    def staged(self) -> bool:
+        """True while the values in the buffer are staged."""
+        ...
+
+    def close(self) -> None:
+        """Closes the buffer. Its memory is freed when nothing staged needs it."""
+        ...
+
+    def swap_state(self, former: SharedBuffer | None, writer: StagingBuffer | None) -> bool:
+        """Passes the new state to the shard and takes the former state's memory for the next one.
+
+        Args:
+            former: The former state. None: there was none, or not in shared memory.
+            writer: Staging buffer in which the former state was written. None: the state was received.
+
+        Returns:
+            True if the memory was taken. Otherwise the caller frees it.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class PartitionState:
-    """An optimizer's state of one partition, opaque to the server."""
+    """An optimizer's state of one partition. The server does not interpret it."""
 
     tensors: Sequence[shard_pb2.StateTensor] = ()
     data: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    """The tensors, where ``state_places`` has them. uint8. [size_bytes]"""
+    """All tensors, at the offsets that ``state_places`` returns. uint8. [size_bytes]"""
     shared: SharedBuffer | None = None
-    """What ``data`` is, if trainers of this host can map it."""
+    """The file that ``data`` is, if trainers on this host can map it."""
     writer: StagingBuffer | None = None
-    """Whose trainer wrote it in place; None: it was received."""
+    """Staging buffer in which a trainer wrote the state. None: the state was received."""
     request_id: str = ""
-    """Of the request that staged it, and the values of the same version."""
+    """Id of the request that staged the state together with the values of the same version."""
 
     @property
     def pooled(self) -> bool:
-        """Whether ``data`` is ordinary memory."""
+        """True if ``data`` is a buffer of the pool."""
         return self.shared is None and self.data.numel() > 0
 
     @property
@@ -49,67 +75,55 @@ class PartitionState:
 
 @dataclass(frozen=True)
 class StagedPartition:
-    """What a trainer sent for one partition, or laid on a staging buffer."""
+    """New values and state of one partition, received or written in a staging buffer."""
 
     epoch: int
     segments: Sequence[Segment]
-    """Of the parameters that have new values."""
+    """Segments that have new values."""
     values: Sequence[torch.Tensor]
-    """Their bytes, by segment. uint8."""
+    """Bytes of each segment. uint8."""
     state: PartitionState
-    give_back: Callable[[], None]
-    """Gives the memory of the values back; called once."""
+    release: Callable[[], None]
+    """Releases the memory of the values. Called once."""
 
 
 class Partitions:
-    """Of one shard. Used on the event loop; methods named ``compute_*`` run in a thread.
+    """The optimizer partitions of one shard. Used on the event loop; methods named ``compute_*`` run in a thread.
 
     Args:
-        what: Names the shard in errors.
-        unit_bytes: Length of the unit's flat vector.
-        start_bytes: Half-open range of the shard.
-        stop_bytes: Its end.
-        dp: Logical data ranks.
-        memory: Whose budget staging buffers count against.
-        shared: Where state and staging buffers lie, if trainers shall be able to map them.
+        spec: The shard.
+        memory: The server's memory budget.
+        shared: Shared memory for state that trainers on this host map. None: the server offers none.
     """
 
-    def __init__(
-        self,
-        what: str,
-        unit_bytes: int,
-        start_bytes: int,
-        stop_bytes: int,
-        dp: int,
-        memory: Memory,
-        shared: SharedMemory | None,
-    ) -> None:
+    def __init__(self, spec: ShardSpec, memory: Memory, shared: SharedMemory | None) -> None:
         self.generation = 0
-        """Of the gradient that values are computed from."""
+        """Rises when the gradient changes. Values are staged for one generation."""
         self.states: dict[int, PartitionState] = {}
-        """By dp rank, as of the newest version."""
-        self._what, self._dp = what, dp
-        self._unit_bytes, self._start_bytes, self._stop_bytes = unit_bytes, start_bytes, stop_bytes
+        """Optimizer state of the newest version, by dp rank."""
+        self._spec, self._what, self._dp = spec, spec.what, spec.dp
         self._staged: dict[int, StagedPartition] = {}
         self._memory, self._shared = memory, shared
         self._staging_buffers: set[StagingBuffer] = set()
 
     @property
     def state_bytes(self) -> int:
-        """What the optimizers' state takes."""
+        """Size of the optimizers' state."""
         return sum(state.data.numel() for state in self.states.values())
 
     def bounds(self, dp_rank: int) -> tuple[int, int]:
-        """The half-open part of a rank's partition that lies here."""
-        return part_in(self._unit_bytes, self._dp, dp_rank, self._start_bytes, self._stop_bytes)
+        """Returns the half-open range of a rank's partition within this shard."""
+        return part_in(self._spec.layout.size_bytes, self._dp, dp_rank, self._spec.start_bytes, self._spec.stop_bytes)
+
+    # ---- staging ----
 
     def staged_epoch(self, dp_rank: int) -> int:
-        """Under which epoch the values of a rank's partition were staged; -1 if they are not."""
+        """Returns the epoch under which a rank's partition was staged. -1 if it is not staged."""
         staged = self._staged.get(dp_rank)
         return -1 if staged is None else staged.epoch
 
     def stage(self, dp_rank: int, staged: StagedPartition) -> None:
-        """Takes what a trainer sent, in place of what is there."""
+        """Stages a rank's partition. Replaces what was staged before."""
         self._drop(dp_rank)
         self._staged[dp_rank] = staged
 
@@ -119,31 +133,33 @@ class Partitions:
         missing = [rank for rank, start, stop in bounds if start < stop and rank not in self._staged]
         if missing:
             ranks = ", ".join(map(str, missing[:10])) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
-            raise IncompleteStepError(f"{self._what}: the partition of data rank {ranks} is not staged", ranks=ranks)
+            raise IncompleteStepError(
+                f"{self._what}: the optimizer partition of data rank {ranks} is not staged", ranks=ranks
+            )
 
-    def compute_apply(self, home: torch.Tensor) -> None:
-        """Copies the staged values to their places in the shard. uint8. [stop_bytes - start_bytes]"""
+    def compute_apply(self, live: torch.Tensor) -> None:
+        """Copies the staged values into the shard. uint8. [stop_bytes - start_bytes]"""
         for staged in self._staged.values():
             for segment, values in zip(staged.segments, staged.values, strict=True):
-                begin = segment.start_bytes - self._start_bytes
-                home[begin : begin + segment.size_bytes] = values
+                begin = segment.start_bytes - self._spec.start_bytes
+                live[begin : begin + segment.size_bytes] = values
 
     def settle(self) -> None:
-        """The staged values are in place: their state is the optimizers' from now on."""
+        """Makes the staged state current, after the staged values were applied."""
         for rank, staged in self._staged.items():
             former, self.states[rank] = self.states.get(rank, PartitionState()), staged.state
-            staging_buffer = staged.state.writer
+            writer = staged.state.writer
             if staged.state.pooled:
-                self._memory.pool.part_with(staged.state.data)
-            # A staging buffer's room for a state is what holds the new one now: it gets the former one for the next.
-            if staging_buffer is None or not staging_buffer.take_state(former.shared, former.writer):
+                self._memory.pool.detach(staged.state.data)
+            # The new state occupies the staging buffer's memory for state, so the buffer gets the former state's.
+            if writer is None or not writer.swap_state(former.shared, former.writer):
                 self._free_settled(former)
-            staged.give_back()
+            staged.release()
         self._staged.clear()
-        self.void()
+        self.invalidate()
 
-    def void(self) -> None:
-        """The gradient is another from now on, or gone: what is staged is dropped."""
+    def invalidate(self) -> None:
+        """Drops everything staged, because the gradient has changed or is gone."""
         self.generation += 1
         for dp_rank in list(self._staged):
             self._drop(dp_rank)
@@ -151,61 +167,53 @@ class Partitions:
     def _drop(self, dp_rank: int) -> None:
         if (staged := self._staged.pop(dp_rank, None)) is not None:
             self.free_unsettled(staged.state)
-            staged.give_back()
+            staged.release()
 
-    # ---- shared memory ----
+    # ---- memory ----
 
-    def make_state(self, tensors: Sequence[shard_pb2.StateTensor], request_id: str, *, share: bool) -> PartitionState:
-        """Room for the state that a trainer is about to send; to ``share`` it, in shared memory if that has room."""
+    def allocate_state(
+        self, tensors: Sequence[shard_pb2.StateTensor], request_id: str, *, share: bool
+    ) -> PartitionState:
+        """Allocates memory for state that a trainer is about to send, in shared memory if asked to and possible."""
         _, size_bytes = state_places(tensors)
         if share and self._shared is not None and size_bytes:
             try:
                 shared = self._shared.create(size_bytes, f"state of {self._what}")
                 return PartitionState(tensors, shared.tensor, shared, request_id=request_id)
             except CapacityError:
-                pass  # ordinary memory will do; the log says why
-        return PartitionState(tensors, self._memory.pool.take(size_bytes), request_id=request_id)
+                pass  # SharedMemory logs the reason; ordinary memory works too
+        return PartitionState(tensors, self._memory.pool.acquire(size_bytes), request_id=request_id)
 
     def free_unsettled(self, state: PartitionState) -> None:
-        """Frees what ``make_state`` made; what was written on a staging buffer stays the staging buffer's."""
+        """Frees what ``allocate_state`` allocated. State written in a staging buffer belongs to that buffer."""
         if state.pooled:
-            self._memory.pool.give(state.data)
+            self._memory.pool.release(state.data)
         elif state.writer is None and state.shared is not None:
             state.shared.unlink()
 
     def _free_settled(self, state: PartitionState) -> None:
         if state.pooled:
-            self._memory.pool.take_over(state.data)
+            self._memory.pool.release_detached(state.data)
         elif state.shared is not None:
             state.shared.unlink()
 
-    def open_staging_buffer(self, dp_rank: int) -> StagingBuffer:
-        """A new staging buffer for a rank's partition.
-
-        Raises:
-            CapacityError: There is no room for it.
-        """
-        assert self._shared is not None
-        staging_buffer = StagingBuffer(
-            f"a staging buffer for {self._what}", self.bounds(dp_rank), self._memory, self._shared
-        )
+    def add_staging_buffer(self, staging_buffer: StagingBuffer) -> None:
+        """Registers an open staging buffer, so that it can be evicted or closed with the run."""
         self._staging_buffers.add(staging_buffer)
-        return staging_buffer
 
     def close_staging_buffer(self, staging_buffer: StagingBuffer) -> None:
-        """The trainer is gone; what is staged there stays until it is used or void."""
+        """Closes a staging buffer. Values staged in it stay until they are applied or dropped."""
         self._staging_buffers.discard(staging_buffer)
         staging_buffer.close()
 
-    def make_room(self) -> None:
-        """Gives up the staging buffers on which nothing is staged: their trainers stage over another transport, or
-        open another."""
-        for staging_buffer in [staging_buffer for staging_buffer in self._staging_buffers if not staging_buffer.held]:
+    def evict(self) -> None:
+        """Closes the staging buffers without staged values. Their trainers open others or use another transport."""
+        for staging_buffer in [staging_buffer for staging_buffer in self._staging_buffers if not staging_buffer.staged]:
             self.close_staging_buffer(staging_buffer)
 
     def close(self) -> None:
-        """Frees everything: the run was deleted."""
-        self.void()
+        """Frees everything, because the run was deleted."""
+        self.invalidate()
         for staging_buffer in list(self._staging_buffers):
             self.close_staging_buffer(staging_buffer)
         for state in self.states.values():

@@ -1,4 +1,4 @@
-"""One shard of one unit: its values, the gradient of the step in flight, and how the next version is made of both."""
+"""One shard of one unit: its values, the gradient of the step in flight, and how an update makes the next version."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ import torch
 from shardwell_server import hyperparameters
 from shardwell_server.shard.arithmetic.reduction import Reduced, reduce_shard
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
-from shardwell_server.shard.concurrency import OpenStreams
-from shardwell_server.shard.memory.budget import Cover, Memory
+from shardwell_server.shard.concurrency import InThread, OpenStreams
+from shardwell_server.shard.memory.budget import BufferQuota, Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.state import segments
-from shardwell_server.shard.state.contributions import Contribution, Contributions
-from shardwell_server.shard.state.encoded_versions import EncodedVersions
-from shardwell_server.shard.state.kept_gradients import KeptGradients
+from shardwell_server.shard.state.contributions import Contribution, Contributions, KeptGradients
 from shardwell_server.shard.state.partitions import Partitions
-from shardwell_server.shard.state.reader_copies import ReaderCopies
+from shardwell_server.shard.state.shard_spec import ShardSpec, segment_views, shaped
+from shardwell_server.shard.state.snapshots import EncodedVersions, Snapshots
 from shardwell_server.shard.state.values import Values
-from shardwell_server.shard.threads import InThread
 from shardwell_wire.errors import (
     CapacityError,
     InvalidRequestError,
@@ -29,157 +26,133 @@ from shardwell_wire.errors import (
     NotFoundError,
     StepStateError,
 )
-from shardwell_wire.layout import UnitLayout
 from shardwell_wire.optimizers import KEPT_GROUP
 from shardwell_wire.partitions import runs_on_trainers
-from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.stream_plan import RangePlans
 from shardwell_wire.v1 import common_pb2
 
 Result = TypeVar("Result")
 
-_SMALL_BYTES = 64 << 10
+_INLINE_BYTES = 64 << 10
+"""Work on a shard up to this size runs on the event loop: it takes less time than waking a thread."""
 
 
 class UnitShard:
-    """One shard. Used on the event loop; methods named ``compute_*`` run in a thread.
+    """One shard of a unit of parameters. Used on the event loop; methods named ``compute_*`` run in a thread.
 
     Args:
-        run: The run.
-        layout: Of the unit.
-        index: Of the unit in the run.
-        start_bytes: Half-open range of the flat vector.
-        stop_bytes: Its end.
-        dp: Logical data ranks.
-        memory: Where buffers come from.
-        shared: Where parameters lie, if trainers shall be able to map them.
-        placement: Number of the placement that the shard belongs to.
+        spec: Which part of which unit the shard is.
+        memory: The server's memory budget.
+        shared: Shared memory for the parameters, if trainers on this host may map them.
     """
 
-    def __init__(
-        self,
-        run: RunIdentity,
-        layout: UnitLayout,
-        index: int,
-        start_bytes: int,
-        stop_bytes: int,
-        dp: int,
-        memory: Memory,
-        shared: SharedMemory | None = None,
-        placement: int = 0,
-    ) -> None:
-        self.run, self.layout, self.index, self.dp = run, layout, index, dp
-        self.placement = placement
-        self.start_bytes, self.stop_bytes = start_bytes, stop_bytes
-        self.plans = RangePlans(layout, start_bytes, stop_bytes)
+    def __init__(self, spec: ShardSpec, memory: Memory, shared: SharedMemory | None = None) -> None:
+        self.spec = spec
+        self.run, self.layout, self.index, self.dp = spec.run, spec.layout, spec.index, spec.dp
+        self.start_bytes, self.stop_bytes, self.size_bytes = spec.start_bytes, spec.stop_bytes, spec.size_bytes
+        self.unit, self.what, self.placement = spec.unit, spec.what, spec.placement
+        self.plans = RangePlans(spec.layout, spec.start_bytes, spec.stop_bytes)
         self.segments = self.plans.segments(None)
         self.segment_of = {segment.parameter_index: number for number, segment in enumerate(self.segments)}
         self.values = Values(self.what, self.unit, memory, shared)
         self.streams = OpenStreams()
-        """Of initial values and, by rank, of contributions."""
+        """Streams being received: initial values, contributions by rank, and optimizer partitions."""
         self.contributions = Contributions()
         self.reduced: Reduced | None = None
-        self.partitions = Partitions(self.what, layout.size_bytes, start_bytes, stop_bytes, dp, memory, shared)
+        self.partitions = Partitions(spec, memory, shared)
         self.optimizer: ShardOptimizer | None = None
         self.optimizer_bytes = 0
-        self.initial_cover, self.contribution_cover = Cover(1), Cover(dp)
-        self.copies = ReaderCopies(self.what, self.unit, memory)
-        self.encoded = EncodedVersions(self.plans, start_bytes, memory, self.copies)
+        self.initial_quota, self.contribution_quota = BufferQuota(1), BufferQuota(self.max_contributions)
+        self.snapshots = Snapshots(self.what, self.unit, memory)
+        """Averages and replaced encodings that still have readers."""
+        self.encoded = EncodedVersions(self.plans, spec.start_bytes, memory, self.snapshots)
         self.kept = KeptGradients(
             lambda count: memory.reserve_kept(str(self.run), self.unit, count * self.size_bytes),
-            lambda: memory.pool.take(self.size_bytes),
-            memory.pool.give,
+            lambda: memory.pool.acquire(self.size_bytes),
+            memory.pool.release,
             self.views,
         )
         self._memory = memory
 
     @property
+    def max_contributions(self) -> int:
+        """Number of contributions that the shard holds in one step."""
+        return self.dp
+
+    @property
     def version(self) -> int | None:
-        """The newest that can be read."""
+        """The newest published version. None before the initial values are published."""
         return self.values.version
 
-    @property
-    def unit(self) -> str:
-        return self.layout.unit
-
-    @property
-    def size_bytes(self) -> int:
-        return self.stop_bytes - self.start_bytes
-
-    @property
-    def what(self) -> str:
-        """Names the shard in errors."""
-        return f"unit {self.unit!r} of run {self.run.name!r}"
-
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of parameters in a buffer of this shard's bytes, by segment number."""
-        return segments.views(buffer, self.layout, self.segments, self.start_bytes)
+        """Splits a buffer of this shard's bytes into segments, by segment number."""
+        return segment_views(buffer, self.layout, self.segments, self.start_bytes)
 
     def check_range(self, start_bytes: int, stop_bytes: int) -> None:
-        """Raises InvalidRequestError if a stream is of another range than the shard's."""
+        """Raises InvalidRequestError if the range of a stream differs from the shard's."""
         if (start_bytes, stop_bytes) != (self.start_bytes, self.stop_bytes):
             raise InvalidRequestError(
                 f"{self.what}: this server owns [{self.start_bytes}, {self.stop_bytes}), "
                 f"got [{start_bytes}, {stop_bytes})"
             )
 
-    def make_room(self) -> None:
-        """Gives back what can be done without."""
-        self.encoded.forget()
-        self.copies.make_room()
-        self.values.make_room()
-        self.partitions.make_room()
+    def check_rank(self, dp_rank: int) -> None:
+        """Raises InvalidRequestError unless a data rank may push to this shard."""
+        if not 0 <= dp_rank < self.dp:
+            raise InvalidRequestError(f"dp_rank is {dp_rank}, but {self.what} has {self.dp} data ranks")
+
+    def evict(self) -> None:
+        """Releases everything that can be recreated or reread."""
+        self.encoded.discard()
+        self.snapshots.evict()
+        self.values.evict()
+        self.partitions.evict()
 
     def drop(self, why: NotFoundError) -> None:
-        """Forgets everything; those who wait, read or send are told why."""
+        """Releases everything. Waiting callers, readers and senders get the error."""
         self.streams.end_all(why)
         self.drop_contributions()
         self.kept.drop()
         self.partitions.close()
-        self.encoded.forget()
-        self.copies.drop(why)
+        self.encoded.discard()
+        self.snapshots.drop(why)
         self.values.drop(why)
-
-    def check_rank(self, dp_rank: int) -> None:
-        """Raises InvalidRequestError unless a data rank may push to this shard."""
-        if not 0 <= dp_rank < self.dp:
-            raise InvalidRequestError(f"dp_rank {dp_rank}: {self.what} has {self.dp} data ranks")
 
     # ---- reducing ----
 
     async def reduce(self, in_thread: InThread) -> Reduced:
-        """Adds the contributions in rank order and takes the mean, unless that is done.
+        """Adds the contributions in rank order and takes the mean. Returns the same result when repeated.
 
         Raises:
-            NonFiniteError: It has NaN or infinity; names the parameter and the ranks.
+            NonFiniteError: The mean has NaN or infinity. The error names the parameter and the ranks.
         """
         if self.reduced is None or self.reduced.skipped:
             self.reduced = await self._reduce(in_thread)
         if self.reduced.non_finite is not None:
-            raise await in_thread(partial(self.compute_blame, self.reduced.non_finite))
+            raise await in_thread(partial(self.compute_non_finite_error, self.reduced.non_finite))
         return self.reduced
 
-    def reduce_to_nothing(self) -> None:
-        """Leaves the step without a gradient, unless that is done.
+    def skip_reduction(self) -> None:
+        """Sets a mean without gradients, for a step that is skipped.
 
-        Contributions stay until the commit: ``reduce`` looks at them again.
+        The contributions stay until the commit, so ``reduce`` can still be called.
         """
         if self.reduced is not None and self.reduced.skipped:
-            return  # what was staged for the step counts on
-        self.forget_reduced()
+            return  # keeps what trainers staged for the step
+        self.discard_reduced()
         self.reduced = Reduced([None] * len(self.segments), None, [], skipped=True)
 
     async def reduce_ahead(self, in_thread: InThread) -> None:
-        """Does the work of ``reduce`` if everything seems to be here, before it is asked for.
+        """Computes the mean before ``reduce`` is called, if all contributions seem to have arrived.
 
-        Contributions stay as they are: if another part comes, or one is withdrawn, it is done again.
+        The contributions are not consumed: a later part or a withdrawn contribution discards the mean.
         """
         if self.seems_complete:
             self.reduced = await self._reduce(in_thread)
 
     @property
     def seems_complete(self) -> bool:
-        """Whether the step's gradient could be reduced, as far as one can tell from the last step, and is not yet."""
+        """True if there is no mean yet and as many parts have arrived as in the last step."""
         return self.reduced is None and self.contributions.seem_complete(self.dp)
 
     async def _reduce(self, in_thread: InThread) -> Reduced:
@@ -188,82 +161,81 @@ class UnitShard:
             [gradient for rank in ranks if (gradient := rank.gradient(number)) is not None]
             for number in range(len(self.segments))
         ]
-        buffer = self._memory.pool.take(self.size_bytes) if self.dp > 1 and ranks else None
+        buffer = self._memory.pool.acquire(self.size_bytes) if self.dp > 1 and ranks else None
         try:
             outs = None if buffer is None else self.views(buffer)
             starts = [segment.start_bytes for segment in self.segments]
             work = partial(reduce_shard, terms, self.dp, outs, starts, buffer=buffer)
-            return await self._work(in_thread, work)
+            return await self._compute(in_thread, work)
         except BaseException:
             if buffer is not None:
-                self._memory.pool.give(buffer)
+                self._memory.pool.release(buffer)
             raise
 
     def _gradients(self) -> Mapping[int, Contribution]:
-        """The gradient of each rank that has one: what it pushed in the step, or what was kept if it pushed nothing."""
+        """The gradient of each rank: its contribution, or its kept gradient if it pushed nothing."""
         if not self.kept.ranks:
             return self.contributions.by_rank
-        kept = {rank: gradient for rank in self.kept.ranks if (gradient := self.kept.of(rank)) is not None}
+        kept = {rank: gradient for rank in self.kept.ranks if (gradient := self.kept.find(rank)) is not None}
         return kept | self.contributions.by_rank
 
-    async def _work(self, in_thread: InThread, work: Callable[[], Result]) -> Result:
-        """Does tensor work on the whole shard; a small one's takes less than waking a thread."""
-        return work() if self.size_bytes <= _SMALL_BYTES else await in_thread(work)
+    async def _compute(self, in_thread: InThread, work: Callable[[], Result]) -> Result:
+        return work() if self.size_bytes <= _INLINE_BYTES else await in_thread(work)
 
-    def compute_blame(self, number: int) -> NonFiniteError:
-        """Says whose gradient of a segment is not finite."""
+    def compute_non_finite_error(self, number: int) -> NonFiniteError:
+        """Returns an error that names the ranks whose gradient of a segment is not finite."""
         name = self.layout.parameters[self.segments[number].parameter_index].name
-        guilty = [
+        ranks = [
             str(rank)
             for rank, contribution in sorted(self._gradients().items())
             if (gradient := contribution.gradient(number)) is not None and not bool(torch.isfinite(gradient).all())
         ]
-        whose = f"of logical dp rank {', '.join(guilty)}" if guilty else "summed over all ranks (overflow)"
+        whose = f"of logical dp rank {', '.join(ranks)}" if ranks else "summed over all ranks (overflow)"
         return NonFiniteError(
-            f"the gradient of parameter {name!r} ({self.what}) {whose} has NaN or infinity; nothing was updated: "
-            "optimizer.zero_grad() on every trainer and optimizer.step() skip the step",
+            f"the gradient of parameter {name!r} ({self.what}) {whose} has NaN or infinity; nothing was updated: to "
+            "skip the step, call optimizer.zero_grad() on every trainer, then optimizer.step()",
             unit=self.unit,
             parameter=name,
-            dp_ranks=",".join(guilty),
+            dp_ranks=",".join(ranks),
         )
 
-    def forget_reduced(self) -> None:
-        """The step's mean gradient is void, or used up."""
+    def discard_reduced(self) -> None:
+        """Discards the mean gradient, and what trainers staged from it."""
         if self.reduced is not None and self.reduced.buffer is not None:
-            self._memory.pool.give(self.reduced.buffer)
+            self._memory.pool.release(self.reduced.buffer)
         self.reduced = None
-        self.partitions.void()
+        self.partitions.invalidate()
 
     def drop_older(self, dp_rank: int, attempt: int) -> None:
-        """Drops a rank's contribution, and with it the mean, if it is of an older attempt."""
+        """Drops a rank's contribution and the mean if the contribution belongs to an older attempt."""
         if self.contributions.drop_older(dp_rank, attempt):
-            self.forget_reduced()
+            self.discard_reduced()
 
     def drop_contributions(self) -> None:
-        """Gives back all contributions and their mean."""
-        self.forget_reduced()
+        """Drops all contributions and their mean."""
+        self.discard_reduced()
         self.contributions.clear()
 
     # ---- updating ----
 
     def check_update(self, step: int, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None) -> None:
-        """Raises what keeps ``update`` from making version ``step + 1``.
+        """Raises if ``update`` cannot make version ``step + 1``.
 
         Args:
             step: The step.
-            optimizer: Valid by itself.
-            groups: The group of each parameter of the unit; None: none is optimised.
+            optimizer: The step's optimizer, valid by itself.
+            groups: The group of each parameter of the unit. None: no parameter is optimised.
 
         Raises:
-            StepStateError: The step was not reduced here, or is not the next.
+            StepStateError: The step is not reduced, or is not the next step.
             InvalidRequestError: The optimizer does not fit the unit.
-            ConflictError: The optimizer's state is another algorithm's.
+            ConflictError: The optimizer's state belongs to another algorithm.
         """
-        self.values.check_whole()
+        self.values.check_not_dropped()
         if self.version != step or self.reduced is None:
             raise StepStateError(
-                f"{self.what} is at version {self.version} and {'has a' if self.reduced else 'has no'} reduced "
-                f"gradient: it cannot be updated for step {step}",
+                f"{self.what} cannot be updated for step {step}: it is at version {self.version} and has "
+                f"{'a' if self.reduced else 'no'} reduced gradient",
                 unit=self.unit,
             )
         if runs_on_trainers(optimizer.algorithm):
@@ -283,26 +255,26 @@ class UnitShard:
     async def prepare_update(
         self, in_thread: InThread, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, key: bytes
     ) -> None:
-        """Allocates the memory that ``update`` still lacks. Readers see no change.
+        """Allocates the memory that ``update`` will need. Readers see no change.
 
         Args:
-            in_thread: Where it is done.
-            optimizer: Checked by ``check_update``.
-            groups: The group of each parameter of the unit; None: none is optimised.
+            in_thread: Runs tensor work in a thread.
+            optimizer: The step's optimizer, checked by ``check_update``.
+            groups: The group of each parameter of the unit. None: no parameter is optimised.
             key: ``hyperparameters.allocation_key`` of the optimizer.
 
         Raises:
-            CapacityError: It does not fit the budget, or the system has no memory for it.
+            CapacityError: The memory does not fit the budget, or the operating system has none.
         """
         if (numbers := self._kept_numbers(groups)) and self.contributions.by_rank:
-            self.kept.make_room(self.contributions.by_rank, numbers)
+            self.kept.reserve(self.contributions.by_rank, numbers)
         if runs_on_trainers(optimizer.algorithm):
-            return  # what trainers staged is here already
-        assert self.reduced is not None and self.values.home is not None
+            return  # staged values have their memory already
+        assert self.reduced is not None and self.values.live is not None
         present, chosen = [gradient is not None for gradient in self.reduced.gradients], self._chosen_groups(groups)
         if self.optimizer is None:
-            parts = zip(self.views(self.values.home.buffer), self.segments, strict=True)
-            self.optimizer = ShardOptimizer([segments.shaped(part, self.layout, segment) for part, segment in parts])
+            parts = zip(self.views(self.values.live.buffer), self.segments, strict=True)
+            self.optimizer = ShardOptimizer([shaped(part, self.layout, segment) for part, segment in parts])
         applied = self.optimizer
         if applied.is_prepared(present, chosen, key):
             return
@@ -312,14 +284,14 @@ class UnitShard:
             self._memory.reserve_optimizer(
                 str(self.run), self.unit, self.partitions.state_bytes + state_bytes, workspace_bytes
             )
-            await self._work(in_thread, lambda: applied.prepare(present, optimizer, chosen, key))
+            await self._compute(in_thread, lambda: applied.prepare(present, optimizer, chosen, key))
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, RuntimeError) and "allocate" not in str(error):
                 raise
             raise CapacityError(
-                f"the system gave no memory for the optimizer's state of {self.what}, {state_bytes or 'some'} bytes, "
-                "which --memory-budget has room for. The step is not committed: lower the budget to what this process "
-                "may use, add shard servers, or use an optimizer with less state",
+                f"the operating system refused to allocate {state_bytes or 'some'} bytes for the optimizer's state of "
+                f"{self.what}, which --memory-budget allows. The step is not committed: lower the budget to what this "
+                "process may use, add shard servers, or use an optimizer with less state",
                 unit=self.unit,
                 needed_bytes=state_bytes,
             ) from error
@@ -335,34 +307,33 @@ class UnitShard:
         clip_coefficient: float,
         key: bytes,
     ) -> None:
-        """Makes version ``step + 1`` of version ``step`` and the reduced gradient.
+        """Makes version ``step + 1`` from version ``step`` and the mean gradient.
 
-        If it raises, the same call finishes the update; until then nobody can read values of neither version.
+        After an error, the same call finishes the update. Until then, neither version can be read.
         """
         await self.prepare_update(in_thread, optimizer, groups, key)
-        self.encoded.forget()
-        self.copies.supersede()
+        self.encoded.discard()
+        self.snapshots.supersede()
         async with self.values.becoming(step + 1, in_thread):
-            await self._work(in_thread, lambda: self.compute_update(optimizer, groups, clip_coefficient, key))
+            await self._compute(in_thread, lambda: self.compute_update(optimizer, groups, clip_coefficient, key))
         if runs_on_trainers(optimizer.algorithm):
             self.partitions.settle()
-        self.forget_reduced()
+        self.discard_reduced()
         self.contributions.end_step()
         self._note_optimizer()
 
     def compute_update(
         self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, clip_coefficient: float, key: bytes
     ) -> None:
-        """Applies the optimizer in place, or what trainers staged."""
-        assert self.reduced is not None and self.values.home is not None
+        """Applies the optimizer, or what trainers staged, in place."""
+        assert self.reduced is not None and self.values.live is not None
         numbers = self._kept_numbers(groups)
         if numbers or self.kept.ranks:
-            # Before anybody can read the next version: then trainers write to their gradient buffers again. And
-            # before the
-            # optimizer: this can be repeated, a step of the optimizer that has succeeded can not.
+            # Before the next version becomes readable, because trainers then overwrite their gradient buffers. Before
+            # the optimizer, because keeping is idempotent and a successful optimizer step is not.
             self.kept.compute_keep(self.contributions.by_rank, numbers)
         if runs_on_trainers(optimizer.algorithm):
-            self.partitions.compute_apply(self.values.home.buffer)
+            self.partitions.compute_apply(self.values.live.buffer)
         else:
             assert self.optimizer is not None
             self.optimizer.step(self.reduced.gradients, optimizer, self._chosen_groups(groups), clip_coefficient, key)
@@ -375,32 +346,31 @@ class UnitShard:
             )
 
     def compute_averages(self, out: torch.Tensor) -> None:
-        """Writes the shard with averages in the place of values. [size_bytes]"""
-        assert self.optimizer is not None and self.values.home is not None
-        out.copy_(self.values.home.buffer)
+        """Writes the shard's bytes with averages in place of values. [size_bytes]"""
+        assert self.optimizer is not None and self.values.live is not None
+        out.copy_(self.values.live.buffer)
         for number, view in enumerate(self.views(out)):
             average = self.optimizer.averages[number]
             if average is not None:
                 view.copy_(average.reshape(-1))
 
     def _chosen_groups(self, groups: Sequence[int] | None) -> list[int]:
-        """The group of each segment's parameter; -1: not optimised."""
+        """The group of each segment's parameter. -1: not optimised."""
         return [-1 if groups is None else groups[segment.parameter_index] for segment in self.segments]
 
     def _kept_numbers(self, groups: Sequence[int] | None) -> frozenset[int]:
-        """The segments whose gradient is kept for a later step."""
+        """Numbers of the segments whose gradient is kept for a later step."""
         if groups is None or KEPT_GROUP not in groups:
             return frozenset()
         at = enumerate(self.segments)
         return frozenset(number for number, segment in at if groups[segment.parameter_index] == KEPT_GROUP)
 
     def _note_optimizer(self) -> None:
-        self.optimizer_bytes = self.partitions.state_bytes + (
-            0 if self.optimizer is None else self.optimizer.size_bytes
-        )
+        state_bytes = 0 if self.optimizer is None else self.optimizer.size_bytes
+        self.optimizer_bytes = self.partitions.state_bytes + state_bytes
         self._memory.note_optimizer(str(self.run), self.unit, self.optimizer_bytes)
 
 
 def first_non_finite(views: Sequence[torch.Tensor]) -> int | None:
-    """The number of the first tensor that has NaN or infinity."""
+    """Returns the number of the first tensor that has NaN or infinity. None: all are finite."""
     return next((number for number, view in enumerate(views) if not bool(torch.isfinite(view).all())), None)

@@ -1,4 +1,4 @@
-"""The values of one shard: which version can be read, who reads it, and how the next one takes its place."""
+"""The values of one shard: which versions can be read, who reads them, and how an update replaces them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.memory.budget import IncomingBuffer, Memory
-from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.state.parameters import Home, Parameters
-from shardwell_server.shard.state.reader_copies import ReaderCopies
-from shardwell_server.shard.threads import InThread
+from shardwell_server.shard.memory.shared_memory import ShardFile, SharedMemory
+from shardwell_server.shard.state.snapshots import Snapshots, VersionBytes
 from shardwell_wire.errors import (
+    CapacityError,
     DeadlineError,
     NotFoundError,
     ShardwellError,
@@ -21,94 +21,143 @@ from shardwell_wire.errors import (
 from shardwell_wire.shared_segment import UPDATING
 
 
+class LiveBuffer:
+    """The memory of a shard's newest version. Its address never changes.
+
+    Args:
+        received: The initial values. Their buffer is claimed.
+        shared: Shared memory to move the values to, if trainers on this host may map them.
+        what: Names the shard in errors.
+    """
+
+    def __init__(self, received: IncomingBuffer, shared: SharedMemory | None, what: str) -> None:
+        self.buffer = received.claim()
+        self.file: ShardFile | None = None
+        """The file in shared memory. None: the values are in ordinary memory."""
+        self.why_not_shared = "this server offers no shared memory"
+        self._received = received
+        if shared is not None:
+            self._move(shared, what)
+
+    def _move(self, shared: SharedMemory, what: str) -> None:
+        try:
+            self.file = shared.create_shard_file(self.buffer.numel(), what)
+        except CapacityError as error:
+            self.why_not_shared = str(error)
+            return
+        self.file.buffer.copy_(self.buffer)
+        memory = self._received.grant.memory
+        memory.pool.release(self.buffer)
+        memory.note_shared(self.buffer.numel())
+        self.buffer = self.file.buffer
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the shard."""
+        return self.buffer.numel()
+
+    def show(self, version: int) -> None:
+        """Publishes the readable version, or ``UPDATING``, to trainers that map the values."""
+        if self.file is not None:
+            self.file.show(version)
+
+    def close(self) -> None:
+        """Releases the memory."""
+        if self.file is None:
+            self._received.release()
+            return
+        self.file.close()
+        self._received.grant.memory.note_shared(-self.buffer.numel())
+        self._received.grant.release()
+
+
 class Values:
-    """The newest version, in its place; in copies the one before, while somebody reads it, and those that are held.
+    """The newest version of one shard, and snapshots of older versions that still have readers.
 
-    Copies take staging room, and give way to what needs it more.
-
-    Used on the event loop.
+    Used on the event loop. Snapshots are evictable; see ``Snapshots``.
 
     Args:
         what: Names the shard in errors.
-        unit: The unit's name, for errors.
-        memory: Where buffers come from.
-        shared: Where values lie, if trainers shall be able to map them.
+        unit: Name of the unit, for errors.
+        memory: Memory for snapshots.
+        shared: Shared memory for the values, if trainers on this host may map them.
     """
 
     def __init__(self, what: str, unit: str, memory: Memory, shared: SharedMemory | None) -> None:
         self.version: int | None = None
-        self.parameters: Parameters | None = None
-        self.home: Home | None = None
+        """The newest published version."""
+        self.current: VersionBytes | None = None
+        self.live: LiveBuffer | None = None
         self.initial_epoch = -1
-        """Under which the values that wait for publication came."""
+        """Epoch under which the unpublished initial values were received."""
         self._what, self._unit = what, unit
         self._memory, self._shared = memory, shared
-        self._superseded = ReaderCopies(what, unit, memory)
+        self._snapshots = Snapshots(what, unit, memory)
         """Older versions."""
         self._updating = False
         self._becoming: int | None = None
-        """The version that an update has begun to make in place."""
+        """Version that a started update is making in place."""
         self._failure: ShardwellError | None = None
-        """Why there are no values any more."""
+        """Why the values have been dropped."""
         self._changed = asyncio.Event()
 
     # ---- reading ----
 
-    async def read(self, version: int | None, wait_s: float) -> tuple[int, Parameters]:
-        """The bytes of a version, kept as they are until ``release`` or until they are revoked.
+    async def read(self, version: int | None, wait_s: float) -> tuple[int, VersionBytes]:
+        """Returns a version and its bytes. The caller must ``release`` them.
 
         Args:
-            version: None: the newest there is.
-            wait_s: How long to wait for it to exist.
+            version: Version to read. None: the newest.
+            wait_s: Seconds to wait for the version.
 
         Raises:
-            VersionGoneError: It has been overwritten.
-            DeadlineError: It does not exist yet.
-            NotFoundError: The run was deleted meanwhile.
+            VersionGoneError: The version has been overwritten.
+            DeadlineError: The version does not exist yet.
+            NotFoundError: The run was deleted during the call.
         """
         if not self.readable(version):
             await self._until_readable(version, wait_s)
-        # From here to the return nothing is awaited: no update can begin in between.
-        self.check_whole()
-        assert self.version is not None and self.parameters is not None
+        # Nothing is awaited from here to the return, so no update can begin in between.
+        self.check_not_dropped()
+        assert self.version is not None and self.current is not None
         found = self.version if version is None else version
-        parameters = self.parameters if found == self.version else self._superseded.find(found)
-        if parameters is None:
-            raise self._gone(found, self.version)
-        parameters.readers += 1
-        return found, parameters
+        bytes_read = self.current if found == self.version else self._snapshots.find(found)
+        if bytes_read is None:
+            raise self._overwritten(found, self.version)
+        bytes_read.readers += 1
+        return found, bytes_read
 
-    def release(self, parameters: Parameters) -> None:
-        """A reader is done."""
-        self._superseded.release(parameters)
+    def release(self, bytes_read: VersionBytes) -> None:
+        """Ends one read."""
+        self._snapshots.release(bytes_read)
 
-    async def hold(self, version: int, wait_s: float) -> Parameters:
-        """``read``, of a version that is to last for more than one update; until ``let_go``."""
-        _, parameters = await self.read(version, wait_s)
-        parameters.holders += 1
-        return parameters
+    async def pin(self, version: int, wait_s: float) -> VersionBytes:
+        """Reads a version that stays readable for more than one update, until ``unpin``. Raises as ``read`` does."""
+        _, pinned = await self.read(version, wait_s)
+        pinned.pins += 1
+        return pinned
 
-    def let_go(self, parameters: Parameters) -> None:
-        """A holder is done."""
-        parameters.holders -= 1
-        self.release(parameters)
+    def unpin(self, pinned: VersionBytes) -> None:
+        """Ends one pin."""
+        pinned.pins -= 1
+        self.release(pinned)
 
-    def make_room(self) -> None:
-        """Takes older versions from those who still read them."""
-        self._superseded.make_room()
+    def evict(self) -> None:
+        """Evicts the snapshots of older versions."""
+        self._snapshots.evict()
 
-    def check_whole(self) -> None:
-        """Raises why there are no values any more: the run was deleted."""
+    def check_not_dropped(self) -> None:
+        """Raises the reason if the values have been dropped."""
         if self._failure is not None:
             raise type(self._failure)(str(self._failure), **self._failure.data)
 
     @property
     def updating(self) -> bool:
-        """Whether the values are about to become the next version, or were when the update failed."""
+        """True while an update runs, and after a failed update until its repetition succeeds."""
         return self._updating
 
     def readable(self, version: int | None) -> bool:
-        """Whether ``read`` would not wait."""
+        """True if ``read`` returns or raises without waiting."""
         if self._failure is not None:
             return True
         return not self._updating and self.version is not None and (version is None or self.version >= version)
@@ -120,7 +169,7 @@ class Values:
                     await self._changed.wait()
         except TimeoutError:
             wanted = "any version" if version is None else f"version {version}"
-            newest = "there is none yet" if self.version is None else f"the newest is {self.version}"
+            newest = "none exists yet" if self.version is None else f"the newest is {self.version}"
             raise DeadlineError(
                 f"waited {wait_s:.1f} s for {wanted} of {self._what}; {newest}",
                 unit=self._unit,
@@ -128,7 +177,7 @@ class Values:
                 newest=self.version,
             ) from None
 
-    def _gone(self, version: int, newest: int) -> VersionGoneError:
+    def _overwritten(self, version: int, newest: int) -> VersionGoneError:
         return VersionGoneError(
             f"version {version} of {self._what} has been overwritten by version {newest}",
             unit=self._unit,
@@ -137,87 +186,88 @@ class Values:
         )
 
     def _notify(self) -> None:
-        """Wakes those who wait for a change; they look for themselves."""
+        """Wakes all waiting readers, which check the state themselves."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     # ---- from version to version ----
 
     def accept_initial(self, epoch: int, received: IncomingBuffer) -> None:
-        """Takes complete initial values, replacing those that were here."""
+        """Accepts complete initial values. Replaces earlier unpublished ones."""
         assert self.version is None
-        if self.home is not None:
-            self.home.close()
-        self.home = Home(received, self._shared, self._what)
-        self.parameters, self.initial_epoch = Parameters(self.home.buffer, version=0), epoch
+        if self.live is not None:
+            self.live.close()
+        self.live = LiveBuffer(received, self._shared, self._what)
+        self.current, self.initial_epoch = VersionBytes(self.live.buffer, version=0), epoch
 
     def publish(self, epoch: int) -> int:
-        """Makes the initial values of an epoch version 0, once; returns the version.
+        """Publishes the initial values of an epoch as version 0. Idempotent; returns the newest version.
 
         Raises:
-            StepStateError: They are not complete.
+            StepStateError: The values of the epoch are not complete.
         """
         if self.version is not None:
             return self.version
-        if self.home is None or self.initial_epoch != epoch:
-            raise StepStateError(f"{self._what}: the initial values of epoch {epoch} are not complete here")
+        if self.live is None or self.initial_epoch != epoch:
+            raise StepStateError(
+                f"{self._what} cannot be published: the initial values of epoch {epoch} are not complete on this server"
+            )
         self.version = 0
-        self.home.show(self.version)
+        self.live.show(self.version)
         self._notify()
         return self.version
 
     @asynccontextmanager
     async def becoming(self, version: int, in_thread: InThread) -> AsyncIterator[None]:
-        """Lets the caller change the values in place; when the block ends they are the next version.
+        """Lets the block change the values in place. When the block ends, they are the given version.
 
-        If the block raises, the values are neither of the two versions, and nobody can read them. The caller repeats
-        the same until the block ends well; readers wait meanwhile. If something raises before the block, nothing has
-        changed.
+        If the block raises, the values belong to neither version, and readers wait. The caller must repeat the block
+        until it succeeds. If an error occurs before the block, nothing has changed.
         """
-        assert self.home is not None
+        assert self.live is not None
         self._updating = True
         if self._becoming != version:
             try:
-                await self._leave_to_readers(in_thread)
+                await self._move_readers(in_thread)
             except BaseException:
                 self._updating = False
                 self._notify()
                 raise
             self._becoming = version
-            self.home.show(UPDATING)
+            self.live.show(UPDATING)
         yield
         self.version = version
-        self.home.show(version)
+        self.live.show(version)
         self._updating = False
         self._notify()
 
-    async def _leave_to_readers(self, in_thread: InThread) -> None:
-        """Has those who read the present version go on in a copy, if there is room for one."""
-        assert self.home is not None and self.parameters is not None and self.version is not None
-        before, live, copy = self.parameters, self.home.buffer, None
+    async def _move_readers(self, in_thread: InThread) -> None:
+        """Moves the readers of the current version to a snapshot, or revokes it if there is no memory."""
+        assert self.live is not None and self.current is not None and self.version is not None
+        before, live, copy = self.current, self.live.buffer, None
         if before.readers:
-            self._superseded.make_room(held_too=False)
-            copy = self._memory.try_lend(self.home.size_bytes)
+            self._snapshots.evict(pinned_too=False)
+            copy = self._memory.try_acquire(self.live.size_bytes)
         if copy is not None:
-            room = copy
+            target = copy
             try:
-                await in_thread(lambda: room.copy_(live))
+                await in_thread(lambda: target.copy_(live))
             except BaseException:
-                self._memory.take_back(copy)
+                self._memory.release_buffer(copy)
                 raise
-        before.newest, self.parameters = False, Parameters(live, self.version + 1)
+        before.newest, self.current = False, VersionBytes(live, self.version + 1)
         if copy is not None:
             before.buffer = copy
-            self._superseded.add(before)
+            self._snapshots.add(before)
         elif before.readers:
-            before.revoked = self._gone(self.version, self.version + 1)
+            before.revoked = self._overwritten(self.version, self.version + 1)
 
     def drop(self, why: NotFoundError) -> None:
-        """Forgets everything; those who wait or read are told why."""
+        """Drops all values. Waiting callers and readers get the error."""
         self._failure = why
         self._notify()
-        self._superseded.drop(why)
-        if self.parameters is not None and self.home is not None:
-            self.parameters.revoked, self.parameters.newest = why, False
-            self.home.close()
-            self.parameters = self.home = None
+        self._snapshots.drop(why)
+        if self.current is not None and self.live is not None:
+            self.current.revoked, self.current.newest = why, False
+            self.live.close()
+            self.current = self.live = None

@@ -1,1 +1,1 @@
-"""Ways for bytes beside the rpcs."""
+"""The transports of a shard server, except gRPC: sockets and shared memory."""

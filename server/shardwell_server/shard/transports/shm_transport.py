@@ -1,105 +1,108 @@
-"""Transports through shared memory: trainers of this host map shards, lay gradients in gradient buffers, update
-partitions on staging buffers."""
+"""The shm transport: trainers on this host map shards, and share gradient and staging buffers with the server."""
 
 from __future__ import annotations
 
 import itertools
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import ClassVar
 
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
-from shardwell_server.shard.memory.staging_buffers import StagingBuffer
 from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_server.shard.transports.gradient_buffers import GradientBuffer
+from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer, SharedStagingBuffer
 from shardwell_wire.codec import memory_at
 from shardwell_wire.errors import ConflictError
 from shardwell_wire.run_identity import RunIdentity
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.v1 import common_pb2, shard_pb2
 
 _PROOF_BYTES = 32
 PROOF_FILE_BYTES = 1 << 20
-"""Size of the file with the proof, which trainers also measure with."""
+"""Size of the proof file. Trainers also measure the bandwidth of shared memory with it."""
 
 
-class ShmTransport:
-    """One trainer's gradient buffers and staging buffers.
+class ShmSession:
+    """The shared gradient buffers and shared staging buffers of one trainer. Used on the event loop.
 
     Args:
-        run: The run that the transport is for.
-        shared: Where gradient buffers are made.
-        memory: Whose budget they count against.
+        run: The run that the session belongs to.
+        shared: Shared memory for buffers.
+        memory: The server's memory budget.
     """
 
     def __init__(self, run: RunIdentity, shared: SharedMemory, memory: Memory) -> None:
         self._run, self._shared, self._memory = run, shared, memory
-        self._gradient_buffers: dict[int, GradientBuffer] = {}
-        self._staging_buffers: dict[int, tuple[UnitShard, int, StagingBuffer]] = {}
+        self._gradient_buffers: dict[int, SharedGradientBuffer] = {}
+        self._staging_buffers: dict[int, tuple[UnitShard, int, SharedStagingBuffer]] = {}
         self._numbers = itertools.count(1)
 
     def check_run(self, run: RunIdentity) -> None:
-        """Raises ConflictError for another run, also for one of the same name."""
+        """Raises ConflictError unless the session belongs to this run, by name and id."""
         if run != self._run:
             raise ConflictError(
-                f"the transport is open for run {self._run.name!r} with id {self._run.run_id}, "
-                f"not for {run.name!r} with id "
-                f"{run.run_id}: open another transport"
+                f"the shm session belongs to run {self._run.name!r} with id {self._run.run_id}, but the request names "
+                f"run {run.name!r} with id {run.run_id}: open another session"
             )
 
-    def open_gradient_buffer(self, shard: UnitShard) -> tuple[int, GradientBuffer]:
-        """A new gradient buffer and its number.
+    def open_gradient_buffer(self, shard: UnitShard) -> tuple[int, SharedGradientBuffer]:
+        """Makes a gradient buffer for a shard; returns its number and the buffer.
 
         Raises:
-            CapacityError: Beyond the memory budget, or the shared memory is full.
+            CapacityError: The buffer does not fit the memory budget or the shared memory.
         """
         what = f"a gradient buffer for {shard.what}"
-        room = self._memory.try_room(shard.size_bytes, shard.contribution_cover, what)
+        grant = self._memory.grant(shard.size_bytes, shard.contribution_quota, what)
         try:
             shared = self._shared.create(shard.size_bytes, what)
         except BaseException:
-            room.give()
+            grant.release()
             raise
         number = next(self._numbers)
-        self._gradient_buffers[number] = GradientBuffer(shard, shared, room)
+        self._gradient_buffers[number] = SharedGradientBuffer(shard, shared, grant)
         return number, self._gradient_buffers[number]
 
-    def gradient_buffer(self, number: int) -> GradientBuffer:
-        """Raises ConflictError if the transport has no such gradient buffer."""
+    def gradient_buffer(self, number: int) -> SharedGradientBuffer:
+        """Returns a gradient buffer. Raises ConflictError if the session has no such buffer."""
         if number not in self._gradient_buffers:
-            raise ConflictError(f"the transport has no gradient buffer {number}")
+            raise ConflictError(f"the shm session has no gradient buffer {number}: open one with OpenGradientBuffer")
         return self._gradient_buffers[number]
 
-    def staging_buffer(self, shard: UnitShard, dp_rank: int) -> tuple[int, StagingBuffer]:
-        """The staging buffer for a rank's partition, a new one if there is none that is free, and its number.
+    def acquire_staging_buffer(self, shard: UnitShard, dp_rank: int) -> tuple[int, SharedStagingBuffer]:
+        """Returns an unused staging buffer for a rank's partition, with its number. Makes one if there is none.
 
-        What is staged on one stays staged, for the step may be about to commit: that staging buffer is given up, and
-        is gone
-        once it is not needed.
+        A buffer with staged values must keep them, because the step may be about to commit. Such a buffer is closed,
+        and its memory is freed when the values have been applied or dropped.
 
         Raises:
-            CapacityError: Beyond the memory budget, or the shared memory is full.
+            CapacityError: The buffer does not fit the memory budget or the shared memory.
         """
         for number, (owner, rank, staging_buffer) in list(self._staging_buffers.items()):
-            if owner is shard and rank == dp_rank and staging_buffer.held:
+            if owner is shard and rank == dp_rank and staging_buffer.staged:
                 shard.partitions.close_staging_buffer(staging_buffer)
             if staging_buffer.closed:
                 del self._staging_buffers[number]
             elif owner is shard and rank == dp_rank:
                 return number, staging_buffer
-        staging_buffer, number = shard.partitions.open_staging_buffer(dp_rank), next(self._numbers)
+        what = f"a staging buffer for {shard.what}"
+        staging_buffer = SharedStagingBuffer(what, shard.partitions.bounds(dp_rank), self._memory, self._shared)
+        shard.partitions.add_staging_buffer(staging_buffer)
+        number = next(self._numbers)
         self._staging_buffers[number] = shard, dp_rank, staging_buffer
         return number, staging_buffer
 
-    def opened_staging_buffer(self, number: int, shard: UnitShard, dp_rank: int) -> StagingBuffer:
-        """Raises ConflictError if the transport has no such staging buffer for a rank's partition."""
+    def staging_buffer(self, number: int, shard: UnitShard, dp_rank: int) -> SharedStagingBuffer:
+        """Returns a staging buffer. Raises ConflictError if the session has no such buffer for a rank's partition."""
         owner, rank, staging_buffer = self._staging_buffers.get(number, (None, None, None))
         if staging_buffer is None or owner is not shard or rank != dp_rank:
-            raise ConflictError(f"the transport has no staging buffer {number} for {shard.what}, rank {dp_rank}")
+            raise ConflictError(
+                f"the shm session has no staging buffer {number} for {shard.what}, rank {dp_rank}: open one with "
+                "OpenStagingBuffer"
+            )
         return staging_buffer
 
     def close(self) -> None:
-        """Gives all gradient buffers and staging buffers up."""
+        """Closes all buffers."""
         for gradient_buffer in self._gradient_buffers.values():
             gradient_buffer.close()
         self._gradient_buffers.clear()
@@ -108,53 +111,61 @@ class ShmTransport:
         self._staging_buffers.clear()
 
 
-class ShmTransports:
-    """The transports that are open, by name.
+class ShmTransport:
+    """A ``ServerTransport`` for trainers on this host. Used on the event loop.
 
     Args:
-        shared: Where gradient buffers are made.
-        memory: Whose budget they count against.
+        shared: Shared memory for buffers.
+        memory: The server's memory budget.
     """
+
+    kind: ClassVar[int] = common_pb2.TRANSPORT_KIND_SHM
+    name: ClassVar[str] = "shm"
 
     def __init__(self, shared: SharedMemory, memory: Memory) -> None:
         self._shared, self._memory = shared, memory
-        self._open: dict[str, ShmTransport] = {}
+        self._open: dict[str, ShmSession] = {}
+        """Open sessions, by the name in ``OpenTransportResponse.transport_id``."""
         self._proof: SharedBuffer | None = None
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Does nothing: requests come over rpcs and sockets."""
+        return nullcontext()
 
     @asynccontextmanager
     async def open(self, run: RunIdentity) -> AsyncIterator[shard_pb2.OpenTransportResponse]:
-        """See ``TransportOffer.open``."""
-        name, proof = secrets.token_hex(8), self._proof or self._prove()
-        transport = self._open[name] = ShmTransport(run, self._shared, self._memory)
+        """Opens a session; see ``ServerTransport.open``."""
+        name, proof = secrets.token_hex(8), self._proof or self._make_proof()
+        session = self._open[name] = ShmSession(run, self._shared, self._memory)
         try:
             offer = shard_pb2.SharedMemoryOffer(path=proof.path, proof=bytes(_proof_in(proof)))
             yield shard_pb2.OpenTransportResponse(transport_id=name, shm=offer)
         finally:
             del self._open[name]
-            transport.close()
+            session.close()
             if not self._open:
                 proof.unlink()
                 self._memory.note_shared(-PROOF_FILE_BYTES)
                 self._proof = None
 
-    def _prove(self) -> SharedBuffer:
-        """Makes the file that shows trainers that they share this memory: one for all transports, while any is open."""
-        self._proof = self._shared.create(PROOF_FILE_BYTES, "a transport")
+    def _make_proof(self) -> SharedBuffer:
+        """Makes the file by which trainers check that they share this memory. All open sessions use the same file."""
+        self._proof = self._shared.create(PROOF_FILE_BYTES, "an shm session")
         _proof_in(self._proof)[:] = secrets.token_bytes(_PROOF_BYTES)
         self._memory.note_shared(PROOF_FILE_BYTES)
         return self._proof
 
-    def transport(self, name: str, run: RunIdentity) -> ShmTransport:
-        """An open transport of a run.
+    def session(self, name: str, run: RunIdentity) -> ShmSession:
+        """Returns an open session of a run.
 
         Raises:
-            ConflictError: It is not open, or for another run.
+            ConflictError: The session is not open, or belongs to another run.
         """
-        transport = self._open.get(name)
-        if transport is None:
-            raise ConflictError(f"no shm transport {name!r} is open here")
-        transport.check_run(run)
-        return transport
+        session = self._open.get(name)
+        if session is None:
+            raise ConflictError(f"no shm session {name!r} is open on this server: open one with OpenTransport")
+        session.check_run(run)
+        return session
 
 
 def _proof_in(file: SharedBuffer) -> memoryview:

@@ -1,4 +1,4 @@
-"""One connection of a socket transport, on the event loop: frames, and streams straight from and to memory."""
+"""One connection of the socket transport, on the event loop: frames, and streams directly from and to memory."""
 
 from __future__ import annotations
 
@@ -6,32 +6,128 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import ClassVar, Protocol
 
-from shardwell_server.rpc import told
+from shardwell_server.rpc import reported_error
 from shardwell_server.shard.requests import streams
-from shardwell_server.shard.transports.socket_transfers import Arriving, ArrivingStream, Leaving, PeerEnded, Transfer
 from shardwell_wire import frames
 from shardwell_wire.codec import Buffer
 from shardwell_wire.errors import DeadlineError, ShardwellError, to_status_details
-from shardwell_wire.frames import Kind
+from shardwell_wire.frames import Kind, StreamReceiver
 from shardwell_wire.low_water_mark import LowWaterMark
 
 _SCRATCH_BYTES = 256 << 10
 
 _LINGER_S = 5.0
-"""How long what a refused peer still sends is read, so that it sees why and no reset."""
+"""How long to drain a rejected peer's bytes. Closing the socket earlier would reset the connection, and the peer would
+not receive the error."""
 
-_UNYIELDING_BYTES = 8 << 20
-"""Moved without once having to wait: then everything else on the loop gets its turn."""
+_YIELD_AFTER_BYTES = 8 << 20
+"""Other tasks on the event loop run after this many bytes were moved without waiting for the socket."""
 
 _CALL_BYTES = 64 << 10
-"""What could be moved in the time that a system call takes, however little it moves: it counts as so many more."""
+"""Added to ``_YIELD_AFTER_BYTES``' count per system call: about as many bytes are copied in the time of a call."""
+
+
+class PeerClosedError(ConnectionResetError):
+    """Raised when the peer closed the connection in mid-stream."""
+
+    def __init__(self) -> None:
+        super().__init__("the peer closed the connection in mid-stream")
+
+
+class Transfer(Protocol):
+    """Bytes that are being sent or received on a non-blocking socket."""
+
+    receives: ClassVar[bool]
+    """True if the bytes are received."""
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes to move before the caller has to decide anything. 0: the transfer is complete."""
+        ...
+
+    def move(self) -> int:
+        """Moves bytes with one system call; returns how many.
+
+        Raises:
+            BlockingIOError: The socket is not ready.
+            PeerClosedError: The peer has closed the connection.
+            OSError: The connection broke.
+        """
+        ...
+
+
+class SendTransfer:
+    """Sends buffers one after the other."""
+
+    receives: ClassVar[bool] = False
+
+    def __init__(self, connected: socket.socket, buffers: Sequence[Buffer]) -> None:
+        self._socket, self._left = connected, frames.unsent(buffers, 0)
+
+    @property
+    def missing_bytes(self) -> int:
+        return sum(map(len, self._left))
+
+    def move(self) -> int:
+        sent_bytes = self._socket.sendmsg(self._left)
+        self._left = frames.unsent(self._left, sent_bytes)
+        return sent_bytes
+
+
+class ReceiveTransfer:
+    """Receives bytes into one buffer.
+
+    Args:
+        connected: The socket.
+        target: The buffer.
+        enough: The transfer is complete after this many bytes.
+    """
+
+    receives: ClassVar[bool] = True
+
+    def __init__(self, connected: socket.socket, target: memoryview, enough: int) -> None:
+        self._socket, self._target, self._enough = connected, target, enough
+        self.count = 0
+        """Bytes received."""
+
+    @property
+    def missing_bytes(self) -> int:
+        return max(0, self._enough - self.count)
+
+    def move(self) -> int:
+        received = self._socket.recv_into(self._target[self.count :])
+        if not received:
+            raise PeerClosedError
+        self.count += received
+        return received
+
+
+class ReceiveStreamTransfer:
+    """Receives a stream. Raises the receiver's errors."""
+
+    receives: ClassVar[bool] = True
+
+    def __init__(self, connected: socket.socket, receiver: StreamReceiver) -> None:
+        self._socket, self._receiver = connected, receiver
+
+    @property
+    def missing_bytes(self) -> int:
+        return 0 if self._receiver.over else self._receiver.wanted_bytes
+
+    def move(self) -> int:
+        received, *_ = self._socket.recvmsg_into(self._receiver.places())
+        if not received:
+            raise PeerClosedError
+        self._receiver.took(received)
+        return received
 
 
 class Connection:
-    """Sends and receives on one connected socket. For one task at a time.
+    """Sends and receives on one connected socket. Used by one task at a time.
 
-    Every method raises OSError if the peer is gone, and DeadlineError if nothing moves in mid-stream.
+    Every method raises OSError if the connection broke, and DeadlineError if nothing moves in mid-stream.
 
     Args:
         peer: The socket.
@@ -40,38 +136,38 @@ class Connection:
     def __init__(self, peer: socket.socket) -> None:
         peer.setblocking(False)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # By number: asyncio would describe the socket object, in words, each time it begins to watch it.
+        # The loop watches the descriptor's number: asyncio formats the repr of a socket object whenever it watches it.
         self._socket, self._number, self._loop = peer, peer.fileno(), asyncio.get_running_loop()
         self._mark = LowWaterMark(peer)
         self._peer = _name_of(peer)
         """For the log."""
         self._since_wait_bytes = 0
         self._torn = False
-        """Part of a frame was sent: nothing that is sent from now on could be understood."""
+        """True if part of a frame was sent: the peer cannot interpret any further bytes."""
 
     # ---- frames ----
 
     async def send(self, *buffers: Buffer) -> None:
         """Sends whole frames."""
         self._torn = True
-        await self._drive(Leaving(self._socket, buffers), streams.IDLE_LIMIT_S)
+        await self._drive(SendTransfer(self._socket, buffers), streams.IDLE_LIMIT_S)
         self._torn = False
 
     async def next_request(self) -> tuple[Kind, int] | None:
-        """The head of the next request, however long it takes to come; None if there is none any more.
+        """Waits without limit for the next request; returns its kind and size. None if the peer has closed.
 
         Raises:
-            InvalidRequestError: Something else came.
+            InvalidRequestError: The bytes are not the head of a request.
         """
         head = bytearray(frames.HEAD_BYTES)
-        count = await self._some(memoryview(head))
+        count = await self._receive_some(memoryview(head))
         if count == 0:
             return None
         await self._fill(memoryview(head)[count:])
         return frames.parse_head(head, *frames.REQUESTS)
 
     async def exactly(self, size_bytes: int) -> bytes:
-        """So many bytes."""
+        """Receives this many bytes."""
         data = bytearray(size_bytes)
         await self._fill(memoryview(data))
         return bytes(data)
@@ -79,11 +175,11 @@ class Connection:
     # ---- streams ----
 
     async def send_stream(self, pieces: Iterable[memoryview], before: bytes = b"") -> None:
-        """Sends DATA frames and END; what ``pieces`` raises ends it between two frames.
+        """Sends DATA frames and END. An error that ``pieces`` raises leaves the connection between two frames.
 
         Args:
-            pieces: Of the stream.
-            before: Frames that go first.
+            pieces: Pieces of the stream.
+            before: Frames to send first.
         """
         sender = frames.StreamSender()
         for piece in pieces:
@@ -92,24 +188,24 @@ class Connection:
         await self.send(before, sender.end())
 
     async def into(self, targets: Sequence[memoryview], what: str) -> int:
-        """Receives a stream; see ``IncomingStream``."""
+        """Receives a stream into memory; see ``IncomingStream``."""
         return await self._receive(targets, sum(len(target) for target in targets), what)
 
     async def checksum(self, total_bytes: int, what: str) -> int:
-        """Receives a stream without keeping it; see ``IncomingStream``."""
+        """Receives a stream without storing it; see ``IncomingStream``."""
         return await self._receive(_scratch(total_bytes), total_bytes, what)
 
     async def _receive(self, targets: Iterable[memoryview], total_bytes: int, what: str) -> int:
         receiver = frames.StreamReceiver(targets, total_bytes, what)
-        await self._drive(ArrivingStream(self._socket, receiver), streams.IDLE_LIMIT_S)
+        await self._drive(ReceiveStreamTransfer(self._socket, receiver), streams.IDLE_LIMIT_S)
         assert receiver.checksum is not None
         return receiver.checksum
 
-    # ---- the peer's end ----
+    # ---- the end of the connection ----
 
     @asynccontextmanager
     async def while_silent(self) -> AsyncIterator[None]:
-        """Ends what is waited for in the block when the peer closes the connection, or speaks out of turn."""
+        """Cancels the block if the peer closes the connection, or sends before it has the answer."""
         task, ended = asyncio.current_task(), False
         assert task is not None
 
@@ -130,43 +226,44 @@ class Connection:
         finally:
             self._loop.remove_reader(self._number)
 
-    async def refuse(self, reason: Exception) -> None:
-        """Tells the peer why it gets no answer; raises OSError if that is not possible."""
+    async def send_error(self, reason: Exception) -> None:
+        """Sends an error to the peer. Raises OSError if that is impossible."""
         if isinstance(reason, OSError) and not isinstance(reason, ShardwellError):
             raise reason
-        error = told("a request over a socket transport", reason, self._peer)
+        error = reported_error("a request over a socket transport", reason, self._peer)
         if self._torn:
-            raise ConnectionAbortedError(f"ended within a frame: {error}") from error
+            raise ConnectionAbortedError(f"the connection ended within a frame: {error}") from error
         await self.send(frames.encode(Kind.ERROR, to_status_details(error)))
 
     async def linger(self) -> None:
-        """Says that nothing more is sent, and reads on for a while: so what was sent last arrives."""
+        """Closes the sending side and drains the receiving side for a while, so that the last frame arrives."""
         self._socket.shutdown(socket.SHUT_WR)
         scratch = memoryview(bytearray(_SCRATCH_BYTES))
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
-                while await self._some(scratch):
+                while await self._receive_some(scratch):
                     pass
 
     # ---- bytes ----
 
     async def _fill(self, target: memoryview) -> None:
         if target:
-            await self._drive(Arriving(self._socket, target, len(target)), streams.IDLE_LIMIT_S)
+            await self._drive(ReceiveTransfer(self._socket, target, len(target)), streams.IDLE_LIMIT_S)
 
-    async def _some(self, target: memoryview) -> int:
-        """Receives at least a byte, however long it takes to come; returns how many, 0 if the peer has ended."""
-        arriving = Arriving(self._socket, target, 1)
-        with suppress(PeerEnded):
-            await self._drive(arriving, None)
-        return arriving.count
+    async def _receive_some(self, target: memoryview) -> int:
+        """Waits without limit for at least one byte; returns the number received. 0 if the peer has closed."""
+        transfer = ReceiveTransfer(self._socket, target, 1)
+        with suppress(PeerClosedError):
+            await self._drive(transfer, None)
+        return transfer.count
+
+    # Note: [One wake-up per stream]
+    # A network delivers a stream in many small parts. ``_drive`` moves them in a callback of the event loop and wakes
+    # the waiting task once, when the transfer is complete. The socket's low-water mark lets the kernel collect parts.
 
     async def _drive(self, transfer: Transfer, idle_limit_s: float | None) -> None:
-        """Moves bytes until nothing is missing: now, and whenever the socket is ready for more.
-
-        A link brings a stream in many parts; the task that waits for it is woken once.
-        """
-        if await self._moved_now(transfer):
+        """Moves bytes until the transfer is complete. See Note: [One wake-up per stream]."""
+        if await self._move_without_waiting(transfer):
             return
         done: asyncio.Future[None] = self._loop.create_future()
         moved_at, timer = self._loop.time(), None
@@ -179,7 +276,7 @@ class Connection:
                 transfer.move()
                 moved_at = self._loop.time()
                 if transfer.missing_bytes:
-                    self._await_more(transfer)
+                    self._set_mark(transfer)
                 else:
                     done.set_result(None)
             except BlockingIOError:
@@ -187,42 +284,42 @@ class Connection:
             except Exception as error:
                 done.set_exception(error)
 
-        def give_up(limit_s: float) -> None:
+        def check_idle(limit_s: float) -> None:
             nonlocal timer
-            move()  # over a slow link less may have come than the mark, which wakes nobody
+            move()  # on a slow network, fewer bytes than the low-water mark may have arrived, which wake no one
             if done.done():
                 return
             if self._loop.time() < moved_at + limit_s:
-                timer = self._loop.call_at(moved_at + limit_s, give_up, limit_s)
+                timer = self._loop.call_at(moved_at + limit_s, check_idle, limit_s)
             else:
-                done.set_exception(DeadlineError(f"nothing came or went for {limit_s:g} s in mid-stream"))
+                done.set_exception(DeadlineError(f"no bytes moved for {limit_s:g} s in mid-stream"))
 
-        watch, forget = (
+        watch, unwatch = (
             (self._loop.add_reader, self._loop.remove_reader)
-            if transfer.arrives
+            if transfer.receives
             else (self._loop.add_writer, self._loop.remove_writer)
         )
-        self._await_more(transfer)
+        self._set_mark(transfer)
         if idle_limit_s is not None:
-            timer = self._loop.call_at(moved_at + idle_limit_s, give_up, idle_limit_s)
+            timer = self._loop.call_at(moved_at + idle_limit_s, check_idle, idle_limit_s)
         watch(self._number, move)
         try:
             await done
         finally:
-            forget(self._number)
+            unwatch(self._number)
             if timer is not None:
                 timer.cancel()
 
-    def _await_more(self, transfer: Transfer) -> None:
-        if transfer.arrives:
+    def _set_mark(self, transfer: Transfer) -> None:
+        if transfer.receives:
             self._mark.want(transfer.missing_bytes)
 
-    async def _moved_now(self, transfer: Transfer) -> bool:
-        """Moves what can be moved without waiting for the peer; returns whether that was all."""
+    async def _move_without_waiting(self, transfer: Transfer) -> bool:
+        """Moves bytes until the socket would block; returns True if the transfer is complete."""
         try:
             while transfer.missing_bytes:
                 self._since_wait_bytes += transfer.move() + _CALL_BYTES
-                if self._since_wait_bytes > _UNYIELDING_BYTES:
+                if self._since_wait_bytes > _YIELD_AFTER_BYTES:
                     self._since_wait_bytes = 0
                     await asyncio.sleep(0)
         except BlockingIOError:
@@ -232,7 +329,7 @@ class Connection:
 
 
 def _scratch(total_bytes: int) -> Iterator[memoryview]:
-    """Views of ``total_bytes`` together, all of the same memory."""
+    """Yields views with this total size, all of the same memory."""
     scratch = memoryview(bytearray(min(total_bytes, _SCRATCH_BYTES)))
     for start in range(0, total_bytes, _SCRATCH_BYTES):
         yield scratch[: total_bytes - start]
@@ -242,4 +339,4 @@ def _name_of(peer: socket.socket) -> str:
     try:
         return ":".join(map(str, peer.getpeername()[:2]))
     except OSError:
-        return "a peer that is gone"
+        return "a disconnected peer"

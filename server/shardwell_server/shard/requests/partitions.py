@@ -1,0 +1,257 @@
+"""Optimizer partitions: checks of their requests, and reading and staging them over gRPC."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+
+import torch
+
+from shardwell_server.shard.concurrency import uninterrupted
+from shardwell_server.shard.memory.budget import BufferQuota
+from shardwell_server.shard.requests.streams import IncomingStream
+from shardwell_server.shard.state.partitions import PartitionState, StagedPartition
+from shardwell_server.shard.state.runs import HostedRun
+from shardwell_server.shard.state.snapshots import VersionBytes
+from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_wire import codec
+from shardwell_wire.errors import InvalidRequestError, NonFiniteError, StaleEpochError, StepStateError
+from shardwell_wire.layout import MAX_DIMS, Segment
+from shardwell_wire.partitions import state_places, state_size
+from shardwell_wire.v1 import shard_pb2
+
+MAX_NAME_LENGTH = 200
+
+
+# ---- checks ----
+
+
+def check_prepared(run: HostedRun, shard: UnitShard, step: int) -> None:
+    """Raises StepStateError unless a shard has the complete gradient of a step."""
+    prepared = run.prepared
+    if prepared is None or prepared.step != step or prepared.answer is None or shard.version != step:
+        raise StepStateError(f"step {step} of {shard.what} is not prepared on this server: prepare it first")
+
+
+def check_lease(
+    run: HostedRun, shard: UnitShard, request: shard_pb2.ReadPartitionRequest | shard_pb2.StagePartitionHeader
+) -> int:
+    """Checks that a partition may be read or staged; returns the generation of its gradient.
+
+    Raises:
+        StaleEpochError: The lease is over.
+        InvalidRequestError: The range is not the partition's.
+        StepStateError: The step is not prepared.
+    """
+    run.fences.check_epoch(request.dp_rank, request.context.epoch)
+    if request.dp_rank >= shard.dp:
+        raise InvalidRequestError(f"dp_rank is {request.dp_rank}, but {shard.what} has {shard.dp} data ranks")
+    start, stop = shard.partitions.bounds(request.dp_rank)
+    if (request.start_bytes, request.stop_bytes) != (start, stop):
+        raise InvalidRequestError(
+            f"{shard.what}: the partition of data rank {request.dp_rank} is [{start}, {stop}) on this server, "
+            f"got [{request.start_bytes}, {request.stop_bytes})"
+        )
+    check_prepared(run, shard, request.context.step)
+    return shard.partitions.generation
+
+
+def check_current(run: HostedRun, shard: UnitShard, header: shard_pb2.StagePartitionHeader, what: str) -> None:
+    """Raises unless new values of a partition may be staged now."""
+    if check_lease(run, shard, header) != header.generation:
+        raise StepStateError(f"{what}: its gradient has since been recomputed: read the partition again")
+    if shard.partitions.staged_epoch(header.dp_rank) > header.context.epoch:
+        raise StaleEpochError(f"{what}: the lease is over, a later lease has staged the partition")
+
+
+def updated_segments(shard: UnitShard, header: shard_pb2.StagePartitionHeader, what: str) -> Sequence[Segment]:
+    """Returns the segments that have new values. Raises InvalidRequestError if one is outside the partition."""
+    segments = shard.layout.packed_segments(header.parameter_indices, header.start_bytes, header.stop_bytes)
+    if [segment.parameter_index for segment in segments] != list(header.parameter_indices):
+        raise InvalidRequestError(
+            f"{what}: parameter_indices is {list(header.parameter_indices)[:10]}, expected strictly rising indices of "
+            "parameters in the partition"
+        )
+    return segments
+
+
+def check_state(shard: UnitShard, header: shard_pb2.StagePartitionHeader, what: str) -> None:
+    """Raises InvalidRequestError unless the state tensors in a header are valid."""
+    inside = {segment.parameter_index for segment in shard.layout.segments(header.start_bytes, header.stop_bytes)}
+    seen = set()
+    for tensor in header.state:
+        key = (tensor.parameter_index, tensor.name)
+        if key in seen or tensor.parameter_index not in inside or not 0 < len(tensor.name) <= MAX_NAME_LENGTH:
+            raise InvalidRequestError(
+                f"{what}: state {tensor.name[:MAX_NAME_LENGTH]!r} of parameter {tensor.parameter_index}: expected a "
+                f"unique name of 1 to {MAX_NAME_LENGTH} characters, for a parameter in the partition"
+            )
+        seen.add(key)
+        if len(tensor.shape) > MAX_DIMS:
+            raise InvalidRequestError(
+                f"{what}: state {tensor.name!r} has {len(tensor.shape)} dimensions, expected at most {MAX_DIMS}"
+            )
+        try:
+            state_size(tensor)
+        except KeyError:
+            raise InvalidRequestError(f"{what}: state {tensor.name!r} has the unknown dtype {tensor.dtype}") from None
+
+
+def compute_check_finite(
+    shard: UnitShard, segments: Sequence[Segment], values: Sequence[torch.Tensor], what: str
+) -> None:
+    """Raises NonFiniteError if new values have NaN or infinity.
+
+    Args:
+        shard: The shard.
+        segments: Segments that have new values.
+        values: Bytes of each segment. uint8.
+        what: Names the partition in errors.
+    """
+    for segment, piece in zip(segments, values, strict=True):
+        parameter = shard.layout.parameters[segment.parameter_index]
+        dtype = getattr(torch, parameter.dtype)
+        # Packed values of mixed dtypes need not be aligned.
+        aligned = piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
+        numbers = aligned.view(dtype)
+        # The sum needs one pass, and is finite only if all values are. It may overflow although they are.
+        if not math.isfinite(numbers.sum().item()) and not bool(torch.isfinite(numbers).all()):
+            raise NonFiniteError(
+                f"{what}: the new value of parameter {parameter.name!r} has NaN or infinity; nothing was updated",
+                unit=shard.unit,
+                parameter=parameter.name,
+            )
+
+
+# ---- requests ----
+
+
+async def read(
+    store: ShardStore, request: shard_pb2.ReadPartitionRequest, wait_s: float
+) -> AsyncGenerator[bytes, None]:
+    """Yields the messages of a ReadPartition.
+
+    Raises:
+        InvalidRequestError: The range is not the partition's.
+        StaleEpochError: The lease is over.
+        StepStateError: The step is not prepared, or no longer.
+    """
+    run = store.exact_run(request.context)
+    shard = run.shard(request.unit)
+    check_lease(run, shard, request)
+    version, source = await shard.values.read(request.context.step, wait_s)
+    try:
+        generation, buffer = check_lease(run, shard, request), source.buffer
+        header, pieces = _content(shard, source, request, version)
+        messages = codec.encode_stream(shard_pb2.ReadPartitionResponse(header=header), pieces)
+        while True:
+            # Checked before each message, because the memory may have been reused. See Note: [Moving versions].
+            source.check()
+            if shard.partitions.generation != generation or source.buffer is not buffer:
+                raise StepStateError(f"the gradient of step {version} of {shard.what} has been discarded")
+            if (message := next(messages, None)) is None:
+                return
+            yield message
+    finally:
+        shard.values.release(source)
+
+
+async def stage(
+    store: ShardStore, header: shard_pb2.StagePartitionHeader, incoming: IncomingStream
+) -> shard_pb2.StagePartitionResponse:
+    """Receives and stages a partition's new values and state. A broken stream leaves no trace.
+
+    Raises:
+        InvalidRequestError: The header does not fit the partition, or the stream is broken.
+        StaleEpochError: The lease is over, or a later lease has staged the partition.
+        StepStateError: The step is not prepared, or its gradient has since been recomputed.
+        NonFiniteError: A value is NaN or infinity.
+        CapacityError: There is no memory for the values.
+    """
+    run = store.exact_run(header.context)
+    shard = run.shard(header.unit)
+    what = f"partition of {shard.what}, rank {header.dp_rank}"
+    check_current(run, shard, header, what)
+    segments = updated_segments(shard, header, what)
+    check_state(shard, header, what)
+
+    async def receive() -> None:
+        sizes = [segment.size_bytes for segment in segments]
+        grant = store.memory.grant(sum(sizes) + state_places(header.state)[1], BufferQuota(0), what)
+        buffer, is_staged = grant.acquire_buffer(sum(sizes)), False
+        state, values = PartitionState(), torch.split(buffer, sizes)
+
+        def release() -> None:
+            store.memory.pool.release(buffer)
+            grant.release()
+
+        async def accept() -> None:
+            nonlocal is_staged
+            check_current(run, shard, header, what)
+            staged = StagedPartition(header.context.epoch, segments, values, state, release)
+            shard.partitions.stage(header.dp_rank, staged)
+            is_staged = True
+
+        try:
+            state = shard.partitions.allocate_state(header.state, header.context.request_id, share=header.share_state)
+            await incoming.into([codec.memory_at(buffer.data_ptr(), buffer.numel()), *state.pieces], what)
+            await store.in_thread(partial(compute_check_finite, shard, segments, values, what))
+            await uninterrupted(run.exclusively(accept))
+        finally:
+            if not is_staged:
+                shard.partitions.free_unsettled(state)
+                release()
+
+    await shard.streams.replace(f"partition {header.dp_rank}", (header.context.epoch,), what, receive)
+    return shard_pb2.StagePartitionResponse(version=header.context.step)
+
+
+async def confirm(run: HostedRun, request: shard_pb2.ConfirmPartitionsRequest) -> shard_pb2.ConfirmPartitionsResponse:
+    """Confirms that every partition of the prepared step is staged. Call within ``HostedRun.exclusively``.
+
+    Raises:
+        StepStateError: The step is not prepared.
+        IncompleteStepError: A partition is not staged.
+    """
+    for shard in run.published:
+        check_prepared(run, shard, request.context.step)
+        shard.check_partitions()
+    return shard_pb2.ConfirmPartitionsResponse()
+
+
+def _content(
+    shard: UnitShard, source: VersionBytes, request: shard_pb2.ReadPartitionRequest, version: int
+) -> tuple[shard_pb2.ReadPartitionHeader, list[memoryview]]:
+    """Returns the header and the memory to send: values, gradients and state, without a copy."""
+    segments = shard.layout.segments(request.start_bytes, request.stop_bytes)
+    state = shard.partitions.states.get(request.dp_rank, PartitionState())
+    held = bool(request.cached_request_id) and request.cached_request_id == state.request_id
+    present = mean_gradients(shard, segments)
+    gradients = [codec.memory_at(piece.data_ptr(), piece.nbytes) for _, piece in present]
+    header = shard_pb2.ReadPartitionHeader(
+        version=version,
+        generation=shard.partitions.generation,
+        gradient_indices=[segment.parameter_index for segment, _ in present],
+        state=() if held else state.tensors,
+        cache_is_current=held,
+    )
+    if held:
+        return header, gradients
+    start = shard.start_bytes
+    values = [source.memory(segment.start_bytes - start, segment.stop_bytes - start) for segment in segments]
+    return header, [*values, *gradients, *state.pieces]
+
+
+def mean_gradients(shard: UnitShard, segments: Sequence[Segment]) -> list[tuple[Segment, torch.Tensor]]:
+    """Returns the mean gradient of each segment that has one. The segments must be within the shard."""
+    assert shard.reduced is not None
+    present = []
+    for segment in segments:
+        number = shard.segment_of[segment.parameter_index]
+        gradient = shard.reduced.gradients[number]
+        if gradient is not None:
+            first = shard.segments[number].start_element
+            present.append((segment, gradient[segment.start_element - first : segment.stop_element - first]))
+    return present

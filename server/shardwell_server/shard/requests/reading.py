@@ -1,0 +1,199 @@
+"""Reads of weights: Gather over any transport, moving averages, and pinned versions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from shardwell_server.shard.requests.pushes import check_wire_dtype
+from shardwell_server.shard.state.runs import HostedRun
+from shardwell_server.shard.state.snapshots import VersionBytes
+from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.state.values import Values
+from shardwell_wire import codec
+from shardwell_wire.errors import InvalidRequestError, VersionGoneError
+from shardwell_wire.v1 import shard_pb2
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A range of one version of a shard that a client reads."""
+
+    shard: UnitShard
+    source: VersionBytes
+    header: shard_pb2.GatherHeader
+
+    first_byte: int
+    """Start of the range in the bytes of ``source``."""
+    size_bytes: int
+    """Size of the range."""
+
+    def memory(self) -> memoryview:
+        """Returns the range at its current address. Call ``source.check()`` first. See Note: [Moving versions]."""
+        return self.source.memory(self.first_byte, self.first_byte + self.size_bytes)
+
+    def pieces(self, piece_bytes: int) -> Iterator[memoryview]:
+        """Yields consecutive views of the range. Each is valid until the next one is requested.
+
+        Raises:
+            ShardwellError: The bytes were revoked, so the last piece may mix two versions.
+        """
+        for start in range(0, self.size_bytes, piece_bytes):
+            buffer = self.source.buffer
+            yield self.memory()[start : start + piece_bytes]
+            self.source.check()
+            if self.source.buffer is not buffer:
+                raise VersionGoneError(
+                    f"version {self.header.version} of {self.shard.what} is being overwritten",
+                    unit=self.shard.unit,
+                    version=self.header.version,
+                )
+
+
+def is_readable(store: ShardStore, request: shard_pb2.GatherRequest) -> bool:
+    """Returns True if ``reading`` need not wait for the version.
+
+    Raises:
+        NotFoundError: This server does not hold the run or the unit.
+    """
+    return store.run(request.run, request.run_id).shard(request.unit).values.readable(_version(request))
+
+
+@asynccontextmanager
+async def reading(store: ShardStore, request: shard_pb2.GatherRequest, wait_s: float) -> AsyncIterator[Reading]:
+    """Waits for the version that a Gather requests, and keeps it readable while the block runs.
+
+    Raises:
+        NotFoundError: This server does not hold the run or the unit.
+        InvalidRequestError: The range is outside the shard, or the chunks are too large.
+        DeadlineError: The version does not exist yet.
+        VersionGoneError: The version has been overwritten.
+        StepStateError: The request is for averages, and there are none.
+    """
+    run = store.run(request.run, request.run_id)
+    shard = run.shard(request.unit)
+    start, stop = _range(shard, request)
+    if request.chunk_bytes > codec.MAX_CHUNK_BYTES:
+        raise InvalidRequestError(f"chunk_bytes is {request.chunk_bytes}, expected at most {codec.MAX_CHUNK_BYTES}")
+    wanted = _version(request)
+    if request.ema:
+        async with _reading_averages(store, run, shard, wanted, wait_s) as (version, averages):
+            header = shard_pb2.GatherHeader(version=version, start_bytes=start, stop_bytes=stop)
+            yield Reading(shard, averages, header, start - shard.start_bytes, stop - start)
+        return
+    version, source = await shard.values.read(wanted, wait_s)
+    header = shard_pb2.GatherHeader(version=version, start_bytes=start, stop_bytes=stop)
+    try:
+        if not request.wire_dtype:
+            yield Reading(shard, source, header, start - shard.start_bytes, stop - start)
+            return
+        encoded = await shard.encoded.read(request.wire_dtype, source, store.in_thread, wait_s=wait_s, what=shard.what)
+        try:
+            yield Reading(shard, encoded, header, 0, encoded.buffer.numel())
+        finally:
+            shard.encoded.release(encoded)
+    finally:
+        shard.values.release(source)
+
+
+def _version(request: shard_pb2.GatherRequest) -> int | None:
+    return request.version if request.HasField("version") else None
+
+
+def _range(shard: UnitShard, request: shard_pb2.GatherRequest) -> tuple[int, int]:
+    start, stop = request.start_bytes, request.stop_bytes
+    check_wire_dtype(request.wire_dtype)
+    if request.ema and request.wire_dtype:
+        raise InvalidRequestError(
+            f"{shard.what}: wire_dtype is {request.wire_dtype}, but averages have the dtype of their parameters: "
+            "leave wire_dtype unset"
+        )
+    if start == stop == 0:
+        return shard.start_bytes, shard.stop_bytes
+    if request.wire_dtype and (start, stop) != (shard.start_bytes, shard.stop_bytes):
+        raise InvalidRequestError(
+            f"{shard.what}: range [{start}, {stop}) with wire_dtype {request.wire_dtype}: another dtype is available "
+            f"for the whole shard only, [{shard.start_bytes}, {shard.stop_bytes})"
+        )
+    if not shard.start_bytes <= start <= stop <= shard.stop_bytes:
+        raise InvalidRequestError(
+            f"{shard.what}: range [{start}, {stop}) is not within this server's [{shard.start_bytes}, "
+            f"{shard.stop_bytes})"
+        )
+    return start, stop
+
+
+@asynccontextmanager
+async def _reading_averages(
+    store: ShardStore, run: HostedRun, shard: UnitShard, version: int | None, wait_s: float
+) -> AsyncIterator[tuple[int, VersionBytes]]:
+    """Makes a snapshot of a shard with averages in place of values; yields its version and bytes.
+
+    Args:
+        store: The server's memory and threads.
+        run: The run.
+        shard: A shard of the run.
+        version: Version to read. None: the newest.
+        wait_s: Seconds to wait for the version, and for memory.
+
+    Raises:
+        StepStateError: The last step was not averaged.
+        VersionGoneError: A newer version exists.
+        CapacityError: No memory became free in time.
+        ShardwellError: As ``Values.read``.
+    """
+    newest, source = await shard.values.read(version, wait_s)
+    shard.values.release(source)
+    # Acquired outside the run's lock: work that frees memory may need the lock.
+    copy = await store.memory.acquire(shard.size_bytes, wait_s, f"{shard.what}, to read averages")
+
+    async def fill() -> None:
+        if shard.version != newest or shard.values.updating:
+            raise VersionGoneError(
+                f"version {newest} of {shard.what} has been overwritten", unit=shard.unit, version=newest
+            )
+        shard.check_averaged()
+        await store.in_thread(lambda: shard.compute_averages(copy))
+        shard.snapshots.add(averages)
+
+    averages = VersionBytes(copy, newest, readers=1)
+    try:
+        await run.exclusively(fill)
+    except BaseException:
+        store.memory.release_buffer(copy)
+        raise
+    try:
+        yield newest, averages
+    finally:
+        shard.snapshots.release(averages)
+
+
+@asynccontextmanager
+async def pinning(run: HostedRun, version: int, wait_s: float) -> AsyncIterator[int]:
+    """Pins one version of all of a run's shards on this server; yields the number of shards.
+
+    The next update copies pinned versions to snapshots if there is memory. The snapshots are evicted when training
+    needs the memory.
+
+    Args:
+        run: The run.
+        version: Version to pin.
+        wait_s: Seconds to wait for the version of all shards.
+
+    Raises:
+        DeadlineError: A shard has not reached the version.
+        VersionGoneError: The version has been overwritten.
+    """
+    pins: list[tuple[Values, VersionBytes]] = []
+    deadline = asyncio.get_running_loop().time() + wait_s
+    try:
+        for shard in run.published:
+            left_s = max(0.0, deadline - asyncio.get_running_loop().time())
+            pins.append((shard.values, await shard.values.pin(version, left_s)))
+        yield len(pins)
+    finally:
+        for values, pinned in pins:
+            values.unpin(pinned)

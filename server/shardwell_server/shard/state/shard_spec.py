@@ -1,0 +1,71 @@
+"""Which part of which unit a shard is, and its bytes split into segments of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwell_wire.layout import Segment, UnitLayout
+from shardwell_wire.run_identity import RunIdentity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardSpec:
+    """Which part of which unit a shard is."""
+
+    run: RunIdentity
+    layout: UnitLayout
+    """Layout of the unit."""
+    index: int
+    """Index of the unit in the run."""
+    start_bytes: int
+    """Start of the shard's half-open range in the unit's flat vector."""
+    stop_bytes: int
+    """End of the range."""
+    dp: int
+    """Number of logical data ranks."""
+    placement: int = 0
+    """Number of the placement that the shard belongs to."""
+
+    @property
+    def unit(self) -> str:
+        """Name of the unit."""
+        return self.layout.unit
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stop_bytes - self.start_bytes
+
+    @property
+    def what(self) -> str:
+        """Names the shard in errors."""
+        return f"unit {self.unit!r} of run {self.run.name!r}"
+
+
+def segment_views(
+    buffer: torch.Tensor, layout: UnitLayout, segments: Sequence[Segment], start_bytes: int
+) -> list[torch.Tensor]:
+    """Splits a shard's buffer into segments, each in the dtype of its parameter.
+
+    Args:
+        buffer: The shard's bytes. uint8. [stop_bytes - start_bytes]
+        layout: Layout of the unit.
+        segments: Segments of the shard.
+        start_bytes: Start of the shard in the flat vector.
+
+    Returns:
+        One view per segment. Each [stop_element - start_element].
+    """
+    views = []
+    for segment in segments:
+        dtype: torch.dtype = getattr(torch, layout.parameters[segment.parameter_index].dtype)
+        views.append(buffer[segment.start_bytes - start_bytes : segment.stop_bytes - start_bytes].view(dtype))
+    return views
+
+
+def shaped(part: torch.Tensor, layout: UnitLayout, segment: Segment) -> torch.Tensor:
+    """Returns a segment in the shape of its parameter if it is the whole parameter, else unchanged."""
+    parameter = layout.parameters[segment.parameter_index]
+    return part.view(parameter.shape) if part.numel() == parameter.numel else part
