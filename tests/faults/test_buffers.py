@@ -67,7 +67,7 @@ def test_a_write_before_the_batches_must_be_the_same_everywhere(cluster: shardwe
     ):
         results = [first.finish(), second.finish()]
     (error,) = [result["stderr"] for result in results if result["returncode"]]
-    assert "ConflictError: buffer 'Net-0.temperature' had other values when rank" in error
+    assert "ConflictError: buffer 'Net-0.temperature' had different values when rank" in error
     (survivor,) = [result for result in results if not result["returncode"]]
     assert "sha256" in survivor, "the others go on"
 

@@ -300,7 +300,7 @@ def test_a_silent_trainers_work_goes_to_a_waiting_one_within_its_lease(shared: C
     a.take_step(1)
     expired, leased, committed = list(watch(shared, a.run))[-3:]
     assert [event.kind for event in (expired, leased, committed)] == ["lease_expired", "work_leased", "step_committed"]
-    (silent_s,) = re.findall(r"trainer 'b' .* not heard of for ([\d.]+) s", expired.message)
+    (silent_s,) = re.findall(r"trainer 'b' .* sent no request for ([\d.]+) s", expired.message)
     assert LEASE_S <= float(silent_s) < LEASE_S * 2.5
 
 
@@ -330,7 +330,7 @@ def test_errors_arrive_as_what_they_were(shared: Cluster) -> None:
         shared.call("DescribeWorld", world=common_pb2.World())
     with pytest.raises(StepStateError, match="yet to come"):
         shared.call("FinishWork", context=a.context(3), trainer="a")
-    with pytest.raises(NotFoundError, match="there is no run 'nobody'"):
+    with pytest.raises(NotFoundError, match="run 'nobody' does not exist"):
         shared.call("ListUnits", run="nobody")
 
 

@@ -252,7 +252,7 @@ def test_mistakes_are_named(ended: Training, export: Command, tmp_path: Path) ->
     done = export(ended.run, tmp_path / "full" / "notes.txt")
     assert done.code == 1 and "notes.txt is a file: name a folder" in done.err
     done = export("nowhere", tmp_path / "new")
-    assert done.code == 1 and "there is no run 'nowhere'; known runs: " in done.err
+    assert done.code == 1 and "run 'nowhere' does not exist; existing runs: " in done.err
     assert main(["export", "gpt", str(tmp_path / "new"), "--address", "127.0.0.1:1", "--timeout", "2"]) == 1
     assert not (tmp_path / "new").exists()
 

@@ -129,7 +129,7 @@ def test_a_server_ends_when_another_took_its_place_while_it_was_stopped() -> Non
             first.send_signal(signal.SIGCONT)
             _, errors = first.communicate(timeout=60)
             assert first.returncode == 1
-            assert "server 'twin': this process was lost, and another one has the id since" in errors
+            assert "server 'twin': this process was lost and replaced by another process" in errors
             assert "Traceback" not in errors
             assert second.poll() is None
 

@@ -17,7 +17,7 @@ from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.servicer import CoordinatorServicer
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.storage.storage import Storage
-from shardwell_server.coordinator.waiting import TaskGroup
+from shardwell_server.coordinator.waiting import BackgroundTasks
 from shardwell_wire.names import check_names
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -237,7 +237,8 @@ class Harness(Rpcs):
         await self.until(
             lambda: (
                 not any(
-                    run.updates or run.fencing.in_flight or run.preparing.in_flight for run in self.state.runs.values()
+                    run.commits.pending_updates or run.calls.fencing.in_flight or run.calls.preparing.in_flight
+                    for run in self.state.runs.values()
                 )
             ),
             "the end of updates, fences and preparations",
@@ -268,7 +269,7 @@ async def harness(directory: Path, *, num_shards: int = 2, **settings: Any) -> A
 @contextmanager
 def no_background_failures() -> Iterator[None]:
     """Fails if a background task of the coordinator does: such a task says so in the log only."""
-    log, records = logging.getLogger(TaskGroup.__module__), SimpleQueue[logging.LogRecord]()
+    log, records = logging.getLogger(BackgroundTasks.__module__), SimpleQueue[logging.LogRecord]()
     handler = QueueHandler(records)
     handler.setLevel(logging.ERROR)
     log.addHandler(handler)

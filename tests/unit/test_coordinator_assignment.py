@@ -7,7 +7,13 @@ from collections import Counter
 
 import pytest
 
-from shardwell_server.coordinator.runs.rank_assignment import Applicant, assign, claim, distribute, natural_key
+from shardwell_server.coordinator.runs.rank_assignment import (
+    Applicant,
+    assign_ranks,
+    claim_ranks,
+    distribute_items,
+    natural_key,
+)
 from shardwell_wire.errors import DuplicateError
 from shardwell_wire.topology import World
 
@@ -24,18 +30,18 @@ def test_numbers_in_names_sort_by_value() -> None:
 def test_the_order_of_joining_does_not_matter() -> None:
     world = World(dp=2, tp=2, pp=2)
     team = [*applicants("node10", "node9", "node10", "node9", "x", "y", "node9"), Applicant("wishful", "z", 5)]
-    expected = assign(world, team)
+    expected = assign_ranks(world, team)
     assert sorted(expected) == list(range(8))
     assert len(set(expected.values())) == 8
     assert expected[5] == "wishful"
     for seed in range(50):
         random.Random(seed).shuffle(team)
-        assert assign(world, team) == expected
+        assert assign_ranks(world, team) == expected
 
 
 def test_trainers_sit_by_host_and_name() -> None:
     team = [Applicant(f"t{index}", f"node{host}") for index, host in ((0, 66), (1, 8), (2, 7), (10, 7))]
-    assert assign(World(dp=4), team) == {0: "t2", 1: "t10", 2: "t1", 3: "t0"}
+    assert assign_ranks(World(dp=4), team) == {0: "t2", 1: "t10", 2: "t1", 3: "t0"}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +50,7 @@ def test_trainers_sit_by_host_and_name() -> None:
 )
 def test_trainers_of_one_host_share_a_tensor_group(hosts: str, whole_groups: int) -> None:
     world = World(dp=len(hosts) // 2, tp=2)
-    rank_assignments = assign(world, applicants(*hosts))
+    rank_assignments = assign_ranks(world, applicants(*hosts))
     host_of = {f"t{index}": host for index, host in enumerate(hosts)}
     groups = [
         {host_of[rank_assignments[rank]] for rank in world.group(2 * dp_rank, "tp")} for dp_rank in range(world.dp)
@@ -54,32 +60,32 @@ def test_trainers_of_one_host_share_a_tensor_group(hosts: str, whole_groups: int
 
 def test_a_requested_rank_draws_trainers_of_its_host_into_its_tensor_group() -> None:
     team = [Applicant("wish", "m", 3), Applicant("mate", "m"), Applicant("a", "a"), Applicant("b", "z")]
-    rank_assignments = assign(World(dp=2, tp=2), team)
+    rank_assignments = assign_ranks(World(dp=2, tp=2), team)
     assert (rank_assignments[2], rank_assignments[3]) == ("mate", "wish")
 
 
 def test_fewer_trainers_play_even_contiguous_blocks() -> None:
-    rank_assignments = assign(World(dp=7), applicants("c", "b", "a"))
+    rank_assignments = assign_ranks(World(dp=7), applicants("c", "b", "a"))
     assert [rank_assignments[rank] for rank in range(7)] == ["t2", "t2", "t2", "t1", "t1", "t0", "t0"]
 
 
 def test_a_block_goes_to_who_asked_for_a_rank_in_it() -> None:
-    rank_assignments = assign(World(dp=4), [Applicant("late", "a", 3), Applicant("free", "z")])
+    rank_assignments = assign_ranks(World(dp=4), [Applicant("late", "a", 3), Applicant("free", "z")])
     assert [rank_assignments[rank] for rank in range(4)] == ["free", "free", "late", "late"]
 
 
 def test_two_wishes_in_one_block_are_both_honoured_and_loads_stay_even() -> None:
-    rank_assignments = assign(World(dp=5), [Applicant("one", "a", 1), Applicant("zero", "a", 0)])
+    rank_assignments = assign_ranks(World(dp=5), [Applicant("one", "a", 1), Applicant("zero", "a", 0)])
     assert (rank_assignments[0], rank_assignments[1]) == ("zero", "one")
     assert sorted(Counter(rank_assignments.values()).values()) == [2, 3]
 
 
 def test_more_trainers_than_ranks_leave_spares() -> None:
-    assert assign(World(dp=2), applicants("a", "a", "a")) == {0: "t0", 1: "t1"}
+    assert assign_ranks(World(dp=2), applicants("a", "a", "a")) == {0: "t0", 1: "t1"}
 
 
 def claimed(rank_assignments: dict[int, str], live: set[str], applicant: Applicant, **options: object) -> list[int]:
-    changed = claim(rank_assignments, live, applicant, **({"pinned": ()} | options))
+    changed = claim_ranks(rank_assignments, live, applicant, **({"requested": ()} | options))
     assert set(changed.values()) <= {applicant.name}
     return sorted(changed)
 
@@ -106,10 +112,12 @@ def test_a_requested_rank_is_taken_from_a_trainer_with_several() -> None:
     assert claimed(rank_assignments, {"a"}, Applicant("new", "", 1)) == [1, 3]
 
 
-@pytest.mark.parametrize(("rank_assignments", "pinned"), [({0: "a", 1: "b"}, ()), ({0: "a", 1: "a"}, (1,))])
-def test_a_requested_rank_that_is_taken_is_refused(rank_assignments: dict[int, str], pinned: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("rank_assignments", "requested"), [({0: "a", 1: "b"}, ()), ({0: "a", 1: "a"}, (1,))])
+def test_a_requested_rank_that_is_taken_is_refused(
+    rank_assignments: dict[int, str], requested: tuple[int, ...]
+) -> None:
     with pytest.raises(DuplicateError, match="rank 1 is played by"):
-        claim(rank_assignments, {"a", "b"}, Applicant("new", "", 1), pinned=pinned)
+        claim_ranks(rank_assignments, {"a", "b"}, Applicant("new", "", 1), requested=requested)
 
 
 def test_ranks_that_cannot_be_shared_are_taken_one_at_a_time() -> None:
@@ -118,15 +126,15 @@ def test_ranks_that_cannot_be_shared_are_taken_one_at_a_time() -> None:
 
 def test_items_of_vacant_rank_assignments_go_to_the_least_loaded() -> None:
     rank_assignments = {0: "gone", 1: "a", 2: "b", 3: "b", 4: "gone"}
-    assert distribute(rank_assignments, {"a", "b"}, lambda name: True) == {0: "a", 1: "a", 2: "b", 3: "b", 4: "a"}
-    assert distribute(rank_assignments, {"a", "b", "spare"}, lambda name: True)[0] == "spare"
+    assert distribute_items(rank_assignments, {"a", "b"}, lambda name: True) == {0: "a", 1: "a", 2: "b", 3: "b", 4: "a"}
+    assert distribute_items(rank_assignments, {"a", "b", "spare"}, lambda name: True)[0] == "spare"
 
 
 def test_nobody_is_given_work_that_it_cannot_compute() -> None:
     rank_assignments = {0: "gone", 1: "plain", 2: "able"}
-    assert distribute(rank_assignments, {"plain", "able"}, lambda name: name == "able") == {
+    assert distribute_items(rank_assignments, {"plain", "able"}, lambda name: name == "able") == {
         0: "able",
         1: "plain",
         2: "able",
     }
-    assert distribute(rank_assignments, {"plain"}, lambda name: False) == {0: None, 1: "plain", 2: None}
+    assert distribute_items(rank_assignments, {"plain"}, lambda name: False) == {0: None, 1: "plain", 2: None}

@@ -57,7 +57,7 @@ def test_its_work_goes_to_a_trainer_that_waits_and_can_reach_the_server(tmp_path
             await report(cluster, b, "s1:1", 11.0)
             cluster.coordinator.expire()
             assert [item.global_rank for item in (await waiting).work.items] == [1]
-            message = "it could not reach server 's1' at s1:1 for 11.0 s, and another trainer took its work: join again"
+            message = "it could not reach server 's1' at s1:1 for 11.0 s, and its work was reassigned: join again"
             with pytest.raises(StaleEpochError, match=message):
                 await b.finish(0)
             assert "trainer_cut_off" in [kind for kind, _ in cluster.events()]
@@ -77,7 +77,7 @@ def test_its_work_stays_with_it_where_nobody_can_do_better(tmp_path: Path, why: 
             if why == "the other one is cut off, too":
                 await report(cluster, a, "s1:1", 1.0)
             if why == "the server is silent":
-                cluster.state.cluster.servers["s1"].heard_s -= 6
+                cluster.state.cluster.servers["s1"].last_seen_s -= 6
             cluster.coordinator.expire()
             if waiting is not None:
                 assert not (await waiting).HasField("work")

@@ -123,8 +123,8 @@ def test_a_stall_names_the_phase_and_who_is_waited_for(tmp_path: Path) -> None:
             waiting = await stall()
             assert (waiting.phase, waiting.phase_s) == ("starting", 3)
             assert list(waiting.waiting_for) == [
-                "1 of 2 trainers are there: 1 more must join",
-                "trainer 'a' on host h is there",
+                "1 of 2 trainers have joined: 1 more must join",
+                "trainer 'a' on host h has joined",
             ]
             b = await cluster.join("b", config=config(World(dp=2)))
             a = await cluster.join("a", incarnation="a")
@@ -134,13 +134,13 @@ def test_a_stall_names_the_phase_and_who_is_waited_for(tmp_path: Path) -> None:
             working = await stall()
             assert (working.step, working.phase, working.phase_s) == (0, "working", 2)
             assert list(working.waiting_for) == [
-                "rank 1: trainer 'b' on host h has computed step 0 for 2.0 s (last heard of 2.0 s ago)"
+                "rank 1: trainer 'b' on host h has been computing step 0 for 2.0 s (last request 2.0 s ago)"
             ]
             await b.leave()
             await cluster.settle()
             (vacant,) = (await stall()).waiting_for
             assert vacant.startswith(
-                "rank 1: vacant for 0.0 s: trainer 'b' is gone; its work goes to the first trainer"
+                "rank 1: vacant for 0.0 s: trainer 'b' is gone; its work is leased to the first trainer"
             )
             await a.finish(0, wait_s=5)
             await a.finish(0, wait_s=5)
@@ -148,7 +148,7 @@ def test_a_stall_names_the_phase_and_who_is_waited_for(tmp_path: Path) -> None:
             proposing = await stall()
             assert proposing.phase == "awaiting commit"
             assert list(proposing.waiting_for) == [
-                "hyper-parameters from rank 0: trainer 'a' has not called optimizer.step()"
+                "step proposal of rank 0: trainer 'a' has not called optimizer.step()"
             ]
             await a.leave()
             idle = await stall()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.runs.members import REMEMBERED
+from shardwell_server.coordinator.runs.members import MAX_GONE_MEMBERS
 from shardwell_wire.errors import (
     ConflictError,
     DuplicateError,
@@ -30,7 +30,7 @@ def test_a_run_starts_when_the_whole_world_is_there(tmp_path: Path) -> None:
             first = await cluster.try_join("a", incarnation="1")
             assert not first.started
             assert first.trainer == "a"
-            assert first.waiting_for[0] == "1 of 2 trainers are there: 1 more must join"
+            assert first.waiting_for[0] == "1 of 2 trainers have joined: 1 more must join"
             joined = await cluster.try_join("b")
             assert joined.started
             again = await cluster.try_join("a", incarnation="1")
@@ -127,7 +127,7 @@ def test_larger_worlds_can_be_joined_and_looked_at_but_do_not_train(tmp_path: Pa
             assert len(last.work) == 8
             context = common_pb2.RequestContext(run="r", run_id=joined.run_id, epoch=joined.epoch)
             request = {"context": context, "trainer": joined.trainer}
-            with pytest.raises(ConflictError, match="only worlds with tp=1 and pp=1 take units"):
+            with pytest.raises(ConflictError, match="units and steps need a world with tp=1 and pp=1"):
                 await cluster.call("DeclareUnit", unit=common_pb2.UnitSpec(name="u"), **request)
             with pytest.raises(ConflictError, match="tp=1 and pp=1"):
                 await cluster.call("FinishWork", **request)
@@ -140,7 +140,11 @@ def test_larger_worlds_can_be_joined_and_looked_at_but_do_not_train(tmp_path: Pa
     [
         ({"config": coordinator_pb2.RunConfig()}, WorldError, r"World\(dp=0\)"),
         ({"config": config(World(dp=2), min_trainers=3)}, WorldError, "min_trainers=3: expected 1 to 2"),
-        ({"config": config(World(dp=2, tp=2), min_trainers=2)}, WorldError, "needs a trainer for each of its 4 ranks"),
+        (
+            {"config": config(World(dp=2, tp=2), min_trainers=2)},
+            WorldError,
+            "needs one trainer for each of its 4 ranks",
+        ),
         ({"config": config(World(dp=1 << 16), min_trainers=1)}, WorldError, "raise min_trainers"),
         ({"config": config(World(dp=2), num_layers=(1 << 32) - 1)}, WorldError, "expected at most 65536"),
         ({"world_size": 3}, WorldError, "the launcher started 3 processes"),
@@ -220,7 +224,7 @@ def test_a_restarted_trainer_waits_for_its_former_lease_and_gets_its_rank_back(t
             await cluster.publish_unit([a, b])
             pending = await cluster.try_join("b", wait_s=0.01)
             assert not pending.started
-            assert "the former process of trainer 'b' may still live" in pending.waiting_for[0]
+            assert "another process of trainer 'b' may be alive" in pending.waiting_for[0]
             again = asyncio.create_task(cluster.join("b", wait_s=5))
             await asyncio.sleep(0)
             await cluster.pass_time(1.1, a)
@@ -276,7 +280,7 @@ def test_a_lease_runs_out_only_in_silence(tmp_path: Path) -> None:
             await cluster.pass_time(11)
             assert (
                 "lease_expired",
-                "trainer 'b' on host h was not heard of for 11.0 s; vacant ranks: 1",
+                "trainer 'b' on host h sent no request for 11.0 s; vacant ranks: 1",
             ) in cluster.events()
 
     run_async(scenario())
@@ -288,7 +292,8 @@ def test_a_suspended_coordinator_takes_nobody_for_lost(tmp_path: Path) -> None:
             a, _ = await cluster.team("a", "b")
             cluster.clock.now += 60
             await cluster.until(
-                lambda: cluster.state.runs["r"].members.members["a"].heard_s >= cluster.clock.now, "leases begin anew"
+                lambda: cluster.state.runs["r"].members.by_name["a"].last_seen_s >= cluster.clock.now,
+                "leases begin anew",
             )
             await a.heartbeat()
             assert not [kind for kind, _ in cluster.events() if kind in ("lease_expired", "server_lost")]
@@ -314,7 +319,7 @@ def test_trainers_that_leave_before_the_start_are_forgotten(tmp_path: Path) -> N
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             joined = await cluster.join("a", global_rank=1)
-            with pytest.raises(DuplicateError, match="rank 1 of run 'r' is asked for by another trainer"):
+            with pytest.raises(DuplicateError, match="another trainer of run 'r' already requested rank 1"):
                 await cluster.try_join("b", global_rank=1)
             await joined.leave()
             assert (await cluster.try_join("b", global_rank=1)).trainer == "b"
@@ -352,10 +357,10 @@ def test_only_so_many_trainers_without_a_claim_are_remembered(tmp_path: Path) ->
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             await cluster.team("a", "b")
-            for _ in range(REMEMBERED + 10):
+            for _ in range(MAX_GONE_MEMBERS + 10):
                 await (await cluster.join("")).leave()
             names = [trainer.trainer for trainer in (await cluster.call("DescribeRun", run="r")).trainers]
-            assert len(names) <= REMEMBERED + 3
+            assert len(names) <= MAX_GONE_MEMBERS + 3
             assert {"a", "b"} <= set(names)
 
     run_async(scenario())
@@ -373,7 +378,7 @@ def test_trainers_without_a_name_get_one_that_a_retry_finds_again(tmp_path: Path
 def test_unknown_runs_and_trainers_are_not_found(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
-            with pytest.raises(NotFoundError, match="there is no run 'other'; known runs: none"):
+            with pytest.raises(NotFoundError, match="run 'other' does not exist; existing runs: none"):
                 await cluster.call("DescribeRun", run="other")
             a, _ = await cluster.team("a", "b")
             with pytest.raises(NotFoundError, match="has no trainer 'c': join first"):

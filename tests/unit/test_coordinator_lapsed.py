@@ -25,7 +25,7 @@ def test_the_only_trainer_goes_on_under_its_epochs(tmp_path: Path) -> None:
             assert kinds(cluster)[-1] == "lease_expired"
             assert not (await cluster.call("DescribeRun", run="r")).trainers[0].live
             (line,) = (await cluster.call("ExplainStall", run="r")).waiting_for
-            assert "its lease ran out: it goes on when it is heard of again" in line
+            assert "its lease expired: the step continues when the trainer sends a request" in line
             before = a.items[0].epoch
             assert (await a.finish(0, wait_s=5)).all_finished
             assert (await a.commit(0, wait_s=5)).committed
@@ -45,7 +45,9 @@ def test_a_trainer_whose_work_was_taken_is_fenced_for_good(tmp_path: Path) -> No
             taking = await b.finish(0, wait_s=5)
             assert [item.global_rank for item in taking.work.items] == [0]
             for call in (a.heartbeat, lambda: a.finish(0), lambda: a.commit(0)):
-                with pytest.raises(StaleEpochError, match="its lease ran out and its work was taken, or it left: join"):
+                with pytest.raises(
+                    StaleEpochError, match="its lease expired and its work was reassigned, or it left: join"
+                ):
                     await call()
             fences = [shard.runs["r"].epochs[0] for shard in cluster.shards.values()]
             assert all(a.items[0].epoch < fence <= b.items[0].epoch for fence in fences)

@@ -49,7 +49,7 @@ def test_each_trainer_stages_its_own_and_the_last_report_commits(tmp_path: Path)
             assert ranks(await commit(a)) == [0], "given again until it is reported"
             waiting = await commit(a, first.partitions)
             assert not waiting.committed
-            assert list(waiting.waiting_for) == ["partition of rank 1: trainer 'b' updates it"]
+            assert list(waiting.waiting_for) == ["optimizer partitions of rank 1: trainer 'b' is updating them"]
             assert all(shard.calls["ConfirmPartitions"] == 0 for shard in cluster.shards.values())
             both = await asyncio.gather(commit(a, first.partitions, wait_s=5), commit(b, second.partitions, wait_s=5))
             assert [response.committed for response in both] == [True, True]
@@ -158,7 +158,7 @@ def test_trainers_must_agree_before_they_are_given_partitions(tmp_path: Path) ->
         async with harness(tmp_path) as cluster:
             a, b = await finished_team(cluster)
             await commit(a, wait_s=5)
-            with pytest.raises(HyperparameterMismatchError, match=r"lr of parameter group 0: 0.1 .* but 0.2"):
+            with pytest.raises(HyperparameterMismatchError, match=r"lr of parameter group 0 is 0.1 .* but 0.2"):
                 await commit(b, optimizer=on_trainers(0.2), wait_s=5)
 
     run_async(scenario())

@@ -158,7 +158,7 @@ def test_stale_players_are_refused_for_good(tmp_path: Path) -> None:
             await story.begin()
             ghost, run = story.players.pop("a"), cluster.state.runs["r"]
             await cluster.pass_time(12, *(player.trainer for player in story.players.values()))
-            while run.step is not None and run.step.items[0].holder == "a":
+            while run.step is not None and run.step.items[0].trainer == "a":
                 await story.go_on("b")
             for _ in range(60):
                 await story.happen()

@@ -72,7 +72,7 @@ def test_an_update_that_was_cut_short_is_redone(tmp_path: Path) -> None:
             cluster.shards["s1"].fail = fail_times("Update", 10**6, UnavailableError("away"))
             await asyncio.gather(a.finish(0), b.finish(0))
             assert (await a.commit(0, wait_s=5)).committed
-            assert cluster.state.runs["r"].updates
+            assert cluster.state.runs["r"].commits.pending_updates
             await cluster.restart()
             assert (await cluster.call("ExplainStall", run="r")).phase == "updating"
             cluster.shards["s1"].fail = lambda rpc_name, request: None
@@ -194,7 +194,7 @@ def test_what_changes_while_the_state_is_written_is_written_next(tmp_path: Path)
             run = cluster.state.runs["r"]
             run.touch()
             first = asyncio.create_task(cluster.state.save(run))
-            while not run.saving.in_flight:
+            while not run.unsaved.saving.in_flight:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
             run.addresses["late"] = "h:1"

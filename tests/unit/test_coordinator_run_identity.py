@@ -66,7 +66,7 @@ def test_a_request_without_the_runs_id_is_refused(tmp_path: Path) -> None:
             (trainer,) = await cluster.team("a")
             trainer.run_id = ""
             for rpc_name, ask in REQUESTS.items():
-                with pytest.raises(InvalidRequestError, match="run_id is empty: name the id of run 'r'"):
+                with pytest.raises(InvalidRequestError, match="run_id is empty: send the id of run 'r'"):
                     await ask(trainer)
                 assert rpc_name
 

@@ -37,7 +37,7 @@ def handed_in(cluster: Harness) -> set[str]:
     """The trainers whose hyper-parameters for the step in flight are there."""
     step = cluster.state.runs["r"].step
     assert step is not None
-    return set(step.step_proposals)
+    return set(step.proposals)
 
 
 async def take_step(trainers: list[Trainer], step: int, **changes: Any) -> coordinator_pb2.CommitStepResponse:
@@ -52,11 +52,11 @@ def test_a_step_from_work_to_commit(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b")
-            assert list((await a.finish(0)).waiting_for) == ["rank 1: trainer 'b' computes it"]
+            assert list((await a.finish(0)).waiting_for) == ["rank 1: trainer 'b' is computing it"]
             assert (await b.finish(0, wait_s=1)).all_finished
             assert (await a.finish(0, wait_s=1)).all_finished
             assert list((await b.commit(0)).waiting_for) == [
-                "hyper-parameters from rank 0: trainer 'a' has not called optimizer.step()"
+                "step proposal of rank 0: trainer 'a' has not called optimizer.step()"
             ]
             first, second = await asyncio.gather(a.commit(0, wait_s=5), b.commit(0, wait_s=5))
             assert first.committed
@@ -90,7 +90,7 @@ def test_a_step_for_whose_update_a_server_has_no_memory_is_not_committed(tmp_pat
             cluster.shards["s1"].fail = fail_times("PrepareUpdate", 1, CapacityError("no memory for adam"))
             with pytest.raises(CapacityError, match=r"server 's1': PrepareUpdate: no memory for adam"):
                 await a.commit(0, wait_s=5)
-            assert not cluster.state.runs["r"].commits
+            assert not cluster.state.runs["r"].commits.records
             assert all(shard.calls["Update"] == 0 for shard in cluster.shards.values())
             assert (await a.commit(0, wait_s=5)).committed
             await cluster.settle()
@@ -155,11 +155,11 @@ def test_the_norm_is_asked_for_once_and_does_not_commit(tmp_path: Path) -> None:
             assert all(shard.calls["PrepareStep"] == 1 for shard in cluster.shards.values())
             assert (await b.prepare(0, norm_type=math.inf)).other_norm == 2.0
             assert all(shard.calls["PrepareStep"] == 2 for shard in cluster.shards.values())
-            assert not cluster.state.runs["r"].commits
+            assert not cluster.state.runs["r"].commits.records
             await a.commit(0, wait_s=5, clip_coefficient=0.25)
             late = await b.prepare(0, norm_type=math.inf)
             assert (late.grad_norm, late.other_norm) == (math.sqrt(8.0), 2.0), "a slow trainer still gets the norm"
-            with pytest.raises(HyperparameterMismatchError, match=r"clip coefficient: 0\.25 at rank 0"):
+            with pytest.raises(HyperparameterMismatchError, match=r"clip coefficient is 0\.25 at rank 0"):
                 await b.commit(0)
 
     run_async(scenario())
@@ -206,7 +206,7 @@ def test_hyperparameters_that_differ_are_named(tmp_path: Path) -> None:
             await asyncio.sleep(0)
             assert (await a.commit(0, wait_s=5)).committed, "the lowest rank's count"
             expected = (
-                r"lr of parameter group 0: 0.1 at rank 0 \(trainer 'a'\), whose hyper-parameters count, but 0.2 at "
+                r"lr of parameter group 0 is 0.1 at rank 0 \(trainer 'a'\), whose proposal is committed, but 0.2 at "
                 r"rank 1 \(trainer 'b'\)"
             )
             with pytest.raises(HyperparameterMismatchError, match=expected):
@@ -223,12 +223,15 @@ def test_hyperparameters_that_differ_are_named(tmp_path: Path) -> None:
     [
         ({"optimizer": optimizer(lr=math.nan)}, "lr=nan is not finite"),
         ({"optimizer": optimizer("sdg")}, "optimizer 'sdg' is not known"),
-        ({"optimizer": optimizer(groups=(0, 0))}, "unit 'u' has 1 parameters, but optimizer.units names groups for 2"),
+        (
+            {"optimizer": optimizer(groups=(0, 0))},
+            "unit 'u' has 1 parameters, but optimizer.units has group indices for 2",
+        ),
         ({"optimizer": optimizer(groups=(3,))}, "names parameter group 3"),
         ({"clip_coefficient": math.nan}, "clip_coefficient is nan"),
         ({"clip_coefficient": -1.0}, "clip_coefficient is -1"),
-        ({"unit_order": [0, 0]}, "unit_order names a unit index twice"),
-        ({"unit_order": [7]}, "unit_order names unit index 7: the run has 1 units"),
+        ({"unit_order": [0, 0]}, "unit_order contains a unit index twice"),
+        ({"unit_order": [7]}, "unit_order contains unit index 7, but the run has 1 units"),
     ],
 )
 def test_hyperparameters_that_cannot_be_applied_are_refused(
@@ -257,7 +260,9 @@ def test_the_optimizer_of_a_run_stays(tmp_path: Path) -> None:
             lion.groups[0].algorithm = "lion"
             lion.groups[0].hyperparameters.clear()
             lion.groups[0].hyperparameters.update(lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, maximize=0.0)
-            with pytest.raises(ConflictError, match=r"parameter 'u\.0' is optimised by 'sgd'.*'lion' needs a new run"):
+            with pytest.raises(
+                ConflictError, match=r"parameter 'u\.0' already has 'sgd' state.*with 'lion', start a new run"
+            ):
                 await trainers[0].commit(1, optimizer=lion)
 
     run_async(scenario())
@@ -269,7 +274,7 @@ def test_commit_before_finish_is_refused(tmp_path: Path) -> None:
             a, _ = await team_with_unit(cluster, "a", "b")
             with pytest.raises(StepStateError, match="has not finished the work of rank 0"):
                 await a.commit(0)
-            with pytest.raises(StepStateError, match="step 1 of run 'r' is yet to come: step 0 is in flight"):
+            with pytest.raises(StepStateError, match="step 1 of run 'r' has not started: step 0 is in flight"):
                 await a.commit(1)
 
     run_async(scenario())
@@ -295,13 +300,13 @@ def test_a_slow_trainer_simply_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"global_rank": 9}, InvalidRequestError, "there is no rank 9"),
+        ({"global_rank": 9}, InvalidRequestError, "rank 9 does not exist"),
         ({"global_rank": 0}, InvalidRequestError, "a rank is reported twice"),
-        ({"epoch": 0}, StaleEpochError, "is now held by trainer 'a'"),
-        ({"epoch": 99}, StepStateError, "which it does not hold"),
-        ({"attempt": 5}, StepStateError, "attempt 5, which it does not hold"),
-        ({"units": [common_pb2.UnitParts(unit_index=3)]}, InvalidRequestError, "unit index 3: the run has 1 units"),
-        ({"units": [common_pb2.UnitParts(unit_index=0)] * 2}, InvalidRequestError, "names a unit index twice"),
+        ({"epoch": 0}, StaleEpochError, "is now leased to trainer 'a'"),
+        ({"epoch": 99}, StepStateError, "but the item was leased to 'a'"),
+        ({"attempt": 5}, StepStateError, "attempt 5, but the item was leased to 'a'"),
+        ({"units": [common_pb2.UnitParts(unit_index=3)]}, InvalidRequestError, "unit index 3, but the run has 1 units"),
+        ({"units": [common_pb2.UnitParts(unit_index=0)] * 2}, InvalidRequestError, "reports a unit index twice"),
     ],
 )
 def test_reports_that_cannot_be_are_refused_as_a_whole(
@@ -326,7 +331,7 @@ def test_work_of_another_trainer_cannot_be_finished(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b")
-            with pytest.raises(StepStateError, match="it was leased to 'b'"):
+            with pytest.raises(StepStateError, match="the item was leased to 'b'"):
                 await a.finish(0, b.finished())
             await a.finish(0)
             with pytest.raises(StepStateError, match="was finished before with parts"):
@@ -385,7 +390,7 @@ def test_spares_are_preferred_and_each_gets_one_item(tmp_path: Path) -> None:
             rank_assignments = run.rank_assignments
             rank_assignments.update({rank: "b" for rank, owner in rank_assignments.items() if owner == "c"})
             polls = [asyncio.create_task(trainer.finish(0, wait_s=5)) for trainer in (a, spare)]
-            await cluster.until(lambda: set(run.ready_to_work) == {"a", "c"}, "both wait for work")
+            await cluster.until(lambda: set(run.members.waiting_for_work) == {"a", "c"}, "both wait for work")
             await b.leave()
             responses = await asyncio.gather(*polls)
             assert [[item.global_rank for item in response.work.items] for response in responses] == [[3], [2]]
@@ -404,7 +409,7 @@ def test_trainers_that_cannot_take_other_work_get_none(tmp_path: Path) -> None:
             await cluster.settle()
             response = await a.finish(1, accept_work=False)
             assert not response.HasField("work")
-            assert list(response.waiting_for) == ["rank 1: vacant, since trainer 'b' is gone"]
+            assert list(response.waiting_for) == ["rank 1: vacant, because trainer 'b' is gone"]
             reborn = await cluster.join("b", wait_s=1)
             assert sorted(reborn.items) == [1]
             await reborn.finish(1, accept_work=False)
@@ -456,7 +461,7 @@ def test_work_begun_anew_gets_a_higher_attempt_and_voids_what_was_prepared(tmp_p
             assert (await a.reset(0, 0, request_id="twice")).attempt == 2
             assert cluster.shards["s0"].runs["r"].attempts == {0: 2}
             assert not (await b.finish(0)).all_finished
-            with pytest.raises(StepStateError, match="clips step 0 by a gradient norm that is out of date"):
+            with pytest.raises(StepStateError, match="clips step 0 by an outdated gradient norm"):
                 await b.commit(0, clip_coefficient=1.0, norm_attempts=attempts)
             assert not (await b.commit(0, clip_coefficient=1.0)).committed, "b does not clip by a norm"
             with pytest.raises(StaleEpochError):
@@ -518,10 +523,10 @@ def test_a_norm_and_a_reset_that_wait_for_a_server_say_so(tmp_path: Path) -> Non
             await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
             waiting = await a.prepare(0, wait_s=0.05)
             assert not waiting.prepared
-            assert any("servers 's0', 's1': they reduce" in line for line in waiting.waiting_for), waiting
+            assert any("servers 's0', 's1': reducing" in line for line in waiting.waiting_for), waiting
             answer = await a.try_reset(0, 0, request_id="once", wait_s=0.05)
             assert not answer.HasField("item")
-            assert "servers 's0', 's1': they drop the gradient" in answer.waiting_for
+            assert "servers 's0', 's1': they drop the contributions of the former attempt" in answer.waiting_for
             busy = False
             assert (await a.reset(0, 0, request_id="once")).attempt == 1
             await a.finish(0)
@@ -567,7 +572,7 @@ def test_a_rank_that_is_not_held_cannot_begin_anew(tmp_path: Path) -> None:
                 await cluster.call("ResetWork", context=a.context(0, b.items[1].epoch), trainer="a", global_rank=1)
             with pytest.raises(StaleEpochError):
                 await cluster.call("ResetWork", context=a.context(0, a.items[0].epoch - 1), trainer="a", global_rank=0)
-            with pytest.raises(InvalidRequestError, match="there is no rank 2"):
+            with pytest.raises(InvalidRequestError, match="rank 2 does not exist"):
                 await cluster.call("ResetWork", context=a.context(0, 1), trainer="a", global_rank=2)
 
     run_async(scenario())
@@ -611,7 +616,7 @@ def test_a_step_is_skipped_for_all_if_the_trainers_want_that(tmp_path: Path) -> 
             first = await a.commit(0, wait_s=5, optimizer=scaled)
             assert (first.committed, first.skipped, first.grad_norm) == (True, True, math.inf)
             assert (await b.prepare(0)).grad_norm == math.inf, "asked for after the commit"
-            with pytest.raises(HyperparameterMismatchError, match=r"whether losses are scaled: True at .* but False"):
+            with pytest.raises(HyperparameterMismatchError, match=r"skip_non_finite is True at .* but False"):
                 await b.commit(0, wait_s=5)
             assert (await b.commit(0, wait_s=5, optimizer=scaled)).skipped
             assert [manifest.skip for manifest in cluster.shards["s1"].manifests] == [True]
@@ -672,7 +677,7 @@ def test_a_norm_asked_for_while_the_step_commits_does_not_prepare_the_next(tmp_p
             committing = asyncio.create_task(a.commit(0, wait_s=5))
             await written.wait()
             told.set()
-            with pytest.raises(VersionGoneError, match="its norms are not kept"):
+            with pytest.raises(VersionGoneError, match="its norms are no longer kept"):
                 await b.prepare(0, norm_type=3.0)
             assert (await committing).committed
             await cluster.settle()
@@ -709,9 +714,9 @@ def test_work_begun_anew_while_the_last_update_is_under_way_is_not_prepared(tmp_
 
 
 def test_a_norm_of_a_type_near_0_may_be_beyond_all_numbers() -> None:
-    from shardwell_server.coordinator.commit.committer import combine_norms
+    from shardwell_server.coordinator.runs.gradient_norms import PreparedGradients
 
-    prepared = combine_norms([shard_pb2.UnitNorm(square_partials=[4.0], power_partials=[1e5])], 1e-3)
+    prepared = PreparedGradients.combine([shard_pb2.UnitNorm(square_partials=[4.0], power_partials=[1e5])], 1e-3)
     assert prepared.grad_norm == 2.0
     assert prepared.other_norm is not None
     assert prepared.other_norm.value == math.inf
@@ -797,7 +802,7 @@ def test_a_unit_that_was_never_published_cannot_be_committed_over(tmp_path: Path
             trainers = await team_with_unit(cluster, "a", "b")
             await trainers[1].declare(common_pb2.UnitSpec(name="forgotten"))
             await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
-            with pytest.raises(StepStateError, match="initial values of unit 'forgotten' were never sent"):
+            with pytest.raises(StepStateError, match="unit 'forgotten' has no initial values"):
                 await trainers[0].commit(0, wait_s=5)
 
     run_async(scenario())

@@ -12,6 +12,7 @@ import pytest
 
 from shardwell_server.coordinator.command import until_lost
 from shardwell_server.coordinator.storage.records import (
+    KEPT_COMMITS,
     CommitRecord,
     FinishedRecord,
     MemberRecord,
@@ -21,7 +22,7 @@ from shardwell_server.coordinator.storage.records import (
     ShardRecord,
     UnitRecord,
 )
-from shardwell_server.coordinator.storage.storage import FILE_NAME, KEPT_COMMITS, SCHEMA_VERSION, Storage
+from shardwell_server.coordinator.storage.storage import FILE_NAME, SCHEMA_VERSION, Storage
 from shardwell_wire.errors import ConflictError, UnavailableError
 from shardwell_wire.topology import World
 from tests.support.coordinator import Harness, Trainer, config, harness, optimizer, run_async
@@ -36,8 +37,8 @@ RUN = RunRecord(
     initializer="a",
     initializer_epoch=4,
     members=(
-        MemberRecord("a", "h", "i", 1, None, True, False, None),
-        MemberRecord("b", "h", "j", 2, 0, False, True, True),
+        MemberRecord("a", "h", "i", 1, None, "live", None),
+        MemberRecord("b", "h", "j", 2, 0, "expired", True),
     ),
     ranks=(RankRecord(0, "a", "a", 3, 7, 2), RankRecord(1, "b", "a", 5, 7, 0)),
     addresses=(("name", "h:1"),),
@@ -56,9 +57,7 @@ def test_everything_comes_back_as_it_was_stored(tmp_path: Path) -> None:
     async def write(storage: Storage) -> None:
         await storage.save_server(replace(server, epoch=1))
         await storage.save_server(server)
-        await storage.save_run(
-            replace(RUN, members=(*RUN.members, MemberRecord("c", "", "", 1, None, True, False, None)))
-        )
+        await storage.save_run(replace(RUN, members=(*RUN.members, MemberRecord("c", "", "", 1, None, "live", None))))
         await storage.save_run(RUN)
         await storage.save_units("r", [replace(UNIT, published=False), replace(UNIT, unit_index=1)])
         await storage.save_units("r", [UNIT])
@@ -147,7 +146,7 @@ def test_a_commit_that_the_disk_does_not_take_changes_nothing_and_can_be_repeate
             assert large
             state = {"tracked_json": {"counter": "x" * 100_000}}
             for _ in range(2):
-                with pytest.raises(UnavailableError, match=r"cannot keep its state in .*: database or disk is full"):
+                with pytest.raises(UnavailableError, match=r"cannot write its state to .*: database or disk is full"):
                     await a.commit(0, wait_s=5, state=state)
             await cluster.settle()
             assert all(not shard.calls["Update"] for shard in cluster.shards.values())
@@ -208,7 +207,7 @@ def test_a_record_that_is_said_to_have_failed_does_not_come_back(tmp_path: Path)
             a, b = await ready_to_commit(cluster)
             database = cluster.state.storage._database
             database._connection = FailingCommit(database._connection, logged=False)
-            with pytest.raises(UnavailableError, match="disk I/O error: nothing was changed by this request"):
+            with pytest.raises(UnavailableError, match="disk I/O error: this request changed nothing"):
                 await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.5))
             await cluster.restart()
             assert cluster.state.runs["r"].committed_step == 0
@@ -228,9 +227,11 @@ def test_a_coordinator_that_cannot_tell_whether_a_record_is_durable_ends(tmp_pat
             storage._database._open = unreadable
             ending = asyncio.create_task(until_lost(storage))
             for ask in (lambda: a.commit(0, wait_s=5), lambda: b.commit(0, wait_s=5), lambda: b.reset(0, 1)):
-                with pytest.raises(UnavailableError, match=r"cannot be found out .* this coordinator ends"):
+                with pytest.raises(UnavailableError, match=r"outcome cannot be determined.* this coordinator stops"):
                     await ask()
-            with pytest.raises(UnavailableError, match="this coordinator ends; mend the disk and start it again"):
+            with pytest.raises(
+                UnavailableError, match="this coordinator stops; fix the disk and start the coordinator again"
+            ):
                 await asyncio.wait_for(ending, 5)
             assert all(not shard.calls["Update"] for shard in cluster.shards.values())
             await cluster.restart()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_server.coordinator.runs.transport_reports import MAX_TRANSPORTS
+from shardwell_server.coordinator.runs.members import MAX_TRANSPORTS
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.coordinator import harness, run_async
@@ -63,6 +63,6 @@ def test_an_impossible_report_is_refused(
                 await cluster.call(
                     "Heartbeat", run="r", run_id=a.run_id, trainer="a", epoch=a.epoch, transports=reported
                 )
-            assert not cluster.state.runs["r"].members.members["a"].transports
+            assert not cluster.state.runs["r"].members.by_name["a"].transports
 
     run_async(scenario())

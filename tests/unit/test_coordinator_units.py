@@ -72,8 +72,8 @@ def test_small_units_spread_over_the_servers(tmp_path: Path) -> None:
     [
         (unit("u", (64, 65)), r"parameter 'u.0' was declared with shape \(64, 64\), now with \(64, 65\)"),
         (unit("u", (64, 64), dtype=common_pb2.DTYPE_FLOAT16), "with dtype 'float32', now with 'float16'"),
-        (unit("u", (64, 64), (3,)), "with 1 parameters, now with 2; 'u.1' is in one of them only"),
-        (unit("u"), "with 1 parameters, now with 0; 'u.0' is in one of them only"),
+        (unit("u", (64, 64), (3,)), "with 1 parameters, now with 2: only one declaration contains 'u.1'"),
+        (unit("u"), "with 1 parameters, now with 0: only one declaration contains 'u.0'"),
     ],
 )
 def test_another_layout_is_refused_by_its_first_difference(
@@ -98,7 +98,7 @@ def test_another_layout_is_refused_by_its_first_difference(
         (
             common_pb2.UnitSpec(name="v", parameters=unit("u", (64, 64)).parameters),
             ConflictError,
-            "parameter 'u.0' of unit 'v' is in unit 'u' already",
+            "parameter 'u.0' of unit 'v' already belongs to unit 'u'",
         ),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_unit_without_values_is_placed_anew_when_an_owner_leaves(tmp_path: Pat
             first = await a.declare(unit("u", (64, 64)))
             assert {at.server_id for at in first.shards} == {"s0", "s1"}
             cluster.shards["s1"].incarnation = None
-            cluster.state.cluster.leave(cluster.state.cluster.servers["s1"])
+            cluster.state.cluster.deregister(cluster.state.cluster.servers["s1"])
             again = await b.declare(unit("u", (64, 64)))
             assert {at.server_id for at in again.shards} == {"s0"}
             assert again.unit_index == first.unit_index
@@ -227,7 +227,7 @@ def test_units_wait_for_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             await until_lost(cluster, "s0", "s1", "s2")
             a, _ = await cluster.team("a", "b")
             cluster.limit_s = 0.05
-            with pytest.raises(UnavailableError, match="0 of 3 are there; start more"):
+            with pytest.raises(UnavailableError, match="0 of 3 are live; start more"):
                 await a.declare(unit("u", (64,)))
 
     run_async(scenario())
@@ -252,7 +252,7 @@ def test_initial_values_come_from_one_trainer_until_it_is_gone(tmp_path: Path) -
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
             first = await a.declare(unit("u", (64, 64)))
-            with pytest.raises(StaleEpochError, match="they are to come from 'a'"):
+            with pytest.raises(StaleEpochError, match="they are expected from trainer 'a'"):
                 await b.publish("u", first.epoch)
             with pytest.raises(StaleEpochError):
                 await a.publish("u", first.epoch - 1)
@@ -335,9 +335,9 @@ def test_a_server_keeps_its_lease_and_a_retry_its_epoch(tmp_path: Path) -> None:
             assert await cluster.register("s0", incarnation="2") > epoch
             with pytest.raises(StaleEpochError, match="register again"):
                 await heartbeat(epoch)
-            with pytest.raises(DuplicateError, match="this process was lost, and another one has the id since"):
+            with pytest.raises(DuplicateError, match="this process was lost and replaced by another process"):
                 await cluster.register("s0", incarnation="1")
-            with pytest.raises(StaleEpochError, match="not known here: register again"):
+            with pytest.raises(StaleEpochError, match="is not registered: register again"):
                 await cluster.call("HeartbeatServer", server_id="s9", epoch=1)
 
     run_async(scenario())
@@ -347,7 +347,7 @@ def test_an_id_belongs_to_one_process_while_that_is_alive(tmp_path: Path) -> Non
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=1) as cluster:
             (first,) = cluster.state.cluster.servers.values()
-            with pytest.raises(DuplicateError, match="another process, at s0:1, has this id and is alive: give every"):
+            with pytest.raises(DuplicateError, match="another process at s0:1 has this id and is alive: give every"):
                 await cluster.register("s0", incarnation="2")
             await cluster.restart()
             with pytest.raises(DuplicateError, match="has this id and is alive"):
@@ -363,7 +363,7 @@ def test_an_id_is_free_once_its_silent_process_has_lost_its_lease(tmp_path: Path
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=1, lease_s=30) as cluster:
             cluster.shards["s0"].available = False
-            with pytest.raises(UnavailableError, match=r"may be alive, though .* not heard of for 30 s"):
+            with pytest.raises(UnavailableError, match=r"may be alive, although .* after 30 s without a heartbeat"):
                 await cluster.register("s0", incarnation="2")
             assert cluster.state.cluster.servers["s0"].incarnation == "1"
             cluster.clock.now += 31
@@ -394,12 +394,12 @@ def test_a_silent_server_fails_what_needs_it_until_it_is_back(tmp_path: Path) ->
             waiting = asyncio.create_task(a.finish(0, wait_s=5))
             await asyncio.sleep(0)
             cluster.shards["s1"].available = False
-            cluster.state.cluster.servers["s1"].heard_s -= 11
+            cluster.state.cluster.servers["s1"].last_seen_s -= 11
             await until_lost(cluster, "s1")
             for call in (waiting, b.finish(0), a.declare(unit("u", (64, 64)))):
                 with pytest.raises(
                     UnavailableError,
-                    match=r"server 's1' at s1:1 has not been heard of for 11\.0 s \(the coordinator cannot",
+                    match=r"server 's1' at s1:1 has sent no heartbeat for 11\.0 s \(the coordinator cannot",
                 ):
                     await call
             assert "server 's1'" in (await cluster.call("ExplainStall", run="r")).waiting_for[0]
@@ -430,13 +430,13 @@ def test_a_lost_server_that_has_ended_fails_what_needs_it_for_good(tmp_path: Pat
             for name in ("u", "v", "w", "x", "y", "z"):
                 await cluster.publish_unit([a, b], name, (64, 64))
             cluster.shards["s1"].incarnation = None
-            cluster.state.cluster.servers["s1"].heard_s -= 11
+            cluster.state.cluster.servers["s1"].last_seen_s -= 11
             cluster.coordinator.expire()
             await until_ended(cluster, "s1")
             assert cluster.events()[-1] == ("server_ended", "server 's1' at s1:1 has ended: run 'r' lost shards")
             message = (
-                "server 's1' at s1:1 has ended, and its shards of this run, of units 'u', 'v', 'w', 'x', 'y' and 1 "
-                r"more, are lost: delete the run \(shardwell delete-run r\) and start it again"
+                "server 's1' at s1:1 has ended, and its shards of units 'u', 'v', 'w', 'x', 'y' and 1 "
+                r"more of this run are lost: delete the run \(shardwell delete-run r\) and start it again"
             )
             for call in (a.heartbeat, partial(b.finish, 0), partial(b.declare, unit("late", (1,)))):
                 with pytest.raises(ConflictError, match=message):
@@ -454,11 +454,11 @@ def test_a_lost_server_that_is_alive_or_silent_is_waited_for(tmp_path: Path) -> 
             await cluster.publish_unit([a, b])
             shard, server = cluster.shards["s1"], cluster.state.cluster.servers["s1"]
             shard.available = False
-            server.heard_s -= 11
+            server.last_seen_s -= 11
             await until_lost(cluster, "s1")
             await a.heartbeat()
             with pytest.raises(
-                UnavailableError, match=r"of unit 'u'\. The run goes on when the server is heard"
+                UnavailableError, match=r"of unit 'u' of this run\. The run continues when the server"
             ) as caught:
                 await a.finish(0)
             assert "delete" not in str(caught.value), "it may be alive"
@@ -477,7 +477,7 @@ def test_a_unit_goes_to_the_others_when_a_server_ends_before_it_makes_room(tmp_p
             cluster.shards["s1"].incarnation = None
             declaring = asyncio.create_task(a.declare(unit("u", (64, 64))))
             await asyncio.sleep(0)
-            cluster.state.cluster.servers["s1"].heard_s -= 11
+            cluster.state.cluster.servers["s1"].last_seen_s -= 11
             cluster.coordinator.expire()
             assert {at.server_id for at in (await declaring).shards} == {"s0"}
 
@@ -497,7 +497,7 @@ def test_trainers_of_a_run_that_has_lost_shards_for_good_are_told_with_their_hea
             cluster.shards["s1"].restart("3")
             await cluster.register("s1", incarnation="3")
             with pytest.raises(
-                ConflictError, match="was restarted and has lost its shards of this run, of unit 'u': del"
+                ConflictError, match="was restarted and has lost its shards of unit 'u' of this run: del"
             ):
                 await a.heartbeat()
 
@@ -513,7 +513,7 @@ def test_a_restarted_server_has_lost_its_shards(tmp_path: Path) -> None:
             await cluster.register("s1", incarnation="2")
             for call in (a.finish(0), a.declare(unit("u", (64, 64)))):
                 with pytest.raises(
-                    ConflictError, match="server 's1' was restarted and has lost its shards of this run"
+                    ConflictError, match="server 's1' was restarted and has lost its shards of unit 'u' of this run"
                 ):
                     await call
             assert cluster.events()[-1][0] == "server_restarted"
@@ -533,7 +533,7 @@ def test_of_several_lost_servers_the_one_that_does_not_heal_is_named(tmp_path: P
             cluster.shards["s1"].restart("2")
             await cluster.register("s1", incarnation="2")
             cluster.shards["s0"].available = False
-            cluster.state.cluster.servers["s0"].heard_s -= 11
+            cluster.state.cluster.servers["s0"].last_seen_s -= 11
             await until_lost(cluster, "s0")
             with pytest.raises(ConflictError, match="server 's1' was restarted"):
                 await a.finish(0)
@@ -622,7 +622,7 @@ def test_servers_of_a_later_coordinator_refuse_this_one_by_name(tmp_path: Path) 
         async with harness(tmp_path) as cluster:
             a, _ = await cluster.team("a", "b")
             cluster.shards["s0"].term = 7
-            with pytest.raises(ConflictError, match="it obeys a later coordinator than this one of term 1"):
+            with pytest.raises(ConflictError, match="the server follows a coordinator with a later term than 1"):
                 await a.declare(unit("u", (64, 64)))
 
     run_async(scenario())

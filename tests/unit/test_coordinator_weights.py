@@ -38,12 +38,14 @@ def test_units_are_of_one_version(tmp_path: Path) -> None:
                 await running.settle()
             answer = await coming
             assert answer.version == 1
-            with pytest.raises(VersionGoneError, match="'r' is at version 2, 1 is over") as error:
+            with pytest.raises(
+                VersionGoneError, match="'r' is at version 2: version 1 is no longer available"
+            ) as error:
                 await running.call("DescribeWeights", run="r", version=1)
             assert error.value.data["newest"] == "2"
             with pytest.raises(DeadlineError, match=r"waited 0.0 s for version 3 of run 'r'; the newest is 2"):
                 await running.call("DescribeWeights", run="r", version=3)
-            with pytest.raises(NotFoundError, match="there is no run 'x'"):
+            with pytest.raises(NotFoundError, match="run 'x' does not exist"):
                 await running.call("DescribeWeights", run="x")
 
     run_async(test())

@@ -1,1 +1,1 @@
-"""The coordinator: assigns ranks and shards, commits steps."""
+"""The coordinator: assigns ranks and shards, and commits steps."""

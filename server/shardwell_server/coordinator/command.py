@@ -1,4 +1,4 @@
-"""``shardwell-server coordinator``: starts a coordinator."""
+"""The ``shardwell-server coordinator`` command."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 _EXAMPLES = """\
 examples:
     shardwell-server coordinator --listen 0.0.0.0:50051 --advertise node0 --state-dir /var/lib/shardwell
-    shardwell-server coordinator --listen 127.0.0.1:0     # a free port; the first line of output names it
+    shardwell-server coordinator --listen 127.0.0.1:0     # a free port, printed in the first line of output
 """
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Registers the subcommand."""
+    """Adds the subcommand."""
     parser = subparsers.add_parser(
         "coordinator",
         help="assign ranks and shards, and commit steps",
@@ -45,40 +45,41 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--listen",
         metavar="HOST:PORT",
         default=env("SHARDWELL_LISTEN", "127.0.0.1:50051"),
-        help="where to listen; port 0 takes a free one (SHARDWELL_LISTEN, default %(default)s)",
+        help="address to listen on; port 0 selects a free port (SHARDWELL_LISTEN, default %(default)s)",
     )
     parser.add_argument(
         "--advertise",
         metavar="HOST",
         default=env("SHARDWELL_ADVERTISE", ""),
-        help="host that others shall use to reach it (SHARDWELL_ADVERTISE, default: the one it listens on)",
+        help="host name that clients use to connect (SHARDWELL_ADVERTISE, default: the host of --listen)",
     )
     parser.add_argument(
         "--state-dir",
         metavar="DIR",
         default=env("SHARDWELL_STATE_DIR", ""),
-        help="where runs survive its restart (SHARDWELL_STATE_DIR, default: a temporary directory, lost at its end)",
+        help="directory for state that survives a restart (SHARDWELL_STATE_DIR, default: a temporary directory)",
     )
     parser.add_argument(
         "--lease-s",
         metavar="S",
         type=float,
         default=env("SHARDWELL_LEASE_S", str(defaults.lease_s)),
-        help="trainers and servers that are silent for longer are lost (SHARDWELL_LEASE_S, default %(default)s)",
+        help="seconds of silence after which a trainer or shard server is considered lost (SHARDWELL_LEASE_S, default "
+        "%(default)s)",
     )
     parser.add_argument(
         "--min-servers",
         metavar="N",
         type=int,
         default=env("SHARDWELL_MIN_SERVERS", str(defaults.min_servers)),
-        help="shard servers to wait for before units are placed (SHARDWELL_MIN_SERVERS, default %(default)s)",
+        help="live shard servers required before units are placed (SHARDWELL_MIN_SERVERS, default %(default)s)",
     )
     parser.add_argument(
         "--min-shard-bytes",
         metavar="SIZE",
         type=parse_size,
         default=env("SHARDWELL_MIN_SHARD_BYTES", f"{defaults.min_shard_bytes >> 10}KiB"),
-        help="units are not cut smaller than this (SHARDWELL_MIN_SHARD_BYTES, default %(default)s)",
+        help="smallest shard into which a unit is cut (SHARDWELL_MIN_SHARD_BYTES, default %(default)s)",
     )
     authentication.add_argument(parser)
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
@@ -86,7 +87,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default=env("SHARDWELL_LOG_LEVEL", "info"),
-        help="what is logged to standard error (SHARDWELL_LOG_LEVEL, default %(default)s)",
+        help="level of the log on standard error (SHARDWELL_LOG_LEVEL, default %(default)s)",
     )
     parser.set_defaults(handler=_run)
 
@@ -108,7 +109,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 async def until_lost(storage: Storage) -> None:
-    """Raises UnavailableError once nobody can tell any more what the state's file holds."""
+    """Raises UnavailableError when the outcome of a write to the state directory is unknown."""
     await storage.lost.wait()
     assert storage.why_lost is not None
     raise storage.why_lost
@@ -122,9 +123,17 @@ async def coordinate(
     keeps_state: bool,
     credentials: Credentials = NO_CREDENTIALS,
 ) -> None:
-    """Serves ``CoordinatorService`` until the process is told to stop."""
+    """Serves ``CoordinatorService`` until the process is stopped.
+
+    Args:
+        settings: Settings of the coordinator.
+        directory: State directory.
+        endpoint: Where to listen, and how to stop.
+        keeps_state: False if ``directory`` is temporary.
+        credentials: Credentials of the cluster.
+    """
     if not keeps_state:
-        logger.warning("no --state-dir: runs are kept in %s and lost when the coordinator stops", directory)
+        logger.warning("no --state-dir: runs are stored in %s and deleted when the coordinator stops", directory)
     storage, calls = Storage(directory), GrpcShardCalls(credentials)
     try:
         coordinator = await Coordinator.load(settings, storage, calls)

@@ -1,4 +1,4 @@
-"""``shardwell_wire.v1.CoordinatorService``: decodes, calls, encodes."""
+"""gRPC servicer of ``CoordinatorService``: decodes requests, calls the core and encodes responses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 from google.protobuf.message import Message
 
 from shardwell_server.coordinator.coordinator import Coordinator
-from shardwell_server.coordinator.inspection import describe, describe_weights
-from shardwell_server.coordinator.inspection.stall import explain
-from shardwell_server.coordinator.runs.members import Member, heard
+from shardwell_server.coordinator.inspection import describe
+from shardwell_server.coordinator.inspection.stall import explain_stall
+from shardwell_server.coordinator.runs.members import Member, TransportReport
 from shardwell_server.coordinator.runs.proposals import StepProposal
 from shardwell_server.coordinator.runs.rank_assignment import Applicant
 from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.transport_reports import TransportReport
-from shardwell_server.coordinator.servers.lost_shards import check_kept
+from shardwell_server.coordinator.servers.shard_servers import check_recoverable
 from shardwell_server.coordinator.settings import RunSettings, check_layers
 from shardwell_server.coordinator.waiting import poll
 from shardwell_server.request_log import RequestLog
@@ -30,17 +29,14 @@ from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
 _DECLARE_WAIT_S = 20.0
-"""How long a declaration waits for shard servers; well below the deadline that trainers set, who then ask again."""
-
-MAX_ADDRESSES = 1024
-"""Names that the trainers of one run may exchange addresses under."""
+"""Longest time that a declaration waits for shard servers. Well below the deadline of trainers, which then retry."""
 
 
 class CoordinatorServicer:
-    """The rpcs of the coordinator.
+    """Serves the RPCs of the coordinator.
 
     Args:
-        coordinator: Does the work.
+        coordinator: The core that executes them.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -66,13 +62,13 @@ class CoordinatorServicer:
             request.server_id, request.epoch, request.reserved_bytes, request.used_bytes
         )
         return coordinator_pb2.HeartbeatServerResponse(
-            coordinator_epoch=self._state.term, deleted_run_ids=self._coordinator.deleted_among(request.run_ids)
+            coordinator_epoch=self._state.term, deleted_run_ids=self._coordinator.deleted_run_ids(request.run_ids)
         )
 
     async def DeregisterServer(
         self, request: coordinator_pb2.DeregisterServerRequest, call: Call
     ) -> coordinator_pb2.DeregisterServerResponse:
-        await self._coordinator.server_leases.leave(request.server_id, request.epoch)
+        await self._coordinator.server_leases.deregister(request.server_id, request.epoch)
         return coordinator_pb2.DeregisterServerResponse()
 
     # Trainers
@@ -81,15 +77,15 @@ class CoordinatorServicer:
         wait_s = _wait_s(call, request.wait_s)
         settings = RunSettings.from_proto(request.config, world_size=request.world_size)
         applicant = _applicant(request, settings.world)
-        run = self._coordinator.trainers.run_for(request.run, settings)
-        give_up = monotonic() + wait_s
+        run = self._coordinator.trainers.find_or_create_run(request.run, settings)
+        deadline = monotonic() + wait_s
         member = await self._coordinator.trainers.join(run, applicant, request.incarnation, wait_s)
         if member is None:
-            former = f"the former process of trainer {applicant.name!r} may still live: its lease is about to run out"
-            return coordinator_pb2.JoinResponse(waiting_for=[former])
-        with heard(member, self._state.clock):
-            remaining = max(0.0, give_up - monotonic())
-            started = await self._coordinator.trainers.wait_for_rank_assignments(run, member, remaining)
+            line = f"another process of trainer {applicant.name!r} may be alive: waiting until its lease expires"
+            return coordinator_pb2.JoinResponse(waiting_for=[line])
+        with member.serving_rpc(self._state.clock):
+            remaining = max(0.0, deadline - monotonic())
+            started = await self._coordinator.trainers.wait_for_start(run, member, remaining)
             await self._state.save(run)
             response = coordinator_pb2.JoinResponse(
                 started=started,
@@ -101,32 +97,31 @@ class CoordinatorServicer:
                 run_id=run.identity.run_id,
             )
             if not started:
-                response.waiting_for.extend(explain(run, self._state.cluster, self._state.clock()).lines)
+                response.waiting_for.extend(explain_stall(run, self._state.cluster, self._state.clock()).lines)
                 return response
-            view = describe.RankAssignmentView(run.settings.world)
-            response.rank_assignments.extend(view.rank_assignment(rank) for rank in run.ranks_of(member.name))
+            describer = describe.RankDescriber(run.settings.world)
+            response.rank_assignments.extend(map(describer.describe, run.ranks_of(member.name)))
             response.work.CopyFrom(run.work_of(member.name))
-            if run.state is not None:
-                response.state.CopyFrom(run.state)
+            if run.commits.state is not None:
+                response.state.CopyFrom(run.commits.state)
             return response
 
     async def Heartbeat(
         self, request: coordinator_pb2.HeartbeatRequest, call: Call
     ) -> coordinator_pb2.HeartbeatResponse:
         run, transports = self._exact_run(request), TransportReport.from_proto(request.transports)
-        member = self._coordinator.trainers.hear(run, request.trainer, request.epoch)
-        with heard(member, self._state.clock):
-            member.transports = transports
-            self._coordinator.trainers.note_unreachable(member, request.unreachable)
-            check_kept(run, self._state.cluster)
+        member = self._coordinator.trainers.require_member(run, request.trainer, request.epoch)
+        with member.serving_rpc(self._state.clock):
+            member.note_connections(transports, request.unreachable, self._state.clock())
+            check_recoverable(run, self._state.cluster)
             return coordinator_pb2.HeartbeatResponse(committed_step=run.committed_step)
 
     async def Leave(self, request: coordinator_pb2.LeaveRequest, call: Call) -> coordinator_pb2.LeaveResponse:
         run = self._exact_run(request)
-        member = run.members.members.get(request.trainer)
-        if member is not None and (member.live or member.lapsed or member.epoch != request.epoch):
+        member = run.members.by_name.get(request.trainer)
+        if member is not None and (member.live or member.expired or member.epoch != request.epoch):
             trainers = self._coordinator.trainers
-            trainers.leave(run, trainers.hear(run, request.trainer, request.epoch))
+            trainers.leave(run, trainers.require_member(run, request.trainer, request.epoch))
             await self._state.save(run)
         return coordinator_pb2.LeaveResponse()
 
@@ -135,29 +130,27 @@ class CoordinatorServicer:
     ) -> coordinator_pb2.DeclareUnitResponse:
         layout = UnitLayout.from_proto(request.unit)
         run, member = self._member(request)
-        with heard(member, self._state.clock):
-            unit = await self._coordinator.units.declare(run, layout, _wait_s(call, _DECLARE_WAIT_S))
-            if not unit.published and run.initializer is not None and run.initializer[0] != member.name:
-                self._coordinator.trainers.reclaim(
-                    run, [at for at in run.members.lapsed if at.name == run.initializer[0]]
-                )
+        with member.serving_rpc(self._state.clock):
+            unit = await self._coordinator.placer.declare(run, layout, _wait_s(call, _DECLARE_WAIT_S))
+            if not unit.published:
+                self._coordinator.trainers.revoke_initializer(run, wanted_by=member)
             response = coordinator_pb2.DeclareUnitResponse(
-                unit_index=unit.index, shards=describe.shards(unit, self._state.cluster)
+                unit_index=unit.index, shards=describe.shard_ranges(unit, self._state.cluster)
             )
             if unit.published:
                 response.version = run.committed_step
-            elif (initializer := run.choose_initializer()) is not None and initializer[0] == member.name:
-                response.initialize, response.epoch = True, initializer[1]
+            elif (initializer := run.choose_initializer()) is not None and initializer.trainer == member.name:
+                response.initialize, response.epoch = True, initializer.epoch
             await self._state.save(run)
             return response
 
     async def PublishInitialUnit(
         self, request: coordinator_pb2.PublishInitialUnitRequest, call: Call
     ) -> coordinator_pb2.PublishInitialUnitResponse:
-        run, member = self._member(request, of_membership=False)
-        with heard(member, self._state.clock):
+        run, member = self._member(request, membership_epoch=False)
+        with member.serving_rpc(self._state.clock):
             unit = run.units.require(request.unit)
-            await self._coordinator.units.publish(run, unit, member.name, request.context.epoch)
+            await self._coordinator.placer.publish(run, unit, member.name, request.context.epoch)
             return coordinator_pb2.PublishInitialUnitResponse(version=run.committed_step)
 
     async def ExchangeAddress(
@@ -167,19 +160,14 @@ class CoordinatorServicer:
         run, member = self._member(request)
         if request.HasField("address"):
             check_name("address", request.address)
-            if len(run.addresses) >= MAX_ADDRESSES and request.name not in run.addresses:
-                raise InvalidRequestError(f"run {run.name!r} has {MAX_ADDRESSES} addresses already: use fewer names")
-            if run.addresses.get(request.name) != request.address:
-                run.addresses[request.name] = request.address
-                run.touch()
-                run.changed.notify()
+            run.set_address(request.name, request.address)
 
-        async def look() -> str | None:
-            run.require(member.name, member.epoch)
+        async def check() -> str | None:
+            run.require_member(member.name, member.epoch)
             return run.addresses.get(request.name)
 
-        with heard(member, self._state.clock):
-            address = await poll(run.changed, look, _wait_s(call, request.wait_s))
+        with member.serving_rpc(self._state.clock):
+            address = await poll(run.changed, check, _wait_s(call, request.wait_s))
             await self._state.save(run)
         return coordinator_pb2.ExchangeAddressResponse(address=address)
 
@@ -188,16 +176,16 @@ class CoordinatorServicer:
     async def ResetWork(
         self, request: coordinator_pb2.ResetWorkRequest, call: Call
     ) -> coordinator_pb2.ResetWorkResponse:
-        run, member = self._member(request, of_membership=False)
-        with heard(member, self._state.clock):
-            return await self._coordinator.steps.reset(run, member, request, _wait_s(call, request.wait_s))
+        run, member = self._member(request, membership_epoch=False)
+        with member.serving_rpc(self._state.clock):
+            return await self._coordinator.step_requests.reset_work(run, member, request, _wait_s(call, request.wait_s))
 
     async def FinishWork(
         self, request: coordinator_pb2.FinishWorkRequest, call: Call
     ) -> coordinator_pb2.FinishWorkResponse:
         run, member = self._member(request)
-        with heard(member, self._state.clock):
-            return await self._coordinator.steps.finish(
+        with member.serving_rpc(self._state.clock):
+            return await self._coordinator.step_requests.finish_work(
                 run,
                 member,
                 request.context.step,
@@ -210,8 +198,8 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.PrepareGradientsRequest, call: Call
     ) -> coordinator_pb2.PrepareGradientsResponse:
         run, member = self._member(request)
-        with heard(member, self._state.clock):
-            return await self._coordinator.steps.prepare(
+        with member.serving_rpc(self._state.clock):
+            return await self._coordinator.step_requests.prepare_gradients(
                 run,
                 member,
                 request.context.step,
@@ -224,26 +212,26 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.CommitStepRequest, call: Call
     ) -> coordinator_pb2.CommitStepResponse:
         run, member = self._member(request)
-        step_proposal = StepProposal(
+        proposal = StepProposal(
             trainer=member.name,
-            who=run.who(member.name),
+            trainer_and_ranks=run.describe_trainer(member.name),
             optimizer=request.optimizer,
             clip_coefficient=request.clip_coefficient,
             unit_order=tuple(request.unit_order),
             state=request.state if request.HasField("state") else None,
             norm_attempts=request.norm_attempts if request.HasField("norm_attempts") else None,
         )
-        with heard(member, self._state.clock):
-            return await self._coordinator.steps.commit(
+        with member.serving_rpc(self._state.clock):
+            return await self._coordinator.step_requests.commit_step(
                 run,
                 member,
                 request.context.step,
-                step_proposal,
+                proposal,
                 _wait_s(call, request.wait_s),
                 request.staged_partitions,
             )
 
-    # People
+    # Inspection and administration
 
     async def DeleteRun(
         self, request: coordinator_pb2.DeleteRunRequest, call: Call
@@ -260,42 +248,42 @@ class CoordinatorServicer:
 
     async def ListRuns(self, request: coordinator_pb2.ListRunsRequest, call: Call) -> coordinator_pb2.ListRunsResponse:
         return coordinator_pb2.ListRunsResponse(
-            runs=[describe.summary(run) for _, run in sorted(self._state.runs.items())]
+            runs=[describe.summarize_run(run) for _, run in sorted(self._state.runs.items())]
         )
 
     async def DescribeRun(
         self, request: coordinator_pb2.DescribeRunRequest, call: Call
     ) -> coordinator_pb2.DescribeRunResponse:
-        return describe.run_details(self._state.require_run(request.run), self._state.cluster, self._state.clock())
+        return describe.describe_run(self._state.require_run(request.run), self._state.cluster, self._state.clock())
 
     async def DescribeWorld(
         self, request: coordinator_pb2.DescribeWorldRequest, call: Call
     ) -> coordinator_pb2.DescribeWorldResponse:
         if bool(request.run) == request.HasField("world"):
-            raise InvalidRequestError("name either a run or a world")
+            raise InvalidRequestError("the request must name either a run or a world, not both and not neither")
         if request.run:
             run = self._state.require_run(request.run)
-            return describe.world(run.settings.world, run)
+            return describe.describe_world(run.settings.world, run)
         world = World.from_proto(request.world)
         check_layers(world, request.num_layers)
-        return describe.world(world, None)
+        return describe.describe_world(world, None)
 
     async def ListUnits(
         self, request: coordinator_pb2.ListUnitsRequest, call: Call
     ) -> coordinator_pb2.ListUnitsResponse:
-        return describe.units(self._state.require_run(request.run), self._state.cluster)
+        return describe.list_units(self._state.require_run(request.run), self._state.cluster)
 
     async def DescribeWeights(
         self, request: coordinator_pb2.DescribeWeightsRequest, call: Call
     ) -> coordinator_pb2.DescribeWeightsResponse:
         run = self._state.require_run(request.run)
         wanted = request.version if request.HasField("version") else None
-        return await describe_weights.at_version(run, self._state.cluster, wanted, _wait_s(call, request.wait_s))
+        return await describe.describe_weights(run, self._state.cluster, wanted, _wait_s(call, request.wait_s))
 
     async def ListServers(
         self, request: coordinator_pb2.ListServersRequest, call: Call
     ) -> coordinator_pb2.ListServersResponse:
-        return describe.servers(self._state.cluster, self._state.clock())
+        return describe.list_servers(self._state.cluster, self._state.clock())
 
     async def ForgetServer(
         self, request: coordinator_pb2.ForgetServerRequest, call: Call
@@ -307,7 +295,7 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.ExplainStallRequest, call: Call
     ) -> coordinator_pb2.ExplainStallResponse:
         run = self._state.require_run(request.run)
-        stall = explain(run, self._state.cluster, self._state.clock())
+        stall = explain_stall(run, self._state.cluster, self._state.clock())
         return coordinator_pb2.ExplainStallResponse(
             step=run.committed_step, phase=stall.phase, phase_s=round(stall.phase_s, 3), waiting_for=stall.lines
         )
@@ -320,23 +308,23 @@ class CoordinatorServicer:
             yield event
 
     def _exact_run(self, request: Any) -> Run:
-        """The very run that a trainer's request is about: one of the same name that it did not join is another."""
+        """Returns the run that a request names by name and id. A later run of the same name has another id."""
         if not request.run_id:
-            raise InvalidRequestError(f"run_id is empty: name the id of run {request.run!r}, which Join returned")
+            raise InvalidRequestError(f"run_id is empty: send the id of run {request.run!r} that Join returned")
         return self._state.require_run(request.run, request.run_id)
 
-    def _member(self, request: Any, *, of_membership: bool = True) -> tuple[Run, Member]:
-        """The run and the live trainer that a request comes from.
+    def _member(self, request: Any, *, membership_epoch: bool = True) -> tuple[Run, Member]:
+        """Returns the run and the live trainer that sent a request.
 
         Args:
-            request: With a context and a trainer.
-            of_membership: Whether the context's epoch is the membership's; else it is checked elsewhere.
+            request: A request with a context and a trainer.
+            membership_epoch: True if the context's epoch is that of the membership. Otherwise the caller checks it.
         """
         context = request.context
         run = self._exact_run(context)
-        known = run.members.members.get(request.trainer)
-        epoch = context.epoch if of_membership or known is None else known.epoch
-        member = self._coordinator.trainers.hear(run, request.trainer, epoch)
+        known = run.members.by_name.get(request.trainer)
+        epoch = context.epoch if membership_epoch or known is None else known.epoch
+        member = self._coordinator.trainers.require_member(run, request.trainer, epoch)
         self._requests.check(context.request_id, _fingerprint(request))
         return run, member
 
@@ -362,13 +350,13 @@ def _norm_type(value: float) -> float:
 
 
 def _wait_s(call: Call, wanted_s: float) -> float:
-    """How long an rpc may wait: what is asked for, within its deadline and MAX_WAIT_S."""
+    """Returns how long an RPC may wait: ``wanted_s``, but at most its deadline and ``MAX_WAIT_S``."""
     _check_seconds("wait_s", wanted_s)
     return min(call.remaining_s(wanted_s), MAX_WAIT_S)
 
 
 def _fingerprint(request: Message) -> bytes:
-    """Equal for repetitions of a request, also if they wait longer or shorter."""
+    """Returns a digest that is equal for retries of a request, even if ``wait_s`` differs."""
     bare = type(request)()
     bare.CopyFrom(request)
     if "wait_s" in request.DESCRIPTOR.fields_by_name:

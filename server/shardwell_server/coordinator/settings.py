@@ -1,4 +1,4 @@
-"""What a coordinator is told at its start, and what a run is told at its creation."""
+"""Settings of a coordinator and of a run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from shardwell_wire.v1 import coordinator_pb2
 
 MAX_LAYERS = 1 << 16
 
-MAX_RANK_ASSIGNMENT_ENTRIES = 1 << 20
-"""A trainer's rank assignments name the members of their groups; more than this many do not fit a message."""
+MAX_GROUP_MEMBERS = 1 << 20
+"""Most group members listed for one trainer's ranks. A longer list does not fit a message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How a coordinator behaves."""
+    """Settings of a coordinator."""
 
     lease_s: float = 10.0
-    """A trainer or server that is silent for longer is taken to be lost."""
+    """Lease of a trainer or shard server in seconds. The lease expires after this much silence."""
     min_servers: int = 1
-    """Live shard servers to wait for before the first unit of a run is placed."""
+    """Live shard servers required before the first unit of a run is placed."""
     min_shard_bytes: int = 64 << 10
-    """Units are not cut into smaller shards than this."""
+    """Smallest shard in bytes into which a unit is cut."""
 
     def __post_init__(self) -> None:
         if not 0.1 <= self.lease_s <= 3600:
@@ -36,38 +36,38 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """What a run is; fixed when it is created."""
+    """Settings of a run. They are fixed when the run is created."""
 
     world: World
     seed: int
     min_trainers: int
-    """Trainers that must be there before the first step; never 0."""
+    """Trainers that must join before the first step. At least 1."""
     num_layers: int
-    """0: not known."""
+    """Number of layers of the model. 0: unknown."""
 
     @property
     def trains(self) -> bool:
-        """Whether steps can be taken; other worlds can be joined and looked at."""
+        """True if the run can take steps. Worlds with tp or pp above 1 can only be joined and inspected."""
         return self.world.tp == self.world.pp == 1
 
     def require_trains(self, run: str) -> None:
-        """Raises ConflictError if steps cannot be taken."""
+        """Raises ConflictError if the run cannot take steps."""
         if not self.trains:
             raise ConflictError(
-                f"run {run!r} has {self.world}, which can be joined and looked at: only worlds with tp=1 and pp=1 take "
-                "units and train"
+                f"run {run!r} has {self.world}, which can only be joined and inspected: units and steps need a world "
+                "with tp=1 and pp=1"
             )
 
     @classmethod
     def from_proto(cls, config: coordinator_pb2.RunConfig, *, world_size: int) -> RunSettings:
-        """Reads and checks what a trainer asks for.
+        """Decodes and checks the settings that a trainer asks for.
 
         Args:
-            config: The request's.
-            world_size: Trainers the launcher says there are. 0: not known.
+            config: The settings in the request.
+            world_size: Number of trainers that the launcher started. 0: unknown.
 
         Raises:
-            WorldError: The world is impossible, or does not fit the trainers or the layers.
+            WorldError: The world is invalid, or does not fit the number of trainers or layers.
         """
         world = World.from_proto(config.world)
         world.check_fits(world_size=world_size)
@@ -77,15 +77,15 @@ class RunSettings:
             raise WorldError(f"min_trainers={min_trainers}: expected 1 to {world.size}, the size of {world}")
         if world.tp * world.pp > 1 and min_trainers < world.size:
             raise WorldError(
-                f"min_trainers={min_trainers}: {world} needs a trainer for each of its {world.size} ranks, "
-                "since only data ranks can share one"
+                f"min_trainers={min_trainers}: {world} needs one trainer for each of its {world.size} ranks, "
+                "because a trainer can play several ranks only along dp"
             )
-        entries = -(-world.size // min_trainers) * (world.dp + world.tp + world.pp)
-        if entries > MAX_RANK_ASSIGNMENT_ENTRIES:
+        ranks_per_trainer = -(-world.size // min_trainers)
+        group_members = ranks_per_trainer * (world.dp + world.tp + world.pp)
+        if group_members > MAX_GROUP_MEMBERS:
             raise WorldError(
-                f"{world} with min_trainers={min_trainers} gives one trainer {-(-world.size // min_trainers)} ranks "
-                f"with {entries} group members, more than the limit of {MAX_RANK_ASSIGNMENT_ENTRIES}: "
-                "raise min_trainers"
+                f"{world} with min_trainers={min_trainers} gives one trainer {ranks_per_trainer} ranks "
+                f"with {group_members} group members, more than the limit of {MAX_GROUP_MEMBERS}: raise min_trainers"
             )
         return cls(world=world, seed=config.seed, min_trainers=min_trainers, num_layers=config.num_layers)
 
@@ -94,14 +94,14 @@ class RunSettings:
             world=self.world.to_proto(), seed=self.seed, min_trainers=self.min_trainers, num_layers=self.num_layers
         )
 
-    def require_same(self, run: str, other: RunSettings) -> None:
-        """Raises RunMismatchError if a trainer asks for something else than the run is."""
+    def require_same(self, run: str, requested: RunSettings) -> None:
+        """Raises RunMismatchError if a trainer requests other settings than the run has."""
         for name in ("world", "seed", "min_trainers", "num_layers"):
-            ours, theirs = getattr(self, name), getattr(other, name)
+            ours, theirs = getattr(self, name), getattr(requested, name)
             if ours != theirs and not (name == "num_layers" and 0 in (ours, theirs)):
                 raise RunMismatchError(
                     f"run {run!r} has {name}={ours}, but this trainer asks for {name}={theirs}: "
-                    "use the run's, or another run name",
+                    "use the value of the run, or another run name",
                     run=run,
                     name=name,
                     expected=ours,
@@ -110,7 +110,7 @@ class RunSettings:
 
 
 def check_layers(world: World, num_layers: int) -> None:
-    """Raises WorldError if that many layers cannot be split over the world's stages. 0: not known."""
+    """Raises WorldError if the layers cannot be split over the pipeline stages of a world. 0: unknown, not checked."""
     if num_layers > MAX_LAYERS:
         raise WorldError(f"num_layers={num_layers}: expected at most {MAX_LAYERS}")
     world.check_fits(num_layers=num_layers)

@@ -1,4 +1,4 @@
-"""What a waiting rpc waits on, and work that several rpcs wait for together. For one event loop."""
+"""Signals, shared calls and background tasks for one asyncio event loop. Nothing here is thread-safe."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ Result = TypeVar("Result")
 
 
 class Signal:
-    """Wakes everybody who waits for something to change; they look for themselves what it was."""
+    """Wakes all waiters when some state changes. Each waiter then checks its own condition."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def notify(self) -> None:
+        """Wakes everyone who waits for the next change."""
         self._event.set()
         self._event = asyncio.Event()
 
     def next_change(self) -> asyncio.Event:
-        """Set at the next ``notify`` from now on; taken before looking, it misses no change made meanwhile."""
+        """Returns an event that is set by the next ``notify``.
+
+        Take the event before checking the condition: a change that happens during the check then sets the event.
+        """
         return self._event
 
     async def wait(self, timeout_s: float | None = None) -> None:
@@ -35,9 +39,9 @@ class Signal:
 
 
 class SharedCall(Generic[Result]):
-    """One call in flight at most: who asks meanwhile shares its outcome.
+    """Runs at most one call at a time. Concurrent callers share its result or exception.
 
-    A caller that is cancelled leaves the call running for the others.
+    Cancelling one caller does not cancel the call.
     """
 
     def __init__(self) -> None:
@@ -45,67 +49,70 @@ class SharedCall(Generic[Result]):
 
     @property
     def in_flight(self) -> bool:
+        """True while a call is running."""
         return self._task is not None and not self._task.done()
 
     async def __call__(self, start: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        """Awaits the running call, or starts ``start()`` if no call is running."""
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(start())
-            self._task.add_done_callback(_retrieve)
+            self._task.add_done_callback(_retrieve_exception)
         return await asyncio.shield(self._task)
 
 
-def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Marks a task's exception as seen: its waiters may all be gone."""
+def _retrieve_exception(task: asyncio.Task[Any]) -> None:
+    """Marks the exception as retrieved. asyncio would warn if all waiters were cancelled before the task failed."""
     if not task.cancelled():
         task.exception()
 
 
-class TaskGroup:
-    """Background tasks that end with the process; a failure is logged.
+class BackgroundTasks:
+    """Tasks that run until ``close``. A failure is logged and does not affect the other tasks.
 
-    (``asyncio.TaskGroup`` would end all when one fails.)
+    (``asyncio.TaskGroup`` would cancel all tasks when one fails.)
     """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Starts a task."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._finish)
 
-    def _done(self, task: asyncio.Task[Any]) -> None:
+    def _finish(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a background task failed", exc_info=error)
 
     async def close(self) -> None:
-        """Cancels every task and waits for its end."""
+        """Cancels every task and waits until all have ended."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def poll(changed: Signal, look: Callable[[], Awaitable[Result | None]], wait_s: float) -> Result | None:
-    """Looks now and after every change until there is a result.
+async def poll(changed: Signal, check: Callable[[], Awaitable[Result | None]], wait_s: float) -> Result | None:
+    """Calls ``check`` now and after every change until it returns a result.
 
     Args:
-        changed: Tells of changes.
-        look: Returns the result, or None: not yet. It is cancelled when the time is over.
-        wait_s: Time for all of it. 0: only what is there already.
+        changed: Signal that is notified when the outcome of ``check`` may have changed.
+        check: Returns the result, or None if there is none yet. It is cancelled when ``wait_s`` is over.
+        wait_s: Longest time to wait in seconds. 0: check once.
 
     Returns:
-        The result, or None: the time is over.
+        The result, or None if there was none within ``wait_s``.
     """
     try:
         async with asyncio.timeout(wait_s) as limit:
             while True:
                 change = changed.next_change()
-                if (result := await look()) is not None:
+                if (result := await check()) is not None:
                     return result
                 await change.wait()
     except TimeoutError:
         if not limit.expired():
-            raise
+            raise  # raised by ``check`` itself
         return None

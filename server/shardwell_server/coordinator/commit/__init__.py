@@ -1,1 +1,1 @@
-"""The rpcs of a step and its two-phase commit."""
+"""The step RPCs and the two-phase commit of a step."""

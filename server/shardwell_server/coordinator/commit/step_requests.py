@@ -1,50 +1,50 @@
-"""The rpcs of a step: work is finished or begun anew, gradients are prepared, the step is committed."""
+"""The step RPCs of trainers: FinishWork, ResetWork, PrepareGradients and CommitStep.
+
+Each RPC waits at most ``wait_s`` and then answers what it waits for. Trainers repeat the whole request, so that a
+restarted coordinator receives everything it needs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwell_server.coordinator.commit.committer import Committer, norms_of
+from shardwell_server.coordinator.commit.committer import Committer
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.inspection.stall import explain
-from shardwell_server.coordinator.leases.trainers import Trainers
-from shardwell_server.coordinator.runs import buffers as run_buffers
-from shardwell_server.coordinator.runs import partitions
+from shardwell_server.coordinator.inspection.stall import explain_stall
+from shardwell_server.coordinator.leases.trainers import TrainerLeases
+from shardwell_server.coordinator.runs.buffers import check_written_buffers
+from shardwell_server.coordinator.runs.gradient_norms import OtherNorm, PreparedGradients
 from shardwell_server.coordinator.runs.members import Member
-from shardwell_server.coordinator.runs.proposals import StepProposal, committed_optimizer, require_same, validate
+from shardwell_server.coordinator.runs.proposals import StepProposal, require_same_proposal, validate_proposal
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.run_records import finished_records
-from shardwell_server.coordinator.runs.step import Item, OtherNorm, Prepared, Step, WorkState
+from shardwell_server.coordinator.runs.step import Step, WorkItem
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.coordinator.waiting import poll
-from shardwell_wire.errors import (
-    InvalidRequestError,
-    StaleEpochError,
-    StepStateError,
-    VersionGoneError,
-)
-from shardwell_wire.partitions import runs_on_trainers
+from shardwell_wire.errors import StepStateError, VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
 
 
-class Steps:
-    """The steps of every run.
+class StepRequests:
+    """Serves the step RPCs of every run.
 
     Args:
-        state: The runs.
+        state: State of the coordinator.
         servers: The shard servers.
-        trainers: Offers and fences work items.
-        committer: Drives the commit.
+        trainers: Leases and fences work items.
+        committer: Prepares and commits steps.
     """
 
     def __init__(
-        self, state: CoordinatorState, servers: ShardServers, trainers: Trainers, committer: Committer
+        self, state: CoordinatorState, servers: ShardServers, trainers: TrainerLeases, committer: Committer
     ) -> None:
         self._state, self._servers, self._trainers, self._committer = state, servers, trainers, committer
 
-    async def finish(
+    # FinishWork
+
+    async def finish_work(
         self,
         run: Run,
         member: Member,
@@ -54,98 +54,103 @@ class Steps:
         accept_work: bool,
         wait_s: float,
     ) -> coordinator_pb2.FinishWorkResponse:
-        """Takes finished items and waits until all of the step are, or one is the caller's to compute."""
+        """Marks items as finished. Waits until all items of the step are, or an item is leased to the caller."""
         run.settings.require_trains(run.name)
         step = _step_in_flight(run, number)
         if step is None:
             return coordinator_pb2.FinishWorkResponse(all_finished=True)
-        news = step.check_finished(member.name, reports, len(run.units))
-        run_buffers.note_written(step, [item for item, _ in news], reports, run.units.layouts)
-        if step.finish(news, self._state.clock()):
+        finished = step.check_finished(member.name, reports, len(run.units))
+        written = check_written_buffers(step, [item for item, _ in finished], reports, run.units.layouts)
+        if step.finish(finished, self._state.clock(), written):
             run.changed.notify()
             self._committer.start_preparing(run)
-        if member.accepts_work is None or accept_work > member.accepts_work:
-            # A trainer that has computed any item once can do it again, whatever this call is for.
-            member.accepts_work = accept_work
+        if member.note_accepts_reassigned_work(accept_work):
             run.touch()
 
-        async def look() -> coordinator_pb2.FinishWorkResponse | None:
-            return await self._look_for_work(run, member, step, accept_work=accept_work)
+        async def check() -> coordinator_pb2.FinishWorkResponse | None:
+            return await self._find_work(run, member, step, accept_work=accept_work)
 
         try:
-            answer = await poll(run.changed, look, wait_s)
+            response = await poll(run.changed, check, wait_s)
         finally:
-            run.ready_to_work.pop(member.name, None)
+            run.members.stop_waiting_for_work(member.name)
         await self._state.save(run)
-        return answer or coordinator_pb2.FinishWorkResponse(waiting_for=step.waiting_for())
+        return response or coordinator_pb2.FinishWorkResponse(waiting_for=step.waiting_for())
 
-    async def _look_for_work(
+    async def _find_work(
         self, run: Run, member: Member, step: Step, *, accept_work: bool
     ) -> coordinator_pb2.FinishWorkResponse | None:
-        run.require(member.name, member.epoch)
+        run.require_member(member.name, member.epoch)
         if step is not run.step:
             return coordinator_pb2.FinishWorkResponse(all_finished=True)
-        self._servers.check(run)
+        self._servers.require_available(run)
         if step.all_finished:
             while step.all_finished and not step.recorded:
-                await run.recording(lambda: self._record(run, step))
+                await run.calls.recording(lambda: self._record_finished(run, step))
             return coordinator_pb2.FinishWorkResponse(all_finished=True) if step.recorded else None
         if accept_work:
-            # What was leased to it and is not reported as finished is its to compute, told before or not.
-            if not step.held_by(member.name):
-                run.ready_to_work[member.name] = None
-                self._trainers.reclaim_unfinished(run)
-                self._trainers.offer(run)
-            if step.held_by(member.name):
+            # Items that are leased to the caller and not reported as finished are its work, even if a former response
+            # that said so was lost.
+            if not step.leased_to(member.name):
+                run.members.wait_for_work(member.name)
+                self._trainers.revoke_unfinished(run)
+                self._trainers.lease_vacant_items(run)
+            if step.leased_to(member.name):
                 return coordinator_pb2.FinishWorkResponse(work=run.work_of(member.name))
         return None
 
-    async def _record(self, run: Run, step: Step) -> None:
-        """Makes the finished items durable: trainers do not report them again once they know that all are."""
+    async def _record_finished(self, run: Run, step: Step) -> None:
+        """Stores the finished items. Trainers that learn that all items are finished do not report them again."""
         generation = step.generation
         await self._state.store(run, self._state.storage.save_finished, step.number, finished_records(step))
-        step.recorded = generation == step.generation
+        step.mark_recorded(generation)
 
-    async def reset(
+    # ResetWork
+
+    async def reset_work(
         self, run: Run, member: Member, request: coordinator_pb2.ResetWorkRequest, wait_s: float
     ) -> coordinator_pb2.ResetWorkResponse:
-        """Begins a rank's work anew under a higher attempt; what it pushed is dropped on every server.
+        """Starts a new attempt of a rank's work. Every server drops the contributions of former attempts.
 
         Raises:
             VersionGoneError: The step is committed.
-            StaleEpochError: The rank went to another trainer.
+            StaleEpochError: The item was leased to another trainer.
         """
 
-        async def look() -> Item | None:
+        async def check() -> WorkItem | None:
             run.require_live(member.name)
-            return None if run.writing_commit else await self._reset(run, member, request)
+            return None if run.commits.writing else await self._reset_item(run, member, request)
 
-        item = await poll(run.changed, look, wait_s)
+        item = await poll(run.changed, check, wait_s)
         if item is None:
-            lines = [*self._explain(run), f"servers {', '.join(map(repr, run.units.servers))}: they drop the gradient"]
+            servers = ", ".join(map(repr, run.units.servers))
+            lines = [*self._explain(run), f"servers {servers}: they drop the contributions of the former attempt"]
             return coordinator_pb2.ResetWorkResponse(waiting_for=lines)
         return coordinator_pb2.ResetWorkResponse(item=item.to_proto())
 
-    async def _reset(self, run: Run, member: Member, request: coordinator_pb2.ResetWorkRequest) -> Item:
+    async def _reset_item(self, run: Run, member: Member, request: coordinator_pb2.ResetWorkRequest) -> WorkItem:
         number = request.context.step
         if number < run.committed_step:
             raise VersionGoneError(
-                f"step {number} is committed: its work cannot begin anew", step=number, version=run.committed_step
+                f"step {number} is committed, so its work cannot be reset", step=number, version=run.committed_step
             )
         step = _step_in_flight(run, number)
         assert step is not None
-        item = _held_item(step, member, request)
+        item = step.require_leased(member.name, request.global_rank, request.context.epoch)
         if not item.reset_id or item.reset_id != request.context.request_id:
-            self._trainers.reclaim(run, run.members.lapsed)  # nobody else could begin their finished work anew
-            run.reset(item, request.context.request_id)
-            message = f"rank {item.global_rank} of step {number}: trainer {member.name!r} begins attempt {item.attempt}"
+            # Expired trainers cannot reset their finished items, which the reset of this item invalidates too.
+            self._trainers.revoke(run, run.members.expired)
+            run.reset_item(item, request.context.request_id)
+            message = f"rank {item.global_rank} of step {number}: trainer {member.name!r} starts attempt {item.attempt}"
             self._state.events.add(EventKind.WORK_RESET, message, run=run.name)
         await self._state.save(run)
         await self._trainers.fence(run, [item])
         self._trainers.start_fencing(run)
         return item
 
-    async def prepare(
+    # PrepareGradients
+
+    async def prepare_gradients(
         self,
         run: Run,
         member: Member,
@@ -155,34 +160,34 @@ class Steps:
         wait_s: float,
         unit_indices: Sequence[int] = (),
     ) -> coordinator_pb2.PrepareGradientsResponse:
-        """The norm of a step's gradients, once every item is finished, or what is waited for.
+        """Returns the norms of a step's gradient once every item is finished.
 
         Args:
             run: The run.
-            member: Who asks.
-            number: Of the step.
-            norm_type: Another norm that is wanted beside the Euclidean one. 0: none.
-            wait_s: Longest time to wait.
-            unit_indices: Units whose gradients count. Empty: all.
+            member: The trainer that sent the request.
+            number: Number of the step.
+            norm_type: Type of another norm to compute beside the Euclidean norm. 0: none.
+            wait_s: Longest time to wait in seconds.
+            unit_indices: Units over which to compute the norms. Empty: all.
 
         Raises:
             NonFiniteError: A gradient is not finite.
-            VersionGoneError: The step was committed too long ago.
+            VersionGoneError: The step is committed and its norms are no longer kept.
         """
         step = _step_in_flight(run, number)
 
-        async def look() -> Prepared | None:
-            run.require(member.name, member.epoch)
+        async def check() -> PreparedGradients | None:
+            run.require_member(member.name, member.epoch)
             if step is None or step is not run.step:
-                return _prepared_for(run, number, norm_type)
-            self._servers.check(run)
+                return _committed_norms(run, number, norm_type)
+            self._servers.require_available(run)
             return await self._committer.prepare(run, norm_type=norm_type) if step.all_finished else None
 
-        prepared = await poll(run.changed, look, wait_s)
+        prepared = await poll(run.changed, check, wait_s)
         if prepared is None:
             return coordinator_pb2.PrepareGradientsResponse(waiting_for=self._explain(run))
         if unit_indices:
-            prepared = norms_of(prepared, set(unit_indices))
+            prepared = prepared.restricted_to(set(unit_indices))
         other = prepared.other_norm
         return coordinator_pb2.PrepareGradientsResponse(
             prepared=True,
@@ -191,73 +196,82 @@ class Steps:
             attempts=step.attempts if step is not None else 0,
         )
 
-    async def commit(
+    # CommitStep
+
+    async def commit_step(
         self,
         run: Run,
         member: Member,
         number: int,
-        step_proposal: StepProposal,
+        proposal: StepProposal,
         wait_s: float,
         staged: Sequence[coordinator_pb2.PartitionWork] = (),
     ) -> coordinator_pb2.CommitStepResponse:
-        """Takes a trainer's hyper-parameters and waits until the step is committed.
+        """Adds a trainer's proposal and waits until the step is committed.
 
-        If the optimizer runs on the trainers it answers with partitions to update when there are some for this one.
-        Those in ``staged`` are done.
+        If the optimizer runs on the trainers, the response may instead contain optimizer partitions for the caller to
+        update. ``staged`` names the partitions that the caller has already staged.
 
         Raises:
-            HyperparameterMismatchError: They differ from those that count.
-            StepStateError: The trainer's own work is not finished.
+            HyperparameterMismatchError: The proposal differs from the leader's.
+            StepStateError: The caller's own work is not finished.
         """
         step = _step_in_flight(run, number)
-        if step is None or not any(step_proposal.asks_the_same(known) for known in step.step_proposals.values()):
-            validate(step_proposal, run.units.layouts, run.units.cuts)
+        if step is None or not any(proposal.same_update(known) for known in step.proposals.values()):
+            validate_proposal(proposal, run.units.layouts, run.units.cuts)
         if step is not None:
-            run.check_algorithms(step_proposal.optimizer)
-            _check_ready(step, member, step_proposal)
-            step.step_proposals[member.name] = step_proposal
-            partitions.note_staged(run, step, staged)
+            run.check_algorithms(proposal.optimizer)
+            step.check_ready(member.name, proposal)
+            step.add_proposal(proposal)
+            if step.note_staged(staged):
+                run.changed.notify()
 
-        async def look() -> coordinator_pb2.CommitStepResponse | None:
-            run.require(member.name, member.epoch)
+        async def check() -> coordinator_pb2.CommitStepResponse | None:
+            run.require_member(member.name, member.epoch)
             if step is None or step is not run.step:
-                return self._committed(run, member, number, step_proposal)
-            self._servers.check(run)
-            _check_ready(step, member, step_proposal)
-            if step.all_finished:
-                self._trainers.reclaim_for_commit(
-                    run, step, on_trainers=runs_on_trainers(step_proposal.optimizer.algorithm)
-                )
-            # Again: the one that decides may have come, and work that was begun anew clears all.
-            run.step_proposal(step.step_proposals.get(member.name, step_proposal))
-            if run.decision() is not None and step.all_finished:
-                if runs_on_trainers(step_proposal.optimizer.algorithm):
-                    if work := await self._partitions_for(run, member, step):
-                        return coordinator_pb2.CommitStepResponse(partitions=work)
-                    if not partitions.all_staged(step):
-                        return None
-                await self._committer.commit(run)
-            return self._committed(run, member, number, step_proposal) if step is not run.step else None
+                return self._committed_response(run, member, number, proposal)
+            return await self._try_commit(run, member, step, proposal)
 
-        answer = await poll(run.changed, look, wait_s)
+        response = await poll(run.changed, check, wait_s)
         await self._state.save(run)
-        return answer or coordinator_pb2.CommitStepResponse(waiting_for=self._explain(run))
+        return response or coordinator_pb2.CommitStepResponse(waiting_for=self._explain(run))
+
+    async def _try_commit(
+        self, run: Run, member: Member, step: Step, proposal: StepProposal
+    ) -> coordinator_pb2.CommitStepResponse | None:
+        """Commits the step in flight if everything is there. Returns None if not."""
+        self._servers.require_available(run)
+        step.check_ready(member.name, proposal)
+        if step.all_finished:
+            self._trainers.revoke_for_commit(run, step, updates_on_trainers=proposal.updates_on_trainers)
+        # Propose again after every change: the leader may have proposed since, and a reset drops all proposals.
+        run.propose(step.proposals.get(member.name, proposal))
+        if run.leader_proposal() is not None and step.all_finished:
+            if proposal.updates_on_trainers:
+                if work := await self._partitions_for(run, member, step):
+                    return coordinator_pb2.CommitStepResponse(partitions=work)
+                if not step.all_staged:
+                    return None
+            await self._committer.commit(run)
+        return self._committed_response(run, member, step.number, proposal) if step is not run.step else None
 
     async def _partitions_for(self, run: Run, member: Member, step: Step) -> list[coordinator_pb2.PartitionWork]:
-        """The partitions for a trainer to update, once the gradient is complete."""
+        """Returns the optimizer partitions that a trainer must update, once the gradients are reduced."""
         if await self._committer.prepare_or_skip(run) is None or step is not run.step:
             return []
-        return partitions.work_for(run, run.require(member.name, member.epoch), step)
+        run.require_member(member.name, member.epoch)
+        return step.partitions_for(member.name, run.members.live, run.next_epoch)
 
-    def _committed(
-        self, run: Run, member: Member, number: int, step_proposal: StepProposal
+    def _committed_response(
+        self, run: Run, member: Member, number: int, proposal: StepProposal
     ) -> coordinator_pb2.CommitStepResponse:
-        """The answer for a committed step; work and state are what is current."""
-        record = run.commit_of(number)
+        """Returns the response for a committed step, with the caller's current work and the run's current state."""
+        record = run.commits.find(number)
         if record is not None:
-            # A trainer that joined later goes through the step without having seen its gradients.
-            clip = record.clip_coefficient if number >= member.joined_step else step_proposal.clip_coefficient
-            require_same(_step_proposal_of(record, clip), step_proposal, run.units.layouts)
+            # A trainer that joined after the commit passes through the step without its gradients, and so without the
+            # norm from which the committed clip coefficient was computed.
+            clip = record.clip_coefficient if number >= member.joined_step else proposal.clip_coefficient
+            require_same_proposal(StepProposal.from_record(record, clip), proposal, run.units.layouts)
         response = coordinator_pb2.CommitStepResponse(
             committed=True,
             grad_norm=record.grad_norm if record is not None else 0.0,
@@ -265,65 +279,34 @@ class Steps:
             skipped=record is not None and record.skipped,
             next_work=run.work_of(member.name),
         )
-        if run.state is not None and run.state.buffer_versions:
-            response.state.CopyFrom(run.state)
+        state = run.commits.state
+        if state is not None and state.buffer_versions:
+            response.state.CopyFrom(state)
             response.state.ClearField("tracked_json")
         return response
 
     def _explain(self, run: Run) -> list[str]:
-        return explain(run, self._state.cluster, self._state.clock()).lines
+        return explain_stall(run, self._state.cluster, self._state.clock()).lines
 
 
 def _step_in_flight(run: Run, number: int) -> Step | None:
-    """The step in flight, or None if ``number`` is committed. Raises StepStateError if it is yet to come."""
+    """Returns the step in flight, or None if step ``number`` is committed. Raises StepStateError for a later step."""
     if run.step is None:
-        raise StepStateError(f"run {run.name!r} has not started: wait until Join answers that it has")
+        raise StepStateError(f"run {run.name!r} has not started: wait until Join returns started=True")
     if number > run.committed_step:
         raise StepStateError(
-            f"step {number} of run {run.name!r} is yet to come: step {run.committed_step} is in flight",
+            f"step {number} of run {run.name!r} has not started: step {run.committed_step} is in flight",
             step=run.committed_step,
         )
     return run.step if number == run.committed_step else None
 
 
-def _held_item(step: Step, member: Member, request: coordinator_pb2.ResetWorkRequest) -> Item:
-    """The item whose work a trainer begins anew."""
-    rank, epoch = request.global_rank, request.context.epoch
-    if rank not in step.items:
-        raise InvalidRequestError(f"there is no rank {rank}: the run has {len(step.items)}")
-    item = step.items[rank]
-    if epoch != item.epoch or item.holder != member.name or item.state is WorkState.VACANT:
-        raise StaleEpochError(
-            f"trainer {member.name!r} holds rank {rank} of step {step.number} under epoch {epoch} no more: "
-            f"{item.holder!r} has epoch {item.epoch}",
-            global_rank=rank,
-            epoch=item.epoch,
-        )
-    return item
-
-
-def _check_ready(step: Step, member: Member, step_proposal: StepProposal) -> None:
-    """Raises StepStateError if a trainer commits too early, or by a norm that is out of date."""
-    if items := step.held_by(member.name):
-        ranks = ", ".join(str(item.global_rank) for item in items)
-        raise StepStateError(
-            f"trainer {member.name!r} commits step {step.number}, but has not finished the work of rank {ranks}: "
-            "finish it first",
-            ranks=ranks,
-        )
-    if step_proposal.norm_attempts is not None and step_proposal.norm_attempts != step.attempts:
-        raise StepStateError(
-            f"trainer {member.name!r} clips step {step.number} by a gradient norm that is out of date: a rank has "
-            "begun its work anew since; call clip_grad_norm_ again"
-        )
-
-
-def _prepared_for(run: Run, number: int, norm_type: float) -> Prepared:
-    record = run.commit_of(number)
-    prepared = None if record is None else Prepared(record.grad_norm, _other_norm(record))
+def _committed_norms(run: Run, number: int, norm_type: float) -> PreparedGradients:
+    record = run.commits.find(number)
+    prepared = None if record is None else PreparedGradients(record.grad_norm, _other_norm(record))
     if prepared is None or not prepared.has(norm_type):
         raise VersionGoneError(
-            f"step {number} is committed and its norms are not kept: step {run.committed_step} is in flight",
+            f"step {number} is committed and its norms are no longer kept: step {run.committed_step} is in flight",
             step=number,
         )
     return prepared
@@ -333,8 +316,3 @@ def _other_norm(record: CommitRecord) -> OtherNorm | None:
     if record.norm_type is None or record.other_norm is None:
         return None
     return OtherNorm(record.norm_type, record.other_norm)
-
-
-def _step_proposal_of(record: CommitRecord, clip_coefficient: float) -> StepProposal:
-    optimizer = committed_optimizer(record.optimizer)
-    return StepProposal(record.decider, record.decider, optimizer, clip_coefficient, record.unit_order, None)

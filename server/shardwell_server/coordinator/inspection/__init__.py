@@ -1,1 +1,1 @@
-"""Descriptions, events and stall explanations."""
+"""What users see of the coordinator's state: descriptions, events and stall explanations."""

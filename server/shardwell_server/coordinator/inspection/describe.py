@@ -1,4 +1,4 @@
-"""The coordinator's state as messages, for people and for trainers."""
+"""Converts the coordinator's state to messages, for inspection and for trainers."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ from collections.abc import Iterable
 
 from shardwell_server.coordinator.inspection.events import timestamp
 from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.step import Item, WorkState
+from shardwell_server.coordinator.runs.step import WorkItem, WorkState
 from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.cluster import Cluster
-from shardwell_wire.errors import InvalidRequestError
+from shardwell_server.coordinator.waiting import poll
+from shardwell_wire.errors import DeadlineError, InvalidRequestError, StepStateError, VersionGoneError
 from shardwell_wire.topology import AXES, AXIS_NUMBERS, Coordinates, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
-MAX_LISTED_ENTRIES = 1 << 20
-"""Group members in one answer; a larger world is refused rather than cut short."""
+MAX_LISTED_GROUP_MEMBERS = 1 << 20
+"""Most group members in one response. A larger world is rejected, not truncated."""
 
 
-class RankAssignmentView:
-    """Describes logical ranks of one world; a group that many ranks share is worked out once."""
+class RankDescriber:
+    """Describes logical ranks of one world. Computes each group once, although many ranks share it."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._groups: dict[tuple[str, int], tuple[int, ...]] = {}
 
-    def rank_assignment(self, global_rank: int) -> coordinator_pb2.RankAssignment:
-        """A logical rank with its coordinates, groups and neighbours."""
+    def describe(self, global_rank: int) -> coordinator_pb2.RankAssignment:
+        """Returns a logical rank with its coordinates, groups and neighbours."""
         at = self._world.coordinates(global_rank)
         previous_stage, next_stage = self._world.stage_neighbours(global_rank)
         return coordinator_pb2.RankAssignment(
@@ -40,40 +41,40 @@ class RankAssignmentView:
         )
 
     def _group(self, at: Coordinates, axis: str) -> tuple[int, ...]:
-        place = {f"{name}_rank": 0 if name == axis else at.along(name) for name in AXES}
-        key = (axis, self._world.global_rank(**place))
+        coordinates = {f"{name}_rank": 0 if name == axis else at.along(name) for name in AXES}
+        key = (axis, self._world.global_rank(**coordinates))
         if key not in self._groups:
             self._groups[key] = self._world.group(at.global_rank, axis)
         return self._groups[key]
 
 
-def world(of: World, run: Run | None) -> coordinator_pb2.DescribeWorldResponse:
-    """Every rank of a world and, in a run, who plays it.
+def describe_world(world: World, run: Run | None) -> coordinator_pb2.DescribeWorldResponse:
+    """Describes every rank of a world and, if a run is given, which trainer plays it.
 
     Raises:
-        InvalidRequestError: The world is too large to be listed.
+        InvalidRequestError: The world is too large for one response.
     """
-    if of.size * (of.dp + of.tp + of.pp) > MAX_LISTED_ENTRIES:
-        raise InvalidRequestError(f"{of} is too large to be listed: {of.size} ranks with their groups")
-    view, rank_assignments = RankAssignmentView(of), []
-    for rank in range(of.size):
-        member = run.members.members.get(run.rank_assignments.get(rank, "")) if run is not None else None
+    if world.size * (world.dp + world.tp + world.pp) > MAX_LISTED_GROUP_MEMBERS:
+        raise InvalidRequestError(f"{world} is too large to be listed: {world.size} ranks with their groups")
+    describer, rank_assignments = RankDescriber(world), []
+    for rank in range(world.size):
+        member = run.members.by_name.get(run.rank_assignments.get(rank, "")) if run is not None else None
         live = member if member is not None and member.live else None
         rank_assignments.append(
             coordinator_pb2.RankAssignmentSummary(
-                rank_assignment=view.rank_assignment(rank),
+                rank_assignment=describer.describe(rank),
                 trainer=live.name if live else "",
                 host=live.host if live else "",
             )
         )
     return coordinator_pb2.DescribeWorldResponse(
-        world=of.to_proto(), world_size=of.size, rank_assignments=rank_assignments
+        world=world.to_proto(), world_size=world.size, rank_assignments=rank_assignments
     )
 
 
-def summary(run: Run) -> coordinator_pb2.RunSummary:
-    """A run in a few numbers."""
-    last = run.commits[-1] if run.commits else None
+def summarize_run(run: Run) -> coordinator_pb2.RunSummary:
+    """Summarizes a run."""
+    last = run.commits.last
     return coordinator_pb2.RunSummary(
         run=run.name,
         config=run.settings.to_proto(),
@@ -92,12 +93,12 @@ def summary(run: Run) -> coordinator_pb2.RunSummary:
     )
 
 
-def run_details(run: Run, cluster: Cluster, now: float) -> coordinator_pb2.DescribeRunResponse:
-    """A run with its trainers, how they reach shard servers, and the step in flight."""
-    last = run.commits[-1] if run.commits else None
+def describe_run(run: Run, cluster: Cluster, now: float) -> coordinator_pb2.DescribeRunResponse:
+    """Describes a run with its trainers, their transports, and the step in flight."""
+    last = run.commits.last
     ids = {server.address: server.server_id for server in cluster.servers.values()}
     return coordinator_pb2.DescribeRunResponse(
-        summary=summary(run),
+        summary=summarize_run(run),
         trainers=[
             coordinator_pb2.TrainerSummary(
                 trainer=member.name,
@@ -110,25 +111,25 @@ def run_details(run: Run, cluster: Cluster, now: float) -> coordinator_pb2.Descr
             )
             for member in run.members
         ],
-        work=_work(run.step.items.values() if run.step is not None else ()),
+        work=_summarize_work(run.step.items.values() if run.step is not None else ()),
         grad_norm=last.grad_norm if last is not None else 0.0,
         optimizer=common_pb2.OptimizerStep.FromString(last.optimizer) if last is not None else None,
     )
 
 
-def _work(items: Iterable[Item]) -> list[coordinator_pb2.WorkSummary]:
+def _summarize_work(items: Iterable[WorkItem]) -> list[coordinator_pb2.WorkSummary]:
     return [
         coordinator_pb2.WorkSummary(
             item=item.to_proto(),
             state=item.state.value,
-            trainer="" if item.state is WorkState.VACANT else item.holder,
+            trainer="" if item.state is WorkState.VACANT else item.trainer,
         )
         for item in items
     ]
 
 
-def units(run: Run, cluster: Cluster) -> coordinator_pb2.ListUnitsResponse:
-    """The units of a run and where they live."""
+def list_units(run: Run, cluster: Cluster) -> coordinator_pb2.ListUnitsResponse:
+    """Lists the units of a run and the servers that own their shards."""
     return coordinator_pb2.ListUnitsResponse(
         units=[
             coordinator_pb2.UnitSummary(
@@ -137,7 +138,7 @@ def units(run: Run, cluster: Cluster) -> coordinator_pb2.ListUnitsResponse:
                 parameter_count=len(unit.layout.parameters),
                 element_count=sum(parameter.numel for parameter in unit.layout.parameters),
                 size_bytes=unit.layout.size_bytes,
-                shards=shards(unit, cluster),
+                shards=shard_ranges(unit, cluster),
                 published=unit.published,
             )
             for unit in run.units
@@ -146,8 +147,8 @@ def units(run: Run, cluster: Cluster) -> coordinator_pb2.ListUnitsResponse:
     )
 
 
-def shards(unit: Unit, cluster: Cluster) -> list[common_pb2.ShardRange]:
-    """Where a unit's shards live, in the order of the flat vector."""
+def shard_ranges(unit: Unit, cluster: Cluster) -> list[common_pb2.ShardRange]:
+    """Returns the shards of a unit with their servers, in the order of the flat vector."""
     return [
         common_pb2.ShardRange(
             server_id=shard.server_id,
@@ -159,8 +160,67 @@ def shards(unit: Unit, cluster: Cluster) -> list[common_pb2.ShardRange]:
     ]
 
 
-def servers(cluster: Cluster, now: float) -> coordinator_pb2.ListServersResponse:
-    """Every shard server, live or lost."""
+async def describe_weights(
+    run: Run, cluster: Cluster, version: int | None, wait_s: float
+) -> coordinator_pb2.DescribeWeightsResponse:
+    """Describes the units and buffers of one version of the weights. Waits until the version is committed.
+
+    Args:
+        run: The run.
+        cluster: The shard servers.
+        version: The version. None: the newest.
+        wait_s: Longest time to wait in seconds.
+
+    Raises:
+        DeadlineError: The version is not committed yet.
+        VersionGoneError: A newer version is committed.
+        StepStateError: The run has no units, or a unit has no initial values.
+        RunDeletedError: The run was deleted meanwhile.
+    """
+
+    async def check() -> coordinator_pb2.DescribeWeightsResponse | None:
+        run.check_not_deleted()
+        if version is not None and version > run.committed_step:
+            return None
+        if version is not None and version < run.committed_step:
+            raise VersionGoneError(
+                f"run {run.name!r} is at version {run.committed_step}: version {version} is no longer available",
+                version=version,
+                newest=run.committed_step,
+            )
+        return _weights(run, cluster)
+
+    found = await poll(run.changed, check, wait_s)
+    if found is None:
+        raise DeadlineError(
+            f"waited {wait_s:.1f} s for version {version} of run {run.name!r}; the newest is {run.committed_step}",
+            version=version,
+            newest=run.committed_step,
+        )
+    return found
+
+
+def _weights(run: Run, cluster: Cluster) -> coordinator_pb2.DescribeWeightsResponse:
+    if not run.units:
+        raise StepStateError(f"run {run.name!r} has no units yet: no trainer has called fully_shard", run=run.name)
+    if unpublished := run.units.unpublished:
+        raise StepStateError(
+            f"run {run.name!r} has no weights yet: the initial values of unit {unpublished[0]!r} are not complete",
+            unit=unpublished[0],
+        )
+    return coordinator_pb2.DescribeWeightsResponse(
+        version=run.committed_step,
+        world=run.settings.world.to_proto(),
+        units=[
+            coordinator_pb2.UnitWeights(spec=unit.layout.to_proto(), shards=shard_ranges(unit, cluster))
+            for unit in run.units
+        ],
+        run_id=run.identity.run_id,
+    )
+
+
+def list_servers(cluster: Cluster, now: float) -> coordinator_pb2.ListServersResponse:
+    """Lists every registered shard server."""
     return coordinator_pb2.ListServersResponse(
         servers=[
             coordinator_pb2.ServerSummary(
@@ -168,7 +228,7 @@ def servers(cluster: Cluster, now: float) -> coordinator_pb2.ListServersResponse
                 address=server.address,
                 epoch=server.epoch,
                 live=server.live,
-                silent_s=round(max(0.0, now - server.heard_s), 3),
+                silent_s=round(max(0.0, now - server.last_seen_s), 3),
                 budget_bytes=server.budget_bytes,
                 reserved_bytes=server.reserved_bytes,
                 used_bytes=server.used_bytes,

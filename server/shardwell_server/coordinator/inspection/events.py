@@ -1,4 +1,4 @@
-"""What happens in the cluster, kept for a while and told to who watches."""
+"""The event log: recent events of the cluster, and watchers that receive new ones."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from shardwell_wire.v1 import coordinator_pb2
 logger = logging.getLogger(__name__)
 
 KEPT_EVENTS = 256
-"""A new watcher gets at most this many routine past events and as many others; it falls behind by at most as many."""
+"""Routine events that are kept, other events that are kept, and events that may be pending for one watcher."""
 
 
 class EventKind(StrEnum):
-    """Every kind of event, as ``WatchEventsResponse.kind`` spells it."""
+    """All kinds of events. The values are those of ``WatchEventsResponse.kind``."""
 
     COORDINATOR_STARTED = "coordinator_started"
-    """A coordinator process began its term."""
+    """A coordinator process started its term."""
     SERVER_REGISTERED = "server_registered"
-    """A shard server came for the first time."""
+    """A shard server registered under a new id."""
     SERVER_RESTARTED = "server_restarted"
-    """A shard server came back as a new process: its memory is empty."""
+    """A new process registered under the id of a former shard server. Its memory is empty."""
     SERVER_LOST = "server_lost"
-    """A shard server's lease ran out and it cannot be reached; it may be alive."""
+    """A shard server's lease expired and the server is unreachable. It may be alive."""
     SERVER_ENDED = "server_ended"
-    """A shard server is known to run no more: its memory is gone."""
+    """A shard server's process has ended for certain. Its memory is gone."""
     SERVER_LEFT = "server_left"
-    """A shard server was told to stop and said so: its memory is gone."""
+    """A shard server was stopped and deregistered. Its memory is gone."""
     SERVER_RETURNED = "server_returned"
-    """A shard server that was lost is heard of again; its memory is what it was."""
+    """A lost shard server is reachable again, with its memory."""
     RUN_CREATED = "run_created"
     RUN_STARTED = "run_started"
-    """Enough trainers were there; logical ranks were assigned."""
+    """Enough trainers joined and the logical ranks were assigned."""
     RUN_DELETED = "run_deleted"
     TRAINER_JOINED = "trainer_joined"
     TRAINER_LEFT = "trainer_left"
     TRAINER_RETURNED = "trainer_returned"
-    """A trainer whose lease had expired is heard of again, and nobody had taken its work."""
+    """A trainer sent a request after its lease expired and before its work was reassigned."""
     TRAINER_CUT_OFF = "trainer_cut_off"
-    """A trainer cannot reach a live shard server, and another trainer took its work."""
+    """A trainer could not reach a live shard server, and its work was reassigned."""
     LEASE_EXPIRED = "lease_expired"
-    """A trainer was silent for longer than its lease. Another trainer may take its work."""
+    """A trainer was silent for longer than its lease. Its work may be reassigned."""
     WORK_LEASED = "work_leased"
-    """A lost trainer's work item went to another trainer."""
+    """A lost trainer's work item was leased to another trainer."""
     WORK_RESET = "work_reset"
-    """A trainer began a work item anew."""
+    """A trainer started a new attempt of a work item."""
     UNIT_PLACED = "unit_placed"
     UNIT_PUBLISHED = "unit_published"
     STEP_COMMITTED = "step_committed"
     """The commit record of a step is durable."""
     STEP_FAILED = "step_failed"
-    """A step could not be prepared or committed; the message says why."""
+    """A step could not be prepared or committed. The message contains the error."""
     UPDATE_DELAYED = "update_delayed"
-    """A server does not acknowledge the update of a committed step; it is repeated."""
+    """A server has not acknowledged the update of a committed step. The update is repeated."""
 
 
 _ROUTINE = frozenset(
@@ -73,14 +73,14 @@ _ROUTINE = frozenset(
         EventKind.UPDATE_DELAYED,
     )
 )
-"""Events that come with every step or unit. They are kept apart: they would push out the rare ones within a minute."""
+"""Frequent events. They are kept in a queue of their own, because they would evict the rare events within a minute."""
 
 
 class EventLog:
-    """The last events and their live watchers.
+    """Recent events and their watchers. For one event loop.
 
     Args:
-        wall_clock: Seconds since 1970.
+        wall_clock: Returns seconds since 1970.
     """
 
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
@@ -91,7 +91,7 @@ class EventLog:
         self._watchers: set[_Watcher] = set()
 
     def add(self, kind: EventKind, message: str, *, run: str = "") -> None:
-        """Notes an event of a run, or of the cluster."""
+        """Adds and logs an event of a run, or of the cluster if ``run`` is empty."""
         event = coordinator_pb2.WatchEventsResponse(
             time=timestamp(self._wall_clock()), kind=kind, run=run, message=message
         )
@@ -99,18 +99,18 @@ class EventLog:
         (self._routine if kind in _ROUTINE else self._rare).append((self._count, event))
         self._count += 1
         for watcher in self._watchers:
-            watcher.offer(event)
+            watcher.add(event)
 
     def kept(self) -> list[coordinator_pb2.WatchEventsResponse]:
-        """The events that are kept, in the order in which they happened."""
+        """Returns the kept events in the order in which they happened."""
         return [event for _, event in heapq.merge(self._rare, self._routine, key=lambda numbered: numbered[0])]
 
     async def watch(self, run: str, duration_s: float | None) -> AsyncIterator[coordinator_pb2.WatchEventsResponse]:
-        """The kept events in the order in which they happened, then new ones as they come.
+        """Yields the kept events in order, then new events as they happen.
 
         Args:
-            run: Only this run's events and the cluster's. Empty: all.
-            duration_s: Stop after this long. None: never.
+            run: Yield only events of this run and of the cluster. Empty: all events.
+            duration_s: Stop after this many seconds. None: never.
         """
         watcher = _Watcher(self.kept())
         self._watchers.add(watcher)
@@ -128,32 +128,32 @@ class EventLog:
 
 
 class _Watcher:
-    """Events on their way to one watcher; the oldest are dropped when it does not keep up."""
+    """Queue of events for one watcher. Drops the oldest new events if the watcher is too slow."""
 
     def __init__(self, past: Iterable[coordinator_pb2.WatchEventsResponse]) -> None:
         self._past = deque(past)
         self._pending: deque[coordinator_pb2.WatchEventsResponse] = deque(maxlen=KEPT_EVENTS)
-        self._there = asyncio.Event()
+        self._available = asyncio.Event()
 
-    def offer(self, event: coordinator_pb2.WatchEventsResponse) -> None:
+    def add(self, event: coordinator_pb2.WatchEventsResponse) -> None:
         self._pending.append(event)
-        self._there.set()
+        self._available.set()
 
     async def next(self, timeout_s: float | None) -> coordinator_pb2.WatchEventsResponse | None:
-        """The next event, or None after ``timeout_s``."""
+        """Returns the next event, or None after ``timeout_s``."""
         if self._past:
             return self._past.popleft()
         while not self._pending:
-            self._there.clear()
+            self._available.clear()
             try:
-                await asyncio.wait_for(self._there.wait(), timeout_s)
+                await asyncio.wait_for(self._available.wait(), timeout_s)
             except TimeoutError:
                 return None
         return self._pending.popleft()
 
 
 def timestamp(seconds: float) -> Timestamp:
-    """Seconds since 1970 as a message."""
+    """Converts seconds since 1970 to a message."""
     message = Timestamp()
     message.FromNanoseconds(round(seconds * 1e9))
     return message

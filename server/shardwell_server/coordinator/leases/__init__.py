@@ -1,1 +1,1 @@
-"""Leases of trainers and shard servers."""
+"""Leases: joining, expiry, revocation and fencing of trainers; registration and probing of shard servers."""

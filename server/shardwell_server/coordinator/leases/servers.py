@@ -1,11 +1,11 @@
-"""Shard servers come, are heard of, and go: registrations, leases, and finding out who has ended.
+"""Leases of shard servers: registration, heartbeats, and probes of silent servers.
 
-Note: What is known of a silent server
-    A server that is silent for its lease is probed. If it answers, its lease goes on. If it cannot be reached it is
-    lost, which says nothing of its process: it may be stopped, cut off, or behind a proxy that refuses connections.
-    Runs wait for it. That a server has ended, with its memory, is known only if its process is gone from the
-    coordinator's own host, if another process of its id answers at its address or registers, or if it said that it
-    leaves. Only then are users told to delete a run.
+Note: [Lost and ended servers]
+    A server whose lease expires is probed. If it answers, its lease is renewed. If it is unreachable, it is *lost*. A
+    lost server may still run: it may be suspended, disconnected, or behind a proxy that refuses connections. Runs
+    wait for it. A server has *ended*, together with its memory, only if its process is gone from the coordinator's
+    own host, if another process of its id answers at its address or registers, or if it deregistered. Only then do
+    error messages advise to delete a run.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from shardwell_wire.errors import ConflictError, DuplicateError, ShardwellError,
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_PROBE_PAUSE_S = 1.0
-"""How often a server that is remembered from an earlier term is probed until its lease is over."""
+_MAX_PROBE_PAUSE_S = 1.0
+"""Longest pause between probes of a server that was loaded from storage, until its lease expires."""
 
 
 class ServerLeases:
-    """The shard servers' places in the cluster.
+    """Leases of the shard servers.
 
     Args:
-        state: Where they are kept.
-        calls: How they are reached.
+        state: State of the coordinator.
+        calls: Performs the probes.
     """
 
     def __init__(self, state: CoordinatorState, calls: ShardCalls) -> None:
         self._state, self._calls = state, calls
-        self._registering: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By server id."""
+        self._registration_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By server id. Held while a server is registered or forgotten."""
         self._probing: set[int] = set()
         """Epochs of the servers that are being probed."""
         self._forgetting: set[str] = set()
+        """Ids of the servers that are being forgotten in the background."""
 
     def start(self) -> None:
-        """Probes the servers of an earlier term, so that those that are alive need not be waited for."""
+        """Probes the servers that were loaded from storage, so that live ones are confirmed early."""
         for server in self._state.cluster.servers.values():
             if server.state is ServerState.UNCONFIRMED:
                 self._start_probing(server)
@@ -51,15 +52,15 @@ class ServerLeases:
     async def register(
         self, server_id: str, address: str, incarnation: str, budget_bytes: int, process: str = ""
     ) -> int:
-        """Takes in a shard server process; returns its epoch.
+        """Registers a shard server process. Returns its epoch.
 
         Raises:
-            InvalidRequestError: A field is missing or impossible.
-            DuplicateError: Another process has the id: it is alive, or came later than this one.
-            UnavailableError: Another process has the id and may be alive. Asking again is harmless.
+            InvalidRequestError: A field is missing or invalid.
+            DuplicateError: Another process has the id and is alive, or registered later than this one.
+            UnavailableError: Another process has the id and may be alive. The caller may retry.
         """
         cluster = self._state.cluster
-        async with self._registering.setdefault(server_id, asyncio.Lock()):
+        async with self._registration_lock(server_id):
             server = cluster.check(server_id, address, incarnation, budget_bytes, process)
             former = cluster.servers.get(server_id)
             if former is not None and former.may_be_alive and former.incarnation != incarnation:
@@ -71,43 +72,44 @@ class ServerLeases:
             self._state.events.add(EventKind.SERVER_REGISTERED, message)
         elif former.incarnation != incarnation:
             self._state.events.add(EventKind.SERVER_RESTARTED, f"{message}; its memory is empty{self._losses(former)}")
-        self._wake_runs()
+        self._notify_runs()
         return server.epoch
 
     def heartbeat(self, server_id: str, epoch: int, reserved_bytes: int, used_bytes: int) -> None:
-        """A shard server is heard of; raises as ``Cluster.heartbeat`` does."""
+        """Renews a server's lease. Raises as ``Cluster.heartbeat``."""
         self._note_alive(server_id, self._state.cluster.heartbeat(server_id, epoch, reserved_bytes, used_bytes))
 
-    async def leave(self, server_id: str, epoch: int) -> None:
-        """A shard server is about to end, with its memory. Repeating it is harmless.
+    async def deregister(self, server_id: str, epoch: int) -> None:
+        """Marks a shard server as left before its process ends. Repeating it is harmless.
 
         Raises:
-            NotFoundError: There is no such server.
+            NotFoundError: The server is not registered.
             StaleEpochError: Another process has its id.
         """
         server = self._state.cluster.require(server_id)
         if server.epoch != epoch:
             raise StaleEpochError(
-                f"server {server_id!r} leaves with epoch {epoch}, but the process of that id has {server.epoch}",
+                f"server {server_id!r} deregisters with epoch {epoch}, but the process of this id has epoch "
+                f"{server.epoch}",
                 server=server_id,
                 epoch=server.epoch,
             )
         if server.state is ServerState.LEFT:
             return
-        self._state.cluster.leave(server)
+        self._state.cluster.deregister(server)
         await self._state.storage.save_server(server.to_record())
         message = f"server {server_id!r} at {server.address} was stopped and left the cluster{self._losses(server)}"
         self._state.events.add(EventKind.SERVER_LEFT, message)
-        self._wake_runs()
+        self._notify_runs()
 
     async def forget(self, server_id: str) -> None:
-        """Removes a server from the list.
+        """Removes a server from the registry.
 
         Raises:
-            NotFoundError: There is no such server.
-            ConflictError: It may be alive, or has shards of a run.
+            NotFoundError: The server is not registered.
+            ConflictError: The server may be alive, or owns shards of a run.
         """
-        async with self._registering.setdefault(server_id, asyncio.Lock()):
+        async with self._registration_lock(server_id):
             server = self._state.cluster.require(server_id)
             if server.may_be_alive:
                 raise ConflictError(
@@ -117,40 +119,45 @@ class ServerLeases:
                 )
             if runs := self._runs_on(server):
                 raise ConflictError(
-                    f"server {server_id!r} has shards of {_named(runs)}, which would no longer know where they are: "
-                    "delete those runs first if they cannot go on",
+                    f"server {server_id!r} owns shards of {_named(runs)}, and without it they could not be located: "
+                    "delete these runs first if they cannot continue",
                     server=server_id,
                 )
             await self._forget(server)
 
     def expire(self) -> None:
-        """Begins to find out what became of silent servers; forgets those that left nothing behind."""
+        """Starts probing silent servers. Forgets servers that left and own no shards."""
         cluster = self._state.cluster
         for server in list(cluster.servers.values()):
-            if cluster.is_silent(server):
+            if cluster.lease_expired(server):
                 self._start_probing(server)
             left = server.state is ServerState.LEFT and server.server_id not in self._forgetting
             if left and not self._runs_on(server):
-                self._state.tasks.start(self._forget_or_retry(server))
+                self._state.tasks.start(self._forget_left(server))
+
+    def _registration_lock(self, server_id: str) -> asyncio.Lock:
+        return self._registration_locks.setdefault(server_id, asyncio.Lock())
 
     async def _require_ended(self, former: Server) -> None:
-        """Raises DuplicateError if a process is alive, UnavailableError if it may be."""
+        """Raises DuplicateError if a process is alive, UnavailableError if it may be alive."""
         try:
             running = await self._calls.is_running(former)
         except UnavailableError as error:
             raise UnavailableError(
-                f"server {former.server_id!r}: another process, at {former.address}, has this id and may be alive, "
-                f"though {error}: it is taken for lost when it was not heard of for {self._state.settings.lease_s:g} s",
+                f"server {former.server_id!r}: another process at {former.address} has this id and may be alive, "
+                f"although {error}: it is considered lost after {self._state.settings.lease_s:g} s without a heartbeat",
                 server=former.server_id,
                 address=former.address,
             ) from error
         if running:
             raise DuplicateError(
-                f"server {former.server_id!r}: another process, at {former.address}, has this id and is alive: give "
-                "every server its own id (--id, SHARDWELL_ID), or end that process first",
+                f"server {former.server_id!r}: another process at {former.address} has this id and is alive: give "
+                "every server its own id (--id, SHARDWELL_ID), or stop that process first",
                 server=former.server_id,
                 address=former.address,
             )
+
+    # Probes
 
     def _start_probing(self, server: Server) -> None:
         if server.epoch not in self._probing:
@@ -158,58 +165,61 @@ class ServerLeases:
             self._state.tasks.start(self._probe(server))
 
     async def _probe(self, server: Server) -> None:
-        """Finds out what became of a server, until it is heard of, replaced, or known to have ended."""
+        """Probes a server until it is live, replaced, or has ended. See Note: [Lost and ended servers]."""
         lease_s = self._state.settings.lease_s
         try:
             while self._is_in_doubt(server):
                 try:
                     running = await self._calls.is_running(server)
                 except UnavailableError as error:
-                    self._note_silence(server, str(error))
+                    self._note_unreachable(server, str(error))
                 else:
-                    self._note_answer(server, running=running)
+                    self._note_probe_answered(server, running=running)
                 if not self._is_in_doubt(server):
                     return
-                is_new = server.state is ServerState.UNCONFIRMED
-                await asyncio.sleep(min(lease_s / 5, _LONGEST_PROBE_PAUSE_S) if is_new else lease_s)
+                unconfirmed = server.state is ServerState.UNCONFIRMED
+                await asyncio.sleep(min(lease_s / 5, _MAX_PROBE_PAUSE_S) if unconfirmed else lease_s)
         finally:
             self._probing.discard(server.epoch)
 
     def _is_in_doubt(self, server: Server) -> bool:
-        """Whether a server is in the cluster and nobody knows whether it is alive."""
+        """True if a registered server may be alive or not."""
         cluster = self._state.cluster
-        is_new_or_lost = server.state in (ServerState.UNCONFIRMED, ServerState.LOST)
-        return cluster.servers.get(server.server_id) is server and (is_new_or_lost or cluster.is_silent(server))
+        unconfirmed_or_lost = server.state in (ServerState.UNCONFIRMED, ServerState.LOST)
+        current = cluster.servers.get(server.server_id) is server
+        return current and (unconfirmed_or_lost or cluster.lease_expired(server))
 
-    def _note_silence(self, server: Server, reason: str) -> None:
+    def _note_unreachable(self, server: Server, reason: str) -> None:
         if not self._is_in_doubt(server):
             return
-        server.silence = reason
-        if self._state.cluster.is_silent(server):
-            server.state = ServerState.LOST
-            message = f"server {server.server_id!r} at {server.address} was not heard of for its lease, and {reason}"
+        server.note_unreachable(reason)
+        if self._state.cluster.lease_expired(server):
+            server.mark_lost()
+            message = f"server {server.server_id!r} at {server.address}: its lease expired, and {reason}"
             self._state.events.add(EventKind.SERVER_LOST, message)
-            self._wake_runs()
+            self._notify_runs()
 
-    def _note_answer(self, server: Server, *, running: bool) -> None:
+    def _note_probe_answered(self, server: Server, *, running: bool) -> None:
         if not self._is_in_doubt(server):
             return
         if running:
             if server.live:
-                logger.warning("server %r sends no heartbeats but answers: its lease goes on", server.server_id)
-            self._note_alive(server.server_id, self._state.cluster.renew(server))
+                logger.warning("server %r sends no heartbeats but answers probes: lease renewed", server.server_id)
+            self._note_alive(server.server_id, self._state.cluster.renew_lease(server))
             return
-        server.state = ServerState.ENDED
+        server.mark_ended()
         message = f"server {server.server_id!r} at {server.address} has ended{self._losses(server)}"
         self._state.events.add(EventKind.SERVER_ENDED, message)
-        self._wake_runs()
+        self._notify_runs()
 
-    def _note_alive(self, server_id: str, former: ServerState) -> None:
-        """A server was heard of that was in this state."""
-        if former not in (ServerState.LIVE, ServerState.UNCONFIRMED):
-            self._state.events.add(EventKind.SERVER_RETURNED, f"server {server_id!r} is heard of again")
-        if former is not ServerState.LIVE:
-            self._wake_runs()
+    def _note_alive(self, server_id: str, before: ServerState) -> None:
+        """Reports that a server is live again, given the state it had before."""
+        if before not in (ServerState.LIVE, ServerState.UNCONFIRMED):
+            self._state.events.add(EventKind.SERVER_RETURNED, f"server {server_id!r} is reachable again")
+        if before is not ServerState.LIVE:
+            self._notify_runs()
+
+    # Forgetting
 
     async def _forget(self, server: Server) -> None:
         cluster = self._state.cluster
@@ -217,11 +227,11 @@ class ServerLeases:
         if cluster.servers.get(server.server_id) is server:
             cluster.forget(server)
 
-    async def _forget_or_retry(self, server: Server) -> None:
-        """Forgets a server that has left; ``expire`` calls it again if the disk does not take it."""
+    async def _forget_left(self, server: Server) -> None:
+        """Forgets a server that has left. If this cannot be stored, the next ``expire`` tries again."""
         self._forgetting.add(server.server_id)
         try:
-            async with self._registering.setdefault(server.server_id, asyncio.Lock()):
+            async with self._registration_lock(server.server_id):
                 if self._state.cluster.servers.get(server.server_id) is server and not self._runs_on(server):
                     await self._forget(server)
         except ShardwellError as error:
@@ -230,19 +240,22 @@ class ServerLeases:
             self._forgetting.discard(server.server_id)
 
     def _runs_on(self, server: Server) -> list[str]:
-        """Names of the runs that have units on a server process, with values or without."""
+        """Returns the names of the runs with units on a server process, published or not."""
         process = (server.server_id, server.incarnation)
         return sorted(run.name for run in self._state.runs.values() if process in run.units.processes)
 
     def _losses(self, server: Server) -> str:
-        process, lost = (server.server_id, server.incarnation), []
-        for name in self._runs_on(server):
-            if any(unit.published for unit in self._state.runs[name].units.of_process(process)):
-                lost.append(name)
+        """Returns the runs that lose shards when a server process ends, for messages."""
+        process = (server.server_id, server.incarnation)
+        lost = [
+            name
+            for name in self._runs_on(server)
+            if any(unit.published for unit in self._state.runs[name].units.owned_by(process))
+        ]
         return f": {_named(lost)} lost shards" if lost else ""
 
-    def _wake_runs(self) -> None:
-        """Something about servers changed: whoever waits shall look."""
+    def _notify_runs(self) -> None:
+        """Wakes everyone who waits for a change of the servers."""
         self._state.cluster.changed.notify()
         for run in self._state.runs.values():
             run.changed.notify()

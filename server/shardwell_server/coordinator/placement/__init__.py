@@ -1,1 +1,1 @@
-"""Placement of units on shard servers."""
+"""Declaration of units and their placement on shard servers."""

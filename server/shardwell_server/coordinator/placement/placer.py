@@ -1,4 +1,4 @@
-"""Declaring units, placing them on servers, and publishing their initial values."""
+"""Declares units, places them on shard servers, and publishes their initial values."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import asyncio
 import logging
 
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.placement.ranges import place
+from shardwell_server.coordinator.placement.ranges import Candidate, place
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.run_records import unit_record
-from shardwell_server.coordinator.runs.units import Unit
-from shardwell_server.coordinator.servers.lost_shards import check_kept
-from shardwell_server.coordinator.servers.shard_servers import ShardServers
+from shardwell_server.coordinator.runs.units import Unit, require_same_layout, tensor_noun
+from shardwell_server.coordinator.servers.shard_servers import ShardServers, check_recoverable
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import ShardRecord
 from shardwell_server.coordinator.waiting import SharedCall, poll
@@ -21,7 +20,6 @@ from shardwell_wire.errors import (
     StaleEpochError,
     StepStateError,
     UnavailableError,
-    UnitMismatchError,
 )
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -29,77 +27,80 @@ from shardwell_wire.v1 import common_pb2, shard_pb2
 logger = logging.getLogger(__name__)
 
 
-class Units:
-    """The units of every run.
+class UnitPlacer:
+    """Declares and publishes the units of every run.
 
     Args:
-        state: The runs.
+        state: State of the coordinator.
         servers: The shard servers.
     """
 
     def __init__(self, state: CoordinatorState, servers: ShardServers) -> None:
         self._state, self._servers = state, servers
 
+    # Declaration
+
     async def declare(self, run: Run, layout: UnitLayout, wait_s: float) -> Unit:
-        """A unit by its layout; placed on servers when it is new. One that is refused leaves no trace.
+        """Returns the unit with this layout. Places a new unit on servers. A rejected unit leaves no trace.
 
         Raises:
-            UnitMismatchError: It was declared with another layout.
-            CapacityError: A server has no room for its part.
-            UnavailableError: Not enough servers came within ``wait_s``, or an owner is silent.
-            ConflictError: An owner has lost shards of the run.
+            UnitMismatchError: The unit was declared with another layout.
+            CapacityError: A server has no memory for its shard.
+            UnavailableError: Too few servers registered within ``wait_s``, or an owner is unreachable.
+            ConflictError: Shards of the run are lost.
         """
         unit = run.units.find(layout.unit)
         try:
-            while unit is None or not self._has_room(unit):
+            while unit is None or not self._is_reserved(unit):
                 if unit is not None:
                     require_same_layout(unit.layout, layout)
                 await self._wait_for_servers(run, wait_s)
-                placing = run.placing.setdefault(layout.unit, SharedCall())
+                placing = run.units.placing.setdefault(layout.unit, SharedCall())
                 try:
                     unit = await placing(lambda: self._place(run, layout))
                 finally:
-                    run.placing.pop(layout.unit, None)
+                    run.units.placing.pop(layout.unit, None)
         except UnavailableError:
-            self._servers.check(run)  # it may be known by now that waiting does not help
+            self._servers.require_available(run)  # a permanent error takes precedence: retrying would not help
             raise
         require_same_layout(unit.layout, layout)
-        self._servers.check(run)
+        self._servers.require_available(run)
         return unit
 
-    def _has_room(self, unit: Unit) -> bool:
-        """Whether the owners have set memory aside; if the unit is not published, they must still have it."""
-        return unit.published or not any(self._has_lost(at) for at in unit.shards)
+    def _is_reserved(self, unit: Unit) -> bool:
+        """True if the unit is published, or all its owners still have the memory they reserved."""
+        return unit.published or not any(self._has_ended(at) for at in unit.shards)
 
-    def _has_lost(self, shard: ShardRecord) -> bool:
-        """Whether the process that was given a shard has ended."""
+    def _has_ended(self, shard: ShardRecord) -> bool:
+        """True if the server process that received a shard has ended."""
         server = self._state.cluster.servers.get(shard.server_id)
         return server is None or server.incarnation != shard.incarnation or server.ended
 
     async def _wait_for_servers(self, run: Run, wait_s: float) -> None:
-        """Waits for the servers that a run begins with. Later units, and those whose owner left, take what is there."""
+        """Waits for ``min_servers`` servers before the first unit of a run, and for one server before later units."""
         cluster = self._state.cluster
         wanted = 1 if len(run.units) else self._state.settings.min_servers
 
-        async def enough() -> bool | None:
-            check_kept(run, cluster)
+        async def check() -> bool | None:
+            check_recoverable(run, cluster)
             return len(cluster.live) >= wanted or None
 
-        if not await poll(cluster.changed, enough, wait_s):
+        if not await poll(cluster.changed, check, wait_s):
             raise UnavailableError(
-                f"run {run.name!r} waits for shard servers: {len(cluster.live)} of {wanted} are there; start more "
+                f"run {run.name!r} waits for shard servers: {len(cluster.live)} of {wanted} are live; start more "
                 "(shardwell-server shard --coordinator ...), or lower --min-servers",
             )
 
     async def _place(self, run: Run, layout: UnitLayout) -> Unit | None:
-        """Places a unit that is new, or has lost an owner before it had values; one unit of a run after the other.
+        """Places a unit that is new, or that lost an owner before it had values.
 
-        A refused unit so is always the last, and the next one gets its index.
+        The units of a run are placed one at a time. If a unit is refused, no later unit exists, and the next unit
+        gets the same index.
 
         Returns:
-            None: A server that was chosen has ended meanwhile. Place the unit again.
+            None if a chosen server has ended meanwhile. The caller must place the unit again.
         """
-        async with run.placing_turn:
+        async with run.units.placement_lock:
             unit = run.units.find(layout.unit)
             if unit is None:
                 _check_new(run, layout)
@@ -107,7 +108,7 @@ class Units:
                     return None
                 unit = Unit(len(run.units), layout, shards)
                 run.units.add(unit)
-            elif not self._has_room(unit):
+            elif not self._is_reserved(unit):
                 if (shards := await self._reserve(run, unit.index, unit.layout)) is None:
                     return None
                 run.units.move(unit, shards)
@@ -118,16 +119,18 @@ class Units:
         self._state.events.add(EventKind.UNIT_PLACED, message, run=run.name)
         return unit
 
-    async def _reserve(self, run: Run, index: int, layout: UnitLayout) -> tuple[ShardRecord, ...] | None:
-        """Chooses servers for a unit, has them make room, and stores where the unit lives.
+    # Reservation
 
-        What was reserved is released if a server refuses, or if that cannot be stored.
+    async def _reserve(self, run: Run, index: int, layout: UnitLayout) -> tuple[ShardRecord, ...] | None:
+        """Chooses servers for a unit, reserves memory on them, and stores the placement.
+
+        If a server refuses, or the placement cannot be stored, all reservations are released.
 
         Returns:
-            None: A server that was chosen has ended meanwhile.
+            None if a chosen server has ended meanwhile.
         """
-        shards, placement = self._choose(layout), run.next_epoch()
-        await self._state.save(run)  # the number is never given to another placement
+        shards, placement = self._choose_servers(layout), run.next_epoch()
+        await self._state.save(run)  # no other placement may get this number, also after a restart
         ranges = {shard.server_id: shard for shard in shards}
 
         def request(server_id: str) -> shard_pb2.ReserveUnitRequest:
@@ -146,29 +149,24 @@ class Units:
             await self._state.store(run, self._state.storage.save_units, [unit_record(Unit(index, layout, shards))])
         except ShardwellError as error:
             await asyncio.gather(*(self._release(run, layout.unit, placement, shard) for shard in shards))
-            if isinstance(error, UnavailableError) and any(map(self._has_lost, shards)):
+            if isinstance(error, UnavailableError) and any(map(self._has_ended, shards)):
                 return None
             raise
         for server_id, response in responses.items():
-            self._note_free(server_id, response.free_bytes)
+            self._state.cluster.servers[server_id].note_free(response.free_bytes)
         return shards
 
-    def _choose(self, layout: UnitLayout) -> tuple[ShardRecord, ...]:
-        cluster = self._state.cluster
-        shards = []
-        for piece in place(layout, cluster.candidates(), self._state.settings.min_shard_bytes):
+    def _choose_servers(self, layout: UnitLayout) -> tuple[ShardRecord, ...]:
+        cluster, shards = self._state.cluster, []
+        candidates = [Candidate(server.server_id, server.free_bytes) for server in cluster.live]
+        for piece in place(layout, candidates, self._state.settings.min_shard_bytes):
             server = cluster.servers[piece.server_id]
-            # Until the server tells: so that units declared at the same time are spread.
-            server.reserved_bytes += piece.stop_bytes - piece.start_bytes
+            server.reserve(piece.stop_bytes - piece.start_bytes)
             shards.append(ShardRecord(piece.start_bytes, piece.stop_bytes, piece.server_id, server.incarnation))
         return tuple(sorted(shards, key=lambda shard: shard.start_bytes))
 
-    def _note_free(self, server_id: str, free_bytes: int) -> None:
-        server = self._state.cluster.servers[server_id]
-        server.reserved_bytes = max(0, server.budget_bytes - free_bytes)
-
     async def _release(self, run: Run, unit: str, placement: int, shard: ShardRecord) -> None:
-        """Has an owner take its reservation back; if it cannot be reached, later and in the background."""
+        """Releases a reservation. If the server is unavailable, the release is retried in the background."""
         request = shard_pb2.ReleaseUnitRequest(context=self._servers.context(run, 0), unit=unit, placement=placement)
 
         async def release() -> bool:
@@ -177,13 +175,13 @@ class Units:
             except UnavailableError:
                 return False
             except ShardwellError as error:
-                logger.warning("run %r: the reservation of unit %r stays: %s", run.name, unit, error)
+                logger.warning("run %r: the reservation of unit %r was not released: %s", run.name, unit, error)
                 return True
-            self._note_free(shard.server_id, response.free_bytes)
+            self._state.cluster.servers[shard.server_id].note_free(response.free_bytes)
             return True
 
         async def release_later() -> None:
-            while not (run.deleted or self._has_lost(shard)):
+            while not (run.deleted or self._has_ended(shard)):
                 await asyncio.sleep(self._state.settings.lease_s / 3)
                 if await release():
                     return
@@ -191,24 +189,28 @@ class Units:
         if not await release():
             self._state.tasks.start(release_later())
 
+    # Publication
+
     async def publish(self, run: Run, unit: Unit, trainer: str, epoch: int) -> None:
-        """Makes the initial values that a trainer sent version 0.
+        """Publishes the initial values that a trainer sent as version 0.
 
         Raises:
             StaleEpochError: Another trainer sends the initial values now.
-            ConflictError: A server does not have all of them.
+            ConflictError: A server did not receive all of its values.
         """
         if unit.published:
             return
-        if (trainer, epoch) != run.initializer:
-            now, current = run.initializer or ("nobody", 0)
+        initializer = run.units.initializer
+        if initializer is None or (trainer, epoch) != (initializer.trainer, initializer.epoch):
+            current = 0 if initializer is None else initializer.epoch
+            expected = "no trainer" if initializer is None else f"trainer {initializer.trainer!r} under epoch {current}"
             raise StaleEpochError(
                 f"unit {unit.layout.unit!r}: trainer {trainer!r} sent initial values under epoch {epoch}, but they "
-                f"are to come from {now!r} under epoch {current}: declare the unit again",
+                f"are expected from {expected}: declare the unit again",
                 unit=unit.layout.unit,
                 epoch=current,
             )
-        self._servers.check(run)
+        self._servers.require_available(run)
         while not unit.published:
             await unit.publishing(lambda: self._publish(run, unit, epoch))
 
@@ -220,18 +222,14 @@ class Units:
             unit=unit.layout.unit,
             coordinator_epoch=self._state.term,
         )
-        await self._servers.call_all(_owners(unit), "PublishUnit", lambda _: request)
+        await self._servers.call_all(unit.owners, "PublishUnit", lambda _: request)
         await self._state.store(run, self._state.storage.save_units, [unit_record(unit, published=True)])
-        unit.published = True
+        unit.mark_published()
         self._state.events.add(EventKind.UNIT_PUBLISHED, f"unit {unit.layout.unit!r} is version 0", run=run.name)
 
 
-def _owners(unit: Unit) -> set[str]:
-    return {shard.server_id for shard in unit.shards}
-
-
 def _check_new(run: Run, layout: UnitLayout) -> None:
-    """Refuses a unit that the run cannot take in any more."""
+    """Raises if the run cannot accept a new unit."""
     run.settings.require_trains(run.name)
     if run.committed_step and layout.holds_buffers:
         raise StepStateError(
@@ -242,58 +240,13 @@ def _check_new(run: Run, layout: UnitLayout) -> None:
     if run.committed_step:
         raise StepStateError(
             f"unit {layout.unit!r} is new, but run {run.name!r} has committed {run.committed_step} steps: declare "
-            "every unit before the first step, with the same names as in the trainers before",
+            "every unit before the first step, under the same name in every trainer",
             unit=layout.unit,
         )
     for name in layout.index_by_name:
-        if (owner := run.units.holder_of(name)) is not None:
+        if (owner := run.units.unit_of(name)) is not None:
             raise ConflictError(
-                f"{_thing(layout)} {name!r} of unit {layout.unit!r} is in unit {owner!r} already: wrap the model as "
-                "the trainers before did, or use another run",
+                f"{tensor_noun(layout)} {name!r} of unit {layout.unit!r} already belongs to unit {owner!r}: wrap the "
+                "model in the same way in every trainer, or use another run",
                 parameter=name,
             )
-
-
-def _thing(layout: UnitLayout) -> str:
-    return "buffer" if layout.holds_buffers else "parameter"
-
-
-def require_same_layout(declared: UnitLayout, layout: UnitLayout) -> None:
-    """Raises UnitMismatchError naming the first difference between two layouts of a unit."""
-    unit = layout.unit
-    if declared.placement != layout.placement:
-        raise UnitMismatchError(
-            f"unit {unit!r} was declared with placement {declared.placement!r}, now with {layout.placement!r}: every "
-            "trainer must pass the same to fully_shard",
-            unit=unit,
-            expected=declared.placement,
-            actual=layout.placement,
-        )
-    if declared.kind != layout.kind:
-        raise UnitMismatchError(
-            f"unit {unit!r} was declared with {declared.kind}, now with {layout.kind}: give the unit another name",
-            unit=unit,
-            expected=declared.kind,
-            actual=layout.kind,
-        )
-    for expected, got in zip(declared.parameters, layout.parameters, strict=False):
-        for what in ("name", "shape", "dtype", "aliases"):
-            left, right = getattr(expected, what), getattr(got, what)
-            if left != right:
-                raise UnitMismatchError(
-                    f"unit {unit!r}: {_thing(layout)} {expected.name!r} was declared with {what} {left!r}, now with "
-                    f"{right!r}: every trainer must build the same model",
-                    unit=unit,
-                    parameter=expected.name,
-                    expected=left,
-                    actual=right,
-                )
-    if len(declared.parameters) != len(layout.parameters):
-        longer = max(declared.parameters, layout.parameters, key=len)
-        first = longer[min(len(declared.parameters), len(layout.parameters))].name
-        raise UnitMismatchError(
-            f"unit {unit!r} was declared with {len(declared.parameters)} {declared.kind}, now with "
-            f"{len(layout.parameters)}; {first!r} is in one of them only: every trainer must build the same model",
-            unit=unit,
-            parameter=first,
-        )

@@ -1,6 +1,6 @@
-"""Which server holds which part of a unit. Pure arithmetic.
+"""Cuts a unit into one byte range per shard server. Pure arithmetic.
 
-What a run computes does not depend on placement, so it is free to follow the servers' memory.
+A run computes the same bits wherever its units are placed, so placement may depend on the servers' free memory.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from shardwell_wire.layout import UnitLayout, cut, cut_between
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A live server that may take a shard."""
+    """A live server that may own a shard."""
 
     server_id: str
     free_bytes: int
-    """Budget that is not reserved."""
+    """Part of the memory budget that is not reserved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A half-open byte range of a unit's flat vector and who shall own it."""
+    """A half-open byte range of a unit's flat vector and the server that will own it."""
 
     server_id: str
     start_bytes: int
@@ -30,23 +30,23 @@ class Range:
 
 
 def place(layout: UnitLayout, candidates: Sequence[Candidate], min_shard_bytes: int) -> list[Range]:
-    """Cuts a unit over servers in proportion to their free memory, as far as its placement allows.
+    """Cuts a unit over servers in proportion to their free memory, as the unit's placement allows.
 
-    A unit that is too small for all goes to those with the most. The result depends on the
-    candidates, not on their order.
+    A unit that is too small for all servers goes to the servers with the most free memory. The result does not depend
+    on the order of the candidates.
 
     Args:
-        layout: The unit.
-        candidates: At least one.
-        min_shard_bytes: Smaller units are not cut further.
+        layout: Layout of the unit.
+        candidates: At least one server.
+        min_shard_bytes: Smallest range.
 
     Returns:
-        Ranges in order, covering the vector; none is empty unless the unit is.
+        Ranges in order, which cover the flat vector. A range is empty only if the unit is.
     """
     ranked = sorted(candidates, key=lambda candidate: (-candidate.free_bytes, candidate.server_id))
     weights = [float(candidate.free_bytes) for candidate in ranked]
     if not any(weights):
-        # Nobody has room: the servers themselves shall say so, with their advice.
+        # No server has free memory. Place the unit anyway: the servers then refuse it, and their error says what to do.
         weights = [1.0] * len(ranked)
     if layout.placement == "tensor":
         bounds = cut_between(layout, weights, min_shard_bytes)

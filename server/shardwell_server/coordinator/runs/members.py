@@ -1,153 +1,286 @@
-"""Who takes part in a run: names, epochs and leases. Pure bookkeeping on an injected clock."""
+"""Trainers of a run: names, epochs and leases. Pure state on an injected clock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Self
 
-from shardwell_server.coordinator.runs.transport_reports import TransportReport
-from shardwell_wire.errors import DuplicateError, NotFoundError, StaleEpochError
+from shardwell_wire.errors import DuplicateError, InvalidRequestError, NotFoundError, StaleEpochError
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
-REMEMBERED = 256
-"""Trainers that are gone without a claim are shown to people, but only so many."""
+MAX_GONE_MEMBERS = 256
+"""Trainers kept for inspection after they are gone, if they own no rank."""
+
+MAX_TRANSPORTS = 4096
+"""Most transports in one heartbeat. A trainer has one per shard server."""
+
+_MAX_ADDRESS_LENGTH = 300
+_MAX_UNREACHABLE, _MAX_REASON_LENGTH = 64, 300
+"""Limits on what is kept of a trainer's report about unreachable servers."""
+
+
+class MemberState(Enum):
+    """Whether a trainer's lease is valid."""
+
+    LIVE = "live"
+    """The lease is valid."""
+    EXPIRED = "expired"
+    """The lease expired, but the trainer's work was not reassigned. The next request makes the trainer live again."""
+    GONE = "gone"
+    """The trainer left, or its work was reassigned after its lease expired."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unreachable:
+class TransportReport:
+    """How a trainer reaches one shard server. Kept for inspection only."""
+
+    address: str
+    """host:port of the server."""
+    kind: int
+    """A ``TransportKind``."""
+    bytes_per_s: float
+    """Bandwidth measured when the transport was opened. 0: not measured."""
+
+    @classmethod
+    def from_proto(cls, transports: Sequence[coordinator_pb2.TransportReport]) -> tuple[Self, ...]:
+        """Decodes and checks the transports in a heartbeat.
+
+        Raises:
+            InvalidRequestError: There are too many transports, or a field is invalid.
+        """
+        if len(transports) > MAX_TRANSPORTS:
+            raise InvalidRequestError(f"{len(transports)} transports: expected at most {MAX_TRANSPORTS}")
+        for transport in transports:
+            if not 0 < len(transport.address) <= _MAX_ADDRESS_LENGTH or not transport.address.isprintable():
+                shown = transport.address[:_MAX_ADDRESS_LENGTH]
+                raise InvalidRequestError(f"transport to {shown!r}: expected a printable host:port")
+            if transport.kind not in common_pb2.TransportKind.values() or not transport.kind:
+                raise InvalidRequestError(
+                    f"transport to {transport.address}: kind={transport.kind} is not a TransportKind"
+                )
+            if not 0 <= transport.bytes_per_s < math.inf:
+                raise InvalidRequestError(
+                    f"transport to {transport.address}: bytes_per_s={transport.bytes_per_s}: expected at least 0"
+                )
+        return tuple(cls(transport.address, transport.kind, transport.bytes_per_s) for transport in transports)
+
+    def to_proto(self, server_id: str) -> coordinator_pb2.TransportReport:
+        return coordinator_pb2.TransportReport(
+            address=self.address,
+            kind=common_pb2.TransportKind.ValueType(self.kind),
+            bytes_per_s=round(self.bytes_per_s),
+            server_id=server_id,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class UnreachableServer:
     """A shard server that a trainer waits for and cannot reach."""
 
     address: str
     since_s: float
-    """Clock time."""
+    """Clock time of the first failed attempt."""
     reason: str
 
 
 @dataclass(slots=True)
 class Member:
-    """One trainer of a run, live or remembered."""
+    """A trainer of a run."""
 
     name: str
     host: str
     incarnation: str
-    """Random per process: tells a retry from a second process of the same name."""
+    """Random per process. Distinguishes a retried Join from a second process of the same name."""
     epoch: int
-    """Fences the membership."""
-    heard_s: float
-    """Clock time at which it was last heard of."""
+    """Fencing number of the membership."""
+    last_seen_s: float
+    """Clock time of the last request."""
     requested_rank: int | None = None
-    live: bool = True
-    lapsed: bool = False
-    """Whether its lease ran out and nobody has taken its work: it is live again when it is heard of."""
-    accepts_work: bool | None = None
-    """Whether it computes other trainers' items; None: it has not said."""
+    state: MemberState = MemberState.LIVE
+    accepts_reassigned_work: bool | None = None
+    """True if the trainer can compute work items of other trainers. None: unknown."""
     joined_step: int = 0
-    """Committed steps when it joined; of one that joined in an earlier term, when the term began."""
+    """Committed steps when the trainer joined. After a coordinator restart: committed steps at the restart."""
     transports: tuple[TransportReport, ...] = ()
-    """How it reaches shard servers, as its last heartbeat said."""
-    unreachable: tuple[Unreachable, ...] = ()
-    """As its last heartbeat says."""
-    gone_because: str = ""
-    """Why its work was taken although it was heard of."""
+    """Transports in the last heartbeat."""
+    unreachable: tuple[UnreachableServer, ...] = ()
+    """Unreachable servers in the last heartbeat."""
+    revoked_because: str = ""
+    """Why the lease was revoked although the trainer was sending requests."""
     rpcs_in_progress: int = 0
-    """While one is in progress, the trainer is alive."""
+    """RPCs of the trainer that are being served. Its lease cannot expire while there is one."""
+
+    @property
+    def live(self) -> bool:
+        """True if the lease is valid."""
+        return self.state is MemberState.LIVE
+
+    @property
+    def expired(self) -> bool:
+        """True if the lease expired and the trainer's work was not reassigned."""
+        return self.state is MemberState.EXPIRED
 
     def silent_s(self, now: float) -> float:
-        """Time since it was last heard of."""
-        return 0.0 if self.rpcs_in_progress else max(0.0, now - self.heard_s)
+        """Seconds since the last request."""
+        return 0.0 if self.rpcs_in_progress else max(0.0, now - self.last_seen_s)
+
+    def renew_lease(self, now: float) -> None:
+        """Starts the lease again at clock time ``now``."""
+        self.last_seen_s = now
+
+    def note_accepts_reassigned_work(self, accepts: bool) -> bool:
+        """Records whether the trainer computes reassigned work. Returns True if this changed.
+
+        True is final: a trainer that could compute any item once can do it again, whatever a later RPC says.
+        """
+        if self.accepts_reassigned_work is not None and accepts <= self.accepts_reassigned_work:
+            return False
+        self.accepts_reassigned_work = accepts
+        return True
+
+    def note_connections(
+        self,
+        transports: tuple[TransportReport, ...],
+        unreachable: Iterable[coordinator_pb2.UnreachableServer],
+        now: float,
+    ) -> None:
+        """Records what a heartbeat reports about the connections to shard servers."""
+        self.transports = transports
+        self.unreachable = tuple(
+            UnreachableServer(report.address, now - max(0.0, report.for_s), report.reason[:_MAX_REASON_LENGTH])
+            for report in itertools.islice(unreachable, _MAX_UNREACHABLE)
+        )
+
+    def note_revoked(self, reason: str) -> None:
+        """Records why the lease is revoked although the trainer sends requests."""
+        self.revoked_because = reason
+
+    @contextmanager
+    def serving_rpc(self, clock: Callable[[], float]) -> Iterator[None]:
+        """Keeps the lease valid while an RPC of the trainer is being served, and renews it at the end."""
+        self.rpcs_in_progress += 1
+        try:
+            yield
+        finally:
+            self.rpcs_in_progress -= 1
+            self.renew_lease(clock())
 
     def __str__(self) -> str:
         return f"trainer {self.name!r}" + (f" on host {self.host}" if self.host else "")
 
 
 @dataclass
-class Membership:
-    """The trainers of one run.
+class Members:
+    """The trainers of a run, including gone ones.
 
     Args:
         run: Name of the run, for messages.
     """
 
     run: str
-    members: dict[str, Member] = field(default_factory=dict)
+    by_name: dict[str, Member] = field(default_factory=dict)
+    waiting_for_work: dict[str, None] = field(default_factory=dict)
+    """Names of trainers that wait for any work item, in order of arrival."""
 
     def __iter__(self) -> Iterator[Member]:
-        return iter(self.members.values())
-
-    @property
-    def lapsed(self) -> list[Member]:
-        """Members whose lease ran out and whose work nobody has taken."""
-        return [member for member in self.members.values() if member.lapsed]
+        return iter(self.by_name.values())
 
     @property
     def live(self) -> dict[str, Member]:
-        return {name: member for name, member in self.members.items() if member.live}
+        """Members with a valid lease, by name."""
+        return {member.name: member for member in self if member.live}
+
+    @property
+    def expired(self) -> list[Member]:
+        """Members whose lease expired and whose work was not reassigned."""
+        return [member for member in self if member.expired]
+
+    @property
+    def requested_ranks(self) -> set[int]:
+        """Ranks that live members requested when they joined."""
+        return {member.requested_rank for member in self if member.live and member.requested_rank is not None}
 
     def require(self, name: str, epoch: int) -> Member:
-        """A live member by name and epoch.
+        """Returns a live member.
 
         Raises:
-            NotFoundError: There never was a trainer of that name.
-            StaleEpochError: Its lease ran out, it left, or another process has its name now.
+            NotFoundError: The run never had a trainer of this name.
+            StaleEpochError: The lease was revoked, the trainer left, or another process has the name now.
         """
-        member = self.members.get(name)
+        member = self.by_name.get(name)
         if member is None:
             raise NotFoundError(f"run {self.run!r} has no trainer {name!r}: join first", run=self.run, trainer=name)
         if epoch == member.epoch and member.live:
             return member
-        reason = member.gone_because or "its lease ran out and its work was taken, or it left"
+        reason = member.revoked_because or "its lease expired and its work was reassigned, or it left"
         if epoch != member.epoch:
-            reason = f"the trainer of that name has {member.epoch}"
+            reason = f"the trainer of this name has epoch {member.epoch}"
         raise StaleEpochError(
-            f"trainer {name!r} of run {self.run!r} came with epoch {epoch}, but {reason}: join again",
+            f"trainer {name!r} of run {self.run!r} sent epoch {epoch}, but {reason}: join again",
             run=self.run,
             trainer=name,
             epoch=member.epoch,
         )
 
     def find(self, name: str, incarnation: str) -> Member | None:
-        """The live or lapsed member that this process is already; by incarnation alone if it has no name."""
-        for member in self.members.values():
-            there = member.live or member.lapsed
-            if there and member.incarnation == incarnation and name in ("", member.name):
+        """Returns the membership that a process already has. An empty name matches any name."""
+        for member in self:
+            if member.state is not MemberState.GONE and member.incarnation == incarnation and name in ("", member.name):
                 return member
         return None
 
     def check_name(self, name: str) -> None:
-        """Raises DuplicateError if a live process has the name."""
-        member = self.members.get(name)
+        """Raises DuplicateError if a live trainer has the name."""
+        member = self.by_name.get(name)
         if member is not None and member.live:
             raise DuplicateError(
                 f"run {self.run!r} has a live {member}: give every trainer its own name, or wait until the lease of "
-                "the former one has run out",
+                "that trainer expires",
                 run=self.run,
                 trainer=name,
             )
 
     def free_name(self) -> str:
-        """A name for a trainer that has none."""
-        number = len(self.members)
-        while f"trainer-{number}" in self.members:
+        """Returns an unused name for a trainer that joins without one."""
+        number = len(self.by_name)
+        while f"trainer-{number}" in self.by_name:
             number += 1
         return f"trainer-{number}"
 
-    def forget(self, keep: Collection[str]) -> None:
-        """Forgets the longest gone of the trainers that nothing is kept for, beyond ``REMEMBERED``."""
-        gone = [name for name, at in self.members.items() if not at.live and not at.lapsed and name not in keep]
-        for name in gone[: max(0, len(gone) - REMEMBERED)]:
-            del self.members[name]
+    def add(self, member: Member) -> None:
+        """Adds a member. It replaces a former member of its name and becomes the newest."""
+        self.by_name.pop(member.name, None)
+        self.by_name[member.name] = member
 
-    def expired(self, now: float, lease_s: float) -> list[Member]:
-        """The live members whose lease has run out."""
-        return [member for member in self.members.values() if member.live and member.silent_s(now) > lease_s]
+    def remove(self, member: Member) -> None:
+        """Removes a member without a trace."""
+        del self.by_name[member.name]
 
+    def set_state(self, member: Member, state: MemberState) -> None:
+        """Changes a member's state. Only live members stay in ``waiting_for_work``."""
+        member.state = state
+        if state is not MemberState.LIVE:
+            self.stop_waiting_for_work(member.name)
 
-@contextmanager
-def heard(member: Member, clock: Callable[[], float]) -> Iterator[None]:
-    """An rpc of the member is in progress: renews its lease at the beginning and at the end."""
-    member.rpcs_in_progress += 1
-    try:
-        yield
-    finally:
-        member.rpcs_in_progress -= 1
-        member.heard_s = clock()
+    def wait_for_work(self, name: str) -> None:
+        """Adds a trainer to ``waiting_for_work``. A waiting trainer keeps its position."""
+        self.waiting_for_work[name] = None
+
+    def stop_waiting_for_work(self, name: str) -> None:
+        """Removes a trainer from ``waiting_for_work``."""
+        self.waiting_for_work.pop(name, None)
+
+    def prune(self, keep: Collection[str]) -> None:
+        """Removes the oldest gone members beyond ``MAX_GONE_MEMBERS``, except those named in ``keep``."""
+        gone = [member for member in self if member.state is MemberState.GONE and member.name not in keep]
+        for member in gone[: max(0, len(gone) - MAX_GONE_MEMBERS)]:
+            self.remove(member)
+
+    def silent(self, now: float, lease_s: float) -> list[Member]:
+        """Returns the live members that have been silent for longer than their lease."""
+        return [member for member in self if member.live and member.silent_s(now) > lease_s]

@@ -1,4 +1,4 @@
-"""What a trainer hands in for a commit, and whether two trainers handed in the same. Pure."""
+"""Step proposals: validation, and comparison between trainers. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,27 +9,41 @@ from functools import lru_cache
 from typing import Literal
 
 from shardwell_server import hyperparameters
+from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_wire.errors import ConflictError, HyperparameterMismatchError, InvalidRequestError
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class StepProposal:
-    """One trainer's hyper-parameters for one step."""
+    """What one trainer proposes to commit in a step."""
 
     trainer: str
-    who: str
+    trainer_and_ranks: str
     """The trainer and its ranks, for messages."""
     optimizer: common_pb2.OptimizerStep
     clip_coefficient: float
     unit_order: tuple[int, ...]
     state: coordinator_pb2.RunState | None
+    """Tracked objects. None: unchanged."""
     norm_attempts: int | None = None
-    """``Step.attempts`` of the norm that ``clip_coefficient`` was computed from; None: it was not computed from one."""
+    """``Step.attempts`` of the norm from which ``clip_coefficient`` was computed. None: not computed from a norm."""
 
-    def asks_the_same(self, other: StepProposal) -> bool:
-        """Whether both want the same update: what holds of the one holds of the other."""
+    @classmethod
+    def from_record(cls, record: CommitRecord, clip_coefficient: float) -> StepProposal:
+        """Returns the proposal that was committed, for comparison with other proposals."""
+        optimizer = committed_optimizer(record.optimizer)
+        return cls(record.leader, record.leader, optimizer, clip_coefficient, record.unit_order, None)
+
+    @property
+    def updates_on_trainers(self) -> bool:
+        """True if the trainers run the optimizer, each on its optimizer partitions."""
+        return runs_on_trainers(self.optimizer.algorithm)
+
+    def same_update(self, other: StepProposal) -> bool:
+        """True if both proposals ask for the same update. A valid proposal then proves the other valid."""
         return (self.clip_coefficient, self.unit_order, self.optimizer) == (
             other.clip_coefficient,
             other.unit_order,
@@ -37,85 +51,87 @@ class StepProposal:
         )
 
 
-def validate(step_proposal: StepProposal, layouts: Sequence[UnitLayout], cuts: Sequence[Sequence[int]]) -> None:
-    """Raises InvalidRequestError if a hand-in could not be applied to the run's units.
+def validate_proposal(proposal: StepProposal, layouts: Sequence[UnitLayout], cuts: Sequence[Sequence[int]]) -> None:
+    """Raises InvalidRequestError if a proposal cannot be applied to the run's units.
 
     Args:
-        step_proposal: A trainer's.
-        layouts: Of the units.
-        cuts: Where each unit's shards begin, in bytes of its flat vector.
+        proposal: A trainer's proposal.
+        layouts: Layouts of the units.
+        cuts: Start of every shard in bytes of its unit's flat vector.
     """
-    hyperparameters.validate(step_proposal.optimizer)
-    clip = step_proposal.clip_coefficient
+    hyperparameters.validate(proposal.optimizer)
+    clip = proposal.clip_coefficient
     if not math.isfinite(clip) or clip < 0:
         raise InvalidRequestError(
             f"clip_coefficient is {clip}: expected a finite number of at least 0 (1: no clipping)"
         )
-    _check_indices("optimizer.units", [unit.unit_index for unit in step_proposal.optimizer.units], len(layouts))
-    _check_indices("unit_order", step_proposal.unit_order, len(layouts))
-    for unit in step_proposal.optimizer.units:
+    _check_indices("optimizer.units", [unit.unit_index for unit in proposal.optimizer.units], len(layouts))
+    _check_indices("unit_order", proposal.unit_order, len(layouts))
+    for unit in proposal.optimizer.units:
         layout = layouts[unit.unit_index]
         if layout.holds_buffers:
             raise InvalidRequestError(
-                f"optimizer.units names unit {layout.unit!r}, which holds buffers: no optimizer updates them",
+                f"optimizer.units names unit {layout.unit!r}, which contains buffers: optimizers update parameters "
+                "only",
                 unit=layout.unit,
             )
         if len(unit.group_indices) != len(layout.parameters):
             raise InvalidRequestError(
-                f"unit {layout.unit!r} has {len(layout.parameters)} parameters, but optimizer.units names groups for "
-                f"{len(unit.group_indices)}",
+                f"unit {layout.unit!r} has {len(layout.parameters)} parameters, but optimizer.units has group indices "
+                f"for {len(unit.group_indices)}",
                 unit=layout.unit,
             )
-        hyperparameters.check_fit(step_proposal.optimizer, unit.group_indices, layout, cuts[unit.unit_index])
+        hyperparameters.check_fit(proposal.optimizer, unit.group_indices, layout, cuts[unit.unit_index])
+
+
+def _check_indices(what: str, indices: Sequence[int], count: int) -> None:
+    for index in indices:
+        if index >= count:
+            raise InvalidRequestError(f"{what} contains unit index {index}, but the run has {count} units")
+    if len(set(indices)) != len(indices):
+        raise InvalidRequestError(f"{what} contains a unit index twice: {list(indices)}")
 
 
 @lru_cache(maxsize=16)
 def committed_optimizer(record_optimizer: bytes) -> common_pb2.OptimizerStep:
-    """The optimizer of a commit record, which every trainer is compared with. Not to be changed."""
+    """Decodes the optimizer of a commit record. The result is shared: do not modify it."""
     return common_pb2.OptimizerStep.FromString(record_optimizer)
 
 
 def require_same_algorithms(
-    former: common_pb2.OptimizerStep, optimizer: common_pb2.OptimizerStep, layouts: Sequence[UnitLayout]
+    before: common_pb2.OptimizerStep, optimizer: common_pb2.OptimizerStep, layouts: Sequence[UnitLayout]
 ) -> None:
-    """Raises ConflictError if a parameter that a step optimised gets another algorithm in the next."""
+    """Raises ConflictError if a parameter with the state of one algorithm is to be updated by another."""
     algorithms = {
-        hyperparameters.algorithm_of(each, group) for each in (former, optimizer) for group in range(len(each.groups))
+        hyperparameters.algorithm_of(each, group) for each in (before, optimizer) for group in range(len(each.groups))
     }
     if len(algorithms) < 2:
         return
-    before, now = _groups(former), _groups(optimizer)
+    old_groups, new_groups = _groups(before), _groups(optimizer)
     for index, layout in enumerate(layouts):
-        for parameter, left, right in zip(layout.parameters, before.get(index, ()), now.get(index, ()), strict=False):
-            if left < 0 or right < 0:
+        groups = zip(layout.parameters, old_groups.get(index, ()), new_groups.get(index, ()), strict=False)
+        for parameter, old, new in groups:
+            if old < 0 or new < 0:
                 continue
-            expected, got = hyperparameters.algorithm_of(former, left), hyperparameters.algorithm_of(optimizer, right)
+            expected, got = hyperparameters.algorithm_of(before, old), hyperparameters.algorithm_of(optimizer, new)
             if expected != got:
                 raise ConflictError(
-                    f"parameter {parameter.name!r} is optimised by {expected!r} and its state is that optimizer's: "
-                    f"{got!r} needs a new run",
+                    f"parameter {parameter.name!r} already has {expected!r} state in this run: to train it with "
+                    f"{got!r}, start a new run",
                     parameter=parameter.name,
                     expected=expected,
                     actual=got,
                 )
 
 
-def _check_indices(what: str, indices: Sequence[int], count: int) -> None:
-    for index in indices:
-        if index >= count:
-            raise InvalidRequestError(f"{what} names unit index {index}: the run has {count} units")
-    if len(set(indices)) != len(indices):
-        raise InvalidRequestError(f"{what} names a unit index twice: {list(indices)}")
-
-
-def require_same(decider: StepProposal, other: StepProposal, layouts: Sequence[UnitLayout]) -> None:
-    """Raises HyperparameterMismatchError naming the first difference, with both values and both trainers."""
-    difference = _first_difference(decider, other, layouts)
+def require_same_proposal(leader: StepProposal, other: StepProposal, layouts: Sequence[UnitLayout]) -> None:
+    """Raises HyperparameterMismatchError, naming the first difference, if a proposal differs from the leader's."""
+    difference = _first_difference(leader, other, layouts)
     if difference is not None:
         what, expected, got = difference
         raise HyperparameterMismatchError(
-            f"{what}: {expected} at {decider.who}, whose hyper-parameters count, but {got} at {other.who}: "
-            "every trainer must set the same",
+            f"{what} is {expected} at {leader.trainer_and_ranks}, whose proposal is committed, but {got} at "
+            f"{other.trainer_and_ranks}: set the same value in every trainer",
             name=what,
             expected=expected,
             actual=got,
@@ -123,10 +139,10 @@ def require_same(decider: StepProposal, other: StepProposal, layouts: Sequence[U
 
 
 def _first_difference(
-    decider: StepProposal, other: StepProposal, layouts: Sequence[UnitLayout]
+    leader: StepProposal, other: StepProposal, layouts: Sequence[UnitLayout]
 ) -> tuple[str, object, object] | None:
-    ours, theirs = decider.optimizer, other.optimizer
-    if decider is other or (ours == theirs and decider.clip_coefficient == other.clip_coefficient):
+    ours, theirs = leader.optimizer, other.optimizer
+    if leader is other or (ours == theirs and leader.clip_coefficient == other.clip_coefficient):
         return None
     if len(ours.groups) != len(theirs.groups):
         return "number of parameter groups", len(ours.groups), len(theirs.groups)
@@ -139,10 +155,10 @@ def _first_difference(
             if expected != got:
                 return f"{name} of parameter group {index}", expected, got
     whole_step = {
-        "clip coefficient": (decider.clip_coefficient, other.clip_coefficient),
-        "whether losses are scaled": (ours.skip_non_finite, theirs.skip_non_finite),
-        "clip value": (_set(ours, "clip_value"), _set(theirs, "clip_value")),
-        "ema_decay": (_set(ours, "ema_decay"), _set(theirs, "ema_decay")),
+        "clip coefficient": (leader.clip_coefficient, other.clip_coefficient),
+        "skip_non_finite": (ours.skip_non_finite, theirs.skip_non_finite),
+        "clip value": (_optional(ours, "clip_value"), _optional(theirs, "clip_value")),
+        "ema_decay": (_optional(ours, "ema_decay"), _optional(theirs, "ema_decay")),
     }
     for what, (expected, got) in whole_step.items():
         if expected != got:
@@ -150,7 +166,7 @@ def _first_difference(
     return _first_group_difference(_groups(ours), _groups(theirs), layouts)
 
 
-def _set(optimizer: common_pb2.OptimizerStep, name: Literal["clip_value", "ema_decay"]) -> float | None:
+def _optional(optimizer: common_pb2.OptimizerStep, name: Literal["clip_value", "ema_decay"]) -> float | None:
     return getattr(optimizer, name) if optimizer.HasField(name) else None
 
 
@@ -160,6 +176,7 @@ def _value(group: common_pb2.ParameterGroup, name: str) -> object:
 
 
 def _groups(optimizer: common_pb2.OptimizerStep) -> dict[int, Sequence[int]]:
+    """Returns the group index of every parameter, by unit index."""
     return {unit.unit_index: unit.group_indices for unit in optimizer.units}
 
 
@@ -170,7 +187,8 @@ def _first_group_difference(
         none = [-1] * len(layout.parameters)
         pairs = zip(layout.parameters, ours.get(index, none), theirs.get(index, none), strict=True)
         for parameter, left, right in pairs:
-            # Which gradients are kept the deciding trainer says: others may know more optimizers, or fewer.
+            # Negative indices (no update) may differ: the leader decides which gradients are kept, because the other
+            # trainers may have more optimizers, or fewer.
             if left != right and max(left, right) >= 0:
                 return f"parameter group of {parameter.name!r}", left, right
     return None

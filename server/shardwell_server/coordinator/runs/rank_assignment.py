@@ -1,7 +1,7 @@
-"""Which trainer plays which logical rank. Pure functions of names, hosts and wishes.
+"""Assigns logical ranks to trainers. Pure functions of names, hosts and requested ranks.
 
-``assign`` settles the rank assignments when a run starts, ``claim`` those of a trainer that comes later, and
-``distribute`` says who computes a step's work items, also of rank assignments whose owners are gone.
+``assign_ranks`` assigns all ranks when a run starts. ``claim_ranks`` assigns ranks to a trainer that joins later.
+``distribute_items`` chooses who computes each work item of a step when some owners are gone.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shardwell_wire.errors import DuplicateError
 from shardwell_wire.topology import World
 
 RankAssignments = dict[int, str]
-"""Owner of each logical rank."""
+"""Name of the trainer that owns each logical rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Applicant:
-    """A trainer that wants to play."""
+    """A trainer that joins a run."""
 
     name: str
     host: str = ""
@@ -31,20 +31,20 @@ class Applicant:
 
 
 def natural_key(text: str) -> tuple[Any, ...]:
-    """Sorts numbers inside names by value: node7 < node8 < node66."""
+    """Sort key that compares numbers inside names by value: node7 < node8 < node66."""
     return tuple(int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text))
 
 
-def assign(world: World, applicants: Iterable[Applicant]) -> RankAssignments:
-    """Rank assignments for a run that starts. The order of the applicants does not matter.
+def assign_ranks(world: World, applicants: Iterable[Applicant]) -> RankAssignments:
+    """Assigns all ranks of a run that starts. The order of the applicants does not matter.
 
-    Requested ranks are honoured. Otherwise trainers sit by host and name, those of one host in one
-    tensor group where possible. Fewer trainers than ranks: each plays a block of data ranks, as
-    even as possible. More: the last ones get nothing.
+    Requested ranks are granted. Other trainers are placed by host and name, and trainers of one host share a tensor
+    group where possible. With fewer trainers than ranks, each trainer plays a block of data ranks of nearly equal
+    size. With more, the last trainers get no rank.
 
     Args:
-        world: The grid; fewer trainers than ranks only with ``tp == pp == 1``.
-        applicants: With different names and different requested ranks.
+        world: The grid. Fewer trainers than ranks are allowed only with ``tp == pp == 1``.
+        applicants: Trainers with distinct names and distinct requested ranks.
     """
     ordered = sorted(applicants, key=_applicant_key)
     if len(ordered) < world.size:
@@ -53,12 +53,12 @@ def assign(world: World, applicants: Iterable[Applicant]) -> RankAssignments:
 
 
 def _applicant_key(applicant: Applicant) -> tuple[Any, ...]:
-    wish = applicant.requested_rank
-    return (math.inf if wish is None else wish, natural_key(applicant.host), natural_key(applicant.name))
+    rank = applicant.requested_rank
+    return (math.inf if rank is None else rank, natural_key(applicant.host), natural_key(applicant.name))
 
 
 def _assign_one_each(world: World, ordered: Sequence[Applicant]) -> RankAssignments:
-    rank_assignments = {at.requested_rank: at.name for at in ordered if at.requested_rank is not None}
+    assigned = {at.requested_rank: at.name for at in ordered if at.requested_rank is not None}
     hosts = {at.name: at.host for at in ordered}
     waiting: dict[str, deque[str]] = {}
     for applicant in ordered:
@@ -69,21 +69,28 @@ def _assign_one_each(world: World, ordered: Sequence[Applicant]) -> RankAssignme
         for dp_rank in range(world.dp)
         for pp_rank in range(world.pp)
     ]
-    # First every group that one host can fill alone, then what is left.
+    # First fill every tensor group that a single host can fill. Then fill the rest from any host.
     for whole_only in (True, False):
         for group in groups:
-            free = deque(rank for rank in group if rank not in rank_assignments)
-            neighbours = {hosts[rank_assignments[rank]] for rank in group if rank in rank_assignments}
+            free = deque(rank for rank in group if rank not in assigned)
+            neighbours = {hosts[assigned[rank]] for rank in group if rank in assigned}
             while free and (host := _host_for(len(free), waiting, neighbours, whole_only=whole_only)) is not None:
                 for _ in range(min(len(free), len(waiting[host]))):
-                    rank_assignments[free.popleft()] = waiting[host].popleft()
-    return rank_assignments
+                    assigned[free.popleft()] = waiting[host].popleft()
+    return assigned
 
 
 def _host_for(
     count: int, waiting: Mapping[str, Collection[str]], neighbours: Collection[str], *, whole_only: bool
 ) -> str | None:
-    """The host whose trainers shall fill ``count`` free ranks of a group beside its ``neighbours``."""
+    """Returns the host whose waiting trainers should fill ``count`` free ranks of a group.
+
+    Args:
+        count: Number of free ranks.
+        waiting: Waiting trainers by host.
+        neighbours: Hosts of the group's assigned ranks.
+        whole_only: If True, return only a host that can fill all free ranks and matches all neighbours.
+    """
     if whole_only:
         fitting = (
             host for host, names in waiting.items() if len(names) >= count and all(at == host for at in neighbours)
@@ -95,19 +102,19 @@ def _host_for(
 
 def _assign_blocks(world: World, ordered: Sequence[Applicant]) -> RankAssignments:
     blocks = _even_blocks(world.size, len(ordered))
-    wishes = {at.requested_rank: at.name for at in ordered if at.requested_rank is not None}
-    wanted_by = [[name for rank, name in wishes.items() if rank in block] for block in blocks]
+    requested = {at.requested_rank: at.name for at in ordered if at.requested_rank is not None}
+    requested_in_block = [[name for rank, name in requested.items() if rank in block] for block in blocks]
     others = deque(at.name for at in ordered if at.requested_rank is None)
-    if all(len(names) <= 1 for names in wanted_by):
-        owners = [names[0] if names else others.popleft() for names in wanted_by]
+    if all(len(names) <= 1 for names in requested_in_block):
+        owners = [names[0] if names else others.popleft() for names in requested_in_block]
         return {rank: owner for owner, block in zip(owners, blocks, strict=True) for rank in block}
-    # Two wishes in one block: everybody gets as many ranks as before, but not in one piece.
-    rank_assignments = dict(wishes)
-    free = deque(rank for rank in range(world.size) if rank not in rank_assignments)
+    # Two requested ranks fall into one block: keep the number of ranks per trainer, but not contiguous blocks.
+    assigned = dict(requested)
+    free = deque(rank for rank in range(world.size) if rank not in assigned)
     for applicant, block in zip(ordered, blocks, strict=True):
         for _ in range(len(block) - (applicant.requested_rank is not None)):
-            rank_assignments[free.popleft()] = applicant.name
-    return rank_assignments
+            assigned[free.popleft()] = applicant.name
+    return assigned
 
 
 def _even_blocks(size: int, count: int) -> list[range]:
@@ -116,103 +123,104 @@ def _even_blocks(size: int, count: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
-def claim(
-    rank_assignments: Mapping[int, str],
+def claim_ranks(
+    assigned: Mapping[int, str],
     live: Collection[str],
     applicant: Applicant,
     *,
-    pinned: Collection[int],
+    requested: Collection[int],
     expected: int = 1,
     shared: bool = True,
 ) -> RankAssignments:
-    """The rank assignments that a trainer gets when it comes to a run that has started.
+    """Assigns ranks to a trainer that joins a run that has started.
 
-    Its former rank assignments if it had some; else those of trainers that are gone, at most its fair share;
-    else its fair share from trainers that play several ranks; else none: it is a spare.
+    A trainer that owned ranks before gets them back. Otherwise it takes ranks of gone trainers, at most its fair share.
+    If there are none, it takes its fair share from trainers that play several ranks. Otherwise it gets no rank and is
+    a spare.
 
     Args:
-        rank assignments: Owner of every rank, gone or not.
-        live: Names of the live trainers, with or without the applicant.
-        applicant: The trainer that comes.
-        pinned: Ranks that live trainers have asked for themselves.
-        expected: Trainers that the run counts on; while fewer are there, shares are as if all were.
-        shared: Whether one trainer may play several ranks.
+        assigned: Owner of every rank, live or gone.
+        live: Names of the live trainers. May include the applicant.
+        applicant: The trainer that joins.
+        requested: Ranks that live trainers requested.
+        expected: Number of trainers that the run expects. The fair share never assumes fewer.
+        shared: True if one trainer may play several ranks.
 
     Returns:
-        The changed entries of ``rank assignments`` and those that are the applicant's already.
+        The changed entries of ``assigned`` and the entries that the applicant already owns.
 
     Raises:
-        DuplicateError: A live trainer plays the requested rank, and that one only or by its own wish.
+        DuplicateError: A live trainer plays the requested rank, and either requested that rank or has no other.
     """
-    name, wish = applicant.name, applicant.requested_rank
+    name, wanted = applicant.name, applicant.requested_rank
     players = {*live, name}
-    held = Counter(owner for owner in rank_assignments.values() if owner in players)
-    mine = {rank: owner for rank, owner in rank_assignments.items() if owner == name}
+    counts = Counter(owner for owner in assigned.values() if owner in players)
+    own = {rank: owner for rank, owner in assigned.items() if owner == name}
 
     def take(rank: int) -> None:
-        held[rank_assignments[rank]] -= 1
-        held[name] += 1
-        mine[rank] = name
+        counts[assigned[rank]] -= 1
+        counts[name] += 1
+        own[rank] = name
 
-    if wish is not None and wish not in mine:
-        owner = rank_assignments[wish]
-        if owner in players and (wish in pinned or held[owner] == 1):
+    if wanted is not None and wanted not in own:
+        owner = assigned[wanted]
+        if owner in players and (wanted in requested or counts[owner] == 1):
             raise DuplicateError(
-                f"rank {wish} is played by trainer {owner!r}: ask for another one, or for none", trainer=owner
+                f"rank {wanted} is played by trainer {owner!r}: request another rank, or none", trainer=owner
             )
-        take(wish)
-    elif mine:
-        return mine
-    fair = -(-len(rank_assignments) // max(len(players), expected)) if shared else 1
-    for rank in sorted(rank for rank, owner in rank_assignments.items() if owner not in players and rank not in mine):
-        if held[name] < fair:
+        take(wanted)
+    elif own:
+        return own
+    fair_share = -(-len(assigned) // max(len(players), expected)) if shared else 1
+    for rank in sorted(rank for rank, owner in assigned.items() if owner not in players and rank not in own):
+        if counts[name] < fair_share:
             take(rank)
-    if held[name] > (wish is not None):
-        return mine
-    while (surplus := _surplus_rank(rank_assignments, mine, held, pinned)) is not None and held[
-        rank_assignments[surplus]
-    ] > held[name] + 1:
+    if counts[name] > (wanted is not None):
+        return own
+    while (surplus := _surplus_rank(assigned, own, counts, requested)) is not None:
+        if counts[assigned[surplus]] <= counts[name] + 1:
+            break
         take(surplus)
-    return mine
+    return own
 
 
 def _surplus_rank(
-    rank_assignments: Mapping[int, str], mine: RankAssignments, held: Counter[str], pinned: Collection[int]
+    assigned: Mapping[int, str], own: RankAssignments, counts: Counter[str], requested: Collection[int]
 ) -> int | None:
-    """A rank of the trainer that plays the most; its highest one that it did not ask for."""
-    ranks = [rank for rank in rank_assignments if rank not in mine and rank not in pinned]
-    return max(ranks, key=lambda rank: (held[rank_assignments[rank]], rank), default=None)
+    """Returns the highest rank, not requested, of the trainer that plays the most ranks."""
+    ranks = [rank for rank in assigned if rank not in own and rank not in requested]
+    return max(ranks, key=lambda rank: (counts[assigned[rank]], rank), default=None)
 
 
-def distribute(
-    rank_assignments: Mapping[int, str], players: Collection[str], accepts: Callable[[str], bool]
+def distribute_items(
+    assigned: Mapping[int, str], live: Collection[str], accepts: Callable[[str], bool]
 ) -> dict[int, str | None]:
-    """Who computes each rank's item of a step.
+    """Chooses the trainer that computes each rank's work item in a step.
 
     Args:
-        rank assignments: Owner of every rank.
-        players: Names of the live trainers.
-        accepts: Whether a live trainer computes ranks that are not its own.
+        assigned: Owner of every rank.
+        live: Names of the live trainers.
+        accepts: Returns True if a live trainer computes work items of other trainers' ranks.
 
     Returns:
-        The owner where it is live, else the live trainer with the fewest items (of those, the one
-        with the lowest own rank), else None.
+        The owner of each rank if the owner is live. Otherwise the accepting trainer with the fewest items; if
+        several have as few, the owner of the lowest rank. None if no trainer accepts.
     """
-    items: dict[int, str | None] = {
-        rank: owner if owner in players else None for rank, owner in sorted(rank_assignments.items())
+    trainers: dict[int, str | None] = {
+        rank: owner if owner in live else None for rank, owner in sorted(assigned.items())
     }
-    load = Counter({name: 0 for name in players if accepts(name)})
-    lowest: dict[str, int] = {}
-    for rank, owner in sorted(rank_assignments.items()):
-        if owner in players:
-            lowest.setdefault(owner, rank)
+    load = Counter({name: 0 for name in live if accepts(name)})
+    lowest_rank: dict[str, int] = {}
+    for rank, owner in sorted(assigned.items()):
+        if owner in live:
+            lowest_rank.setdefault(owner, rank)
             if owner in load:
                 load[owner] += 1
-    for rank, holder in items.items():
-        if holder is None and load:
-            stand_in = min(
-                load, key=lambda name: (load[name], lowest.get(name, len(rank_assignments)), natural_key(name))
+    for rank, trainer in trainers.items():
+        if trainer is None and load:
+            substitute = min(
+                load, key=lambda name: (load[name], lowest_rank.get(name, len(assigned)), natural_key(name))
             )
-            items[rank] = stand_in
-            load[stand_in] += 1
-    return items
+            trainers[rank] = substitute
+            load[substitute] += 1
+    return trainers

@@ -1,62 +1,162 @@
-"""One run: its trainers, rank assignments, units and the step in flight. The state machine, without any I/O.
+"""The state of one run: members, rank assignments, units, commits and the step in flight.
 
-Methods change state at once; who waits for a change waits on ``changed``. What must be durable
-before anybody is told is marked by ``touch`` and written by ``CoordinatorState.save``.
+Methods change the state at once, on the event loop and without I/O. RPCs that wait for a change wait for ``changed``.
+A change that must be durable before a trainer or server can observe it calls ``touch``. ``CoordinatorState.save`` then
+stores the run.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from shardwell_server.coordinator.runs.members import Member, Membership
+from shardwell_server.coordinator.runs.members import Member, Members, MemberState
 from shardwell_server.coordinator.runs.proposals import (
     StepProposal,
     committed_optimizer,
-    require_same,
     require_same_algorithms,
+    require_same_proposal,
 )
 from shardwell_server.coordinator.runs.rank_assignment import (
     Applicant,
     RankAssignments,
-    assign,
-    claim,
-    distribute,
+    assign_ranks,
+    claim_ranks,
+    distribute_items,
     natural_key,
 )
-from shardwell_server.coordinator.runs.step import Item, Step, WorkState
-from shardwell_server.coordinator.runs.units import DeclaredUnits, Unit
+from shardwell_server.coordinator.runs.step import Step, WorkItem, WorkState
+from shardwell_server.coordinator.runs.units import DeclaredUnits, Initializer
 from shardwell_server.coordinator.settings import RunSettings
-from shardwell_server.coordinator.storage.records import CommitRecord
-from shardwell_server.coordinator.storage.storage import KEPT_COMMITS
+from shardwell_server.coordinator.storage.records import KEPT_COMMITS, CommitRecord
 from shardwell_server.coordinator.waiting import SharedCall, Signal
 from shardwell_server.hyperparameters import units_that_count
-from shardwell_wire.errors import DuplicateError, HyperparameterMismatchError, RunDeletedError
+from shardwell_wire.errors import (
+    DuplicateError,
+    HyperparameterMismatchError,
+    InvalidRequestError,
+    RunDeletedError,
+)
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+MAX_ADDRESSES = 1024
+"""Most addresses that the trainers of one run may exchange."""
 
 
 @dataclass(slots=True)
 class PendingUpdate:
-    """A server that has not acknowledged the update of the last commit yet."""
+    """The update of the last commit on a server that has not acknowledged it."""
 
     step: int
     since_s: float
     error: str = ""
-    """What the last try met."""
+    """Error of the last attempt."""
+
+    def note_failed(self, error: str) -> None:
+        """Records why the last attempt failed."""
+        self.error = error
+
+
+class CommitLog:
+    """The committed steps of a run and what follows from the last one."""
+
+    def __init__(self) -> None:
+        self.records: deque[CommitRecord] = deque(maxlen=KEPT_COMMITS)
+        """The most recent commit records, oldest first."""
+        self.state: coordinator_pb2.RunState | None = None
+        """Tracked objects and buffer versions. None before the first commit that stores any."""
+        self.pending_updates: dict[str, PendingUpdate] = {}
+        """Updates that are not acknowledged yet, by server. The next step is prepared only after the last one."""
+        self.writing = False
+        """True while a commit record is being written. It is then too late to reset a work item."""
+
+    @property
+    def last(self) -> CommitRecord | None:
+        return self.records[-1] if self.records else None
+
+    @property
+    def committed_steps(self) -> int:
+        """Number of committed steps, which is also the number of the step in flight."""
+        return self.records[-1].step + 1 if self.records else 0
+
+    def find(self, step: int) -> CommitRecord | None:
+        """Returns the record of a committed step. None: the record is no longer kept."""
+        return next((record for record in self.records if record.step == step), None)
+
+    def restore(
+        self, records: Sequence[CommitRecord], state: bytes | None, servers: dict[str, str], now: float
+    ) -> None:
+        """Restores the log after a coordinator restart. The last update is sent again to every server."""
+        self.records.extend(records)
+        if state is not None:
+            self.state = coordinator_pb2.RunState.FromString(state)
+        if records:
+            self._expect_updates(records[-1], servers, now)
+
+    def append(
+        self, record: CommitRecord, state: coordinator_pb2.RunState | None, servers: dict[str, str], now: float
+    ) -> None:
+        """Adds a durable commit record, whose update is now pending on every server."""
+        self.records.append(record)
+        self.state = state
+        self._expect_updates(record, servers, now)
+
+    def _expect_updates(self, record: CommitRecord, servers: dict[str, str], now: float) -> None:
+        self.pending_updates = {server: PendingUpdate(record.step, now) for server in servers}
+
+    def finish_update(self, server_id: str) -> None:
+        """A server has acknowledged the update, or its memory is gone."""
+        self.pending_updates.pop(server_id, None)
+
+    @contextmanager
+    def writing_record(self) -> Iterator[None]:
+        """Sets ``writing`` while a commit record is being written."""
+        self.writing = True
+        try:
+            yield
+        finally:
+            self.writing = False
+
+
+@dataclass(slots=True)
+class UnsavedChanges:
+    """Counts the changes of a run that must be durable before anyone can observe them."""
+
+    made: int = 0
+    saved: int = 0
+    saving: SharedCall[None] = field(default_factory=SharedCall)
+
+    def note_saved(self, made: int) -> None:
+        """The first ``made`` changes are durable."""
+        self.saved = made
+
+
+@dataclass(slots=True)
+class StepCalls:
+    """Background work on the step in flight. At most one call of each kind is in flight per run."""
+
+    recording: SharedCall[None] = field(default_factory=SharedCall)
+    """Stores the finished items."""
+    preparing: SharedCall[None] = field(default_factory=SharedCall)
+    """Has the servers reduce the gradients."""
+    committing: SharedCall[None] = field(default_factory=SharedCall)
+    """Writes the commit record."""
+    fencing: SharedCall[None] = field(default_factory=SharedCall)
+    """Fences former trainers of work items on the servers."""
 
 
 class Run:
     """One run.
 
     Args:
-        identity: Its name, unique among the runs that are there, and its id.
-        settings: What it is.
-        clock: Monotonic seconds.
-        created: Seconds since 1970.
-        last_epoch: Its epochs are higher.
+        identity: Name and id. The name is unique among existing runs.
+        settings: Settings of the run.
+        clock: Returns monotonic seconds.
+        created: Creation time in seconds since 1970.
+        last_epoch: All epochs of the run are higher than this one.
     """
 
     def __init__(
@@ -67,72 +167,95 @@ class Run:
         created: float,
         last_epoch: int = 0,
     ) -> None:
-        self.identity, self.settings, self.created = identity, settings, created
-        self.name = name = identity.name
-        self.clock = clock
+        self.identity, self.settings, self.clock, self.created = identity, settings, clock, created
         self.created_s = clock()
-        self.changed = Signal()
-        self.members = Membership(name)
-        self.rank_assignments: RankAssignments = {}
-        """Owner of each logical rank, gone or not; empty until the run starts."""
-        self.step: Step | None = None
-        """The step in flight; None until the run starts."""
-        self.units = DeclaredUnits(name)
-        self.commits: deque[CommitRecord] = deque(maxlen=KEPT_COMMITS)
-        self.state: coordinator_pb2.RunState | None = None
-        self.addresses: dict[str, str] = {}
-        self.initializer: tuple[str, int] | None = None
-        """Trainer that sends initial values, and the epoch it does so under."""
-        self.last_epoch = last_epoch
         self.deleted = False
-        self.changes, self.saved_changes = 0, 0
-        """Counts of changes made and of those that are durable."""
-        self.ready_to_work: dict[str, None] = {}
-        """Trainers that wait for any work item, in order of arrival."""
-        self.updates: dict[str, PendingUpdate] = {}
-        """By server, while the last commit's update is not done everywhere."""
-        self.placing: dict[str, SharedCall[Unit | None]] = {}
-        """By name, the units that are being placed."""
-        self.placing_turn = asyncio.Lock()
-        self.saving: SharedCall[None] = SharedCall()
-        self.recording: SharedCall[None] = SharedCall()
-        self.preparing: SharedCall[None] = SharedCall()
-        self.committing: SharedCall[None] = SharedCall()
-        self.writing_commit = False
-        """The commit record is on its way to the disk: too late to begin work anew."""
-        self.fencing: SharedCall[None] = SharedCall()
+        self.changed = Signal()
+        self.unsaved = UnsavedChanges()
+        self.last_epoch = last_epoch
+        self.members = Members(identity.name)
+        self.rank_assignments: RankAssignments = {}
+        """Owner of each logical rank, live or gone. Empty until the run starts."""
+        self.addresses: dict[str, str] = {}
+        """Addresses that trainers exchange, by name."""
+        self.units = DeclaredUnits(identity.name)
+        self.step: Step | None = None
+        """The step in flight. None until the run starts."""
+        self.calls = StepCalls()
+        self.commits = CommitLog()
         self.fence_error = ""
-        """What the last try to fence former holders met."""
+        """Error of the last attempt to fence former trainers. Empty: it succeeded."""
+
+    @property
+    def name(self) -> str:
+        return self.identity.name
 
     @property
     def committed_step(self) -> int:
-        """Committed steps so far: the number of the step in flight."""
-        return self.commits[-1].step + 1 if self.commits else 0
+        """Number of committed steps, which is also the number of the step in flight."""
+        return self.commits.committed_steps
 
     def touch(self) -> None:
-        """Something changed that must be durable before anybody is told."""
-        self.changes += 1
+        """Marks the run as changed, so that the next ``save`` stores it."""
+        self.unsaved.made += 1
 
     def next_epoch(self) -> int:
+        """Returns a new epoch, higher than all former ones."""
         self.last_epoch += 1
         self.touch()
         return self.last_epoch
 
-    # Trainers
+    def replace_settings(self, settings: RunSettings) -> None:
+        """Replaces the settings of a run that never started and has no live trainer."""
+        self.settings = settings
+        self.touch()
+
+    def set_deleted(self, deleted: bool) -> None:
+        """Marks the run as deleted, or undoes this if the deletion could not be stored."""
+        self.deleted = deleted
+
+    def check_not_deleted(self) -> None:
+        """Raises RunDeletedError if the run was deleted."""
+        if self.deleted:
+            raise RunDeletedError(
+                f"run {self.name!r} was deleted (its id was {self.identity.run_id})",
+                run=self.name,
+                run_id=self.identity.run_id,
+            )
+
+    def set_address(self, name: str, address: str) -> None:
+        """Publishes an address for the other trainers. Raises InvalidRequestError if there are too many."""
+        if len(self.addresses) >= MAX_ADDRESSES and name not in self.addresses:
+            raise InvalidRequestError(f"run {self.name!r} already has {MAX_ADDRESSES} addresses: use fewer names")
+        if self.addresses.get(name) != address:
+            self.addresses[name] = address
+            self.touch()
+            self.changed.notify()
+
+    # Members
 
     def admit(self, applicant: Applicant, incarnation: str) -> Member:
-        """Takes a new process in as a member, under a new epoch, and gives it its rank assignments.
+        """Adds a process as a member under a new epoch and assigns its ranks. Starts the run if it is complete.
 
         Raises:
-            DuplicateError: The name or the requested rank is taken by a live trainer.
+            DuplicateError: A live trainer has the name or the requested rank.
         """
         self.members.check_name(applicant.name)
+        requested_ranks = self.members.requested_ranks
         if self.step is not None:
-            self.rank_assignments.update(self._claim(applicant))
-        elif applicant.requested_rank is not None and applicant.requested_rank in self._pinned():
+            claimed = claim_ranks(
+                self.rank_assignments,
+                self.members.live,
+                applicant,
+                requested=requested_ranks,
+                expected=self.settings.min_trainers,
+                shared=self.settings.trains,
+            )
+            self.rank_assignments.update(claimed)
+        elif applicant.requested_rank is not None and applicant.requested_rank in requested_ranks:
             raise DuplicateError(
-                f"rank {applicant.requested_rank} of run {self.name!r} is asked for by another trainer already: "
-                "give every trainer its own, or none",
+                f"another trainer of run {self.name!r} already requested rank {applicant.requested_rank}: "
+                "request a different rank for every trainer, or none",
                 global_rank=applicant.requested_rank,
             )
         member = Member(
@@ -144,114 +267,93 @@ class Run:
             applicant.requested_rank,
             joined_step=self.committed_step,
         )
-        self.members.members.pop(applicant.name, None)
-        self.members.members[applicant.name] = member
-        self.members.forget(keep=self._involved())
+        self.members.add(member)
+        self.members.prune(keep=self._trainers_with_ranks())
         if self.step is None and len(self.members.live) >= self.settings.min_trainers:
             self._start()
         self.changed.notify()
         return member
 
-    def _involved(self) -> set[str]:
-        """Trainers that own a rank or were the last to hold one."""
+    def _trainers_with_ranks(self) -> set[str]:
+        """Returns the trainers that own a rank or had its work item last."""
         items = self.step.items.values() if self.step is not None else ()
-        return {*self.rank_assignments.values(), *(item.holder for item in items)}
-
-    def _claim(self, applicant: Applicant) -> RankAssignments:
-        return claim(
-            self.rank_assignments,
-            self.members.live,
-            applicant,
-            pinned=self._pinned(),
-            expected=self.settings.min_trainers,
-            shared=self.settings.trains,
-        )
-
-    def _pinned(self) -> set[int]:
-        return {at.requested_rank for at in self.members if at.live and at.requested_rank is not None}
+        return {*self.rank_assignments.values(), *(item.trainer for item in items)}
 
     def _start(self) -> None:
         live = self.members.live.values()
         applicants = [Applicant(at.name, at.host, at.requested_rank) for at in live]
-        self.rank_assignments = assign(self.settings.world, applicants)
+        self.rank_assignments = assign_ranks(self.settings.world, applicants)
         self.begin_step(0, {})
 
-    def lapse(self, member: Member) -> None:
-        """A trainer's lease ran out. It keeps its work until another trainer wants it; then it is to be dropped."""
-        member.live, member.lapsed = False, True
-        self.ready_to_work.pop(member.name, None)
-        self.touch()
-        self.changed.notify()
+    def expire_lease(self, member: Member) -> None:
+        """A trainer's lease expired. The trainer keeps its work until another trainer wants it."""
+        self._set_state(member, MemberState.EXPIRED)
 
-    def revive(self, member: Member) -> None:
-        """A trainer whose lease lapsed is heard of again. Nobody has taken its work, so its epochs are still good."""
-        member.live, member.lapsed = True, False
-        self.touch()
-        self.changed.notify()
+    def restore_lease(self, member: Member) -> None:
+        """A trainer sent a request after its lease expired. Its work was not reassigned: its epochs are still valid."""
+        self._set_state(member, MemberState.LIVE)
 
-    def drop(self, member: Member) -> None:
-        """A trainer is gone: its rank assignments become vacant, though its name keeps its claim to them.
+    def revoke_lease(self, member: Member) -> None:
+        """Revokes a trainer's lease and work items. The trainer keeps its claim to its ranks by its name.
 
-        Its items get a new epoch and are vacant; they must be fenced before they are offered.
+        The items get new epochs. They must be fenced on the servers before they can be leased again.
         """
-        member.live = member.lapsed = False
-        self.ready_to_work.pop(member.name, None)
         if self.step is None:
-            del self.members.members[member.name]
+            self.members.remove(member)
         else:
             for item in self.step.items.values():
-                if item.holder == member.name and item.state is not WorkState.VACANT:
-                    self.step.vacate(item, self.next_epoch(), self.clock())
+                if item.trainer == member.name and item.state is not WorkState.VACANT:
+                    self.step.revoke(item, self.next_epoch(), self.clock())
+        self._set_state(member, MemberState.GONE)
+
+    def _set_state(self, member: Member, state: MemberState) -> None:
+        self.members.set_state(member, state)
         self.touch()
         self.changed.notify()
 
-    def check_not_deleted(self) -> None:
-        """Raises RunDeletedError if the run was deleted."""
-        if self.deleted:
-            raise RunDeletedError(
-                f"run {self.name!r} was deleted (its id was {self.identity.run_id})",
-                run=self.name,
-                run_id=self.identity.run_id,
-            )
-
-    def require(self, name: str, epoch: int) -> Member:
-        """A live member by name and epoch.
+    def require_member(self, name: str, epoch: int) -> Member:
+        """Returns a live member by name and epoch.
 
         Raises:
-            NotFoundError: There is no such trainer.
+            NotFoundError: The run never had a trainer of this name.
             RunDeletedError: The run was deleted.
-            StaleEpochError: Its lease ran out, it left, or another process has its name now.
+            StaleEpochError: The lease was revoked, the trainer left, or another process has the name now.
         """
         self.check_not_deleted()
         return self.members.require(name, epoch)
 
     def require_live(self, name: str) -> Member:
-        """A live member by name, for requests that carry the epoch of something else. Raises as ``require``."""
-        member = self.members.members.get(name)
-        return self.require(name, member.epoch if member is not None else 0)
+        """Returns a live member by name, for requests that carry a work item's epoch. Raises as ``require_member``."""
+        member = self.members.by_name.get(name)
+        return self.require_member(name, member.epoch if member is not None else 0)
 
     def ranks_of(self, name: str) -> list[int]:
-        """The logical ranks that are a trainer's own."""
+        """Returns the logical ranks that a trainer owns."""
         return sorted(rank for rank, owner in self.rank_assignments.items() if owner == name)
 
-    def who(self, name: str) -> str:
-        """A trainer and the ranks it plays, for messages."""
-        ranks = [item.global_rank for item in self.step.played_by(name)] if self.step is not None else []
+    def describe_trainer(self, name: str) -> str:
+        """Returns a trainer and the ranks it plays in this step, for messages."""
+        ranks = [item.global_rank for item in self.step.items_of(name)] if self.step is not None else []
         return f"rank {', '.join(map(str, sorted(ranks))) or 'none'} (trainer {name!r})"
 
-    def choose_initializer(self) -> tuple[str, int] | None:
-        """The trainer that sends initial values, with its epoch; another one only if it is gone.
+    def note_fence_error(self, error: str) -> None:
+        """Records why the last attempt to fence former trainers failed. Empty: it succeeded."""
+        self.fence_error = error
 
-        It holds the lowest rank's item, or stands in: the live trainer with the lowest rank of its own.
+    def choose_initializer(self) -> Initializer | None:
+        """Returns the trainer that sends initial values. Chooses another one only if the former one is gone.
+
+        This is the trainer of the lowest rank's work item, or else the live trainer that owns the lowest rank.
         """
         live = self.members.live
-        if self.initializer is None or self.initializer[0] not in live:
-            holder = self._require_step().items[0].holder
-            name = holder if holder in live else self._first_player()
-            self.initializer = (name, self.next_epoch()) if name is not None else None
-        return self.initializer
+        if self.units.initializer is None or self.units.initializer.trainer not in live:
+            trainer = self._require_step().items[0].trainer
+            name = trainer if trainer in live else self._lowest_live_trainer()
+            self.units.set_initializer(Initializer(name, self.next_epoch()) if name is not None else None)
+        return self.units.initializer
 
-    def _first_player(self) -> str | None:
+    def _lowest_live_trainer(self) -> str | None:
+        """Returns the live trainer that owns the lowest rank."""
         ranks = {name: min(self.ranks_of(name), default=len(self.rank_assignments)) for name in self.members.live}
         return min(ranks, key=lambda name: (ranks[name], natural_key(name)), default=None)
 
@@ -261,52 +363,68 @@ class Run:
         assert self.step is not None, "the run has not started"
         return self.step
 
-    def begin_step(self, number: int, former: dict[int, Item]) -> Step:
-        """Leases the items of a step; ``former`` are those of the step before."""
-        now = self.clock()
-        live = self.members.live
-        holders = distribute(self.rank_assignments, live, lambda name: live[name].accepts_work is not False)
-        lapsed = {member.name for member in self.members.lapsed}
+    def begin_step(self, number: int, previous: dict[int, WorkItem]) -> Step:
+        """Starts a step and leases its items. ``previous`` contains the items of the previous step."""
+        now, live = self.clock(), self.members.live
+        trainers = distribute_items(
+            self.rank_assignments, live, lambda name: live[name].accepts_reassigned_work is not False
+        )
+        expired = {member.name for member in self.members.expired}
         for rank, owner in self.rank_assignments.items():
-            if holders[rank] is None and owner in lapsed:  # nobody else takes it
-                holders[rank] = owner
+            if trainers[rank] is None and owner in expired:  # no other trainer accepts it
+                trainers[rank] = owner
         items = {}
-        for rank, holder in holders.items():
-            before, dp_rank = former.get(rank), self.settings.world.coordinates(rank).dp_rank
-            # A lease that goes on keeps its epoch: nobody else knows of it.
-            epoch = before.epoch if before is not None and before.holder == holder else self.next_epoch()
-            item = Item(rank, dp_rank, holder or self.rank_assignments[rank], epoch, since_s=now)
-            item.fenced = before is None or before.fenced
-            if holder is None:
-                item.state, item.fenced = WorkState.VACANT, False
-            items[rank] = item
+        for rank, trainer in trainers.items():
+            before, dp_rank = previous.get(rank), self.settings.world.coordinates(rank).dp_rank
+            # A lease that continues keeps its epoch: only its trainer has ever seen that epoch.
+            epoch = before.epoch if before is not None and before.trainer == trainer else self.next_epoch()
+            vacant, fenced = trainer is None, before is None or before.fenced
+            items[rank] = WorkItem(
+                rank,
+                dp_rank,
+                trainer or self.rank_assignments[rank],
+                epoch,
+                state=WorkState.VACANT if vacant else WorkState.LEASED,
+                since_s=now,
+                fenced=fenced and not vacant,
+            )
         self.step = Step(number, items, now)
         return self.step
 
-    def unfenced(self) -> Iterator[Item]:
-        """Items whose former holder may still reach servers."""
-        return (item for item in self._require_step().items.values() if not item.fenced)
+    def restore_step(self, owners: RankAssignments, items: dict[int, WorkItem], *, in_flight: bool) -> Step:
+        """Restores the step in flight after a coordinator restart.
 
-    def offer(self) -> list[Item]:
-        """Leases vacant items to trainers that wait for any: one each, spares first. Returns them."""
-        offered = self._require_step().offered
-        if not offered or not self.ready_to_work:
+        Args:
+            owners: Owner of each rank.
+            items: Work items as stored, by rank.
+            in_flight: True if the items belong to the step in flight, False if to the step before.
+        """
+        self.rank_assignments = owners
+        if not in_flight:
+            # The run was not stored after the last commit, because nothing else changed: lease the items as before.
+            return self.begin_step(self.committed_step, items)
+        self.step = Step(self.committed_step, items, self.clock())
+        return self.step
+
+    def lease_vacant_items(self) -> list[WorkItem]:
+        """Leases vacant items to trainers that wait for work: one item each, spares first. Returns the items."""
+        leasable = self._require_step().leasable
+        if not leasable or not self.members.waiting_for_work:
             return []
         owners = set(self.rank_assignments.values())
-        waiting = sorted(self.ready_to_work, key=lambda name: name in owners)
-        pairs = list(zip(waiting, offered, strict=False))
+        waiting = sorted(self.members.waiting_for_work, key=lambda name: name in owners)
+        pairs = list(zip(waiting, leasable, strict=False))
         for name, item in pairs:
-            self.take(item, name)
+            self._lease(item, name)
         self.changed.notify()
         return [item for _, item in pairs]
 
-    def take(self, item: Item, name: str) -> None:
-        """Leases one vacant item."""
+    def _lease(self, item: WorkItem, name: str) -> None:
         self._require_step().lease(item, name, self.next_epoch(), self.clock())
-        self.ready_to_work.pop(name, None)
+        self.members.stop_waiting_for_work(name)
 
-    def take_own(self, name: str) -> bool:
-        """Leases the vacant items of a trainer's own ranks to it; False while they are not fenced yet."""
+    def lease_own_items(self, name: str) -> bool:
+        """Leases the vacant items of a trainer's own ranks to it. Returns False if they are not fenced yet."""
         step = self._require_step()
         own = [
             item
@@ -316,77 +434,73 @@ class Run:
         if not all(item.fenced for item in own):
             return False
         for item in own:
-            self.take(item, name)
+            self._lease(item, name)
         return True
 
     def work_of(self, name: str) -> coordinator_pb2.StepWork:
-        """What a trainer has to compute now."""
+        """Returns the items that a trainer has to compute now."""
         step = self._require_step()
-        return coordinator_pb2.StepWork(step=step.number, items=[item.to_proto() for item in step.held_by(name)])
+        return coordinator_pb2.StepWork(step=step.number, items=[item.to_proto() for item in step.leased_to(name)])
 
-    def reset(self, item: Item, request_id: str) -> None:
-        """Begins an item anew; and those whose holders are gone, for nobody else could ever begin those anew."""
+    def reset_item(self, item: WorkItem, request_id: str) -> None:
+        """Starts a new attempt of an item, and of finished items whose trainers are lost and cannot reset them."""
         step, now = self._require_step(), self.clock()
         step.reset(item, request_id, now)
         for other in step.items.values():
-            if other.orphaned:
+            if other.trainer_lost:
                 step.reset(other, "", now)
-                step.vacate(other, self.next_epoch(), now)
+                step.revoke(other, self.next_epoch(), now)
         self.touch()
         self.changed.notify()
 
+    # Proposals and commits
+
     def check_algorithms(self, optimizer: common_pb2.OptimizerStep) -> None:
-        """Raises ConflictError if the run's optimizer state is another algorithm's."""
-        for record in reversed(self.commits):
-            former = committed_optimizer(record.optimizer)
-            require_same_algorithms(former, optimizer, self.units.layouts)
-            if len(units_that_count(former, len(self.units))) == len(self.units):
-                return  # else other optimizers took the steps before
+        """Raises ConflictError if a parameter has optimizer state of another algorithm."""
+        for record in reversed(self.commits.records):
+            before = committed_optimizer(record.optimizer)
+            require_same_algorithms(before, optimizer, self.units.layouts)
+            if len(units_that_count(before, len(self.units))) == len(self.units):
+                return  # this optimizer updated all units; otherwise earlier steps used other optimizers
 
-    def decision(self) -> StepProposal | None:
-        """The hyper-parameters that count: those of whoever plays the lowest logical rank."""
-        decider = self.decider()
-        return None if decider is None else self._require_step().step_proposals.get(decider)
-
-    def decider(self) -> str | None:
-        """Name of the trainer whose hyper-parameters count in the step in flight."""
+    def leader(self) -> str | None:
+        """Returns the trainer whose proposal is committed: the one that plays the lowest rank, if it is live."""
         step = self._require_step()
-        holder = step.items[0].holder
-        member = self.members.members.get(holder)
-        if (member is not None and member.live) or holder in step.step_proposals:
-            return holder
-        return self._first_player()
+        trainer = step.items[0].trainer
+        member = self.members.by_name.get(trainer)
+        if (member is not None and member.live) or trainer in step.proposals:
+            return trainer
+        return self._lowest_live_trainer()
 
-    def step_proposal(self, step_proposal: StepProposal) -> None:
-        """Takes a trainer's hyper-parameters.
+    def leader_proposal(self) -> StepProposal | None:
+        """Returns the leader's proposal. None: there is none yet."""
+        leader = self.leader()
+        return None if leader is None else self._require_step().proposals.get(leader)
+
+    def propose(self, proposal: StepProposal) -> None:
+        """Adds a trainer's proposal.
 
         Raises:
-            HyperparameterMismatchError: They differ from those that count.
+            HyperparameterMismatchError: It differs from the leader's proposal.
         """
-        step_proposals = self._require_step().step_proposals
-        step_proposals[step_proposal.trainer] = step_proposal
-        if (decision := self.decision()) is not None:
+        step = self._require_step()
+        step.add_proposal(proposal)
+        if (leading := self.leader_proposal()) is not None:
             try:
-                require_same(decision, step_proposal, self.units.layouts)
+                require_same_proposal(leading, proposal, self.units.layouts)
             except HyperparameterMismatchError:
-                # It must not count later, should its trainer come to decide.
-                del step_proposals[step_proposal.trainer]
+                # Its trainer may become the leader later. The rejected proposal must not be committed then.
+                step.remove_proposal(proposal)
                 raise
 
     def advance(self, record: CommitRecord, state: coordinator_pb2.RunState | None) -> None:
-        """The commit record of the step in flight is durable: the next one begins."""
-        former = self._require_step().items
-        self.commits.append(record)
-        self.state = state
-        self.updates = {server: PendingUpdate(record.step, self.clock()) for server in self.units.servers}
-        self.begin_step(record.step + 1, former)
+        """Starts the next step. The commit record of the step in flight must be durable."""
+        previous = self._require_step().items
+        self.commits.append(record, state, self.units.servers, self.clock())
+        self.begin_step(record.step + 1, previous)
         self.changed.notify()
 
-    async def updated(self) -> None:
-        """Returns once the last commit's update is done on every server."""
-        while self.updates:
+    async def wait_until_updated(self) -> None:
+        """Returns when every server has acknowledged the update of the last commit."""
+        while self.commits.pending_updates:
             await self.changed.wait()
-
-    def commit_of(self, step: int) -> CommitRecord | None:
-        """The record of a committed step; None if it is too long ago."""
-        return next((record for record in self.commits if record.step == step), None)

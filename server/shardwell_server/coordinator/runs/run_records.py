@@ -1,13 +1,13 @@
-"""A run to rows and back."""
+"""Conversion of a run to stored records and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from shardwell_server.coordinator.runs.members import Member
-from shardwell_server.coordinator.runs.run import PendingUpdate, Run
-from shardwell_server.coordinator.runs.step import Item, Step, WorkState
-from shardwell_server.coordinator.runs.units import Unit
+from shardwell_server.coordinator.runs.members import Member, MemberState
+from shardwell_server.coordinator.runs.run import Run
+from shardwell_server.coordinator.runs.step import Step, WorkItem, WorkState
+from shardwell_server.coordinator.runs.units import Initializer, Unit
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.storage.records import (
     FinishedRecord,
@@ -22,9 +22,9 @@ from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 
-def to_record(run: Run) -> RunRecord:
-    """What must be durable of a run before anybody is told of it."""
-    initializer, initializer_epoch = run.initializer or (None, 0)
+def run_record(run: Run) -> RunRecord:
+    """Returns the part of a run that ``Storage.save_run`` stores."""
+    initializer = run.units.initializer
     return RunRecord(
         run=run.name,
         run_id=run.identity.run_id,
@@ -32,20 +32,19 @@ def to_record(run: Run) -> RunRecord:
         created=run.created,
         started=run.step is not None,
         last_epoch=run.last_epoch,
-        initializer=initializer,
-        initializer_epoch=initializer_epoch,
+        initializer=initializer.trainer if initializer is not None else None,
+        initializer_epoch=initializer.epoch if initializer is not None else 0,
         members=tuple(
             MemberRecord(
-                at.name,
-                at.host,
-                at.incarnation,
-                at.epoch,
-                at.requested_rank,
-                at.live,
-                at.lapsed,
-                at.accepts_work,
+                member.name,
+                member.host,
+                member.incarnation,
+                member.epoch,
+                member.requested_rank,
+                member.state.value,
+                member.accepts_reassigned_work,
             )
-            for at in run.members
+            for member in run.members
         ),
         ranks=_rank_records(run),
         addresses=tuple(run.addresses.items()),
@@ -56,94 +55,84 @@ def _rank_records(run: Run) -> tuple[RankRecord, ...]:
     if run.step is None:
         return ()
     return tuple(
-        RankRecord(rank, run.rank_assignments[rank], item.holder, item.epoch, run.step.number, item.attempt)
+        RankRecord(rank, run.rank_assignments[rank], item.trainer, item.epoch, run.step.number, item.attempt)
         for rank, item in sorted(run.step.items.items())
     )
 
 
 def unit_record(unit: Unit, *, published: bool = False) -> UnitRecord:
-    """A unit that has been placed, or published."""
+    """Returns the record of a unit that is placed, or published."""
     return UnitRecord(unit.index, unit.layout.to_proto().SerializeToString(), published, unit.shards)
 
 
 def finished_records(step: Step) -> list[FinishedRecord]:
-    """The items of a step that is finished."""
+    """Returns the records of the items of a step whose items are all finished."""
     return [
-        FinishedRecord(item.global_rank, item.attempt, finished_item(item).SerializeToString())
+        FinishedRecord(item.global_rank, item.attempt, item.to_finished_proto().SerializeToString())
         for item in step.items.values()
     ]
 
 
-def finished_item(item: Item) -> coordinator_pb2.FinishedItem:
-    """How a finished item was reported."""
-    return coordinator_pb2.FinishedItem(
-        global_rank=item.global_rank,
-        epoch=item.epoch,
-        attempt=item.attempt,
-        units=[common_pb2.UnitParts(unit_index=unit, part_count=count) for unit, count in sorted(item.parts.items())],
-    )
-
-
-def from_stored(stored: StoredRun, clock: Callable[[], float]) -> Run:
-    """A run of an earlier term; ``Trainers.renew_all`` begins the leases of its live trainers."""
-    record = stored.record
+def restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
+    """Restores a run after a coordinator restart. ``TrainerLeases.renew_all`` then starts the leases again."""
+    record, now = stored.record, clock()
     config = coordinator_pb2.RunConfig.FromString(record.config)
     identity, settings = RunIdentity(record.run, record.run_id), RunSettings.from_proto(config, world_size=0)
     run = Run(identity, settings, clock, record.created, record.last_epoch)
-    run.members.members = {
-        at.trainer: Member(
-            at.trainer,
-            at.host,
-            at.incarnation,
-            at.epoch,
-            clock(),
-            at.requested_rank,
-            live=at.live,
-            lapsed=at.lapsed,
-            accepts_work=at.accepts_work,
-            joined_step=stored.commits[-1].step + 1 if stored.commits else 0,
-        )
-        for at in record.members
-    }
-    run.addresses = dict(record.addresses)
-    if record.initializer is not None:
-        run.initializer = (record.initializer, record.initializer_epoch)
     for at in stored.units:
         layout = UnitLayout.from_proto(common_pb2.UnitSpec.FromString(at.spec))
         run.units.add(Unit(at.unit_index, layout, at.shards, at.published))
-    run.commits.extend(stored.commits)
-    if stored.state is not None:
-        run.state = coordinator_pb2.RunState.FromString(stored.state)
-    if stored.commits:
-        run.updates = {server: PendingUpdate(stored.commits[-1].step, clock()) for server in run.units.servers}
+    if record.initializer is not None:
+        run.units.set_initializer(Initializer(record.initializer, record.initializer_epoch))
+    run.commits.restore(stored.commits, stored.state, run.units.servers, now)
+    for member in record.members:
+        run.members.add(
+            Member(
+                member.trainer,
+                member.host,
+                member.incarnation,
+                member.epoch,
+                now,
+                member.requested_rank,
+                MemberState(member.state),
+                member.accepts_reassigned_work,
+                joined_step=run.committed_step,
+            )
+        )
+    run.addresses.update(record.addresses)
     if record.started:
         _restore_step(run, stored)
     return run
 
 
 def _restore_step(run: Run, stored: StoredRun) -> None:
-    record, now, number = stored.record, run.clock(), run.committed_step
-    run.rank_assignments = {rank.global_rank: rank.owner for rank in record.ranks}
-    there = {member.name for member in run.members if member.live or member.lapsed}
-    items = {}
-    for rank in record.ranks:
-        dp_rank = run.settings.world.coordinates(rank.global_rank).dp_rank
-        item = Item(rank.global_rank, dp_rank, rank.holder, rank.epoch, rank.attempt, since_s=now)
-        if rank.holder not in there:
-            item.state, item.fenced = WorkState.VACANT, False
-        items[rank.global_rank] = item
-    if all(rank.step == number for rank in record.ranks):
-        step = run.step = Step(number, items, now)
-    else:
-        # Nothing has changed since the commit before: the work is given out as it was.
-        step = run.begin_step(number, items)
-    reports = {at.global_rank: at for at in stored.finished}
-    if all(rank in reports and reports[rank].attempt == item.attempt for rank, item in step.items.items()):
-        parts = {
-            rank: {unit.unit_index: unit.part_count for unit in coordinator_pb2.FinishedItem.FromString(at.parts).units}
-            for rank, at in reports.items()
-        }
-        step.finish([(step.items[rank], parts[rank]) for rank in parts], now)
-        for item in step.items.values():
-            item.orphaned = item.holder not in there
-        step.recorded = True
+    ranks, now, number = stored.record.ranks, run.clock(), run.committed_step
+    present = {member.name for member in run.members if member.state is not MemberState.GONE}
+    step = run.restore_step(
+        {rank.global_rank: rank.owner for rank in ranks},
+        {rank.global_rank: _restore_item(run, rank, present, now) for rank in ranks},
+        in_flight=all(rank.step == number for rank in ranks),
+    )
+    finished = {at.global_rank: at for at in stored.finished}
+    if all(rank in finished and finished[rank].attempt == item.attempt for rank, item in step.items.items()):
+        step.restore_finished({rank: _restore_parts(at) for rank, at in finished.items()}, present, now)
+
+
+def _restore_item(run: Run, rank: RankRecord, present: Collection[str], now: float) -> WorkItem:
+    dp_rank = run.settings.world.coordinates(rank.global_rank).dp_rank
+    leased = rank.trainer in present
+    return WorkItem(
+        rank.global_rank,
+        dp_rank,
+        rank.trainer,
+        rank.epoch,
+        rank.attempt,
+        state=WorkState.LEASED if leased else WorkState.VACANT,
+        since_s=now,
+        fenced=leased,
+    )
+
+
+def _restore_parts(record: FinishedRecord) -> dict[int, int]:
+    finished = coordinator_pb2.FinishedItem.FromString(record.parts)
+    return {unit.unit_index: unit.part_count for unit in finished.units}

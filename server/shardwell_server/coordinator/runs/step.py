@@ -1,87 +1,67 @@
-"""The work items of one step: who computes which logical rank, and how far that is.
+"""The step in flight: its work items, step proposals and optimizer partitions.
 
-A work item is vacant, leased or finished. A vacant item is offered only once its former holder is
-fenced on every server.
+A work item is vacant, leased or finished. A vacant item is leased only after every server has fenced its former
+trainer. All changes of a step and its items are methods of ``Step``. They run on the event loop, without locks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from shardwell_server.coordinator.runs.partition_book import PartitionBook
+from shardwell_server.coordinator.runs.gradient_norms import PreparedGradients
 from shardwell_server.coordinator.runs.proposals import StepProposal
 from shardwell_wire.errors import InvalidRequestError, ShardwellError, StaleEpochError, StepStateError
-from shardwell_wire.v1 import coordinator_pb2, shard_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 
 class WorkState(Enum):
-    """How far a work item is."""
+    """State of a work item."""
 
     VACANT = coordinator_pb2.WORK_STATE_VACANT
-    """Nobody computes it."""
+    """No trainer computes it."""
     LEASED = coordinator_pb2.WORK_STATE_LEASED
-    """Its holder computes it."""
+    """A trainer computes it."""
     FINISHED = coordinator_pb2.WORK_STATE_FINISHED
-    """Its contributions are acknowledged by every server."""
+    """Every server has acknowledged its contributions."""
 
 
 @dataclass(slots=True)
-class Item:
-    """One logical rank's part of the step."""
+class WorkItem:
+    """The part of a step that belongs to one logical rank."""
 
     global_rank: int
     dp_rank: int
-    holder: str
-    """Trainer that computes or has computed it; of a vacant one, the trainer that did last."""
+    trainer: str
+    """Trainer that the item is leased to. If the item is vacant or finished: the trainer that had it last."""
     epoch: int
     attempt: int = 0
     state: WorkState = WorkState.LEASED
     since_s: float = 0.0
     """Clock time of the last change of state."""
-    orphaned: bool = False
-    """Whether its holder was lost after it was finished."""
+    trainer_lost: bool = False
+    """True if the trainer was lost after it finished the item."""
     fenced: bool = True
-    """Whether every server refuses former holders."""
+    """True if every server rejects pushes under older epochs and attempts of this rank."""
     parts: dict[int, int] = field(default_factory=dict)
-    """Pushes by unit index, once finished."""
-    written: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Checksum by unit and index of each buffer that the training script had changed when the item began."""
+    """Number of pushed parts by unit index. Empty until the item is finished."""
+    written_buffers: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Checksums, by unit and layout index, of buffers that the training script changed before the item started."""
     reset_id: str = ""
-    """Request that began the present attempt."""
+    """Id of the request that started the current attempt."""
 
     def to_proto(self) -> coordinator_pb2.WorkItem:
         return coordinator_pb2.WorkItem(
             global_rank=self.global_rank, dp_rank=self.dp_rank, epoch=self.epoch, attempt=self.attempt
         )
 
-
-@dataclass(frozen=True, slots=True)
-class OtherNorm:
-    """The norm of the step's gradients, of another type than Euclidean."""
-
-    norm_type: float
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What the servers said about the step's gradients."""
-
-    grad_norm: float
-    other_norm: OtherNorm | None = None
-    """The last that was asked for; None: none was."""
-    norms: tuple[shard_pb2.UnitNorm, ...] = ()
-    """What they were computed from, by unit and server."""
-    ready_for: bytes | None = None
-    """``allocation_key`` of the optimizer for which every server has memory; None: of none yet."""
-    buffers: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """By unit index: layout indices of the buffers that the update will change."""
-
-    def has(self, norm_type: float) -> bool:
-        """Whether the norm of a type is known, beside the Euclidean one; 0: none is wanted."""
-        return not norm_type or (self.other_norm is not None and self.other_norm.norm_type == norm_type)
+    def to_finished_proto(self) -> coordinator_pb2.FinishedItem:
+        """Returns the item as its trainer reported it finished."""
+        units = [common_pb2.UnitParts(unit_index=unit, part_count=count) for unit, count in sorted(self.parts.items())]
+        return coordinator_pb2.FinishedItem(
+            global_rank=self.global_rank, epoch=self.epoch, attempt=self.attempt, units=units
+        )
 
 
 @dataclass
@@ -89,157 +69,312 @@ class Step:
     """The step in flight.
 
     Args:
-        number: The version that is read.
-        items: By global rank, all of them.
-        started_s: Clock time at which the step began.
+        number: The step reads this version of every unit.
+        items: All work items, by global rank.
+        started_s: Clock time at which the step started.
     """
 
     number: int
-    items: dict[int, Item]
+    items: dict[int, WorkItem]
     started_s: float
     generation: int = 0
-    """Rises when finished work is begun anew: what was prepared before is void."""
+    """Rises when an item is reset. Everything prepared in an earlier generation is invalid."""
     finished_s: float | None = None
-    """Clock time since which every item is finished."""
+    """Clock time at which the last item was finished. None: an item is unfinished."""
     recorded: bool = False
-    """Whether the finished items are durable, so that trainers may be told."""
-    step_proposals: dict[str, StepProposal] = field(default_factory=dict)
-    """Hyper-parameters by trainer."""
-    prepared: Prepared | None = None
+    """True if the finished items are durable. Only then may trainers learn that all are finished."""
+    proposals: dict[str, StepProposal] = field(default_factory=dict)
+    """Step proposals by trainer."""
+    prepared: PreparedGradients | None = None
     failure: ShardwellError | None = None
-    """Why the step cannot be prepared as its contributions are."""
+    """Why the step cannot be prepared with its current contributions."""
     skipped: bool = False
-    """Whether a gradient is not finite, and the step goes on without any."""
-    partitions: PartitionBook = field(default_factory=PartitionBook)
-    """Who updates which partition, if the optimizer runs on the trainers."""
+    """True if a gradient is not finite and the step will change no parameter."""
 
     def __post_init__(self) -> None:
-        self._given: dict[str, dict[int, Item]] = {}
+        self._items_by_trainer: dict[str, dict[int, WorkItem]] = {}
         for item in self.items.values():
-            self._given.setdefault(item.holder, {})[item.global_rank] = item
+            self._items_by_trainer.setdefault(item.trainer, {})[item.global_rank] = item
+        self._staged_partitions: dict[int, tuple[int, int]] = {}
+        """``(epoch, attempts)`` under which each dp rank's optimizer partitions were last staged."""
+        self._partition_substitutes: dict[int, str] = {}
+        """Trainers that update the partitions of dp ranks whose own trainer is gone."""
 
     @property
     def all_finished(self) -> bool:
+        """True if every item is finished."""
         return self.finished_s is not None
 
     @property
     def attempts(self) -> int:
-        """Sum of all items' attempts. Rises whenever the gradient changes, also over restarts of the coordinator."""
+        """Sum of the attempts of all items. Rises whenever the gradient changes, also across coordinator restarts."""
         return sum(item.attempt for item in self.items.values())
 
     @property
-    def unfinished(self) -> list[Item]:
+    def unfinished(self) -> list[WorkItem]:
         return [item for item in self.items.values() if item.state is not WorkState.FINISHED]
 
     @property
-    def offered(self) -> list[Item]:
+    def unfenced(self) -> list[WorkItem]:
+        """Items whose former trainer may still push to a server."""
+        return [item for item in self.items.values() if not item.fenced]
+
+    @property
+    def leasable(self) -> list[WorkItem]:
         """Vacant items that may be leased."""
         return [item for item in self.items.values() if item.state is WorkState.VACANT and item.fenced]
 
-    def held_by(self, trainer: str) -> list[Item]:
-        """The items that a trainer has yet to compute."""
-        return [item for item in self.played_by(trainer) if item.state is WorkState.LEASED]
+    def leased_to(self, trainer: str) -> list[WorkItem]:
+        """Returns the items that a trainer still has to compute."""
+        return [item for item in self.items_of(trainer) if item.state is WorkState.LEASED]
 
-    def played_by(self, trainer: str) -> list[Item]:
-        """The items that a trainer computes or has computed last."""
-        return [item for item in self._given.get(trainer, {}).values() if item.holder == trainer]
+    def items_of(self, trainer: str) -> list[WorkItem]:
+        """Returns the items whose current or last trainer is this one."""
+        return [item for item in self._items_by_trainer.get(trainer, {}).values() if item.trainer == trainer]
 
     def waiting_for(self) -> list[str]:
-        """One line per unfinished item, for trainers that wait."""
+        """Returns one line per unfinished item, for trainers that wait."""
         lines = {
-            WorkState.LEASED: "trainer {!r} computes it",
-            WorkState.VACANT: "vacant, since trainer {!r} is gone",
+            WorkState.LEASED: "trainer {!r} is computing it",
+            WorkState.VACANT: "vacant, because trainer {!r} is gone",
         }
-        return [f"rank {item.global_rank}: {lines[item.state].format(item.holder)}" for item in self.unfinished]
+        return [f"rank {item.global_rank}: {lines[item.state].format(item.trainer)}" for item in self.unfinished]
+
+    # Work items
 
     def check_finished(
         self, trainer: str, reports: Sequence[coordinator_pb2.FinishedItem], unit_count: int
-    ) -> list[tuple[Item, dict[int, int]]]:
-        """The reported items that were not known to be finished, with their parts. Changes nothing.
+    ) -> list[tuple[WorkItem, dict[int, int]]]:
+        """Returns the newly finished items among the reported ones, with their parts. Changes nothing.
 
         Raises:
             InvalidRequestError: A report is malformed.
-            StaleEpochError: An item went to another trainer or was begun anew.
-            StepStateError: An item was never the trainer's, or was finished with other parts.
+            StaleEpochError: An item was leased to another trainer or reset.
+            StepStateError: An item was never leased to the trainer, or was finished with other parts.
         """
-        news = []
+        newly_finished = []
         if len({report.global_rank for report in reports}) != len(reports):
             raise InvalidRequestError(f"a rank is reported twice: {[report.global_rank for report in reports]}")
         for report in reports:
-            item, parts = self._item_of(report.global_rank), _parts(report, unit_count)
+            item, parts = self.item_of(report.global_rank), _parts(report, unit_count)
             where = f"rank {item.global_rank} of step {self.number}"
             if report.epoch < item.epoch or (report.epoch == item.epoch and report.attempt < item.attempt):
                 raise StaleEpochError(
-                    f"{where} was finished under epoch {report.epoch}, attempt {report.attempt}, but is now held by "
-                    f"trainer {item.holder!r} under epoch {item.epoch}, attempt {item.attempt}",
+                    f"{where} was finished under epoch {report.epoch}, attempt {report.attempt}, but is now leased to "
+                    f"trainer {item.trainer!r} under epoch {item.epoch}, attempt {item.attempt}",
                     global_rank=item.global_rank,
                     epoch=item.epoch,
                 )
-            if (report.epoch, report.attempt, trainer) != (item.epoch, item.attempt, item.holder):
+            if (report.epoch, report.attempt, trainer) != (item.epoch, item.attempt, item.trainer):
                 raise StepStateError(
-                    f"trainer {trainer!r} reports {where} under epoch {report.epoch}, attempt {report.attempt}, "
-                    f"which it does not hold: it was leased to {item.holder!r} under epoch {item.epoch}, "
+                    f"trainer {trainer!r} reports {where} as finished under epoch {report.epoch}, attempt "
+                    f"{report.attempt}, but the item was leased to {item.trainer!r} under epoch {item.epoch}, "
                     f"attempt {item.attempt}",
                     global_rank=item.global_rank,
                 )
             if item.state is WorkState.FINISHED and item.parts != parts:
                 raise StepStateError(f"{where} was finished before with parts {item.parts}, now with {parts}")
             if item.state is not WorkState.FINISHED:
-                news.append((item, parts))
-        return news
+                newly_finished.append((item, parts))
+        return newly_finished
 
-    def finish(self, news: Sequence[tuple[Item, dict[int, int]]], now: float) -> bool:
-        """Marks items as finished; they come from ``check_finished``. Returns whether those were the last."""
-        for item, parts in news:
+    def finish(
+        self,
+        items: Sequence[tuple[WorkItem, dict[int, int]]],
+        now: float,
+        written_buffers: Mapping[int, dict[tuple[int, int], int]] | None = None,
+    ) -> bool:
+        """Marks items as finished. Returns True if they were the last ones.
+
+        Args:
+            items: Result of ``check_finished``.
+            now: Clock time.
+            written_buffers: Checksums of buffers that the training script changed, by rank.
+        """
+        for item, parts in items:
             item.state, item.parts, item.since_s = WorkState.FINISHED, parts, now
+            item.written_buffers = (written_buffers or {}).get(item.global_rank, {})
         if self.finished_s is not None or any(item.state is not WorkState.FINISHED for item in self.items.values()):
             return False
         self.finished_s = now
         return True
 
-    def lease(self, item: Item, trainer: str, epoch: int, now: float) -> None:
-        """Gives a vacant item to a trainer."""
-        item.holder, item.epoch, item.state, item.since_s = trainer, epoch, WorkState.LEASED, now
-        self._given.setdefault(trainer, {})[item.global_rank] = item
+    def restore_finished(self, parts: Mapping[int, dict[int, int]], present: Collection[str], now: float) -> None:
+        """Restores the finished items after a coordinator restart.
 
-    def vacate(self, item: Item, epoch: int, now: float) -> None:
-        """Takes an item from a holder that is gone. A finished one stays finished; both must be fenced.
+        Args:
+            parts: Parts by unit index of every rank.
+            present: Trainers that are not gone.
+            now: Clock time.
+        """
+        self.finish([(self.items[rank], found) for rank, found in parts.items()], now)
+        for item in self.items.values():
+            item.trainer_lost = item.trainer not in present
+        self.recorded = True
 
-        The next holder of an unfinished one may compute it from another batch. So it begins a new attempt, and the
-        servers drop what the former holder pushed: one attempt is one trainer's.
+    def mark_recorded(self, generation: int) -> None:
+        """The finished items of a generation are durable."""
+        self.recorded = generation == self.generation
+
+    def lease(self, item: WorkItem, trainer: str, epoch: int, now: float) -> None:
+        """Leases a vacant item to a trainer."""
+        item.trainer, item.epoch, item.state, item.since_s = trainer, epoch, WorkState.LEASED, now
+        self._items_by_trainer.setdefault(trainer, {})[item.global_rank] = item
+
+    def revoke(self, item: WorkItem, epoch: int, now: float) -> None:
+        """Revokes an item from a trainer that is gone. The former trainer must then be fenced.
+
+        A finished item stays finished. An unfinished item becomes vacant and starts a new attempt: the next trainer may
+        compute it from other batches, so the servers must drop the parts that the former trainer pushed. All parts of
+        one attempt come from one trainer.
         """
         item.epoch, item.fenced = epoch, False
         if item.state is WorkState.LEASED:
             item.state, item.since_s, item.attempt = WorkState.VACANT, now, item.attempt + 1
-        item.orphaned = item.state is WorkState.FINISHED
+        item.trainer_lost = item.state is WorkState.FINISHED
 
-    def reset(self, item: Item, request_id: str, now: float) -> None:
-        """Begins an item anew under a higher attempt. What was prepared or handed in is void."""
+    def reset(self, item: WorkItem, request_id: str, now: float) -> None:
+        """Starts a new attempt of an item. Invalidates what was prepared, proposed or staged in the step."""
         item.attempt += 1
         item.state, item.since_s, item.reset_id = WorkState.LEASED, now, request_id
-        item.parts, item.written = {}, {}
+        item.parts, item.written_buffers = {}, {}
         self.generation += 1
         self.finished_s, self.recorded = None, False
         self.prepared = self.failure = None
         self.skipped = False
-        self.step_proposals.clear()
-        self.partitions = PartitionBook()
+        self.proposals.clear()
+        self._staged_partitions.clear()
+        self._partition_substitutes.clear()
 
-    def _item_of(self, global_rank: int) -> Item:
+    def mark_fenced(self, fences: Iterable[tuple[WorkItem, int, int]]) -> None:
+        """Every server has fenced these (item, epoch, attempt). An item that changed meanwhile stays unfenced."""
+        for item, epoch, attempt in fences:
+            if (item.epoch, item.attempt) == (epoch, attempt):
+                item.fenced = True
+
+    def item_of(self, global_rank: int) -> WorkItem:
+        """Returns a rank's item. Raises InvalidRequestError if the run has no such rank."""
         if global_rank not in self.items:
-            raise InvalidRequestError(f"there is no rank {global_rank}: the run has {len(self.items)}")
+            raise InvalidRequestError(f"rank {global_rank} does not exist: the run has {len(self.items)} ranks")
         return self.items[global_rank]
+
+    def require_leased(self, trainer: str, global_rank: int, epoch: int) -> WorkItem:
+        """Returns the item that a trainer computes or has finished. Raises StaleEpochError if it lost the item."""
+        item = self.item_of(global_rank)
+        if epoch != item.epoch or item.trainer != trainer or item.state is WorkState.VACANT:
+            raise StaleEpochError(
+                f"trainer {trainer!r} no longer has rank {global_rank} of step {self.number} under epoch {epoch}: "
+                f"{item.trainer!r} has epoch {item.epoch}",
+                global_rank=global_rank,
+                epoch=item.epoch,
+            )
+        return item
+
+    # Preparation and proposals
+
+    def record_prepared(self, prepared: PreparedGradients) -> None:
+        """Every server has prepared the step."""
+        self.prepared = prepared
+
+    def record_failure(self, error: ShardwellError) -> None:
+        """The step cannot be prepared until an item is reset or the gradient is skipped."""
+        self.failure = error
+
+    def skip(self) -> None:
+        """Continues the step without a gradient, after a gradient was not finite."""
+        self.skipped, self.failure = True, None
+
+    def add_proposal(self, proposal: StepProposal) -> None:
+        """Adds a trainer's proposal, or replaces it."""
+        self.proposals[proposal.trainer] = proposal
+
+    def remove_proposal(self, proposal: StepProposal) -> None:
+        """Removes a trainer's proposal."""
+        del self.proposals[proposal.trainer]
+
+    def check_ready(self, trainer: str, proposal: StepProposal) -> None:
+        """Raises StepStateError if a trainer proposes before its work is finished, or clips by an outdated norm."""
+        if items := self.leased_to(trainer):
+            ranks = ", ".join(str(item.global_rank) for item in items)
+            raise StepStateError(
+                f"trainer {trainer!r} proposes step {self.number}, but has not finished the work of rank {ranks}: "
+                "finish it first",
+                ranks=ranks,
+            )
+        if proposal.norm_attempts is not None and proposal.norm_attempts != self.attempts:
+            raise StepStateError(
+                f"trainer {trainer!r} clips step {self.number} by an outdated gradient norm, because a rank has reset "
+                "its work since: call clip_grad_norm_ again"
+            )
+
+    # Optimizer partitions, if the optimizer runs on the trainers.
+    #
+    # Each trainer updates the partitions of the ranks whose work it finished. The partitions of a trainer that is gone
+    # go to the next trainer that asks to commit, once the former trainer is fenced. Any trainer can update any
+    # partition, because all inputs are on the servers. Worlds that train have one rank per data rank, so an item's
+    # global rank is also its dp rank.
+
+    @property
+    def all_staged(self) -> bool:
+        """True if the partitions of every rank are staged."""
+        return not any(self._unstaged())
+
+    def note_staged(self, reports: Iterable[coordinator_pb2.PartitionWork]) -> bool:
+        """Records staged partitions. Ignores reports of former trainers and attempts. Returns True if any was new."""
+        any_new = False
+        for report in reports:
+            item, key = self.items.get(report.dp_rank), (report.epoch, report.attempts)
+            if item is None or key != (item.epoch, self.attempts):
+                continue
+            any_new = any_new or self._staged_partitions.get(report.dp_rank) != key
+            self._staged_partitions[report.dp_rank] = key
+        return any_new
+
+    def partitions_for(
+        self, trainer: str, live: Collection[str], next_epoch: Callable[[], int]
+    ) -> list[coordinator_pb2.PartitionWork]:
+        """Returns the partitions that a trainer must stage now, including those it takes over from gone trainers."""
+        work = []
+        for item in self._unstaged():
+            if self._partition_trainer(item, live) is None and item.fenced:
+                self._partition_substitutes[item.dp_rank] = trainer
+                item.epoch = next_epoch()
+            if self._partition_trainer(item, live) == trainer:
+                work.append(
+                    coordinator_pb2.PartitionWork(dp_rank=item.dp_rank, epoch=item.epoch, attempts=self.attempts)
+                )
+        return work
+
+    def waiting_for_partitions(self, live: Collection[str]) -> list[str]:
+        """Returns one line per rank whose partitions are not staged."""
+        lines = []
+        for item in self._unstaged():
+            trainer = self._partition_trainer(item, live)
+            status = f"trainer {item.trainer!r} is gone" if trainer is None else f"trainer {trainer!r} is updating them"
+            lines.append(f"optimizer partitions of rank {item.dp_rank}: {status}")
+        return lines
+
+    def _unstaged(self) -> list[WorkItem]:
+        attempts = self.attempts
+        return [item for rank, item in self.items.items() if self._staged_partitions.get(rank, (0, -1))[1] != attempts]
+
+    def _partition_trainer(self, item: WorkItem, live: Collection[str]) -> str | None:
+        """Returns the live trainer that updates a rank's partitions. None: that trainer is gone."""
+        substitute = self._partition_substitutes.get(item.dp_rank)
+        if substitute is not None:
+            return substitute if substitute in live else None
+        return None if item.trainer_lost or item.trainer not in live else item.trainer
 
 
 def _parts(report: coordinator_pb2.FinishedItem, unit_count: int) -> dict[int, int]:
     indices = [unit.unit_index for unit in report.units]
     if len(set(indices)) != len(indices):
-        raise InvalidRequestError(f"rank {report.global_rank} names a unit index twice: {indices}")
+        raise InvalidRequestError(f"rank {report.global_rank} reports a unit index twice: {indices}")
     parts: dict[int, int] = {}
     for unit in report.units:
         if unit.unit_index >= unit_count:
             raise InvalidRequestError(
-                f"rank {report.global_rank} names unit index {unit.unit_index}: the run has {unit_count} units"
+                f"rank {report.global_rank} reports unit index {unit.unit_index}, but the run has {unit_count} units"
             )
         if unit.part_count:
             parts[unit.unit_index] = unit.part_count

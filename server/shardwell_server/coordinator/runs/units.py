@@ -1,32 +1,51 @@
-"""The units of one run, and where their shards live."""
+"""Units of a run and the servers that own their shards."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardwell_server.coordinator.storage.records import ShardRecord
 from shardwell_server.coordinator.waiting import SharedCall
-from shardwell_wire.errors import NotFoundError
+from shardwell_wire.errors import NotFoundError, UnitMismatchError
 from shardwell_wire.layout import UnitLayout
 
 
 @dataclass(slots=True)
 class Unit:
-    """A unit, and where its shards live: its owners have set memory aside."""
+    """A unit whose shards are reserved on servers."""
 
     index: int
     layout: UnitLayout
     shards: tuple[ShardRecord, ...]
     published: bool = False
+    """True once version 0 exists."""
     publishing: SharedCall[None] = field(default_factory=SharedCall)
+
+    @property
+    def owners(self) -> set[str]:
+        """Ids of the servers that own shards of the unit."""
+        return {shard.server_id for shard in self.shards}
+
+    def mark_published(self) -> None:
+        """Version 0 of the unit exists on all its servers."""
+        self.published = True
+
+
+@dataclass(frozen=True, slots=True)
+class Initializer:
+    """The trainer that sends initial values, and the epoch that its requests carry."""
+
+    trainer: str
+    epoch: int
 
 
 class DeclaredUnits:
     """The units of a run, by index.
 
     Args:
-        run: Name of the run.
+        run: Name of the run, for messages.
     """
 
     def __init__(self, run: str) -> None:
@@ -35,6 +54,12 @@ class DeclaredUnits:
         self._by_name: dict[str, Unit] = {}
         self._unit_of_parameter: dict[str, str] = {}
         self._processes: list[tuple[str, str]] | None = None
+        self.initializer: Initializer | None = None
+        """None until the first unit is declared."""
+        self.placing: dict[str, SharedCall[Unit | None]] = {}
+        """Placements in flight, by unit name."""
+        self.placement_lock = asyncio.Lock()
+        """Held while a unit of the run is placed, so that a refused unit does not leave a gap in the indices."""
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self._units)
@@ -44,32 +69,37 @@ class DeclaredUnits:
 
     @property
     def layouts(self) -> list[UnitLayout]:
+        """Layouts of all units, by index."""
         return [unit.layout for unit in self]
 
     @property
     def cuts(self) -> list[list[int]]:
-        """Where the shards of each unit begin, in bytes of its flat vector."""
+        """Start of every shard in bytes of its unit's flat vector, by unit index."""
         return [[shard.start_bytes for shard in unit.shards] for unit in self]
 
     @property
+    def unpublished(self) -> list[str]:
+        """Names of the units that have no initial values yet."""
+        return [unit.layout.unit for unit in self if not unit.published]
+
+    @property
     def servers(self) -> dict[str, str]:
-        """Servers that hold shards, each with the incarnation of a process that was given some."""
+        """Servers that own shards: server id to the incarnation of the process that received them."""
         return dict(self.processes)
 
     @property
     def processes(self) -> list[tuple[str, str]]:
-        """The server processes that were given shards: id and incarnation."""
+        """Server processes that received shards, as (server id, incarnation)."""
         if self._processes is None:
-            given = {(shard.server_id, shard.incarnation) for unit in self for shard in unit.shards}
-            self._processes = sorted(given)
+            self._processes = sorted({(shard.server_id, shard.incarnation) for unit in self for shard in unit.shards})
         return self._processes
 
-    def of_process(self, process: tuple[str, str]) -> list[Unit]:
-        """The units of which a server process, by id and incarnation, was given shards."""
+    def owned_by(self, process: tuple[str, str]) -> list[Unit]:
+        """Returns the units of which a server process, given as (server id, incarnation), owns shards."""
         return [unit for unit in self if any((at.server_id, at.incarnation) == process for at in unit.shards)]
 
     def add(self, unit: Unit) -> None:
-        """Takes in the unit with the next index."""
+        """Adds the unit with the next index."""
         assert unit.index == len(self)
         self._units.append(unit)
         self._processes = None
@@ -77,20 +107,71 @@ class DeclaredUnits:
         self._unit_of_parameter.update(dict.fromkeys(unit.layout.index_by_name, unit.layout.unit))
 
     def move(self, unit: Unit, shards: tuple[ShardRecord, ...]) -> None:
-        """Other server processes have the unit's shards now."""
+        """Replaces the shards of a unit after it was placed on other server processes."""
         unit.shards = shards
         self._processes = None
+
+    def set_initializer(self, initializer: Initializer | None) -> None:
+        """Sets the trainer that sends initial values."""
+        self.initializer = initializer
 
     def find(self, name: str) -> Unit | None:
         return self._by_name.get(name)
 
     def require(self, name: str) -> Unit:
-        """Raises NotFoundError if no unit of that name was declared."""
+        """Returns a unit by name. Raises NotFoundError if it was not declared."""
         unit = self.find(name)
         if unit is None:
             raise NotFoundError(f"run {self._run!r} has no unit {name!r}: declare it first", run=self._run, unit=name)
         return unit
 
-    def holder_of(self, parameter: str) -> str | None:
-        """Name of the unit that a parameter is in, by its name."""
+    def unit_of(self, parameter: str) -> str | None:
+        """Returns the name of the unit that contains a parameter or buffer of this name."""
         return self._unit_of_parameter.get(parameter)
+
+
+def tensor_noun(layout: UnitLayout) -> str:
+    """Returns what the unit's tensors are called in messages."""
+    return "buffer" if layout.holds_buffers else "parameter"
+
+
+def require_same_layout(declared: UnitLayout, layout: UnitLayout) -> None:
+    """Raises UnitMismatchError, naming the first difference, if two declarations of a unit differ."""
+    unit = layout.unit
+    if declared.placement != layout.placement:
+        raise UnitMismatchError(
+            f"unit {unit!r} was declared with placement {declared.placement!r}, now with {layout.placement!r}: every "
+            "trainer must pass the same to fully_shard",
+            unit=unit,
+            expected=declared.placement,
+            actual=layout.placement,
+        )
+    if declared.kind != layout.kind:
+        raise UnitMismatchError(
+            f"unit {unit!r} was declared with {declared.kind}, now with {layout.kind}: give the unit another name",
+            unit=unit,
+            expected=declared.kind,
+            actual=layout.kind,
+        )
+    for expected, got in zip(declared.parameters, layout.parameters, strict=False):
+        for what in ("name", "shape", "dtype", "aliases"):
+            left, right = getattr(expected, what), getattr(got, what)
+            if left != right:
+                raise UnitMismatchError(
+                    f"unit {unit!r}: {tensor_noun(layout)} {expected.name!r} was declared with {what} {left!r}, now "
+                    f"with {right!r}: every trainer must build the same model",
+                    unit=unit,
+                    parameter=expected.name,
+                    expected=left,
+                    actual=right,
+                )
+    if len(declared.parameters) != len(layout.parameters):
+        longer = max(declared.parameters, layout.parameters, key=len)
+        first = longer[min(len(declared.parameters), len(layout.parameters))].name
+        raise UnitMismatchError(
+            f"unit {unit!r} was declared with {len(declared.parameters)} {declared.kind}, now with "
+            f"{len(layout.parameters)}: only one declaration contains {first!r}; every trainer must build the same "
+            "model",
+            unit=unit,
+            parameter=first,
+        )

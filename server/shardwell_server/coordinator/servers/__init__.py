@@ -1,1 +1,1 @@
-"""The shard servers as the coordinator sees and calls them."""
+"""The shard servers: their registry, and calls to them."""

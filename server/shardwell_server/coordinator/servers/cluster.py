@@ -1,4 +1,4 @@
-"""The shard servers: who is there, how much room each has, who was lost. Pure bookkeeping."""
+"""Registry of the shard servers: state, memory and leases. Pure state on an injected clock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from shardwell_server.coordinator.placement.ranges import Candidate
 from shardwell_server.coordinator.storage.records import ServerRecord
 from shardwell_server.coordinator.waiting import Signal
 from shardwell_wire.errors import (
@@ -20,58 +19,88 @@ from shardwell_wire.v1 import coordinator_pb2
 
 
 class ServerState(Enum):
-    """Whether a shard server takes part in the cluster."""
+    """State of a shard server."""
 
     UNCONFIRMED = coordinator_pb2.SERVER_STATE_UNCONFIRMED
-    """Remembered from an earlier term and not heard of in this one. Nothing is placed on it."""
+    """Loaded from storage after a coordinator restart; the server sent no request since. No unit is placed on it."""
     LIVE = coordinator_pb2.SERVER_STATE_LIVE
-    """Its lease holds."""
+    """The lease is valid."""
     LOST = coordinator_pb2.SERVER_STATE_LOST
-    """Its lease ran out and it cannot be reached. It may be alive; then it comes back with its shards."""
+    """The lease expired and the server is unreachable. It may be alive and come back with its shards."""
     ENDED = coordinator_pb2.SERVER_STATE_ENDED
-    """Its process is known to run no more: its memory is gone."""
+    """The process has ended for certain. Its memory is gone."""
     LEFT = coordinator_pb2.SERVER_STATE_LEFT
-    """It was told to stop and said so: its memory is gone."""
+    """The server deregistered. Its memory is gone."""
 
 
 @dataclass(slots=True)
 class Server:
-    """One shard server, live or remembered."""
+    """A shard server."""
 
     server_id: str
     address: str
     incarnation: str
-    """Random per process: with a new one, the memory is empty."""
+    """Random per process. A new incarnation starts with empty memory."""
     epoch: int
     budget_bytes: int
-    heard_s: float
-    """Clock time at which it was last heard of."""
+    last_seen_s: float
+    """Clock time of the last request."""
     process: str = ""
-    """What ``process_identity`` says of it. Empty: not known."""
+    """Process identity as returned by ``process_identity``. Empty: unknown."""
     reserved_bytes: int = 0
     used_bytes: int = 0
     state: ServerState = ServerState.LIVE
-    silence: str = ""
-    """Why it cannot be reached, while it is lost."""
+    unreachable_because: str = ""
+    """Why the coordinator could not reach the server. Empty: it is reachable."""
 
     @property
     def live(self) -> bool:
-        """Whether its lease holds."""
+        """True if the lease is valid."""
         return self.state is ServerState.LIVE
 
     @property
     def may_be_alive(self) -> bool:
-        """Whether its lease holds, or held when the coordinator was restarted."""
+        """True if the lease is valid, or was valid when the coordinator restarted."""
         return self.state in (ServerState.LIVE, ServerState.UNCONFIRMED)
 
     @property
     def ended(self) -> bool:
-        """Whether it is known to run no more."""
+        """True if the process has ended for certain."""
         return self.state in (ServerState.ENDED, ServerState.LEFT)
 
     @property
     def free_bytes(self) -> int:
         return max(0, self.budget_bytes - self.reserved_bytes)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Counts a reservation before the server confirms it, so that concurrent placements spread over the servers."""
+        self.reserved_bytes += size_bytes
+
+    def note_free(self, free_bytes: int) -> None:
+        """Records the free memory that the server reported."""
+        self.reserved_bytes = max(0, self.budget_bytes - free_bytes)
+
+    def note_memory(self, *, reserved_bytes: int, used_bytes: int) -> None:
+        """Records the memory that a heartbeat reported."""
+        self.reserved_bytes, self.used_bytes = reserved_bytes, used_bytes
+
+    def renew_lease(self, now: float) -> ServerState:
+        """Starts the lease again, after a request or an answered probe. Returns the former state."""
+        before = self.state
+        self.last_seen_s, self.state, self.unreachable_because = now, ServerState.LIVE, ""
+        return before
+
+    def note_unreachable(self, reason: str) -> None:
+        """Records why a probe failed."""
+        self.unreachable_because = reason
+
+    def mark_lost(self) -> None:
+        """The lease expired and the server is unreachable."""
+        self.state = ServerState.LOST
+
+    def mark_ended(self) -> None:
+        """The process has ended for certain."""
+        self.state = ServerState.ENDED
 
     def to_record(self) -> ServerRecord:
         left = self.state is ServerState.LEFT
@@ -81,7 +110,7 @@ class Server:
 
     @classmethod
     def from_record(cls, record: ServerRecord, now: float) -> Server:
-        """A server of an earlier term."""
+        """Restores a server after a coordinator restart."""
         return cls(
             record.server_id,
             record.address,
@@ -95,13 +124,13 @@ class Server:
 
 
 class Cluster:
-    """All shard servers that were ever registered.
+    """All shard servers that have registered and were not forgotten.
 
     Args:
-        clock: Monotonic seconds.
-        lease_s: A server that is silent for longer is lost.
-        stored: From an earlier term; they are unconfirmed until they are heard of.
-        last_epoch: No server that is not in ``stored`` had a higher one.
+        clock: Returns monotonic seconds.
+        lease_s: Lease of a server in seconds.
+        stored: Stored servers. They are unconfirmed until they send a request.
+        last_epoch: Highest epoch of a forgotten server.
     """
 
     def __init__(
@@ -110,22 +139,23 @@ class Cluster:
         self._clock, self._lease_s = clock, lease_s
         self.changed = Signal()
         self._superseded: set[tuple[str, str]] = set()
+        """Former processes, as (server id, incarnation). They cannot register again."""
         self.servers: dict[str, Server] = {at.server_id: Server.from_record(at, clock()) for at in stored}
         self.last_epoch = max([last_epoch, *(server.epoch for server in self.servers.values())])
-        """No server ever had a higher one."""
+        """Highest epoch that any server has had."""
 
     @property
     def live(self) -> list[Server]:
         return [server for server in self.servers.values() if server.live]
 
     def check(self, server_id: str, address: str, incarnation: str, budget_bytes: int, process: str = "") -> Server:
-        """What a server process is to be registered as; changes nothing yet.
+        """Checks a registration and returns the server as it would be registered. ``register`` then registers it.
 
         Returns:
-            Under the epoch it has, if this process is registered already.
+            A server with a new epoch, or with its current epoch if this process is already registered.
 
         Raises:
-            InvalidRequestError: A field is missing or impossible.
+            InvalidRequestError: A field is missing or invalid.
             DuplicateError: A later process has the id.
         """
         check_id("server_id", server_id)
@@ -135,97 +165,90 @@ class Cluster:
             raise InvalidRequestError(f"address is {address!r}: expected host:port", server=server_id)
         if not 0 < budget_bytes < 1 << 63:
             raise InvalidRequestError(f"budget_bytes is {budget_bytes}: expected 1 to 2**63 - 1", server=server_id)
+        current = self.servers.get(server_id)
         if (server_id, incarnation) in self._superseded:
-            present = self.servers.get(server_id)
-            replaced = present is not None and present.incarnation != incarnation
-            happened = "was lost, and another one has the id since" if replaced else "has left the cluster"
+            replaced = current is not None and current.incarnation != incarnation
+            what = "was lost and replaced by another process" if replaced else "has left the cluster"
             raise DuplicateError(
-                f"server {server_id!r}: this process {happened}: end this one, and give every server its own id "
+                f"server {server_id!r}: this process {what}: stop this process, and give every server its own id "
                 "(--id, SHARDWELL_ID)",
                 server=server_id,
             )
-        former = self.servers.get(server_id)
-        if former is not None and former.incarnation == incarnation:
+        if current is not None and current.incarnation == incarnation:
             return replace(
-                former,
+                current,
                 address=address,
                 budget_bytes=budget_bytes,
-                heard_s=self._clock(),
+                last_seen_s=self._clock(),
                 process=process,
                 state=ServerState.LIVE,
-                silence="",
+                unreachable_because="",
             )
         self.last_epoch += 1
         return Server(server_id, address, incarnation, self.last_epoch, budget_bytes, self._clock(), process)
 
     def register(self, server: Server) -> None:
-        """Takes in a server that was checked; it takes the place of another process of its id."""
+        """Adds a server that ``check`` returned. It replaces a former process of its id."""
         former = self.servers.get(server.server_id)
         self.servers[server.server_id] = server
         if former is not None and former.incarnation != server.incarnation:
             self._superseded.add((former.server_id, former.incarnation))
 
-    def leave(self, server: Server) -> None:
-        """A server is about to end; a late retry of its registration is refused."""
+    def deregister(self, server: Server) -> None:
+        """Marks a server as left. A delayed retry of its registration is rejected."""
         server.state = ServerState.LEFT
         self._superseded.add((server.server_id, server.incarnation))
 
     def forget(self, server: Server) -> None:
-        """Removes a server that nothing refers to."""
+        """Removes a server that owns no shards."""
         del self.servers[server.server_id]
 
     def heartbeat(self, server_id: str, epoch: int, reserved_bytes: int, used_bytes: int) -> ServerState:
-        """Renews a lease; returns the state that the server had.
+        """Renews a server's lease. Returns its former state.
 
         Raises:
-            StaleEpochError: It is not registered, or another process has its id now.
+            StaleEpochError: The server is not registered, has left, or another process has its id.
         """
         server = self.servers.get(server_id)
         if server is None:
-            raise StaleEpochError(f"server {server_id!r} is not known here: register again", server=server_id)
+            raise StaleEpochError(f"server {server_id!r} is not registered: register again", server=server_id)
         if epoch != server.epoch:
             raise StaleEpochError(
-                f"server {server_id!r} came with epoch {epoch}, but the process of that id has {server.epoch}: "
+                f"server {server_id!r} sent epoch {epoch}, but the process of this id has epoch {server.epoch}: "
                 "register again, or give every server its own id",
                 server=server_id,
                 epoch=server.epoch,
             )
         if server.state is ServerState.LEFT:
             raise StaleEpochError(f"server {server_id!r} has left the cluster", server=server_id)
-        server.reserved_bytes, server.used_bytes = reserved_bytes, used_bytes
-        return self.renew(server)
+        server.note_memory(reserved_bytes=reserved_bytes, used_bytes=used_bytes)
+        return server.renew_lease(self._clock())
 
-    def renew(self, server: Server) -> ServerState:
-        """A server is alive: begins its lease anew; returns the state that it had."""
-        former = server.state
-        server.heard_s, server.state, server.silence = self._clock(), ServerState.LIVE, ""
-        return former
-
-    def require(self, server_id: str) -> Server:
-        """Raises NotFoundError if no server has the id."""
-        if server_id not in self.servers:
-            raise NotFoundError(f"server {server_id!r} is not known: register first", server=server_id)
-        return self.servers[server_id]
-
-    def is_silent(self, server: Server) -> bool:
-        """Whether a server that may be alive was not heard of for its lease."""
-        return server.may_be_alive and self.silent_s(server) > self._lease_s
+    def renew_lease(self, server: Server) -> ServerState:
+        """Renews the lease of a server that answered a probe. Returns its former state."""
+        return server.renew_lease(self._clock())
 
     def renew_all(self) -> None:
-        """Begins every lease anew: the coordinator itself was not listening."""
+        """Starts every lease again, after the coordinator could not receive heartbeats."""
         for server in self.servers.values():
             if server.may_be_alive:
-                server.heard_s = self._clock()
+                server.last_seen_s = self._clock()
 
-    def candidates(self) -> list[Candidate]:
-        """The servers on which a unit may be placed."""
-        return [Candidate(server.server_id, server.free_bytes) for server in self.live]
+    def require(self, server_id: str) -> Server:
+        """Returns a server by id. Raises NotFoundError if it is not registered."""
+        if server_id not in self.servers:
+            raise NotFoundError(f"server {server_id!r} is not registered: register first", server=server_id)
+        return self.servers[server_id]
+
+    def lease_expired(self, server: Server) -> bool:
+        """True if a server that may be alive has been silent for longer than its lease."""
+        return server.may_be_alive and self.silent_s(server) > self._lease_s
 
     def has_restarted(self, server_id: str, incarnation: str) -> bool:
-        """Whether the server of an id is another process by now: that one's memory is gone."""
+        """True if another process has the server's id now. The memory of the former process is gone."""
         server = self.servers.get(server_id)
         return server is None or server.incarnation != incarnation
 
     def silent_s(self, server: Server) -> float:
-        """Seconds since a server was last heard of."""
-        return self._clock() - server.heard_s
+        """Returns the seconds since the server's last request."""
+        return self._clock() - server.last_seen_s

@@ -1,11 +1,9 @@
-"""Calls to shard servers: the only module of the coordinator that speaks gRPC as a client."""
+"""gRPC client of the shard servers. No other module of the coordinator's core uses gRPC."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 import socket
-import time
 from typing import Any, Protocol
 
 import grpc
@@ -18,55 +16,54 @@ from shardwell_server.process_identity import has_ended
 from shardwell_wire.channel import open_aio_channel
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.errors import ShardwellError, UnavailableError, from_rpc_error
+from shardwell_wire.retry import retry_async
 from shardwell_wire.v1 import shard_pb2
 
 CALL_TIMEOUT_S = 120.0
-"""Deadline of one try; preparing and updating take as long as the tensors are large."""
+"""Deadline of one attempt in seconds. Preparing and updating take longer the larger the tensors are."""
 
-_PROBE_S = 2.0
-"""How long a process may take to say which one it is."""
-
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 1.0
+_PROBE_TIMEOUT_S = 2.0
+"""Deadline of a probe in seconds."""
 
 
 class ShardCalls(Protocol):
-    """How the coordinator reaches shard servers."""
+    """Performs RPCs to shard servers."""
 
     async def call(self, address: str, rpc_name: str, request: Message, *, retry_for_s: float) -> Any:
-        """Calls a unary rpc of ``ShardService``.
+        """Calls a unary RPC of ``ShardService``.
 
         Args:
-            address: host:port.
-            rpc_name: Its name in the proto file.
-            request: Its request message.
-            retry_for_s: While the server is unavailable, try again for this long.
+            address: host:port of the server.
+            rpc_name: Name of the RPC in the proto file.
+            request: Its request.
+            retry_for_s: How long to retry while the server is unavailable, in seconds.
 
         Returns:
-            Its response message.
+            The response.
 
         Raises:
-            ShardwellError: What the server raised, or UnavailableError, or DeadlineError.
+            ShardwellError: The error that the server raised, or UnavailableError or DeadlineError.
         """
         ...
 
     async def is_running(self, server: Server) -> bool:
-        """Whether the process of a shard server still runs.
+        """Probes the process of a shard server.
 
         Returns:
-            True: it has answered. False: it is known to have ended, since its process is gone from this host, or
-            another process of the same server answers at its address.
+            True if it answered. False if it has ended: its process is gone from this host, or another process of the
+            same server id answers at its address.
 
         Raises:
-            UnavailableError: It did not answer. That tells nothing of the process, even if the connection was refused.
+            UnavailableError: It did not answer. It may still run, even if the connection was refused.
         """
         ...
 
 
 class GrpcShardCalls:
-    """``ShardCalls`` over gRPC, with one channel per address.
+    """``ShardCalls`` over gRPC, with one channel per address. For one event loop.
 
     Args:
-        credentials: Of the cluster; every rpc carries them.
+        credentials: Credentials of the cluster, which every RPC carries.
     """
 
     def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
@@ -78,16 +75,14 @@ class GrpcShardCalls:
     async def call(self, address: str, rpc_name: str, request: Message, *, retry_for_s: float) -> Any:
         """See ``ShardCalls.call``."""
         stub = self._stubs.get((address, rpc_name)) or self._new_stub(address, rpc_name)
-        give_up, delay = time.monotonic() + retry_for_s, _FIRST_DELAY_S
-        while True:
+
+        async def attempt() -> Any:
             try:
                 return await stub(request, timeout=CALL_TIMEOUT_S, metadata=self._credentials.metadata)
-            except grpc.aio.AioRpcError as rpc_error:
-                error = from_rpc_error(rpc_error, f"shard server at {address}")
-                if not isinstance(error, UnavailableError) or time.monotonic() + delay > give_up:
-                    raise error from rpc_error
-            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
-            delay = min(delay * 2, _LONGEST_DELAY_S)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, f"shard server at {address}") from error
+
+        return await retry_async(attempt, limit_s=retry_for_s)
 
     async def is_running(self, server: Server) -> bool:
         """See ``ShardCalls.is_running``."""
@@ -95,11 +90,11 @@ class GrpcShardCalls:
             return False
         request, address = shard_pb2.DescribeServerRequest(), server.address
         try:
-            async with asyncio.timeout(_PROBE_S):
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 await asyncio.to_thread(_connect, address)
                 response = await self.call(address, "DescribeServer", request, retry_for_s=0.0)
         except (OSError, ShardwellError) as error:
-            reason = getattr(error, "strerror", None) or str(error) or f"no answer within {_PROBE_S:g} s"
+            reason = getattr(error, "strerror", None) or str(error) or f"no answer within {_PROBE_TIMEOUT_S:g} s"
             raise UnavailableError(f"the coordinator cannot reach {address}: {reason}") from error
         if response.incarnation == server.incarnation:
             return True
@@ -108,7 +103,7 @@ class GrpcShardCalls:
         raise UnavailableError(f"another shard server, {response.server_id!r}, answers at {address}")
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes all connections."""
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     def _new_stub(self, address: str, rpc_name: str) -> Any:
@@ -125,6 +120,6 @@ class GrpcShardCalls:
 
 
 def _connect(address: str) -> None:
-    """Raises OSError if no connection can be made, with a shorter reason than gRPC gives."""
+    """Raises OSError if no connection can be made. Its reason is shorter than gRPC's."""
     host, _, port = address.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S).close()

@@ -1,51 +1,64 @@
-"""Telling the shard servers of a run something, each in its own words."""
+"""Calls to the shard servers of a run, and checks that its shards are available."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
 
 from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.servers.lost_shards import problems
+from shardwell_server.coordinator.runs.units import Unit
+from shardwell_server.coordinator.servers.cluster import Cluster, ServerState
 from shardwell_server.coordinator.servers.shard_client import ShardCalls
-from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_wire.errors import ConflictError, ShardwellError, StaleEpochError, UnavailableError
 from shardwell_wire.v1 import common_pb2
 
+_MAX_NAMES = 5
+"""Most units named in one message."""
+
 
 class ShardServers:
-    """The shard servers as the coordinator talks to them.
+    """Calls shard servers on behalf of runs.
 
     Args:
-        state: Where they are.
-        calls: How they are reached.
+        cluster: The shard servers.
+        calls: Performs the RPCs.
+        term: Term of this coordinator, which fences the requests of former coordinators.
+        lease_s: Lease of a server in seconds. An unavailable server is retried for this long.
     """
 
-    def __init__(self, state: CoordinatorState, calls: ShardCalls) -> None:
-        self._state, self._calls = state, calls
+    def __init__(self, cluster: Cluster, calls: ShardCalls, *, term: int, lease_s: float) -> None:
+        self._cluster, self._calls, self._term, self._lease_s = cluster, calls, term, lease_s
 
     def context(self, run: Run, step: int) -> common_pb2.RequestContext:
-        """What the coordinator's requests carry."""
-        return common_pb2.RequestContext(run=run.name, run_id=run.identity.run_id, epoch=self._state.term, step=step)
+        """Returns the context of a request about a run."""
+        return common_pb2.RequestContext(run=run.name, run_id=run.identity.run_id, epoch=self._term, step=step)
 
-    def check(self, run: Run) -> None:
-        """Raises ConflictError or UnavailableError if a server has lost shards of the run, or is silent."""
-        for problem in problems(run, self._state.cluster):
-            raise problem
+    def require_available(self, run: Run) -> None:
+        """Raises ConflictError if shards of the run are lost, or UnavailableError if their server is unreachable."""
+        for error in availability_errors(run, self._cluster):
+            raise error
 
     async def call(self, server_id: str, rpc_name: str, request: Message, *, retry_for_s: float | None = None) -> Any:
-        """Calls one server; errors name it. Retries for a lease's time unless told otherwise."""
-        retry = self._state.settings.lease_s if retry_for_s is None else retry_for_s
-        address = self._state.cluster.require(server_id).address
+        """Calls one server. Errors name the server.
+
+        Args:
+            server_id: Id of the server.
+            rpc_name: Name of an RPC of ``ShardService``.
+            request: Its request.
+            retry_for_s: How long to retry while the server is unavailable. None: as long as a lease.
+        """
+        retry_for_s = self._lease_s if retry_for_s is None else retry_for_s
+        address = self._cluster.require(server_id).address
         try:
-            return await self._calls.call(address, rpc_name, request, retry_for_s=retry)
+            return await self._calls.call(address, rpc_name, request, retry_for_s=retry_for_s)
         except StaleEpochError as error:
             raise ConflictError(
-                f"server {server_id!r}: {rpc_name}: {error}: it obeys a later coordinator than this one of term "
-                f"{self._state.term}; end that one, or restart the server if this coordinator has lost its state",
+                f"server {server_id!r}: {rpc_name}: {error}: the server follows a coordinator with a later term than "
+                f"{self._term}, the term of this coordinator; stop the other coordinator, or restart the server if "
+                "this coordinator has lost its state",
                 server=server_id,
             ) from error
         except ShardwellError as error:
@@ -56,13 +69,18 @@ class ShardServers:
     async def call_all(
         self, server_ids: Iterable[str], rpc_name: str, request: Callable[[str], Message]
     ) -> dict[str, Any]:
-        """Calls several servers at once and waits for all.
+        """Calls several servers concurrently and waits for all of them.
+
+        Args:
+            server_ids: Ids of the servers.
+            rpc_name: Name of an RPC of ``ShardService``.
+            request: Returns the request for a server id.
 
         Returns:
-            The responses by server.
+            The responses by server id.
 
         Raises:
-            ShardwellError: What one of them raised; rather one that waiting does not mend.
+            ShardwellError: The error of one server. UnavailableError only if no server failed otherwise.
         """
         names = list(server_ids)
         outcomes = await asyncio.gather(
@@ -72,3 +90,60 @@ class ShardServers:
         if errors:
             raise min(errors, key=lambda error: isinstance(error, UnavailableError))
         return dict(zip(names, outcomes, strict=True))
+
+
+def availability_errors(run: Run, cluster: Cluster) -> list[ShardwellError]:
+    """Returns why shards of a run are unavailable: one error per server, permanent ones first."""
+    found = [_availability_error(run, cluster, process) for process in run.units.processes]
+    return sorted(filter(None, found), key=lambda error: isinstance(error, UnavailableError))
+
+
+def check_recoverable(run: Run, cluster: Cluster) -> None:
+    """Raises ConflictError if shards of a run are lost permanently."""
+    for process in run.units.processes:
+        error = _availability_error(run, cluster, process)
+        if isinstance(error, ConflictError):
+            raise error
+
+
+def _availability_error(run: Run, cluster: Cluster, process: tuple[str, str]) -> ShardwellError | None:
+    server_id, _ = process
+    restarted, server = cluster.has_restarted(*process), cluster.servers.get(server_id)
+    if server is not None and server.may_be_alive and not restarted:
+        return None
+    owned = run.units.owned_by(process)
+    if restarted or server is None or server.ended:
+        # A unit without initial values loses nothing: the next declaration places it on other servers.
+        owned = [unit for unit in owned if unit.published]
+        if not owned:
+            return None
+    units = _names(owned)
+    advice = f"delete the run (shardwell delete-run {run.name}) and start it again"
+    if server is None or restarted:
+        return ConflictError(
+            f"server {server_id!r} was restarted and has lost its shards of {units} of this run: {advice}",
+            run=run.name,
+            server=server_id,
+        )
+    if server.ended:
+        what = "was stopped and left the cluster" if server.state is ServerState.LEFT else "has ended"
+        return ConflictError(
+            f"server {server_id!r} at {server.address} {what}, and its shards of {units} of this run are lost: "
+            f"{advice}",
+            run=run.name,
+            server=server_id,
+        )
+    reason = f" ({server.unreachable_because})" if server.unreachable_because else ""
+    return UnavailableError(
+        f"server {server_id!r} at {server.address} has sent no heartbeat for {cluster.silent_s(server):.1f} s{reason}: "
+        f"it owns shards of {units} of this run. The run continues when the server is reachable again: check its "
+        "process and the network. If its process has ended, start the server again under its id",
+        run=run.name,
+        server=server_id,
+    )
+
+
+def _names(units: Sequence[Unit]) -> str:
+    names = [repr(unit.layout.unit) for unit in units[:_MAX_NAMES]]
+    more = f" and {len(units) - _MAX_NAMES} more" if len(units) > _MAX_NAMES else ""
+    return f"{'unit' if len(units) == 1 else 'units'} {', '.join(names)}{more}"

@@ -1,13 +1,16 @@
-"""The rows in which a coordinator's state is stored; ``storage`` writes and reads them."""
+"""Rows in which the coordinator's state is stored. ``storage.py`` writes and reads them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+KEPT_COMMITS = 8
+"""Commit records kept per run. Trainers are rarely more than one step behind."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerRecord:
-    """A shard server, as stored."""
+    """A stored shard server."""
 
     server_id: str
     address: str
@@ -16,39 +19,40 @@ class ServerRecord:
     budget_bytes: int
     process: str = ""
     left: bool = False
-    """Whether it said that it leaves the cluster."""
+    """True if the server deregistered."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
-    """A trainer, as stored."""
+    """A stored trainer."""
 
     trainer: str
     host: str
     incarnation: str
     epoch: int
     requested_rank: int | None
-    live: bool
-    lapsed: bool
-    accepts_work: bool | None
+    state: str
+    """Value of a ``MemberState``."""
+    accepts_reassigned_work: bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """A logical rank's rank assignment and lease, as stored."""
+    """A stored logical rank: its owner and the lease of its work item."""
 
     global_rank: int
     owner: str
-    holder: str
+    trainer: str
+    """Trainer that the work item is or was leased to."""
     epoch: int
     step: int
-    """``attempt`` belongs to this step."""
+    """Step that ``attempt`` belongs to."""
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Everything of a run that changes between commits, as stored."""
+    """The stored state of a run that can change between commits."""
 
     run: str
     run_id: str
@@ -65,7 +69,7 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """A shard and the server process that holds it, as stored."""
+    """A stored shard and the server process that owns it."""
 
     start_bytes: int
     stop_bytes: int
@@ -75,7 +79,7 @@ class ShardRecord:
 
 @dataclass(frozen=True, slots=True)
 class UnitRecord:
-    """A unit, as stored."""
+    """A stored unit."""
 
     unit_index: int
     spec: bytes
@@ -85,7 +89,7 @@ class UnitRecord:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRecord:
-    """A finished work item, as stored."""
+    """A stored finished work item."""
 
     global_rank: int
     attempt: int
@@ -94,39 +98,41 @@ class FinishedRecord:
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """A committed step, as stored."""
+    """The durable record that makes a step final."""
 
     step: int
     time: float
-    decider: str
+    leader: str
+    """Trainer whose proposal was committed, and its ranks."""
     optimizer: bytes
     clip_coefficient: float
     unit_order: tuple[int, ...]
     grad_norm: float
     norm_type: float | None = None
-    """Of the other norm that was asked for; None: none was."""
+    """Type of ``other_norm``. None: no other norm was requested."""
     other_norm: float | None = None
     skipped: bool = False
+    """True if a gradient was not finite and the step changed no parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """All of a run, as loaded."""
+    """Everything that is stored of one run."""
 
     record: RunRecord
     units: tuple[UnitRecord, ...]
     commits: tuple[CommitRecord, ...]
-    """The last few, oldest first."""
+    """The most recent commit records, oldest first."""
     state: bytes | None
     finished: tuple[FinishedRecord, ...]
-    """Items of the step in flight; either all or none."""
+    """Finished items of the step in flight: either all or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """Everything, as loaded."""
+    """Everything that is stored."""
 
     servers: tuple[ServerRecord, ...]
     runs: tuple[StoredRun, ...]
     deleted_last_epoch: int
-    """The highest epoch of a deleted run; 0 if none was."""
+    """Highest epoch of a deleted run. 0: no run was deleted."""

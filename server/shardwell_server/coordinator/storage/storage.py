@@ -1,7 +1,7 @@
-"""What survives a coordinator's restart: one SQLite file. Blocking; ``Storage.call`` keeps it off the event loop.
+"""The coordinator's state that survives a restart.
 
-Everything that was told to a trainer or a server is here first. What is not here (polls in
-progress, hyper-parameters handed in) comes again with the next polls.
+A change is stored before any trainer or server can observe it. State that is not stored (RPCs in progress, step
+proposals) is sent again by the trainers when they poll the restarted coordinator.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from shardwell_server.coordinator.storage.database import Database, Write
 from shardwell_server.coordinator.storage.records import (
+    KEPT_COMMITS,
     CommitRecord,
     FinishedRecord,
     MemberRecord,
@@ -29,12 +30,9 @@ from shardwell_server.coordinator.storage.records import (
 )
 from shardwell_wire.errors import UnavailableError
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 FILE_NAME = "coordinator.sqlite"
-
-KEPT_COMMITS = 8
-"""Commit records per run; trainers are rarely more than one step behind."""
 
 _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -48,11 +46,11 @@ CREATE TABLE runs (
 ) WITHOUT ROWID;
 CREATE TABLE members (
     run TEXT NOT NULL, trainer TEXT NOT NULL, host TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
-    requested_rank INTEGER, live INTEGER NOT NULL, lapsed INTEGER NOT NULL, accepts_work INTEGER,
+    requested_rank INTEGER, state TEXT NOT NULL, accepts_reassigned_work INTEGER,
     PRIMARY KEY (run, trainer)
 ) WITHOUT ROWID;
 CREATE TABLE ranks (
-    run TEXT NOT NULL, global_rank INTEGER NOT NULL, owner TEXT NOT NULL, holder TEXT NOT NULL, epoch INTEGER NOT NULL,
+    run TEXT NOT NULL, global_rank INTEGER NOT NULL, owner TEXT NOT NULL, trainer TEXT NOT NULL, epoch INTEGER NOT NULL,
     step INTEGER NOT NULL, attempt INTEGER NOT NULL, PRIMARY KEY (run, global_rank)
 ) WITHOUT ROWID;
 CREATE TABLE addresses (
@@ -71,7 +69,7 @@ CREATE TABLE finished (
     parts BLOB NOT NULL, PRIMARY KEY (run, global_rank)
 ) WITHOUT ROWID;
 CREATE TABLE commits (
-    run TEXT NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL, decider TEXT NOT NULL, optimizer BLOB NOT NULL,
+    run TEXT NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL, leader TEXT NOT NULL, optimizer BLOB NOT NULL,
     clip_coefficient REAL NOT NULL, unit_order TEXT NOT NULL, grad_norm REAL NOT NULL, norm_type REAL,
     other_norm REAL, skipped INTEGER NOT NULL,
     PRIMARY KEY (run, step)
@@ -79,23 +77,24 @@ CREATE TABLE commits (
 CREATE TABLE states (run TEXT PRIMARY KEY, step INTEGER NOT NULL, state BLOB NOT NULL) WITHOUT ROWID;
 """
 
-_CHANGING = {"members": "trainer", "ranks": "global_rank", "addresses": "name"}
-"""Tables of which a save writes only the rows that changed, and the columns that name a row of a run."""
-_RUN_TABLES = (*_CHANGING, "runs", "units", "shards", "finished", "commits", "states")
+_DIFFED_TABLES = {"members": "trainer", "ranks": "global_rank", "addresses": "name"}
+"""Tables of which ``save_run`` writes only the changed rows, with the column that identifies a row within a run."""
+_RUN_TABLES = (*_DIFFED_TABLES, "runs", "units", "shards", "finished", "commits", "states")
 
 Result = TypeVar("Result")
 
 
 class Storage:
-    """The state of one coordinator, in one file that no other process may open.
+    """The stored state of one coordinator.
 
-    Methods run one after another in a thread of their own, in the order in which they were called.
+    SQLite calls block, so they run in a thread of their own, one after another in the order of the calls. The async
+    methods are for the event loop. Every ``save`` and ``delete`` method returns when its change is durable.
 
     Args:
-        directory: Where the file is, or shall be made.
+        directory: Directory of the SQLite file. It is created if it does not exist.
 
     Raises:
-        ConflictError: Another coordinator uses the file, or it is of another schema.
+        ConflictError: Another coordinator uses the file, or the file has another schema version.
         UnavailableError: The file cannot be read or written.
     """
 
@@ -103,13 +102,13 @@ class Storage:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwell-storage")
         self._database = Database(directory / FILE_NAME, _SCHEMA, SCHEMA_VERSION)
         self.term = self._begin_term()
-        """Rises with every process that opens the file."""
+        """Term of this coordinator: rises by one each time the file is opened."""
         self.server_epoch = self._fact("server_epoch")
-        """The highest epoch of the servers that were forgotten."""
+        """Highest epoch of a server that was forgotten."""
         self._stored: dict[str, RunRecord] = {}
-        """What the file holds of each run, by name: only what differs is written."""
+        """Last stored record of each run, by run name. ``save_run`` writes the difference."""
         self.lost = asyncio.Event()
-        """Set when nobody can tell any more what the file holds: this coordinator must end."""
+        """Set when the outcome of a write is unknown. The coordinator must then stop."""
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
@@ -117,33 +116,28 @@ class Storage:
 
     @property
     def why_lost(self) -> UnavailableError | None:
-        """Why nobody can tell what the file holds."""
+        """The error that set ``lost``."""
         return self._database.lost
 
     async def load(self) -> StoredState:
-        """Everything."""
+        """Reads everything that is stored."""
         return await self._call(self._load)
 
     async def save_server(self, record: ServerRecord) -> None:
-        """Returns once it is durable, as all ``save`` methods."""
+        """Stores a shard server."""
         await self._call(self._database.write, [(_upsert("servers", 7), [_values(record)])])
 
     async def delete_server(self, server_id: str, last_epoch: int) -> None:
-        """Forgets a server. Its epoch stays used up.
-
-        Args:
-            server_id: Name of the server.
-            last_epoch: The highest epoch of any server.
-        """
+        """Deletes a server and stores ``last_epoch``, the highest epoch of any server, so that no epoch is reused."""
         delete = ("DELETE FROM servers WHERE server_id = ?", [(server_id,)])
         await self._call(self._database.write, [delete, (_upsert("facts", 2), [("server_epoch", last_epoch)])])
 
     async def save_run(self, record: RunRecord) -> None:
-        """Writes what differs from the record that was saved before."""
+        """Stores a run. Writes only rows that differ from the last saved record."""
         await self._call(self._write_run, record)
 
     def _write_run(self, record: RunRecord) -> None:
-        run, former = record.run, self._stored.get(record.run)
+        run, before = record.run, self._stored.get(record.run)
         row = (
             run,
             record.run_id,
@@ -155,46 +149,50 @@ class Storage:
             record.initializer_epoch,
         )
         writes: list[Write] = [(_upsert("runs", 8), [row])]
-        for table, key in _CHANGING.items():
-            before = _rows_by_key(former, table)
-            now = _rows_by_key(record, table)
-            gone = [(run, each) for each in before.keys() - now.keys()]
-            changed = [(run, *values) for each, values in now.items() if before.get(each) != values]
-            if gone:
-                writes.append((f"DELETE FROM {table} WHERE run = ? AND {key} = ?", gone))
+        for table, key in _DIFFED_TABLES.items():
+            old_rows, new_rows = _rows_by_key(before, table), _rows_by_key(record, table)
+            deleted = [(run, each) for each in old_rows.keys() - new_rows.keys()]
+            changed = [(run, *values) for each, values in new_rows.items() if old_rows.get(each) != values]
+            if deleted:
+                writes.append((f"DELETE FROM {table} WHERE run = ? AND {key} = ?", deleted))
             if changed:
-                writes.append((_upsert(table, 1 + len(changed[0][1:])), changed))
+                writes.append((_upsert(table, len(changed[0])), changed))
         self._database.write(writes)
         self._stored[run] = record
 
     async def save_units(self, run: str, records: Sequence[UnitRecord]) -> None:
+        """Stores units and their shards, replacing the units' previous shards."""
         units = [(run, record.unit_index, record.spec, record.published) for record in records]
         shards = [
             (run, record.unit_index, at.start_bytes, at.stop_bytes, at.server_id, at.incarnation)
             for record in records
             for at in record.shards
         ]
-        former = [(run, record.unit_index) for record in records]
+        replaced = [(run, record.unit_index) for record in records]
         writes = [
             (_upsert("units", 4), units),
-            ("DELETE FROM shards WHERE run = ? AND unit_index = ?", former),
+            ("DELETE FROM shards WHERE run = ? AND unit_index = ?", replaced),
             (_upsert("shards", 6), shards),
         ]
         await self._call(self._database.write, writes)
 
     async def save_finished(self, run: str, step: int, records: Sequence[FinishedRecord]) -> None:
-        """Survives the death of this process at once, of the machine only from the next commit on."""
+        """Stores the finished items of a step.
+
+        Not synced to disk: the rows survive a crash of this process, but a crash of the machine only after the next
+        commit.
+        """
         rows = [(run, step, *_values(record)) for record in records]
         await self._call(self._database.write, [_clear("finished", run), (_upsert("finished", 5), rows)], full=False)
 
     async def save_commit(self, run: str, record: CommitRecord, state: bytes | None) -> None:
-        """The commit record: once it is durable, the step is committed."""
+        """Stores a commit record and, if it changed, the run's state. When this returns, the step is committed."""
         order = " ".join(map(str, record.unit_order))
         row = (
             run,
             record.step,
             record.time,
-            record.decider,
+            record.leader,
             record.optimizer,
             record.clip_coefficient,
             order,
@@ -213,7 +211,7 @@ class Storage:
         await self._call(self._database.write, writes)
 
     async def delete_run(self, run: str, last_epoch: int) -> None:
-        """Deletes all of a run; keeps its highest epoch, which later runs start from."""
+        """Deletes a run. Keeps its highest epoch: the epochs of later runs start above it."""
         keep = (
             "INSERT INTO facts VALUES ('deleted_last_epoch', ?) "
             "ON CONFLICT DO UPDATE SET value = max(value, excluded.value)"
@@ -267,17 +265,16 @@ class Storage:
                 incarnation,
                 epoch,
                 rank,
-                bool(live),
-                bool(lapsed),
+                state,
                 None if accepts is None else bool(accepts),
             )
-            for _, trainer, host, incarnation, epoch, rank, live, lapsed, accepts in self._rows("members", run)
+            for _, trainer, host, incarnation, epoch, rank, state, accepts in self._rows("members", run)
         ]
         commits = [
             CommitRecord(
                 step,
                 time,
-                decider,
+                leader,
                 optimizer,
                 clip,
                 tuple(map(int, order.split())),
@@ -286,7 +283,7 @@ class Storage:
                 other_norm,
                 bool(skipped),
             )
-            for _, step, time, decider, optimizer, clip, order, grad_norm, norm_type, other_norm, skipped in self._rows(
+            for _, step, time, leader, optimizer, clip, order, grad_norm, norm_type, other_norm, skipped in self._rows(
                 "commits", run
             )
         ]
@@ -322,7 +319,7 @@ class Storage:
         ]
 
     def _rows(self, table: str, run: str) -> list[Any]:
-        """Rows of one run by their second column: the rank, name, index or step."""
+        """Returns the rows of one run, sorted by their second column: the rank, name, index or step."""
         return self._database.read(f"SELECT * FROM {table} WHERE run = ? ORDER BY 2", (run,))
 
 
@@ -335,7 +332,7 @@ def _clear(table: str, run: str) -> Write:
 
 
 def _rows_by_key(record: RunRecord | None, table: str) -> dict[object, tuple[object, ...]]:
-    """A record's rows of one table, without the run, by their first column."""
+    """Returns a record's rows of one table, without the run column, by their first column."""
     if record is None:
         return {}
     if table == "addresses":
@@ -345,5 +342,5 @@ def _rows_by_key(record: RunRecord | None, table: str) -> dict[object, tuple[obj
 
 
 def _values(record: Any) -> tuple[object, ...]:
-    """A record's fields in order: the columns of its table."""
+    """Returns a record's fields in the order of the table's columns."""
     return tuple(getattr(record, field.name) for field in fields(record))
