@@ -28,7 +28,7 @@ def join(cluster: shardwell.LocalCluster, transports: str | None = None) -> shar
 
 
 def lost(units: str) -> str:
-    return rf"server 'shard-0' at .* has ended, and its shards of this run, of {units}, are lost: delete the run"
+    return rf"server 'shard-0' at .* has ended, and its shards of {units} of this run are lost: delete the run"
 
 
 def test_between_two_declarations(cluster: shardwell.LocalCluster) -> None:

@@ -265,5 +265,5 @@ def test_changing_the_optimizer_of_a_run_is_rejected(sharded: tuple[shardwell.Se
         shardwell.ClientSide(model.parameters(), torch.optim.Rprop, lr=0.1),
         shardwell.optim.SGD(model.parameters(), lr=0.1),
     ):
-        with pytest.raises(shardwell.ConflictError, match="'trainer/SGD' and its state is that optimizer's"):
+        with pytest.raises(shardwell.ConflictError, match="already has 'trainer/SGD' state in this run"):
             other.step()

@@ -315,4 +315,4 @@ def test_trainers_that_disagree_about_scaling_are_rejected(cluster_of_three: sha
     with ThreadPoolExecutor(2) as trainers:
         results = [each.result(timeout=60) for each in [trainers.submit(train, rank) for rank in range(2)]]
     assert results[0] == "stepped"
-    assert "HyperparameterMismatchError: whether losses are scaled" in results[1]
+    assert "HyperparameterMismatchError: skip_non_finite" in results[1]
