@@ -328,7 +328,7 @@ def test_errors_arrive_as_what_they_were(shared: Cluster) -> None:
     assert stale.value.data == {"run": a.run, "trainer": "a", "epoch": str(a.epoch)}
     with pytest.raises(WorldError, match=r"World\(dp=0\)"):
         shared.call("DescribeWorld", world=common_pb2.World())
-    with pytest.raises(StepStateError, match="step 3 of run .* has not started"):
+    with pytest.raises(StepStateError, match=r"step 3 of run .* has not started"):
         shared.call("FinishWork", context=a.context(3), trainer="a")
     with pytest.raises(NotFoundError, match="run 'nobody' does not exist"):
         shared.call("ListUnits", run="nobody")
