@@ -1,7 +1,7 @@
-"""Finds the credentials of a cluster: of a file that the user names, or of a local cluster that this user started.
+"""Finds the credentials of a cluster: in a file that the user names, or among this user's local clusters.
 
-A local cluster leaves its token where only its user can look: a file per server address, in a folder of the user.
-Whoever started the cluster holds a lock on each file, so that what a killed process left behind is not used.
+A local cluster publishes its token in one file per server address, in a folder that only its user can read. The
+process that started the cluster holds a lock on each file. Files without a lock were left by a killed process.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = "shardwell_tokens"
 _SHARED_DIRECTORY = Path("/tmp")
-"""Not the temporary directory of the environment, which may differ between two terminals of one user."""
+"""Fixed, because TMPDIR may differ between two terminals of one user."""
 
 _ATTEMPTS = 10
 _UNFINISHED_S = 60.0
-"""An empty file that is younger may still be written."""
+"""Seconds for which an empty file counts as being written."""
 
 
 def find_credentials(address: str, token_file: str | None = None) -> Credentials:
-    """The credentials for a server.
+    """Returns the credentials for a server.
 
     Args:
         address: host:port of the server.
-        token_file: File with the cluster's token. None: look the address up among the local clusters of this user,
-            then read the file that ``SHARDWELL_TOKEN_FILE`` names. Without either there are none.
+        token_file: File with the cluster's token. None: the token of this user's local cluster at the address, else of
+            the file in ``SHARDWELL_TOKEN_FILE``, else none.
 
     Raises:
-        UsageError: The file is missing, can be read by others, or contains no token.
+        UsageError: The file is missing, is readable by other users, or contains no token.
     """
     if token_file:
         return read_token_file(token_file)
-    if (found := _of_local_cluster(address)) is not None:
+    if (found := _find_local_cluster(address)) is not None:
         return found
     named = os.environ.get(TOKEN_FILE_VARIABLE)
     return read_token_file(named) if named else NO_CREDENTIALS
 
 
 class PublishedCredentials:
-    """Credentials that other processes of this user find by an address, until ``withdraw``.
+    """Publishes credentials, which other processes of this user then find by an address, until ``withdraw``.
 
     Args:
         address: host:port of a server on this host.
-        credentials: Of its cluster.
+        credentials: Credentials of its cluster.
     """
 
     def __init__(self, address: str, credentials: Credentials) -> None:
@@ -68,8 +68,8 @@ class PublishedCredentials:
             except OSError as error:
                 logger.info("the token of %s is not published in %s: %s", address, candidate, error)
         logger.warning(
-            "other processes cannot look up the token of the cluster at %s: no folder for it could be made. "
-            "Set %s for them",
+            "other processes cannot look up the token of the cluster at %s, because no folder for it could be created. "
+            "Set %s in their environment",
             address,
             TOKEN_FILE_VARIABLE,
         )
@@ -80,12 +80,12 @@ class PublishedCredentials:
             (path, descriptor), self._file = self._file, None
             path.unlink(missing_ok=True)
             os.close(descriptor)
-            with suppress(OSError):  # other clusters are published there
+            with suppress(OSError):  # other clusters have files in the folder
                 path.parent.rmdir()
 
 
-def _of_local_cluster(address: str) -> Credentials | None:
-    """The credentials that a process which is alive published for an address."""
+def _find_local_cluster(address: str) -> Credentials | None:
+    """Returns the credentials that a live process has published for an address."""
     pattern = f"{_key(address)}.*"
     for folder in _folders():
         for path in folder.glob(pattern):
@@ -95,20 +95,20 @@ def _of_local_cluster(address: str) -> Credentials | None:
                 if is_in_use and path.stat().st_size:
                     return read_token_file(path)
             except (OSError, UsageError):
-                continue  # it is removed or written at this moment
+                continue  # another process removes or writes the file now
     return None
 
 
 def _key(address: str) -> str:
-    """The name of an address, the same for all names of this host."""
+    """Returns the file name of an address. All names of this host have the same file name."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    is_here = host.startswith("127.") or host in ("localhost", "::1", socket.gethostname())
-    return f"{'localhost' if is_here else host}:{port}".replace("/", "_")
+    is_local = host.startswith("127.") or host in ("localhost", "::1", socket.gethostname())
+    return f"{'localhost' if is_local else host}:{port}".replace("/", "_")
 
 
 def _runtime_folder() -> list[Path]:
-    """The folder below ``XDG_RUNTIME_DIR``, if that is this user's own."""
+    """Returns the folder in ``XDG_RUNTIME_DIR`` if this user owns that directory."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime:
         with suppress(OSError), opened(open_folder(runtime)):
@@ -117,17 +117,17 @@ def _runtime_folder() -> list[Path]:
 
 
 def _candidates() -> Iterator[Path]:
-    """Folders to publish in, in order of preference."""
+    """Yields folders to publish in, in order of preference."""
     yield from _runtime_folder()
     name = f"{_FOLDER}-{os.geteuid()}"
     yield _SHARED_DIRECTORY / name
-    # Another user may have made a folder of the well-known name.
+    # Another user may have created the folder with the predictable name.
     with suppress(OSError):
         yield Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_SHARED_DIRECTORY))
 
 
 def _folders() -> Iterator[Path]:
-    """Folders of this user in which credentials may be published."""
+    """Yields the existing folders in which this user may have published credentials."""
     found = _SHARED_DIRECTORY.glob(f"{_FOLDER}-{os.geteuid()}*")
     for folder in (*_runtime_folder(), *found):
         with suppress(OSError), opened(open_folder(folder)):
@@ -135,11 +135,11 @@ def _folders() -> Iterator[Path]:
 
 
 def _publish(folder: Path, key: str, credentials: Credentials) -> tuple[Path, int]:
-    """Writes a file that this process holds a lock on; returns its path and the descriptor with the lock."""
+    """Writes and locks a file; returns its path and the descriptor that holds the lock."""
     for _ in range(_ATTEMPTS):
         folder.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileNotFoundError), opened(open_folder(folder)) as opened_folder:
-            _remove_remains(folder)
+            _remove_stale_files(folder)
             name = f"{key}.{secrets.token_hex(8)}"
             descriptor = open_file(name, write=True, create=True, folder=opened_folder)
             try:
@@ -149,11 +149,11 @@ def _publish(folder: Path, key: str, credentials: Credentials) -> tuple[Path, in
                 os.close(descriptor)
                 raise
             return folder / name, descriptor
-    raise FileNotFoundError(f"{folder} is removed again and again")
+    raise FileNotFoundError(f"other processes removed {folder} {_ATTEMPTS} times")
 
 
-def _remove_remains(folder: Path) -> None:
-    """Removes the files of processes that were killed."""
+def _remove_stale_files(folder: Path) -> None:
+    """Removes the files that killed processes have left."""
     for path in folder.iterdir():
         with suppress(OSError), opened(open_file(path, write=True)) as descriptor:
             found = os.fstat(descriptor)
@@ -163,7 +163,7 @@ def _remove_remains(folder: Path) -> None:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Takes a lock if that is possible at once."""
+    """Locks a file without waiting; returns whether it is locked."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""A cluster inside the process of a test, so that a training script can be tested in seconds and unchanged.
+"""A cluster inside a test's process, to test an unchanged training script in seconds.
 
 >>> def test_my_script_trains():
 ...     with shardwell.testing.in_process_cluster(dp=2):
@@ -25,23 +25,23 @@ _PREFIX = "SHARDWELL_"
 
 @contextmanager
 def in_process_cluster(num_shards: int = 1, *, dp: int = 1, memory_budget: int = 1 << 30) -> Iterator[str]:
-    """Runs a coordinator and shard servers in threads of this process, and has ``shardwell.join()`` use them.
+    """Runs a coordinator and shard servers in threads of this process, which ``shardwell.join()`` then uses.
 
-    The servers are those of a real cluster, with the same arithmetic: a script trains to the same weights as on a
-    cluster of separate processes that compute with as many threads. Nothing is kept: each cluster starts empty.
-    While it is there, the environment has its address in ``SHARDWELL_ADDRESS`` and no other ``SHARDWELL_*`` variables
-    but those below; torchrun's RANK and WORLD_SIZE are hidden. On exit the sessions that are still open are closed.
+    The servers compute like those of a real cluster: a script trains to the same weights as on a cluster of separate
+    processes with the same number of threads. Each cluster starts empty. While the context is open, the environment
+    has only the ``SHARDWELL_*`` variables below, and torchrun's RANK and WORLD_SIZE are hidden. On exit, open sessions
+    are closed.
 
-    Not for measurements: trainer and servers share one interpreter.
+    Do not measure speed with it: trainer and servers share one interpreter.
 
     Args:
-        num_shards: Shard servers.
-        dp: Size of the data axis unless ``join(world=...)`` says otherwise (``SHARDWELL_DP``). One process plays all
-            ranks (``SHARDWELL_MIN_TRAINERS=1``), one after another in ``step.batches``.
+        num_shards: Number of shard servers.
+        dp: Size of the data axis (``SHARDWELL_DP``), unless the script passes ``join(world=...)``. This process plays
+            all ranks (``SHARDWELL_MIN_TRAINERS=1``), one after another in ``step.batches``.
         memory_budget: Bytes that each shard server may use.
 
     Yields:
-        The coordinator's host:port, for ``shardwell.join(address)``.
+        The coordinator's host:port (``SHARDWELL_ADDRESS``).
 
     Raises:
         UsageError: ``num_shards`` or ``dp`` is not positive.
@@ -72,7 +72,7 @@ def in_process_cluster(num_shards: int = 1, *, dp: int = 1, memory_budget: int =
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Replaces what ``join`` reads of the environment."""
+    """Replaces the variables that ``join`` reads while the context is open."""
     former = dict(os.environ)
     hidden = [name for name in former if name.startswith(_PREFIX) or name in ("RANK", "WORLD_SIZE")]
     try:

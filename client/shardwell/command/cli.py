@@ -1,4 +1,4 @@
-"""The ``shardwell`` command: launch training scripts, and look at what a cluster does."""
+"""The ``shardwell`` command: launches training scripts, inspects clusters, plans runs and exports weights."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from shardwell_wire.errors import ShardwellError
 _EPILOG = """\
 Train on this machine:             shardwell launch --num-trainers 2 --num-shards 2 train.py
 Train on a cluster:                shardwell launch --coordinator HOST:PORT --run NAME train.py
-What will a run take?              shardwell plan MODEL --dp 8 --servers 4 --bandwidth 10gbit
-See what a cluster does:           shardwell runs; shardwell run NAME; shardwell servers
-Why does nothing move?             shardwell stall NAME
-Look at a weight while it trains:  shardwell peek NAME blocks.0.mlp.0.weight
-Take the weights out meanwhile:    shardwell export NAME FOLDER
+How much memory does a run need?   shardwell plan MODEL --dp 8 --servers 4 --bandwidth 10gbit
+Inspect a cluster:                 shardwell runs; shardwell run NAME; shardwell servers
+Why does a run not progress?       shardwell stall NAME
+Read a weight during training:     shardwell peek NAME blocks.0.mlp.0.weight
+Export weights during training:    shardwell export NAME FOLDER
 """
 
 
 INTERRUPTED = 130
-"""What shells expect of a command that Ctrl-C ended."""
+"""Exit code of a command that Ctrl-C ended, as shells expect."""
 
 
 _WITH_TORCH = {
-    "plan": ("shardwell.planning.plan_command", "estimate memory, bytes per step and their time for a model"),
-    "export": ("shardwell.command.export_command", "write a run's weights to files while it trains"),
+    "plan": ("shardwell.planning.plan_command", "estimate the memory, bytes per step and transfer time of a model"),
+    "export": ("shardwell.command.export_command", "write a run's weights to files during training"),
 }
-"""The commands that need torch, which takes seconds to import: the module of each, imported when the command is used,
-and its line of help."""
+"""Module and help line of each command that needs torch. The module is imported when the command is used, because torch
+takes seconds to import."""
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser of the whole command.
+    """Returns the parser of the whole command.
 
     Args:
-        command: The subcommand that will be used: of the other ones that need torch, only the help line is there.
-            None: all of them are complete.
+        command: The subcommand that will be used. Other subcommands that need torch get their help line only. None:
+            every subcommand is complete.
     """
     parser = argparse.ArgumentParser(
         prog="shardwell",
@@ -73,6 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of a pipe has seen enough; Python would complain while it exits
+        sys.stderr.close()  # the pipe's reader has closed it; Python would report an error while it exits
         return 0
     return code

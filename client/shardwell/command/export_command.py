@@ -1,4 +1,4 @@
-"""``shardwell export``: the weights of a live run as files, while it trains on."""
+"""``shardwell export``: writes the weights of a live run to files during training."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _UNITS = {"": 1, "B": 1, **{f"{name}B": 1000**power for power, name in enumerate
     f"{name}IB": 1024**power for power, name in enumerate("KMGT", 1)
 }
 _INTERRUPTED = 130
-"""What shells expect of a command that Ctrl-C ended."""
+"""Exit code of a command that Ctrl-C ended, as shells expect."""
 
 _DESCRIPTION = """\
-Writes the committed weights of a run to a new folder, without the model's code and while training goes on. All of
-them are of one version: the shard servers keep it, in copies, until it is read. The folder appears complete or
-not at all, also after Ctrl-C or on a full disk.
+Writes the committed weights of a run to a new folder during training, without the model's code. All weights have
+the same version: the shard servers pin a copy of it until it is read. The folder appears complete or not at all,
+even after Ctrl-C or on a full disk.
 
-Names are those of the run, which `auto_wrap` makes the model's. Tied parameters are stored once. Persistent buffers,
-such as BatchNorm's statistics, are written too.
+Parameters have the names of the run. With `auto_wrap` these are the model's names. Tied parameters are stored once.
+Persistent buffers, such as BatchNorm's statistics, are written, too.
 """
 _EPILOG = """\
 examples:
@@ -61,7 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", metavar="RUN", help="name of the run")
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to write; must be empty or not exist")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder to write; must be empty or not exist")
     parser.add_argument(
         "--format",
         choices=("safetensors", "dcp"),
@@ -69,20 +69,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         help="Hugging Face's sharded safetensors, or torch.distributed.checkpoint (default: safetensors)",
     )
     parser.add_argument(
-        "--dtype", choices=sorted(_DTYPES), help="round floating-point tensors to this (default: as they are stored)"
+        "--dtype", choices=sorted(_DTYPES), help="round floating-point tensors to this dtype (default: no rounding)"
     )
     parser.add_argument(
         "--max-shard-size",
         type=parse_size,
         default=parse_size("5GB"),
         metavar="SIZE",
-        help="most bytes of tensors in one safetensors file, such as 5GB or 500MiB (default: 5GB)",
+        help="maximum size of one safetensors file, such as 5GB or 500MiB (default: 5GB)",
     )
     parser.add_argument(
         "--address",
         default=os.environ.get("SHARDWELL_ADDRESS") or DEFAULT_ADDRESS,
         metavar="HOST:PORT",
-        help="the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
+        help="address of the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
     )
     add_token_file_argument(parser)
     parser.add_argument(
@@ -90,13 +90,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         type=positive_seconds,
         default=60.0,
         metavar="S",
-        help="give up when a server does not answer, or one unit does not arrive, within S seconds (default: 60)",
+        help="seconds to wait for an answer of a server, and for one unit (default: 60)",
     )
     parser.set_defaults(handler=_export)
 
 
 def parse_size(text: str) -> int:
-    """Bytes from text such as ``5GB``, ``500MiB`` or ``1000000``."""
+    """Parses a number of bytes such as ``5GB``, ``500MiB`` or ``1000000``."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].upper() not in _UNITS or float(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: expected one such as 5GB or 500MiB")
@@ -109,33 +109,33 @@ def _export(arguments: argparse.Namespace) -> int:
     try:
         with (
             open_coordinator(arguments.address, arguments.token_file) as coordinator,
-            pinned_version(coordinator, arguments.run, timeout_s=arguments.timeout) as held,
+            pinned_version(coordinator, arguments.run, timeout_s=arguments.timeout) as pinned,
         ):
-            tensors = _tensors(held, arguments.dtype)
+            tensors = _tensors(pinned, arguments.dtype)
             _check_room(arguments.folder, total_bytes(tensors))
             with _progress(console, total_bytes(tensors)) as (progress, task):
-                paths = _write(arguments, held, tensors, _counted(_cast(held, arguments.dtype), progress, task))
+                paths = _write(arguments, pinned, tensors, _counted(_cast(pinned, arguments.dtype), progress, task))
     except KeyboardInterrupt:
         print(f"shardwell export: interrupted; nothing was written to {arguments.folder}", file=sys.stderr)
         return _INTERRUPTED
     except OSError as error:
-        print(f"shardwell export: {_explain(arguments.folder, error)}; it is as it was before", file=sys.stderr)
+        print(f"shardwell export: {_explain(arguments.folder, error)}; the folder is unchanged", file=sys.stderr)
         return 1
-    _tell(arguments, held, tensors, paths)
+    _report(arguments, pinned, tensors, paths)
     return 0
 
 
 def _check_empty(folder: Path) -> None:
     if folder.is_file():
         raise UsageError(f"{folder} is a file: name a folder")
-    if folder.is_dir() and (there := sorted(path.name for path in folder.iterdir())):
-        more = f" and {len(there) - 3} more" if len(there) > 3 else ""
-        raise UsageError(f"{folder} is not empty ({', '.join(there[:3])}{more}): name a new folder")
+    if folder.is_dir() and (present := sorted(path.name for path in folder.iterdir())):
+        more = f" and {len(present) - 3} more" if len(present) > 3 else ""
+        raise UsageError(f"{folder} is not empty ({', '.join(present[:3])}{more}): name a new folder")
 
 
 def _check_room(folder: Path, needed_bytes: int) -> None:
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free_bytes = shutil.disk_usage(there).free
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free_bytes = shutil.disk_usage(existing).free
     if free_bytes < needed_bytes:
         raise CapacityError(
             f"the weights are {format_size(needed_bytes)}, but the disk of {folder} has {format_size(free_bytes)} "
@@ -143,13 +143,13 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def _tensors(held: PinnedVersion, dtype: str | None) -> dict[str, torch.Tensor]:
-    """What is to be written, without values, in the order of the values."""
-    return {stored.name: _as(stored.hollow, dtype) for stored in (*held.parameters, *held.buffers)}
+def _tensors(pinned: PinnedVersion, dtype: str | None) -> dict[str, torch.Tensor]:
+    """Returns the tensors to write by name, without values, in the order of the values."""
+    return {stored.name: _as(stored.hollow, dtype) for stored in (*pinned.parameters, *pinned.buffers)}
 
 
-def _cast(held: PinnedVersion, dtype: str | None) -> Values:
-    return ((name, _as(value, dtype)) for name, value in held.values())
+def _cast(pinned: PinnedVersion, dtype: str | None) -> Values:
+    return ((name, _as(value, dtype)) for name, value in pinned.values())
 
 
 def _as(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
@@ -157,12 +157,12 @@ def _as(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
 
 
 def _write(
-    arguments: argparse.Namespace, held: PinnedVersion, tensors: Mapping[str, torch.Tensor], values: Values
+    arguments: argparse.Namespace, pinned: PinnedVersion, tensors: Mapping[str, torch.Tensor], values: Values
 ) -> list[Path]:
     if arguments.format == "dcp":
         write_dcp(arguments.folder, tensors, values)
         return [arguments.folder]
-    metadata = {"run": held.run, "step": str(held.version)}
+    metadata = {"run": pinned.run, "step": str(pinned.version)}
     return write_safetensors(
         arguments.folder, tensors, values, max_shard_bytes=arguments.max_shard_size, metadata=metadata
     )
@@ -170,7 +170,7 @@ def _write(
 
 @contextmanager
 def _progress(console: Console, size_bytes: int) -> Iterator[tuple[Progress, TaskID]]:
-    """A bar where somebody watches; it is gone at the end."""
+    """Shows a progress bar on a terminal, and removes it at the end."""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         yield progress, progress.add_task("exporting", total=size_bytes)
@@ -182,13 +182,13 @@ def _counted(values: Values, progress: Progress, task: TaskID) -> Values:
         progress.advance(task, value.nbytes)
 
 
-def _tell(
-    arguments: argparse.Namespace, held: PinnedVersion, tensors: Mapping[str, torch.Tensor], paths: list[Path]
+def _report(
+    arguments: argparse.Namespace, pinned: PinnedVersion, tensors: Mapping[str, torch.Tensor], paths: list[Path]
 ) -> None:
     where = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files in {arguments.folder}"
     what = f"{len(tensors)} tensors, {format_size(total_bytes(tensors))}"
-    buffers = f", {len(held.buffers)} of them buffers" if held.buffers else ""
-    print(f"run {held.run!r} after {held.version} steps: {what}{buffers}, in {where}")
+    buffers = f", {len(pinned.buffers)} of them buffers" if pinned.buffers else ""
+    print(f"run {pinned.run!r} after {pinned.version} steps: {what}{buffers}, in {where}")
 
 
 def _explain(folder: Path, error: OSError) -> str:

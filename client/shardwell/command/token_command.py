@@ -1,4 +1,4 @@
-"""``shardwell token``: prints the header that other programs send to a cluster, such as ``grpcurl -H``."""
+"""``shardwell token``: prints the header with a cluster's token, for programs such as grpcurl."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from shardwell_wire.credentials import TOKEN_FILE_VARIABLE
 from shardwell_wire.errors import NotFoundError
 
 _DESCRIPTION = """\
-Prints the header with a cluster's token, which every rpc must carry. Every local cluster has one (shardwell launch,
-shardwell.LocalCluster, shardwell.join() without an address), other clusters if their servers have --token-file.
-Commands of shardwell find the token by themselves.
+Prints the header with a cluster's token, which every rpc to the cluster carries. Every local cluster has a token
+(shardwell launch, shardwell.LocalCluster, shardwell.join() without an address). Other clusters have one if their
+servers were started with --token-file. The commands of shardwell find the token by themselves.
 """
 _EPILOG = """\
 examples:
@@ -21,7 +21,7 @@ examples:
   grpcurl -plaintext -H "$(shardwell token)" -d '{"run": "gpt"}' localhost:50051 \\
       shardwell_wire.v1.CoordinatorService/ExplainStall
 
-On a host with other users, where `ps` shows them the arguments of every program:
+On a host with other users, who can see the arguments of every program with `ps`:
   export HEADER="$(shardwell token)"
   grpcurl -plaintext -expand-headers -H '${HEADER}' localhost:50051 shardwell_wire.v1.CoordinatorService/ListRuns
 """
@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--address",
         default=os.environ.get("SHARDWELL_ADDRESS") or DEFAULT_ADDRESS,
         metavar="HOST:PORT",
-        help="a server of the cluster (default: SHARDWELL_ADDRESS, else localhost:50051)",
+        help="address of a server of the cluster (default: SHARDWELL_ADDRESS, else localhost:50051)",
     )
     add_token_file_argument(parser)
     parser.set_defaults(handler=_token)
@@ -50,8 +50,8 @@ def _token(arguments: argparse.Namespace) -> int:
     credentials = find_credentials(arguments.address, arguments.token_file)
     if not credentials:
         raise NotFoundError(
-            f"no token is known for {arguments.address}: no local cluster of this user has a server there, and "
-            f"{TOKEN_FILE_VARIABLE} is not set. A cluster whose servers were started without --token-file needs none"
+            f"no token is known for {arguments.address}: this user has no local cluster with a server at that address, "
+            f"and {TOKEN_FILE_VARIABLE} is not set. A cluster without --token-file needs no token"
         )
     print(credentials.header)
     return 0
