@@ -63,10 +63,10 @@ if TYPE_CHECKING:
     from shardwell.weights.saving import save_dcp, save_safetensors
     from shardwell.weights.sharded_state import TensorSlice, join_state_dicts, sharded_state_dict
     from shardwell.weights.state_dict import full_state_dict, iter_full_state_dict
+    from shardwell.wrapping.auto_wrap import auto_wrap
     from shardwell.wrapping.memory_strategy import MemoryOptions, MemoryStrategy
     from shardwell.wrapping.policies import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy
     from shardwell.wrapping.tiled_linear import TiledLinear
-    from shardwell.wrapping.wrap import auto_wrap
 
 __all__ = [
     "AccessError",
@@ -164,7 +164,7 @@ _MODULES = {
     "UnitMemory": "shardwell.module.memory_report",
     "WaitOptions": "shardwell.session.config",
     "amp": "shardwell.amp",
-    "auto_wrap": "shardwell.wrapping.wrap",
+    "auto_wrap": "shardwell.wrapping.auto_wrap",
     "from_safetensors": "shardwell.weights.loading",
     "full_state_dict": "shardwell.weights.state_dict",
     "fully_shard": "shardwell.module.fully_shard",

@@ -1,8 +1,8 @@
 """Loss scaling: ``torch.amp.GradScaler`` for gradients that are on the shard servers.
 
-Small gradients vanish in float16, so the loss is multiplied by a large scale before the backward. Whether a gradient
-then became infinite only the servers can tell, and they tell all trainers alike: the commit of a step either updates
-every parameter on every server or none, and says which.
+Small gradients vanish in float16, so the loss is multiplied by a large scale before the backward. Only the servers can
+detect whether a gradient then became infinite. The commit of a step updates every parameter on every server or none,
+and reports the same result to all trainers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwell_wire.errors import UsageError
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for the optimizers of ``shardwell.optim``: same methods, same rule for the scale.
+    """``torch.amp.GradScaler`` for the optimizers of ``shardwell.optim``, with the same methods and scale rule.
 
     >>> scaler = shardwell.amp.GradScaler()
     >>> session.track(scaler=scaler)
@@ -29,17 +29,17 @@ class GradScaler(torch.amp.GradScaler):
     ...     scaler.step(optimizer)
     ...     scaler.update()
 
-    ``step`` commits the step on every trainer, also where it skips the update because a gradient on any server is
-    not finite: the parameters and the optimizer's state are unchanged then, and ``update`` lowers the scale on all.
-    A local ``torch.optim`` optimizer is treated as torch does.
+    ``step`` commits the step on every trainer. If a gradient on any server is not finite, the update is skipped: the
+    parameters and the optimizer's state do not change, and ``update`` lowers the scale on all trainers. Optimizers of
+    ``torch.optim`` are handled as torch does.
 
     Args:
-        device: Of the optimizers that are not sharded; sharded ones need none.
-        init_scale: The first scale. A power of two leaves the gradients' bits alone.
-        growth_factor: What the scale is multiplied by after ``growth_interval`` steps without a skip.
-        backoff_factor: What the scale is multiplied by after a step that was skipped.
-        growth_interval: Number of steps.
-        enabled: If False, ``step`` is the optimizer's, and all else does nothing.
+        device: Device of the optimizers that are not sharded.
+        init_scale: The first scale. A power of two does not round gradients.
+        growth_factor: Factor of the scale after ``growth_interval`` steps without a skip.
+        backoff_factor: Factor of the scale after a skipped step.
+        growth_interval: Number of consecutive steps without a skip before the scale grows.
+        enabled: If False, ``step`` calls the optimizer's, and the other methods do nothing.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if self._enabled:
-            # A trainer that joins a run goes through the end of its last step without having scaled a loss.
+            # A trainer that joins a run may call `update` before it has scaled a loss.
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Has the optimizer count its gradients as divided by the scale; needed before clipping only.
+        """Makes the optimizer divide its gradients by the scale; needed only before clipping.
 
         Raises:
-            RuntimeError: It was called before in this step, or after ``step``.
+            RuntimeError: ``unscale_`` or ``step`` was already called in this step.
         """
         if not isinstance(optimizer, ShardedOptimizer) or not self._enabled:
             super().unscale_(optimizer)
@@ -74,16 +74,16 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Commits the step; the parameters change only if every gradient on every server is finite.
+        """Commits the step. The parameters change only if every gradient on every server is finite.
 
         Raises:
-            RuntimeError: It was called before in this step.
+            RuntimeError: ``step`` was already called in this step.
             UsageError: A closure was passed.
         """
         if not isinstance(optimizer, ShardedOptimizer) or not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         if args or kwargs:
-            raise UsageError("GradScaler.step takes no closure: compute the loss before, and scale it")
+            raise UsageError("GradScaler.step takes no closure: compute the loss and scale it before the call")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")

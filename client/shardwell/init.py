@@ -1,9 +1,9 @@
-"""Initial values that the servers draw themselves: nothing is computed in a trainer and nothing is sent.
+"""Initial values that the servers draw, so that trainers compute and send nothing.
 
 >>> shardwell.auto_wrap(model, session, policy, source=shardwell.init.drawn())
 
-A value is a function of the run's seed, the parameter's name and the element's number: not of how many servers
-there are, nor of which modules form units. Names are those in the run (``auto_wrap`` gives those in the model).
+A value depends on the run's seed, the parameter's name and the element's index only, and not on the number of servers
+or the cut into units. Names are those in the run (``auto_wrap`` uses the names in the model).
 """
 
 from __future__ import annotations
@@ -42,88 +42,88 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Draw:
-    """How one parameter's values are distributed; made by ``normal``, ``uniform`` and so on."""
+    """The distribution of one parameter's values. ``normal``, ``uniform`` and the other functions return one."""
 
     distribution: initialization_pb2.Distribution
     zero_row: int | None = None
-    """Index in the first dim of what is 0 all the same."""
+    """Row along the first dim that is 0."""
 
     def with_zero_row(self, row: int) -> Draw:
-        """The same, but for one row that is 0: of an embedding that for ``padding_idx``.
+        """Returns the same distribution with one row of zeros, such as an embedding's ``padding_idx``.
 
         Args:
-            row: From 0.
+            row: Index of the row, from 0.
         """
         return replace(self, zero_row=row)
 
 
 Rule = Callable[[nn.Module, str, nn.Parameter], Draw | None]
-"""``(module that holds it, name, parameter) -> Draw``; None leaves it to ``default_rule``."""
+"""``(module that holds the parameter, name, parameter) -> Draw``; None selects ``default_rule``."""
 
 
 def zeros() -> Draw:
-    """0 everywhere."""
+    """Zeros."""
     return constant(0.0)
 
 
 def ones() -> Draw:
-    """1 everywhere."""
+    """Ones."""
     return constant(1.0)
 
 
 def constant(value: float) -> Draw:
-    """The same value everywhere."""
+    """One value for all elements."""
     return Draw(initialization_pb2.Distribution(constant=value))
 
 
 def uniform(low: float = 0.0, high: float = 1.0) -> Draw:
-    """Evenly distributed over ``[low, high)``."""
+    """The uniform distribution over ``[low, high)``."""
     return Draw(initialization_pb2.Distribution(uniform=initialization_pb2.Uniform(low=low, high=high)))
 
 
 def normal(mean: float = 0.0, std: float = 1.0) -> Draw:
-    """Normally distributed."""
+    """The normal distribution."""
     return Draw(initialization_pb2.Distribution(normal=initialization_pb2.Normal(mean=mean, standard_deviation=std)))
 
 
 def trunc_normal(mean: float = 0.0, std: float = 1.0, low: float = -2.0, high: float = 2.0) -> Draw:
-    """Normally distributed, without values outside ``[low, high]``; as ``torch.nn.init.trunc_normal_``."""
+    """The normal distribution truncated to ``[low, high]``, as ``torch.nn.init.trunc_normal_``."""
     cut = initialization_pb2.Normal(mean=mean, standard_deviation=std, low=low, high=high)
     return Draw(initialization_pb2.Distribution(normal=cut))
 
 
 def drawn(rule: Rule | None = None, *, init: InitFunction | None = None) -> DrawnValues:
-    """A source for ``fully_shard`` and ``auto_wrap``: the servers draw all parameters.
+    """Returns a source for ``fully_shard`` and ``auto_wrap`` with which the servers draw all parameters.
 
     Args:
-        rule: How; where it returns None, and by default, the distributions of ``default_rule``.
-        init: Initialises modules that have buffers on the meta device; by default their ``reset_parameters``.
+        rule: Chooses the distribution of each parameter. The default, also if it returns None, is ``default_rule``.
+        init: Initialises modules with buffers on the meta device; by default their ``reset_parameters``.
     """
     return DrawnValues(rule or (lambda module, name, parameter: None), init)
 
 
 def default_rule(module: nn.Module, name: str, parameter: nn.Parameter) -> Draw:
-    """The distributions that torch's own modules have after construction.
+    """Returns the distribution that torch's own modules use at construction.
 
     Args:
-        module: What holds the parameter.
-        name: Its name; the part after the last dot is that in the module.
-        parameter: It.
+        module: The module that holds the parameter.
+        name: Name of the parameter; the part after the last dot is its name in the module.
+        parameter: The parameter.
 
     Raises:
-        UsageError: A module of another kind.
+        UsageError: The module is not one of torch's.
     """
-    draw = _of_torchs_module(module, name, parameter)
+    draw = _torch_default(module, name, parameter)
     if draw is None:
         raise UsageError(
-            f"shardwell.init.default_rule knows no distribution for {name!r} of {type(module).__name__}: give one, "
+            f"shardwell.init.default_rule has no distribution for {name!r} of {type(module).__name__}: pass one, "
             "shardwell.init.drawn(lambda module, name, parameter: ...)",
             parameter=name,
         )
     return draw
 
 
-def _of_torchs_module(module: nn.Module, name: str, parameter: nn.Parameter) -> Draw | None:
+def _torch_default(module: nn.Module, name: str, parameter: nn.Parameter) -> Draw | None:
     own_name, draw = name.rpartition(".")[2], None
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         draw = replace(normal(), zero_row=module.padding_idx)
@@ -136,7 +136,7 @@ def _of_torchs_module(module: nn.Module, name: str, parameter: nn.Parameter) -> 
     elif isinstance(module, RNNBase | RNNCellBase):
         draw = _symmetric(1 / math.sqrt(max(1, module.hidden_size)))
     elif isinstance(module, nn.MultiheadAttention):
-        draw = _of_attention(own_name, parameter)
+        draw = _attention_default(own_name, parameter)
     elif isinstance(module, nn.PReLU):
         draw = constant(0.25)
     return draw
@@ -150,18 +150,18 @@ def _symmetric(bound: float) -> Draw:
     return uniform(-bound, bound)
 
 
-def _of_attention(own_name: str, parameter: nn.Parameter) -> Draw:
+def _attention_default(own_name: str, parameter: nn.Parameter) -> Draw:
     if own_name == "in_proj_bias":
         return zeros()
     fan_out, fan_in = parameter.shape[0], math.prod(parameter.shape[1:])
-    if own_name in ("bias_k", "bias_v"):  # of shape (1, 1, width)
+    if own_name in ("bias_k", "bias_v"):  # [1, 1, width]
         return normal(std=1 / math.sqrt(parameter.shape[2]))
     return _symmetric(math.sqrt(6 / (fan_in + fan_out)))
 
 
 @dataclass(frozen=True)
 class DrawnValues:
-    """A source whose values the servers draw; from ``drawn``."""
+    """A source whose values the servers draw. Made by ``drawn``."""
 
     rule: Rule
     init: InitFunction | None
@@ -171,16 +171,16 @@ class DrawnValues:
         return _Draws({index: self._draw(index, entry, naming) for index, entry in enumerate(found)})
 
     def fill(self, site: Site, tensor: torch.Tensor) -> bool:
-        """See ``ValueSource.fill``: what stays in the trainer is not drawn."""
+        """See ``ValueSource.fill``. Tensors that stay in the trainer are not drawn."""
         return False
 
     def _draw(self, index: int, entry: FoundParameter, naming: Naming) -> initialization_pb2.ParameterDraw:
         name, module = entry.names[0].removeprefix(naming.prefix), entry.sites[0].module
         draw = self.rule(module, name, entry.parameter) or default_rule(module, name, entry.parameter)
         box = local_box(entry.parameter)
-        # Ranks that hold different parts of a parameter must not draw the same numbers, those of replicas must.
+        # Ranks with different parts of a parameter must draw different numbers, ranks with the same part equal ones.
         stream = name if box.is_whole else f"{name}@{','.join(map(str, box.offsets))}"
-        zero_start, zero_stop = _zeros(draw, box, name)
+        zero_start, zero_stop = _zero_range(draw, box, name)
         return initialization_pb2.ParameterDraw(
             parameter_index=index,
             distribution=draw.distribution,
@@ -191,13 +191,13 @@ class DrawnValues:
         )
 
 
-def _zeros(draw: Draw, box: Box, name: str) -> tuple[int, int]:
-    """Which elements of this process's part of a parameter are 0; half-open."""
+def _zero_range(draw: Draw, box: Box, name: str) -> tuple[int, int]:
+    """Returns the half-open range of zeros in this process's part of a parameter."""
     if draw.zero_row is None:
         return 0, 0
     if not (box.whole and 0 <= draw.zero_row < box.whole[0]):
         raise UsageError(
-            f"row {draw.zero_row} of {name!r} is to be 0, but its shape is {box.whole}: expected a row from 0 on",
+            f"zero row {draw.zero_row} of {name!r} is out of range: its shape is {box.whole}",
             parameter=name,
         )
     row, size = draw.zero_row - box.offsets[0], math.prod(box.shape[1:])

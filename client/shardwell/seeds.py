@@ -1,4 +1,4 @@
-"""Seeds that every process works out alike."""
+"""Derived seeds, which every process computes alike."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed below 2**63 from numbers and names; equal parts give equal seeds on every machine."""
+    """Returns a seed below 2**63 for numbers and names. Equal arguments give equal seeds on every machine."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
-from shardwell.processes.server_process import ServerProcess
+from shardwell.processes.local_cluster import ServerProcess
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.errors import (
     DuplicateError,

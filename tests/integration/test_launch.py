@@ -161,7 +161,7 @@ def test_a_trainer_that_dies_is_started_again(launch: Launch, script: Path, tmp_
     command = write(script, source, marker=str(tmp_path / "marker"))
     done = launch(*NOWHERE, "--num-trainers", "1", "--restart", "1", command)
     assert (done.returncode, done.stdout) == (0, "[trainer-0] second start\n")
-    assert "trainer-0 ended by SIGKILL; starting it again (1 of 1)" in done.stderr
+    assert "trainer-0 ended by SIGKILL; restarting it (1 of 1)" in done.stderr
 
 
 def test_a_trainer_is_not_started_again_for_ever(launch: Launch, script: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_killed_trainer_comes_back_into_the_run(cluster: shardwell.LocalCluste
         wait_for_lines(process, "step 2 ", 2)
         victim = next(child for child in descendants(process.pid) if "script.py" in " ".join(child.cmdline()))
         victim.send_signal(signal.SIGKILL)
-        wait_for_lines(process, "starting it again (1 of 1)", 1)
+        wait_for_lines(process, "restarting it (1 of 1)", 1)
         wait_for_lines(process, "step 39 ", 2)
         assert process.wait(30) == 0
 

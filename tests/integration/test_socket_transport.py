@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.processes.server_process import ServerProcess
+from shardwell.processes.local_cluster import ServerProcess
 from shardwell.transport.base import NEARLY_DONE_BYTES, StreamTransport
 from shardwell.transport.grpc_transport import GrpcTransport, ShardClient
 from shardwell.transport.rpc import Endpoint

@@ -1,4 +1,4 @@
-"""Activations that wait elsewhere for the backward: the same bits, less memory, nothing left behind."""
+"""Offloaded activations give the same bits, need less memory and leave no files."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def wrap_and_offload(to: Path, *, before: bool = False, min_bytes: int = 1) -> C
     return wrap
 
 
-# Bits.
+# Parity.
 
 
 @pytest.mark.parametrize("recompute", [None, False, True])
 @pytest.mark.parametrize("before", [False, True])
-def test_the_same_bits(tmp_path: Path, recompute: bool | None, before: bool) -> None:
+def test_offloading_gives_the_same_bits(tmp_path: Path, recompute: bool | None, before: bool) -> None:
     Pair(gpt(recompute), wrap_and_offload(tmp_path, before=before)).train(gpt_loss)
 
 
 @pytest.mark.parametrize("min_bytes", [1, 1500, 1 << 30])
-def test_the_same_bits_whatever_is_moved(tmp_path: Path, min_bytes: int) -> None:
+def test_any_min_bytes_gives_the_same_bits(tmp_path: Path, min_bytes: int) -> None:
     Pair(gpt(), wrap_and_offload(tmp_path, min_bytes=min_bytes)).train(gpt_loss)
 
 
-def test_around_a_module_that_checkpoints_the_inputs_of_its_checkpoints_are_moved(tmp_path: Path) -> None:
-    """Inside a checkpoint nothing is saved, so nothing is moved."""
+def test_inputs_of_checkpoints_are_moved_and_nothing_inside(tmp_path: Path) -> None:
+    """Inside a checkpoint nothing is saved."""
     inside, around = gpt(recompute=False), gpt(recompute=False)
     offloads = offload_blocks(inside, tmp_path)
     outer = offload_activations(around, to=tmp_path, min_bytes=1)
@@ -65,7 +65,7 @@ def test_around_a_module_that_checkpoints_the_inputs_of_its_checkpoints_are_move
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
 
 
-def test_views_get_their_strides_and_alignment_back(tmp_path: Path) -> None:
+def test_restored_views_keep_strides_and_alignment(tmp_path: Path) -> None:
     saved: list[torch.Tensor] = []
 
     class Slices(nn.Module):
@@ -96,7 +96,9 @@ def test_views_get_their_strides_and_alignment_back(tmp_path: Path) -> None:
     assert torch.equal(torch.autograd.grad(moved(x), x)[0], expected)
     view_bytes, row_bytes = 4 * 3 * x.itemsize, 3 * x.itemsize
     product_bytes = view_bytes
-    assert offload.moved_bytes == x.nbytes + 2 * view_bytes + row_bytes + product_bytes, "each has other elements"
+    assert offload.moved_bytes == x.nbytes + 2 * view_bytes + row_bytes + product_bytes, (
+        "each saved tensor has other elements"
+    )
 
     module = Saves()
     offload_activations(module, to=tmp_path, min_bytes=1)
@@ -108,7 +110,7 @@ def test_views_get_their_strides_and_alignment_back(tmp_path: Path) -> None:
         assert got.numel() == 0 or got.data_ptr() % 64 == want.data_ptr() % 64
 
 
-def test_what_is_saved_more_than_once_is_moved_once(tmp_path: Path) -> None:
+def test_storage_that_is_saved_more_than_once_is_moved_once(tmp_path: Path) -> None:
     class Saves(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             wide = x * 2
@@ -124,8 +126,8 @@ def test_what_is_saved_more_than_once_is_moved_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_parts_that_count_their_own_writes_only(tmp_path: Path, dim: int) -> None:
-    """Chunks of ``unsafe_chunk`` lie in one storage, and a write to one does not count as a write to the others."""
+def test_chunks_with_separate_version_counters_are_moved_separately(tmp_path: Path, dim: int) -> None:
+    """Chunks of ``unsafe_chunk`` share one storage, but a write to one does not change the others' counters."""
 
     class Gates(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -140,11 +142,11 @@ def test_parts_that_count_their_own_writes_only(tmp_path: Path, dim: int) -> Non
     assert x.nbytes <= offload.moved_bytes < 1.02 * x.nbytes
 
 
-def test_memory_that_is_used_again_is_not_taken_for_the_same(tmp_path: Path) -> None:
+def test_reused_memory_is_moved_again(tmp_path: Path) -> None:
     class Loop(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             total = x.sum()
-            for power in range(20):  # every square is freed here, and its memory used for the next
+            for power in range(20):  # every square is freed, and its memory is reused for the next one
                 total = total + (x + power).square().sigmoid().sum()
             return total
 
@@ -155,7 +157,7 @@ def test_memory_that_is_used_again_is_not_taken_for_the_same(tmp_path: Path) -> 
     assert torch.equal(torch.autograd.grad(module(x), x)[0], expected)
 
 
-def test_a_second_backward_and_second_derivatives(tmp_path: Path) -> None:
+def test_second_backward_and_second_derivatives_give_the_same_bits(tmp_path: Path) -> None:
     plain = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
     moved = copy.deepcopy(plain)
     offload_activations(moved, to=tmp_path, min_bytes=1)
@@ -170,8 +172,8 @@ def test_a_second_backward_and_second_derivatives(tmp_path: Path) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
-def test_a_write_after_saving_raises_or_does_no_harm(tmp_path: Path) -> None:
-    """What stays here is checked as torch would; what was moved has the old bytes, which is what the backward needs."""
+def test_write_after_saving_raises_or_has_no_effect(tmp_path: Path) -> None:
+    """Tensors that stay are checked as torch does. Moved copies have the old bytes, which the backward needs."""
 
     class Square(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -190,10 +192,10 @@ def test_a_write_after_saving_raises_or_does_no_harm(tmp_path: Path) -> None:
     assert torch.equal(x.grad, 8 * x.detach())  # type: ignore[arg-type]
 
 
-# What is moved, and what is not.
+# Selection of tensors.
 
 
-def test_weights_of_units_are_left_where_the_unit_frees_them(tmp_path: Path) -> None:
+def test_weights_of_units_are_not_moved(tmp_path: Path) -> None:
     sharded = Sharded(gpt(), wrap_and_offload(tmp_path), prefetch_bytes=0)
     loss = gpt_loss(sharded.model, 0)
     blocks = [unit for unit in sharded.units if unit.name.startswith("Block")]
@@ -206,14 +208,14 @@ def test_weights_of_units_are_left_where_the_unit_frees_them(tmp_path: Path) -> 
     assert len(sizes) == 1
 
 
-def test_parameters_and_buffers_stay(tmp_path: Path) -> None:
+def test_parameters_and_buffers_are_not_moved(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(40, 40, bias=False), nn.BatchNorm1d(40))
     offload = offload_activations(module, to=tmp_path, min_bytes=40 * 40 * 4)
     module(inputs(0, 2, 40)).sum().backward()
     assert offload.moved_bytes == 0, "only the weight is as large"
 
 
-def test_what_is_moved_leaves_this_process(tmp_path: Path) -> None:
+def test_moved_activation_is_freed_and_its_file_is_unlinked(tmp_path: Path) -> None:
     import weakref
 
     class Wide(nn.Module):
@@ -228,11 +230,11 @@ def test_what_is_moved_leaves_this_process(tmp_path: Path) -> None:
     offload = offload_activations(module, to=tmp_path, min_bytes=1)
     loss = module(inputs(0, 1000, requires_grad=True))
     assert module.alive() is None and offload.moved_bytes == 8 * 4000
-    assert list(tmp_path.iterdir()) == [], "files have no names"
+    assert list(tmp_path.iterdir()) == [], "files are unlinked"
     loss.backward()
 
 
-def test_off_and_without_gradients(tmp_path: Path) -> None:
+def test_nothing_is_moved_when_disabled_or_without_gradients(tmp_path: Path) -> None:
     module = nn.Linear(8, 8)
     offload = offload_activations(module, to=tmp_path, min_bytes=1)
     with torch.no_grad():
@@ -245,7 +247,7 @@ def test_off_and_without_gradients(tmp_path: Path) -> None:
     assert offload.moved_bytes > 0
 
 
-def test_to_host_memory_has_nothing_to_do_on_the_cpu() -> None:
+def test_offloading_to_cpu_moves_nothing_on_the_cpu() -> None:
     def wrap(model: nn.Module, session: Any) -> None:
         wrap_blocks(model, session)
         offload_blocks(model, "cpu")
@@ -254,7 +256,7 @@ def test_to_host_memory_has_nothing_to_do_on_the_cpu() -> None:
     assert all(block.forward._wrapper.__self__.moved_bytes == 0 for block in pair.sharded.model.blocks)
 
 
-def test_a_copy_of_a_module_has_an_offload_of_its_own(tmp_path: Path) -> None:
+def test_copy_of_a_module_has_its_own_offload(tmp_path: Path) -> None:
     module = nn.Linear(8, 8)
     offload = offload_activations(module, to=tmp_path, min_bytes=1)
     twin = copy.deepcopy(module)
@@ -264,7 +266,7 @@ def test_a_copy_of_a_module_has_an_offload_of_its_own(tmp_path: Path) -> None:
     assert offload.moved_bytes == 0
 
 
-def test_compiled_inside(tmp_path: Path) -> None:
+def test_compiled_forward_can_be_offloaded(tmp_path: Path) -> None:
     pair_inputs = inputs(0, 3, 8)
     plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     moved = copy.deepcopy(plain)
@@ -279,12 +281,12 @@ def test_compiled_inside(tmp_path: Path) -> None:
     )
 
 
-# A disk that is full.
+# Failures and targets.
 
 
 @contextmanager
 def small_files(limit_bytes: int) -> Iterator[None]:
-    """No file of this process may become larger: the write fails as on a full disk."""
+    """Limits the size of files, so that writes fail as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
     try:
@@ -293,7 +295,7 @@ def small_files(limit_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_says_so_and_the_step_can_be_repeated(tmp_path: Path) -> None:
+def test_full_disk_raises_and_the_step_can_be_repeated(tmp_path: Path) -> None:
     pair = Pair(gpt(), wrap_and_offload(tmp_path))
     pair.train(gpt_loss, steps=1)
     torch.manual_seed(5)
@@ -307,7 +309,7 @@ def test_a_full_disk_says_so_and_the_step_can_be_repeated(tmp_path: Path) -> Non
     pair.train(gpt_loss, steps=3)
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
     with pytest.raises(UsageError, match=r"to='.*missing'\): expected 'cpu', 'disk' or a writable directory"):
         offload_activations(module, to=tmp_path / "missing")
@@ -316,7 +318,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     assert "forward" not in vars(module)
 
 
-def test_to_the_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloading_to_disk_uses_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     tmp_path.chmod(0o700)
     module = nn.Linear(8, 8)
@@ -328,7 +330,7 @@ def test_to_the_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("to", ["cpu", "disk"])
-def test_from_a_gpu(to: str) -> None:
+def test_offloading_from_a_gpu_gives_the_same_bits(to: str) -> None:
     results = []
     for moves in (False, True):
         torch.manual_seed(0)
@@ -341,7 +343,7 @@ def test_from_a_gpu(to: str) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
-def test_checkpoint_and_fully_shard_around_one_another(tmp_path: Path) -> None:
+def test_nested_checkpoint_and_fully_shard_give_the_same_bits(tmp_path: Path) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Random combinations of what can be chosen for a sharded model, each against the loop written by hand."""
+"""Random combinations of a sharded model's options, each compared with a training loop written by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def replica_options(rng: random.Random, strategy: ShardingStrategy | None) -> Re
 
 
 def wrap_randomly(rng: random.Random, policy: MixedPrecisionPolicy, directory: Path, strategies: Any) -> Wrap:
-    """Units of blocks, of what is tied, and of the rest, each with a strategy of its own; some blocks offload."""
+    """Returns a function that makes units with random strategies, and offloads some blocks."""
     inner_policy = replace(policy, output_dtype=None)
 
     def shard(modules: Any, session: Any, chosen_policy: MixedPrecisionPolicy = inner_policy) -> None:
@@ -77,7 +77,7 @@ def set_prefetch_lists(rng: random.Random, model: Any) -> None:
 
 
 def freeze(rng: random.Random, models: tuple[Combination, ...]) -> list[str]:
-    """Freezes some parameters, but not the embedding, without which a reentrant checkpoint has no gradient."""
+    """Freezes random parameters, except the embedding, which a reentrant checkpoint needs for its gradient."""
     names = [name for name, _ in models[0].named_parameters() if "embedding" not in name and rng.random() < 0.15]
     for model in models:
         for name in names:
@@ -99,7 +99,7 @@ def evaluate(rng: random.Random, models: tuple[Any, ...], number: int) -> None:
 
 
 def fail(rng: random.Random, models: tuple[Any, ...], number: int) -> None:
-    """An exception after the layers of a forward, or in the backward of the last of them."""
+    """Raises an exception after the layers of a forward, or in the backward of the embedding."""
     in_forward = rng.random() < 0.5
     for model in models:
         model.fails = in_forward
@@ -123,7 +123,7 @@ def compare(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> 
 
 
 class InMemoryWalk:
-    """Some steps of a random model on a store in this process."""
+    """Some training steps of a random model on a store in this process."""
 
     def __init__(self, seed: int, directory: Path) -> None:
         self.rng = rng = random.Random(seed)
@@ -167,7 +167,7 @@ class InMemoryWalk:
             self.by_hand.computing.zero_grad()
         sync = rng.random() < 0.6
         for micro_batch in range(rng.randint(1, 3)):
-            # A unit of two calls pushes what was kept when the first one is over: then sums are rounded elsewhere.
+            # A unit with two calls pushes when its first call has ended, so mixed syncs would round other sums.
             sync = sync if self.has_unit_of_two else rng.random() < 0.6
             self.backward(number + micro_batch, sync=sync)
             if rng.random() < 0.1:
@@ -211,12 +211,12 @@ class InMemoryWalk:
 
 
 @pytest.mark.parametrize("seed", range(IN_MEMORY_SEEDS))
-def test_in_memory(seed: int, tmp_path: Path) -> None:
+def test_random_combination_matches_the_loop_by_hand(seed: int, tmp_path: Path) -> None:
     InMemoryWalk(seed, tmp_path).run()
 
 
-class Several:
-    """Local optimizers that step together."""
+class JointOptimizers:
+    """Local optimizers whose ``step`` calls each of them."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
@@ -227,7 +227,7 @@ class Several:
 
 
 def both(adamw: Any, sgd: Any, together: Any) -> Any:
-    """Makes ``adamw`` of every other parameter and ``sgd`` of the rest."""
+    """Returns a function that gives every other parameter to ``adamw``, the rest to ``sgd``, and joins the two."""
     return lambda parameters: together([adamw(parameters[::2]), sgd(parameters[1::2])])
 
 
@@ -242,7 +242,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
         lambda parameters: shardwell.ClientSide(parameters, torch.optim.Adagrad, lr=0.05),
     ),
     "Combined": (
-        both(fused_adamw, PLAIN_SGD, Several),
+        both(fused_adamw, PLAIN_SGD, JointOptimizers),
         both(SHARDED_ADAMW, SHARDED_SGD, shardwell.optim.Combined),
     ),
 }
@@ -254,7 +254,7 @@ def set_buffers(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None
 
 
 class ServerWalk:
-    """Some steps of a random model on shard servers, all ranks played by one trainer."""
+    """Some training steps of a random model on shard servers. One trainer plays all ranks."""
 
     def __init__(self, seed: int, cluster: shardwell.LocalCluster, directory: Path) -> None:
         self.rng = rng = random.Random(f"servers {seed}")
@@ -328,7 +328,9 @@ class ServerWalk:
 
 
 @pytest.mark.parametrize("seed", range(SERVER_SEEDS))
-def test_on_servers(seed: int, cluster: shardwell.LocalCluster, tmp_path: Path) -> None:
+def test_random_combination_on_servers_matches_the_loop_by_hand(
+    seed: int, cluster: shardwell.LocalCluster, tmp_path: Path
+) -> None:
     walk = ServerWalk(seed, cluster, tmp_path)
     with walk.session:
         walk.run()

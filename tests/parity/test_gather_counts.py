@@ -1,4 +1,4 @@
-"""Exactly how often weights are gathered and gradients pushed, for each strategy and way of accumulating."""
+"""Exact numbers of gathers and pushes, for each strategy and kind of gradient accumulation."""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ def prepare_micro_batch(model: Any, accumulation: str, number: int) -> None:
 @pytest.mark.parametrize("prefetch_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 @pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
-def test_gathers_and_pushes_per_step(strategy: ShardingStrategy, accumulation: str, prefetch_bytes: int) -> None:
+def test_number_of_gathers_and_pushes_per_step(
+    strategy: ShardingStrategy, accumulation: str, prefetch_bytes: int
+) -> None:
     pair = Pair(gpt(), wrap_with(strategy), prefetch_bytes=prefetch_bytes)
     store, model = pair.sharded.store, pair.sharded.model
     of_block, of_root, pushes = ACCUMULATIONS[accumulation][strategy]
     for number in range(3):
-        if number == 0 or strategy is not NONE:  # what a commit makes of a replica is fetched in that step
+        if number == 0 or strategy is not NONE:  # the next version of a replica is fetched in the step of its commit
             gathers = Counter(store.gathers)
         pushed = Counter(store.pushes)
         for micro_batch in range(MICRO_BATCHES):
@@ -57,7 +59,7 @@ def test_gathers_and_pushes_per_step(strategy: ShardingStrategy, accumulation: s
 
 
 @pytest.mark.parametrize("recompute", [None, False, True])
-def test_replicas_are_gathered_once_with_recomputation_too(recompute: bool | None) -> None:
+def test_replica_is_gathered_once_per_step_with_recomputation(recompute: bool | None) -> None:
     pair = Pair(gpt(recompute), wrap_with(NONE))
     for number in range(3):
         pair.backward(gpt_loss, number)
@@ -65,8 +67,8 @@ def test_replicas_are_gathered_once_with_recomputation_too(recompute: bool | Non
         step(pair)
 
 
-def test_a_replica_that_is_not_used_is_gathered_once_per_step_too() -> None:
-    """As in DDP every replica follows; it does not grow stale and costs no wait when it is used."""
+def test_unused_replica_is_gathered_once_per_step() -> None:
+    """As in DDP, every replica follows the commits, so that its next use does not wait."""
     pair = Pair(gpt(), wrap_with(NONE))
     pair.backward(gpt_loss, 0)
     step(pair)
@@ -78,8 +80,8 @@ def test_a_replica_that_is_not_used_is_gathered_once_per_step_too() -> None:
     pair.compare()
 
 
-def test_pushes_of_buckets() -> None:
-    """A bucket is closed by the gradient that makes it large enough, and pushed when the next is complete."""
+def test_bucket_is_pushed_when_the_next_gradient_is_complete() -> None:
+    """The gradient that makes a bucket large enough is the bucket's last one."""
     pair = Pair(gpt(), wrap_with(NONE, BUCKETS))
     pair.backward(gpt_loss, 0)
     layout = unit_of(pair.sharded, "Block-0").layout
@@ -110,7 +112,7 @@ def test_pushes_happen_during_the_backward_or_after_it() -> None:
         pair.compare()
 
 
-def test_gradients_kept_back_are_pushed_at_the_end_of_the_step() -> None:
+def test_unsynced_gradients_are_pushed_at_the_end_of_the_step() -> None:
     pair = Pair(gpt(), wrap_with(NONE, BUCKETS))
     pair.sharded.model.set_requires_gradient_sync(False)
     for number in range(2):
@@ -123,10 +125,10 @@ def test_gradients_kept_back_are_pushed_at_the_end_of_the_step() -> None:
 
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 @pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
-def test_statistics_of_a_session(
+def test_session_counts_gathers_and_pushes(
     cluster: shardwell.LocalCluster, strategy: ShardingStrategy, accumulation: str
 ) -> None:
-    """Weights that are streamed; what is read in place is gathered once per step whatever the strategy."""
+    """Units that are read in place are gathered once per step, whatever the strategy."""
     of_block, of_root, pushes = ACCUMULATIONS[accumulation][strategy]
     for transports, expected in (("socket", LAYERS * of_block + of_root), ("shm,socket", LAYERS + 1)):
         with shardwell.join(
@@ -145,5 +147,5 @@ def test_statistics_of_a_session(
                 counts.append((session.stats()["gather_count"], session.stats()["push_count"]))
         per_step = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(counts)]
         assert per_step == [(expected, (LAYERS + 1) * pushes)] * 2
-        # The first step's replicas are fetched twice: for itself, and for the next.
+        # In the first step replicas are fetched twice: for this step and for the next.
         assert counts[0][0] == expected * (2 if strategy is NONE else 1)

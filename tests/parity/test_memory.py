@@ -1,4 +1,4 @@
-"""A trainer holds the layers in flight, not the model."""
+"""A trainer holds the units in use and not the whole model."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_freed_units_hold_no_memory(cluster: shardwell.LocalCluster, plain: dict
     sharded = probe(cluster.address, transport)
     size = plain["parameter_bytes"]
     assert sharded["parameter_bytes"] == size
-    # Less a few pages that lay free in the heap before.
+    # A few pages were already free in the heap.
     assert plain["after_forward"] > 0.99 * size
     assert plain["after_backward"] > 1.98 * size, "plain PyTorch holds parameters and gradients"
     block = size / NUM_BLOCKS
     assert sharded["live_unit_bytes"] == 0, "every block is freed after its forward"
     assert sharded["built"] < 2 * block
-    # The graph is alive here: what autograd saved of the weights must be gone too.
+    # The graph is alive: the memory of weights that autograd saved must be released too.
     assert sharded["after_forward"] < 4 * block
     assert sharded["after_backward"] < 6 * block

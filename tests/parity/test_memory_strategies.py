@@ -1,4 +1,4 @@
-"""Memory strategies: BASIC and STANDARD change no bit, the others round where they say."""
+"""Memory strategies: BASIC and STANDARD change no bit, the others round only on the wire."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def wrap_for(memory: MemoryStrategy | MemoryOptions, **options: Any) -> Any:
 
 
 def exact(strategy: MemoryStrategy, directory: Path) -> MemoryOptions:
-    """Without rounding; what would go to the disk by default goes to a directory of the test's."""
+    """Returns the options of a strategy without rounding, and with a directory of the test instead of the disk."""
     options = strategy.options(**EXACT)
     return options if options.offload_to != "disk" else strategy.options(**EXACT, offload_to=directory)
 
 
 def count_forwards(model: Any) -> list[int]:
-    """Counts how often the first block computes."""
+    """Returns a list that gets an item whenever the first block computes."""
     calls: list[int] = []
     model.blocks[0].up.register_forward_pre_hook(lambda *_: calls.append(1))
     return calls
 
 
 @pytest.mark.parametrize("strategy", MemoryStrategy)
-def test_but_for_rounding_every_strategy_gives_the_same_bits(strategy: MemoryStrategy, tmp_path: Path) -> None:
+def test_every_strategy_without_rounding_gives_the_same_bits(strategy: MemoryStrategy, tmp_path: Path) -> None:
     pair = Pair(gpt(), wrap_for(exact(strategy, tmp_path)))
     calls = count_forwards(pair.sharded.model)
     for number in range(NUM_STEPS):
@@ -67,17 +67,17 @@ def test_but_for_rounding_every_strategy_gives_the_same_bits(strategy: MemoryStr
         (MemoryStrategy.EXTREME, 2, 2),
     ],
 )
-def test_gathers_per_step(strategy: MemoryStrategy, of_block: int, of_root: int, tmp_path: Path) -> None:
+def test_number_of_gathers_per_step(strategy: MemoryStrategy, of_block: int, of_root: int, tmp_path: Path) -> None:
     pair = Pair(gpt(), wrap_for(exact(strategy, tmp_path)))
     sharded = pair.sharded
     for number in range(1, 3):
         gpt_loss(sharded.model, number).backward()
         commit(sharded)
-        blocks = {f"blocks.{place}": number * of_block for place in range(LAYERS)}
+        blocks = {f"blocks.{position}": number * of_block for position in range(LAYERS)}
         assert sharded.store.gathers == {**blocks, "Gpt": number * of_root}
 
 
-def test_what_a_strategy_sets(tmp_path: Path) -> None:
+def test_extreme_sets_limits_strategy_and_offload(tmp_path: Path) -> None:
     sharded = Pair(gpt(), wrap_for(exact(MemoryStrategy.EXTREME, tmp_path))).sharded
     assert sharded.units.policy.keep_bytes == sharded.units.policy.prefetch_bytes == 0
     assert sharded.units.policy.backward_prefetch is BackwardPrefetch.NONE
@@ -87,7 +87,7 @@ def test_what_a_strategy_sets(tmp_path: Path) -> None:
     assert moved == [2 * 7 * WIDTH * 4] * LAYERS, "the input of each block"
 
 
-def test_everything_can_be_overridden() -> None:
+def test_options_and_arguments_override_the_strategy() -> None:
     options = MemoryStrategy.STANDARD.options(
         checkpoint_activations=False, strategy=ShardingStrategy.NO_SHARD, prefetch_bytes=17
     )
@@ -102,10 +102,8 @@ def test_everything_can_be_overridden() -> None:
 
 
 @pytest.mark.parametrize("strategy", MemoryStrategy)
-def test_a_tensor_that_is_query_key_and_value_is_one_when_computed_again(
-    strategy: MemoryStrategy, tmp_path: Path
-) -> None:
-    """Attention takes another path for three tensors; as a keyword and as a mask that is None, too."""
+def test_recomputed_attention_gets_one_tensor_as_query_key_and_value(strategy: MemoryStrategy, tmp_path: Path) -> None:
+    """Attention takes another path for three different tensors. Also covers keywords and a mask that is None."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -125,7 +123,7 @@ def test_a_tensor_that_is_query_key_and_value_is_one_when_computed_again(
     pair.train(lambda model, number: model(inputs(number, 3, 5, 8)).square().sum())
 
 
-def test_batch_normalisation_is_not_computed_again() -> None:
+def test_batch_normalisation_is_not_recomputed() -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -143,7 +141,7 @@ def test_batch_normalisation_is_not_computed_again() -> None:
     pair.train(lambda model, number: model(inputs(number, 6, 9)).sum())
 
 
-def test_only_the_outermost_units_within_the_model_are_computed_again() -> None:
+def test_only_the_outermost_units_below_the_root_are_recomputed() -> None:
     calls: list[str] = []
 
     class Inner(nn.Linear):
@@ -166,10 +164,10 @@ def test_only_the_outermost_units_within_the_model_are_computed_again() -> None:
     torch.manual_seed(0)
     pair = Pair(nn.Sequential(Outer(), Outer(), nn.Linear(5, 1)), wrap)
     pair.train(lambda model, number: model(inputs(number, 3, 5)).sum(), steps=2)
-    assert calls.count("inner") == 2 * 2 * (1 + 2), "the plain model's, and the sharded one's with its repetition"
+    assert calls.count("inner") == 2 * 2 * (1 + 2), "once in the plain model, twice in the sharded one"
 
 
-def test_wrong_arguments() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(UsageError, match=r"MemoryStrategy\.STANDARD\.options: .*checkpointing"):
         MemoryStrategy.STANDARD.options(checkpointing=True)
     with pytest.raises(UsageError, match="memory='STANDARD': expected a MemoryStrategy"):
@@ -211,7 +209,7 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 
 
 @pytest.mark.parametrize("strategy", MemoryStrategy)
-def test_on_servers(
+def test_strategies_on_servers_round_only_on_the_wire(
     cluster: shardwell.LocalCluster, plain: dict[str, torch.Tensor], strategy: MemoryStrategy, tmp_path: Path
 ) -> None:
     rounds = strategy in (MemoryStrategy.AGGRESSIVE, MemoryStrategy.EXTREME)
@@ -222,12 +220,12 @@ def test_on_servers(
         torch.testing.assert_close(state[name], value, rtol=0.1, atol=0.05)
     if rounds:
         same, _ = train_on(cluster, None, gather_dtype="bfloat16", push_dtype="bfloat16")
-        assert equal(state, same), "nothing but the wire rounds"
+        assert equal(state, same), "only the wire rounds"
         assert equal(train_on(cluster, strategy.options(**EXACT, offload_to=tmp_path))[0], plain)
         assert stats["sent_bytes"] < stats["pushed_bytes"] * 0.6
 
 
-def test_dtypes_are_decided_before_the_first_unit(cluster: shardwell.LocalCluster) -> None:
+def test_wire_dtypes_cannot_change_after_the_first_unit(cluster: shardwell.LocalCluster) -> None:
     with shardwell.join(cluster.address, run=uuid.uuid4().hex) as session:
         auto_wrap(gpt(), session, POLICY, memory=MemoryStrategy.STANDARD)
         with pytest.raises(UsageError, match="can not be set once a session has units"):

@@ -1,4 +1,4 @@
-"""What goes wrong in a step reaches no later one, and nothing is lost without an error."""
+"""A failure in a step does not affect later steps, and no gradient is lost without an error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def fail_in_forward(model: Gpt) -> None:
 
 
 def fail_in_backward(model: Gpt) -> None:
-    """When two blocks have been pushed already."""
+    """Fails when the gradients of two blocks have been pushed."""
     handle = model.blocks[0].down.register_forward_hook(lambda module, args, output: Interrupted.apply(output))
     with pytest.raises(Interruption):
         gpt_loss(model, 90).backward()
@@ -54,14 +54,16 @@ def fail_in_backward(model: Gpt) -> None:
 
 
 def fail_in_loss(model: Gpt) -> None:
-    """The graph is never used; the root stays gathered until the next forward."""
+    """Leaves the graph unused. The root stays gathered until the next forward."""
     gpt_loss(model, 90)
 
 
 @pytest.mark.parametrize("prefetch_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("recompute", [None, False, True])
 @pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward, fail_in_loss])
-def test_failure_then_zero_grad(fail: Callable[[Gpt], None], recompute: bool | None, prefetch_bytes: int) -> None:
+def test_training_after_failure_and_zero_grad_gives_the_same_bits(
+    fail: Callable[[Gpt], None], recompute: bool | None, prefetch_bytes: int
+) -> None:
     pair = Pair(gpt(recompute), wrap_blocks, prefetch_bytes=prefetch_bytes)
     for number in range(3):
         for model in (pair.plain, pair.sharded.model):
@@ -77,7 +79,7 @@ def test_failure_then_zero_grad(fail: Callable[[Gpt], None], recompute: bool | N
     pair.compare()
 
 
-def test_failed_backward_without_zero_grad_keeps_what_torch_keeps() -> None:
+def test_failed_backward_without_zero_grad_leaves_the_same_gradients_as_torch() -> None:
     pair = Pair(gpt(), wrap_blocks)
     for number in range(3):
         for model in (pair.plain, pair.sharded.model):
@@ -89,7 +91,7 @@ def test_failed_backward_without_zero_grad_keeps_what_torch_keeps() -> None:
     pair.compare()
 
 
-def test_zero_grad_withdraws_what_was_pushed() -> None:
+def test_zero_grad_withdraws_pushed_gradients() -> None:
     pair = Pair(gpt(), wrap_blocks)
     pair.backward(gpt_loss, 0)
     assert any(unit.parts for unit in pair.sharded.store.units)
@@ -99,7 +101,7 @@ def test_zero_grad_withdraws_what_was_pushed() -> None:
     pair.train(gpt_loss)
 
 
-def test_zero_grad_discards_only_if_something_was_pushed() -> None:
+def test_zero_grad_without_a_push_discards_nothing() -> None:
     sharded = Sharded(gpt(), wrap_blocks)
     sharded.units.zero_grad()
     gpt_loss(sharded.model, 0).backward()
@@ -107,7 +109,7 @@ def test_zero_grad_discards_only_if_something_was_pushed() -> None:
     assert "discard" not in sharded.store.events
 
 
-def test_zero_grad_between_forward_and_backward() -> None:
+def test_zero_grad_between_forward_and_backward_gives_the_same_bits() -> None:
     pair = Pair(gpt(), wrap_blocks)
     for number in range(3):
         for model, zero_grad in (
@@ -124,7 +126,7 @@ def test_zero_grad_between_forward_and_backward() -> None:
 
 @pytest.mark.parametrize("end", ["finish_item", "invalidate"])
 @pytest.mark.parametrize("recompute", [None, False, True])
-def test_backward_through_a_graph_from_before_the_step(recompute: bool | None, end: str) -> None:
+def test_backward_through_a_graph_of_an_earlier_step_raises(recompute: bool | None, end: str) -> None:
     sharded = Sharded(gpt(recompute), wrap_blocks)
     loss = gpt_loss(sharded.model, 0)
     getattr(sharded.units, end)()
@@ -136,7 +138,7 @@ def test_backward_through_a_graph_from_before_the_step(recompute: bool | None, e
     sharded.step()
 
 
-def test_failed_gather_raises_in_the_forward_and_the_next_one_works() -> None:
+def test_failed_gather_raises_and_the_next_one_works() -> None:
     broken = {1}
 
     def before_gather(unit_index: int) -> None:
@@ -161,7 +163,7 @@ def test_failed_gather_raises_in_the_forward_and_the_next_one_works() -> None:
     pair.train(gpt_loss)
 
 
-def test_failed_unshard_leaves_nothing_behind() -> None:
+def test_failed_unshard_releases_all_memory() -> None:
     broken = [True]
 
     def before_gather(unit_index: int) -> None:
@@ -201,7 +203,7 @@ def test_unused_prefetch_is_freed_at_the_end_of_the_backward() -> None:
 
 
 def test_write_to_a_gathered_parameter_raises() -> None:
-    """The write would be lost: the values are the servers'."""
+    """The write would be lost, because the values are on the servers."""
     sharded = Sharded(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), wrap_children)
     layer: Any = sharded.model[0]
     layer.unshard()
@@ -265,7 +267,7 @@ def test_view_of_a_parameter_in_an_opaque_result_raises() -> None:
         sharded.model[0]()
 
 
-def test_parameter_read_by_a_module_of_another_unit() -> None:
+def test_parameter_read_by_a_module_of_another_unit_raises() -> None:
     class Reader(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -309,7 +311,7 @@ def test_setting_a_pushed_gradient_raises() -> None:
     assert weight.grad is None
 
 
-def test_gradients_are_free_to_set_after_the_commit() -> None:
+def test_gradients_can_be_set_after_the_commit() -> None:
     sharded = Sharded(gpt(), wrap_blocks)
     gpt_loss(sharded.model, 0).backward()
     sharded.units.finish_item()
@@ -321,7 +323,7 @@ def test_gradients_are_free_to_set_after_the_commit() -> None:
     sharded.model.zero_grad()
 
 
-def test_a_gather_that_goes_on_after_ctrl_c_writes_to_nobody_elses_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gather_that_continues_after_ctrl_c_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     sharded, targets = Sharded(gpt(), wrap_blocks), list[memoryview]()
 
     def gather(unit_index: int, target: memoryview, **_: Any) -> Future[int]:

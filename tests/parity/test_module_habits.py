@@ -1,4 +1,4 @@
-"""What a script for DDP, FSDP1 or FSDP2 does out of habit: it works, or an error says what to do instead."""
+"""Idioms of scripts for DDP, FSDP1 and FSDP2 work, or raise an error that says what to do instead."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WRAPPERS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @ignore_world_size
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_torchs_sharding_around_a_sharded_model(sharded: Sharded, kind: str) -> None:
+def test_torchs_sharding_around_a_sharded_model_is_refused(sharded: Sharded, kind: str) -> None:
     wrap, match = WRAPPERS[kind]
     with pytest.raises(FreedParameterError, match=match):
         wrap(sharded.model)
@@ -65,14 +65,14 @@ def test_torchs_sharding_around_a_sharded_model(sharded: Sharded, kind: str) -> 
 
 @ignore_world_size
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_torchs_sharding_before(kind: str) -> None:
+def test_sharding_a_model_with_torchs_sharding_is_refused(kind: str) -> None:
     wrap, _ = WRAPPERS[kind]
     with pytest.raises(UsageError, match=rf"torch's {kind}.*ignored_params"):
         Sharded(wrap(nn.Linear(3, 3)), wrap_whole)
 
 
-def test_parts_under_ddp_that_are_ignored() -> None:
-    """FSDP2's ``test_ddp_A_fsdp_B_ddp_C``."""
+def test_ignored_parts_may_be_wrapped_in_ddp() -> None:
+    """Corresponds to FSDP2's ``test_ddp_A_fsdp_B_ddp_C``."""
 
     def wrap(model: Any, session: Any) -> None:
         fully_shard(model[1], session)
@@ -107,24 +107,24 @@ def test_parts_under_ddp_that_are_ignored() -> None:
         (lambda block: block.up.weight.data, "full_state_dict"),
     ],
 )
-def test_freed_parameters_say_what_to_do_instead(sharded: Sharded, change: Callable[[Any], Any], match: str) -> None:
+def test_errors_of_freed_parameters_give_advice(sharded: Sharded, change: Callable[[Any], Any], match: str) -> None:
     with pytest.raises(FreedParameterError, match=match):
         change(sharded.model.blocks[0])  # type: ignore[index,union-attr]
 
 
-def test_to_empty_after_wrapping(sharded: Sharded) -> None:
+def test_to_empty_after_fully_shard_is_refused(sharded: Sharded) -> None:
     with pytest.raises(UsageError, match=r"to_empty after fully_shard.*source="):
         sharded.model.to_empty(device="cpu")
 
 
-def test_arguments_of_fsdp2() -> None:
+def test_arguments_of_fsdp2_are_refused_with_advice() -> None:
     with pytest.raises(UsageError, match=r"expected the session that shardwell.join"):
         fully_shard(gpt(), "localhost:50051")  # type: ignore[type-var]
     with pytest.raises(UsageError, match=r"reshard_after_forward=2.*HYBRID_SHARD"):
         Sharded(gpt(), lambda model, session: fully_shard(model, session, reshard_after_forward=2))  # type: ignore[arg-type]
 
 
-def test_no_sync() -> None:
+def test_no_sync_delays_pushes() -> None:
     pair = Pair(gpt(), wrap_blocks)
     model: Any = pair.sharded.model
     model.blocks[1].set_requires_gradient_sync(False)
@@ -137,13 +137,13 @@ def test_no_sync() -> None:
     pair.compare()
 
 
-def test_no_sync_ends_with_an_exception(sharded: Sharded) -> None:
+def test_exception_in_no_sync_restores_the_settings(sharded: Sharded) -> None:
     with pytest.raises(ZeroDivisionError), sharded.model.no_sync():  # type: ignore[operator]
         raise ZeroDivisionError
     assert all(unit.settings.requires_gradient_sync for unit in sharded.units)
 
 
-def test_reading_a_gradient_that_was_pushed_warns_once(sharded: Sharded) -> None:
+def test_reading_a_pushed_gradient_warns_once(sharded: Sharded) -> None:
     freed_parameter._warn_of_pushed_gradient.cache_clear()
     gpt_loss(sharded.model, 0).backward()
     with pytest.warns(UserWarning, match=r"was pushed to the shard servers.*optimizer.clip_grad_norm_") as caught:
@@ -173,7 +173,7 @@ def backward(model: Any) -> None:
     model(torch.ones(2, 3)).sum().backward()
 
 
-def test_two_optimizers_that_step_one_after_the_other(session: shardwell.Session) -> None:
+def test_two_optimizers_step_one_after_the_other(session: shardwell.Session) -> None:
     model = shard(session)
     first, second = (shardwell.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
     before = shardwell.full_state_dict(model)
@@ -191,7 +191,7 @@ def test_two_optimizers_that_step_one_after_the_other(session: shardwell.Session
     assert session.step == 3
 
 
-def test_two_steps_in_one_loop_body(session: shardwell.Session) -> None:
+def test_two_steps_in_one_loop_body_are_refused(session: shardwell.Session) -> None:
     model = shard(session)
     optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="called 2 times in the loop body of step 0"):
@@ -202,8 +202,8 @@ def test_two_steps_in_one_loop_body(session: shardwell.Session) -> None:
             optimizer.step()
 
 
-def test_steps_of_which_no_forward_tells(session: shardwell.Session) -> None:
-    """Weights that are gathered and used by hand, and gradients that are set by hand."""
+def test_steps_without_a_forward_update_the_weights(session: shardwell.Session) -> None:
+    """Weights are gathered with ``unshard``, and gradients are set by hand."""
     model = nn.Linear(3, 2, bias=False)
     with torch.no_grad():
         model.weight.zero_()
@@ -213,7 +213,7 @@ def test_steps_of_which_no_forward_tells(session: shardwell.Session) -> None:
         model.unshard()
         model.weight.sum().backward()
         optimizer.step()
-    # They must not reach the servers, nor memory that these share, while the step before is still being applied.
+    # These gradients must not reach the servers, or memory shared with them, before the last step is applied.
     for number in range(20):
         model.weight.grad = torch.full((2, 3), float(number))
         optimizer.step()
@@ -221,7 +221,7 @@ def test_steps_of_which_no_forward_tells(session: shardwell.Session) -> None:
     assert torch.equal(shardwell.full_state_dict(model)["weight"], torch.full((2, 3), -2.0 - sum(range(20))))
 
 
-def test_torchs_grad_scaler(session: shardwell.Session) -> None:
+def test_torchs_grad_scaler_is_refused(session: shardwell.Session) -> None:
     model = shard(session)
     optimizer, scaler = shardwell.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(2, 3)).sum()).backward()
@@ -230,7 +230,7 @@ def test_torchs_grad_scaler(session: shardwell.Session) -> None:
             use(optimizer)
 
 
-def test_state_of_an_optimizer(session: shardwell.Session) -> None:
+def test_optimizer_loads_parameter_groups_and_refuses_state(session: shardwell.Session) -> None:
     model, plain = shard(session), nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1))
     optimizer, local = shardwell.optim.AdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), lr=0.5)
     backward(plain)
@@ -244,7 +244,7 @@ def test_state_of_an_optimizer(session: shardwell.Session) -> None:
     assert session.step == 0
 
 
-def test_parameters_of_another_or_a_closed_session(
+def test_optimizer_refuses_parameters_of_another_or_a_closed_session(
     session: shardwell.Session, cluster_of_one: shardwell.LocalCluster
 ) -> None:
     model = shard(session)
@@ -258,7 +258,7 @@ def test_parameters_of_another_or_a_closed_session(
         shardwell.optim.SGD(others.parameters(), lr=0.1)
 
 
-def test_workers_of_a_data_loader(session: shardwell.Session) -> None:
+def test_data_loader_may_fork_workers(session: shardwell.Session) -> None:
     model = shard(session)
     optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -269,7 +269,7 @@ def test_workers_of_a_data_loader(session: shardwell.Session) -> None:
     assert session.step == 6
 
 
-def test_a_forked_process_has_no_part_in_the_run(session: shardwell.Session) -> None:
+def test_forked_process_cannot_use_the_session(session: shardwell.Session) -> None:
     model = shard(session)
     optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
     reads, writes = os.pipe()

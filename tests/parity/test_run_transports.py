@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardwell
-from shardwell.processes.server_process import ServerProcess
+from shardwell.processes.local_cluster import ServerProcess
 from tests.support import transformer
 from tests.support.cluster import join_options
 from tests.support.processes import TrainerProcess

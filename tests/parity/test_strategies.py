@@ -1,4 +1,4 @@
-"""Sharding strategies, prefetch modes and limits change when weights are there, and no bit."""
+"""Sharding strategies, prefetch modes and limits change when weights are gathered, and no bit of the results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.strategies import BLOCKS, ROOT, commit, sharded_modules, step
 
 FULL, GRAD_OP, NONE, HYBRID = ShardingStrategy
 IN_MEMORY = [FULL, GRAD_OP, NONE]
-"""The store in memory shares nothing with a host."""
+"""Strategies that work without a shared copy per host, which the in-memory store does not have."""
 SMALL_BUCKETS = ReplicaOptions(bucket_bytes=2000)
 
 
@@ -61,12 +61,12 @@ def test_buckets_give_the_same_bits(recompute: bool | None, during: bool) -> Non
     train(Pair(gpt(recompute), wrap_with(NONE, options)))
 
 
-def test_strategies_mixed_and_changed_between_steps() -> None:
+def test_strategies_may_differ_by_unit_and_change_between_steps() -> None:
     pair = Pair(gpt(layers=4), wrap_blocks)
     modules = sharded_modules(pair.sharded.model)
     for number in range(10):
-        for place, module in enumerate(modules):
-            strategy = [FULL, GRAD_OP, NONE, None][(number + place) % 4]
+        for position, module in enumerate(modules):
+            strategy = [FULL, GRAD_OP, NONE, None][(number + position) % 4]
             module.set_sharding_strategy(strategy, recurse=False, replica=SMALL_BUCKETS if strategy is NONE else None)
         pair.backward(gpt_loss, number)
         step(pair)
@@ -75,8 +75,8 @@ def test_strategies_mixed_and_changed_between_steps() -> None:
     assert pair.sharded.units.live_bytes == 0
 
 
-def test_changed_between_the_forward_and_the_backward() -> None:
-    """Not between steps, but nothing is lost: the backward gathers what it needs."""
+def test_strategy_changed_between_forward_and_backward_gives_the_same_bits() -> None:
+    """The backward gathers the units again that the change has freed."""
     pair = Pair(gpt(), wrap_with(NONE))
     for number, strategy in enumerate([FULL, GRAD_OP, NONE]):
         losses = []
@@ -90,7 +90,7 @@ def test_changed_between_the_forward_and_the_backward() -> None:
     pair.compare()
 
 
-def test_unused_and_unequal_parameters_of_a_replica() -> None:
+def test_replica_with_unused_and_frozen_parameters_gives_the_same_bits() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -128,7 +128,7 @@ def test_hooks_on_gradients_run_before_their_bucket_is_pushed() -> None:
 
 
 @pytest.mark.parametrize("strategy", IN_MEMORY)
-def test_a_step_after_an_exception(strategy: ShardingStrategy) -> None:
+def test_step_after_an_exception_gives_the_same_bits(strategy: ShardingStrategy) -> None:
     pair = Pair(gpt(), wrap_with(strategy, SMALL_BUCKETS if strategy is NONE else None))
 
     class FailingError(Exception):
@@ -149,10 +149,10 @@ def test_a_step_after_an_exception(strategy: ShardingStrategy) -> None:
         train(pair, steps=2)
 
 
-# What is held.
+# Memory.
 
 
-def test_what_each_strategy_holds_between_forward_and_backward() -> None:
+def test_live_bytes_between_forward_and_backward_by_strategy() -> None:
     for strategy, held in ((None, [ROOT]), (FULL, [ROOT]), (GRAD_OP, [*BLOCKS, ROOT]), (NONE, [*BLOCKS, ROOT])):
         sharded = Sharded(gpt(), wrap_with(strategy), prefetch_bytes=0)
         sizes = sharded.unit_bytes()
@@ -162,7 +162,7 @@ def test_what_each_strategy_holds_between_forward_and_backward() -> None:
         assert sharded.units.live_bytes == (sum(sizes.values()) if strategy is NONE else 0)
 
 
-def test_a_replica_keeps_its_memory_from_step_to_step() -> None:
+def test_replica_keeps_its_memory_between_steps() -> None:
     sharded = Sharded(gpt(), wrap_with(NONE), prefetch_bytes=0)
     model: Any = sharded.model
     total, addresses = sum(sharded.unit_bytes().values()), set()
@@ -171,14 +171,14 @@ def test_a_replica_keeps_its_memory_from_step_to_step() -> None:
         addresses.add(tuple(unit.storage.data_ptr() for unit in sharded.units))
         commit(sharded)
         assert sharded.units.live_bytes == total
-        assert all(unit.state is UnitState.FETCHING for unit in sharded.units), "the next version is on its way"
+        assert all(unit.state is UnitState.FETCHING for unit in sharded.units), "the next version is being fetched"
         with pytest.raises(FreedParameterError):
             model.blocks[0].up.weight.sum()
     assert len(addresses) == 1
     assert sharded.units.peak_bytes == total
 
 
-def test_replicas_take_nothing_of_the_budget_for_prefetch() -> None:
+def test_replicas_do_not_count_as_prefetched() -> None:
     block = Sharded(gpt(), wrap_blocks).unit_bytes()["Block-0"]
     sharded = Sharded(gpt(layers=4), wrap_blocks, prefetch_bytes=block)
     modules: Any = sharded.model.blocks
@@ -193,7 +193,7 @@ def test_replicas_take_nothing_of_the_budget_for_prefetch() -> None:
     assert ahead == [[], ["Block-1", "Block-3"], ["Block-1", "Block-3"]]
 
 
-def test_weights_of_a_forward_without_a_backward() -> None:
+def test_forward_under_no_grad_leaves_nothing_gathered() -> None:
     for strategy in (None, FULL, GRAD_OP):
         sharded = Sharded(gpt(), wrap_with(strategy), prefetch_bytes=0)
         with torch.no_grad():
@@ -201,7 +201,7 @@ def test_weights_of_a_forward_without_a_backward() -> None:
         assert sharded.units.live_bytes == 0
 
 
-def test_reshard_of_a_replica_makes_it_unusable_and_keeps_its_memory() -> None:
+def test_reshard_makes_a_replica_unusable_and_keeps_its_memory() -> None:
     sharded = Sharded(gpt(), wrap_with(NONE))
     block: Any = sharded.model.blocks[0]
     block.unshard()
@@ -212,8 +212,8 @@ def test_reshard_of_a_replica_makes_it_unusable_and_keeps_its_memory() -> None:
         block.up.weight.sum()
 
 
-def test_a_replica_goes_with_its_model() -> None:
-    """Its parameters have hooks, and the garbage collector does not see what torch keeps those by."""
+def test_replica_is_garbage_collected_with_its_model() -> None:
+    """Its parameters have hooks, and the garbage collector does not see torch's references to hooks."""
     sharded = Sharded(gpt(), wrap_with(NONE))
     gpt_loss(sharded.model, 0).backward()
     model = weakref.ref(sharded.model)
@@ -222,7 +222,7 @@ def test_a_replica_goes_with_its_model() -> None:
     assert model() is None
 
 
-def test_a_write_to_a_replica_raises() -> None:
+def test_write_to_a_replica_raises_and_is_undone() -> None:
     sharded = Sharded(gpt(), wrap_with(NONE))
     gpt_loss(sharded.model, 0).backward()
     with torch.no_grad():
@@ -234,7 +234,7 @@ def test_a_write_to_a_replica_raises() -> None:
     for model in (gpt(), sharded.model):
         torch.manual_seed(1)
         losses.append(gpt_loss(model, 1))
-    assert torch.equal(*losses), "what was written is gone"
+    assert torch.equal(*losses), "the write is undone"
 
 
 # Conflicts.
@@ -244,7 +244,9 @@ def test_a_write_to_a_replica_raises() -> None:
     ("strategy", "choice", "advice"),
     [(FULL, False, "SHARD_GRAD_OP"), (GRAD_OP, True, "FULL_SHARD"), (NONE, True, "FULL_SHARD")],
 )
-def test_reshard_after_forward_that_contradicts(strategy: ShardingStrategy, choice: bool, advice: str) -> None:
+def test_reshard_after_forward_that_contradicts_the_strategy_is_refused(
+    strategy: ShardingStrategy, choice: bool, advice: str
+) -> None:
     units = Units(InMemoryStore())
 
     class Session:
@@ -267,7 +269,7 @@ def test_reshard_after_forward_that_contradicts(strategy: ShardingStrategy, choi
     sharded.set_sharding_strategy(strategy)
 
 
-def test_nothing_changes_if_one_unit_can_not() -> None:
+def test_strategy_that_one_unit_refuses_changes_no_unit() -> None:
     sharded = Sharded(gpt(), wrap_blocks)
     model: Any = sharded.model
     model.blocks[1].set_reshard_after_forward(True)
@@ -276,7 +278,7 @@ def test_nothing_changes_if_one_unit_can_not() -> None:
     assert [unit.settings.strategy for unit in sharded.units] == [None] * (LAYERS + 1)
 
 
-def test_a_strategy_can_not_change_in_use() -> None:
+def test_strategy_change_during_a_forward_is_refused() -> None:
     sharded = Sharded(gpt(), wrap_blocks)
     block: Any = sharded.model.blocks[0]
     handle = block.up.register_forward_pre_hook(lambda *_: block.set_sharding_strategy(NONE))
@@ -287,7 +289,7 @@ def test_a_strategy_can_not_change_in_use() -> None:
     gpt_loss(sharded.model, 0).backward()
 
 
-def test_wrong_arguments() -> None:
+def test_invalid_strategy_arguments_are_refused() -> None:
     sharded = Sharded(gpt(), wrap_blocks)
     model: Any = sharded.model
     with pytest.raises(UsageError, match=r"strategy='NO_SHARD': expected one of ShardingStrategy\.FULL_SHARD"):
@@ -305,7 +307,7 @@ def test_wrong_arguments() -> None:
 
 
 def events_of_a_backward(**options: Any) -> list[str]:
-    """From the first gather of the third step's backward on."""
+    """Returns the events from the first gather in the third step's backward on."""
     pair = Pair(gpt(), wrap_blocks, **options)
     for number in range(3):
         pair.sharded.store.events.clear()
@@ -316,8 +318,8 @@ def events_of_a_backward(**options: Any) -> list[str]:
     return events[events.index("gather Block-2", events.index("gather Block-2") + 1) :][:6]
 
 
-def test_backward_prefetch_before_after_and_never() -> None:
-    """FSDP1's orders: before the computation, after it and before the push, after the push."""
+def test_backward_prefetch_modes_order_gathers_and_pushes() -> None:
+    """PRE gathers before the computation, POST after the computation and before the push, NONE after the push."""
     block = Sharded(gpt(), wrap_blocks).unit_bytes()["Block-0"]
     pre, post, none = (
         events_of_a_backward(prefetch_bytes=block, backward_prefetch=mode)
@@ -338,7 +340,7 @@ def test_backward_prefetch_before_after_and_never() -> None:
     ]
 
 
-def test_post_holds_one_block_at_a_time() -> None:
+def test_backward_prefetch_post_holds_one_block_at_a_time() -> None:
     peaks = {}
     for mode in BackwardPrefetch:
         sharded = Sharded(gpt(), wrap_blocks, backward_prefetch=mode)
@@ -354,7 +356,7 @@ def test_post_holds_one_block_at_a_time() -> None:
 
 
 class CountingStore(InMemoryStore):
-    """Counts gathers from the call until the bytes are there."""
+    """Counts running gathers, from the call until the copy is complete."""
 
     def __init__(self) -> None:
         self.running = self.most = 0
@@ -377,7 +379,7 @@ class CountingStore(InMemoryStore):
 @pytest.mark.parametrize("limit", [1, 2])
 @pytest.mark.parametrize("strategy", [None, NONE])
 @pytest.mark.parametrize("explicit", [False, True])
-def test_limit_on_gathers_in_flight(limit: int, strategy: ShardingStrategy | None, explicit: bool) -> None:
+def test_gathers_in_flight_stay_below_the_limit(limit: int, strategy: ShardingStrategy | None, explicit: bool) -> None:
     store = CountingStore()
     pair = Pair(gpt(layers=6), wrap_with(strategy), store=store, max_gathers_in_flight=limit)
     if explicit:
@@ -389,10 +391,10 @@ def test_limit_on_gathers_in_flight(limit: int, strategy: ShardingStrategy | Non
         pair.backward(gpt_loss, number)
         step(pair)
     assert 1 <= store.most <= limit
-    pair.compare()  # reads beside the training, which no limit holds for
+    pair.compare()  # outside of training, no limit applies
 
 
-def test_without_a_limit_prefetch_takes_what_its_bytes_allow() -> None:
+def test_prefetch_without_a_gather_limit_uses_all_its_bytes() -> None:
     store = InMemoryStore()
     sharded = Sharded(gpt(layers=6), wrap_blocks, store=store)
     gpt_loss(sharded.model, 0).backward()
@@ -421,7 +423,11 @@ def plain_hash() -> str:
 def train_on(
     cluster: shardwell.LocalCluster, transports: str, strategies: list[ShardingStrategy], **options: Any
 ) -> Any:
-    """One trainer plays both ranks; units take turns with the strategies; the hash and the statistics."""
+    """Trains with one trainer that plays both ranks; each unit changes its strategy in every step.
+
+    Returns:
+        Hash of the weights, statistics and the session.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with shardwell.join(
@@ -437,8 +443,8 @@ def train_on(
             fully_shard(module, session)
         optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
         for step in session.steps(4):
-            for place, module in enumerate(modules):
-                strategy = strategies[(step.number + place) % len(strategies)]
+            for position, module in enumerate(modules):
+                strategy = strategies[(step.number + position) % len(strategies)]
                 sharded: Any = module
                 if module._shardwell_sharding.unit.settings.strategy is not strategy:
                     sharded.set_sharding_strategy(strategy, recurse=False)
@@ -451,7 +457,9 @@ def train_on(
 
 
 @pytest.mark.parametrize("transports", ["shm,socket,grpc", "socket", "grpc"])
-def test_all_strategies_on_servers(cluster: shardwell.LocalCluster, plain_hash: str, transports: str) -> None:
+def test_all_strategies_give_the_same_bits_on_servers(
+    cluster: shardwell.LocalCluster, plain_hash: str, transports: str
+) -> None:
     for strategies in ([FULL], [GRAD_OP], [NONE], [HYBRID], list(ShardingStrategy)):
         assert train_on(cluster, transports, strategies)[0] == plain_hash
 
@@ -459,12 +467,14 @@ def test_all_strategies_on_servers(cluster: shardwell.LocalCluster, plain_hash: 
 def test_hybrid_fetches_each_version_once_for_all_ranks_of_the_host(cluster: shardwell.LocalCluster) -> None:
     _, stats, session = train_on(cluster, "socket", [HYBRID])
     size = sum(unit.layout.size_bytes for unit in session.units)
-    assert stats["received_bytes"] == 5 * size, "version 0, and what each of four steps made"
+    assert stats["received_bytes"] == 5 * size, "version 0 and the versions of four steps"
     assert stats["cache_hit_bytes"] > 0
-    assert stats["peak_unit_bytes"] == max(unit.layout.size_bytes for unit in session.units), "that of declaring"
+    assert stats["peak_unit_bytes"] == max(unit.layout.size_bytes for unit in session.units), (
+        "memory that the declaration used"
+    )
 
 
-def test_limits_are_arguments_of_join(cluster: shardwell.LocalCluster, plain_hash: str) -> None:
+def test_join_takes_and_checks_the_limits(cluster: shardwell.LocalCluster, plain_hash: str) -> None:
     options = {"max_gathers_in_flight": 1, "backward_prefetch": "post"}
     assert train_on(cluster, "socket", [FULL], **options)[0] == plain_hash
     with pytest.raises(UsageError, match="max_gathers_in_flight=-1: expected at least 0"):
@@ -494,7 +504,7 @@ def test_eval_with_gradients_leaves_nothing_gathered(strategy: ShardingStrategy 
 
 
 def test_a_forward_without_a_backward_leaves_nothing_gathered() -> None:
-    """Frozen weights, such as a teacher's, in training mode."""
+    """The weights are frozen, such as a teacher's, and the module is in training mode."""
 
     def wrap(model: nn.Module, session: Any) -> None:
         fully_shard(model, session)
@@ -527,7 +537,7 @@ def train_switch(sharded: Sharded, left: bool) -> None:
     commit(sharded)
 
 
-def test_unused_parameters_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_parameters_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     sharded = switch_replica(ReplicaOptions(find_unused_parameters=True))
     for left in (True, True, False):
         train_switch(sharded, left)
@@ -538,13 +548,13 @@ def test_unused_parameters_are_named_once(caplog: pytest.LogCaptureFixture) -> N
     ]
 
 
-def test_unused_parameters_are_not_named_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_parameters_are_not_logged_by_default(caplog: pytest.LogCaptureFixture) -> None:
     train_switch(switch_replica(ReplicaOptions()), left=True)
     assert not caplog.records
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
-def test_a_static_graph_is_verified(bucket_bytes: int) -> None:
+def test_changed_static_graph_is_refused(bucket_bytes: int) -> None:
     sharded = switch_replica(ReplicaOptions(static_graph=True, bucket_bytes=bucket_bytes))
     train_switch(sharded, left=True)
     before = sharded.state()
@@ -558,6 +568,6 @@ def test_a_static_graph_is_verified(bucket_bytes: int) -> None:
     assert not torch.equal(sharded.state()["left.bias"], before["left.bias"])
 
 
-def test_gradients_as_views_of_buckets_are_refused() -> None:
+def test_gradient_as_bucket_view_is_refused() -> None:
     with pytest.raises(UsageError, match=r"gradient_as_bucket_view=True.*never copied"):
         ReplicaOptions(gradient_as_bucket_view=True)

@@ -1,4 +1,4 @@
-"""Graphs that reach a unit's weights past the results of its forward: the gradients are plain PyTorch's bits."""
+"""Graphs that read a unit's weights but bypass the results of its forward give the same gradients as plain PyTorch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.in_memory_store import InMemoryStore
 
 
 class ScaleBySavedView(torch.autograd.Function):
-    """Keeps a view of the weight in its context, past torch's checks."""
+    """Stores a view of the weight in its context, where torch does not check it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -53,12 +53,12 @@ Loss = Callable[[Model, torch.Tensor], torch.Tensor]
 
 
 def gathered(model: nn.Module) -> Callable[[bool], None]:
-    """Gathers or frees all units if there are any."""
+    """Returns a function that gathers or frees all units, if there are any."""
 
-    def gather(here: bool) -> None:
+    def gather(usable: bool) -> None:
         for module in model.modules():
             if hasattr(module, "unshard"):
-                module.unshard() if here else module.reshard()
+                module.unshard() if usable else module.reshard()
 
     return gather
 
@@ -152,7 +152,7 @@ LOSSES: dict[str, Loss] = {
     "penalty between unshard and reshard": penalty_between_unshard_and_reshard,
     "penalty alone": penalty_alone,
     "penalty on views": penalty_on_views,
-    "features that hooks took": features_of_hooks,
+    "features taken by hooks": features_of_hooks,
     "feature of one unit into another": feature_of_one_unit_into_another,
     "reentrant checkpoints and a penalty": aux_losses_of_checkpoints(True),
     "checkpoints and a penalty": aux_losses_of_checkpoints(False),
@@ -198,13 +198,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"strategy": ShardingStrategy.FULL_SHARD},
     "SHARD_GRAD_OP": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
     "NO_SHARD": {"strategy": ShardingStrategy.NO_SHARD},
-    "without a unit around all": {"root": False},
+    "without a root unit": {"root": False},
 }
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_gradients_are_those_of_plain_pytorch(store: InMemoryStore, loss: str, settings: str) -> None:
+def test_gradients_equal_those_of_plain_pytorch(store: InMemoryStore, loss: str, settings: str) -> None:
     model = build()
     shard(model, store, **SETTINGS[settings])
     assert_equal(gradients(model, LOSSES[loss]), gradients(build(), LOSSES[loss]))
@@ -217,15 +217,15 @@ def assert_equal(found: dict[str, torch.Tensor | None], expected: dict[str, torc
         assert own is None or (gradient is not None and torch.equal(own, gradient)), name
 
 
-@pytest.mark.parametrize("loss", ["penalty on views", "auxiliary losses in a list", "features that hooks took"])
-def test_a_second_backward_through_a_retained_graph(store: InMemoryStore, loss: str) -> None:
+@pytest.mark.parametrize("loss", ["penalty on views", "auxiliary losses in a list", "features taken by hooks"])
+def test_second_backward_through_a_retained_graph_gives_the_same_gradients(store: InMemoryStore, loss: str) -> None:
     model = build()
     shard(model, store)
     assert_equal(gradients(model, LOSSES[loss], times=2), gradients(build(), LOSSES[loss], times=2))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_weights_in_another_dtype_are_gathered_again(store: InMemoryStore, loss: str) -> None:
+def test_gradients_in_another_dtype_equal_those_of_plain_pytorch(store: InMemoryStore, loss: str) -> None:
     model = build()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False, keep_low_precision_grads=True)
     shard(model, store, mp_policy=policy)
@@ -241,7 +241,7 @@ def test_weights_in_another_dtype_are_gathered_again(store: InMemoryStore, loss:
         assert own is None or (gradient is not None and torch.equal(own, gradient.to(own.dtype))), name
 
 
-def test_what_cannot_be_noticed_is_an_error_that_names_the_parameter(store: InMemoryStore) -> None:
+def test_read_that_cannot_be_noticed_raises_and_names_the_parameter(store: InMemoryStore) -> None:
     model, x = build(), torch.rand(4, 6, requires_grad=True)
     shard(model, store)
     model[0].unshard()
@@ -253,7 +253,7 @@ def test_what_cannot_be_noticed_is_an_error_that_names_the_parameter(store: InMe
         torch.autograd.grad(loss, x)
 
 
-def test_a_graph_of_an_earlier_version_is_an_error(store: InMemoryStore) -> None:
+def test_backward_through_a_graph_of_an_earlier_version_raises(store: InMemoryStore) -> None:
     model, x = build(), torch.rand(4, 6)
     units = shard(model, store)
     loss = penalty_alone(model, x)
@@ -266,7 +266,7 @@ def test_a_graph_of_an_earlier_version_is_an_error(store: InMemoryStore) -> None
         loss.backward()
 
 
-def test_an_error_about_an_ordinary_tensor_stays_as_it_is(store: InMemoryStore) -> None:
+def test_error_about_an_unsharded_tensor_is_unchanged(store: InMemoryStore) -> None:
     shard(build(), store)
     x = torch.rand(3, requires_grad=True)
     y = x.exp()
@@ -276,7 +276,7 @@ def test_an_error_about_an_ordinary_tensor_stays_as_it_is(store: InMemoryStore) 
         z.sum().backward()
 
 
-def test_an_ordinary_backward_is_searched_only_up_to_the_results(store: InMemoryStore) -> None:
+def test_search_of_an_ordinary_backward_ends_at_the_results_of_forwards(store: InMemoryStore) -> None:
     model, x = build(), torch.rand(4, 6)
     units = shard(model, store)
     loss = model(x).pow(2).sum()
@@ -285,8 +285,8 @@ def test_an_ordinary_backward_is_searched_only_up_to_the_results(store: InMemory
     assert units.passes.graphs.watched == watched
 
 
-def test_a_backward_in_another_thread_gathers_nothing(store: InMemoryStore) -> None:
-    """Every thread numbers its nodes from 0, so nodes of both threads have the same numbers."""
+def test_backward_of_a_plain_model_in_another_thread_gathers_nothing(store: InMemoryStore) -> None:
+    """Every thread numbers its nodes from 0, so the nodes of both threads have the same numbers."""
     model, x = build(), torch.rand(4, 6)
     units = shard(model, store)
 
@@ -301,7 +301,7 @@ def test_a_backward_in_another_thread_gathers_nothing(store: InMemoryStore) -> N
     assert units.passes.graphs.watched == watched
 
 
-def test_the_graph_of_another_thread_gives_the_gradients_of_plain_pytorch(store: InMemoryStore) -> None:
+def test_backward_through_a_graph_of_another_thread_gives_the_same_gradients(store: InMemoryStore) -> None:
     model = build()
     shard(model, store)
 
@@ -314,16 +314,16 @@ def test_the_graph_of_another_thread_gives_the_gradients_of_plain_pytorch(store:
 
 
 def in_thread(work: Callable[[], None]) -> None:
-    """Runs something in a thread of its own."""
-    met: list[BaseException] = []
+    """Runs a function in a new thread, and raises if the function does."""
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
             work()
         except BaseException as error:
-            met.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(60)
-    assert not met, met
+    assert not errors, errors

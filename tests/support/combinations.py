@@ -1,4 +1,4 @@
-"""A model of many kinds of layers, and the training loop that one would write by hand, to compare with."""
+"""A model with many kinds of layers, and a training loop written by hand to compare with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Layer(nn.Module):
-    """One of several things a block may do; ``recompute`` is None or ``checkpoint``'s ``use_reentrant``."""
+    """A block of a given kind. ``recompute`` is None or ``checkpoint``'s ``use_reentrant``."""
 
     def __init__(self, kind: str, recompute: bool | None) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Combination(nn.Module):
     """Layers between an embedding and a head, which may share their weight.
 
     Attributes:
-        skipped: The layers that the next forwards leave out.
+        skipped: Layers that the next forwards skip.
         fails: Whether the next forwards raise ``ZeroDivisionError`` after the last layer.
     """
 
@@ -78,7 +78,7 @@ class Combination(nn.Module):
 
 
 def loss_of(model: Any, number: int) -> torch.Tensor:
-    """Of batch ``number``, with the same dropout each time."""
+    """Returns the loss on batch ``number``, with the same dropout each time."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
     scale = torch.rand(1, generator=generator) + 0.5
@@ -89,15 +89,15 @@ def loss_of(model: Any, number: int) -> torch.Tensor:
 
 @dataclass
 class ByHand:
-    """Masters, a model to compute with, and gradients: what sharding, mixed precision and servers do, in plain torch.
+    """Sharding, mixed precision and servers in plain torch: master parameters, a computing model, and gradients.
 
     Args:
         masters: The model whose parameters are trained.
-        make_optimizer: Of the masters.
-        policy: What to compute in.
-        gather_dtype: What weights are rounded to on their way.
-        push_dtype: What gradients are rounded to on their way.
-        unit_of: By parameter: the unit. What is kept is pushed with its unit, when that has taken part in a backward.
+        make_optimizer: Makes the optimizer of the masters.
+        policy: The dtypes to compute in.
+        gather_dtype: Dtype to which weights are rounded on the wire.
+        push_dtype: Dtype to which gradients are rounded on the wire.
+        unit_of: The unit of each parameter. Accumulated gradients are pushed when their unit took part in a backward.
     """
 
     masters: Combination
@@ -120,7 +120,7 @@ class ByHand:
             self.computing.register_forward_pre_hook(lambda _, inputs: (inputs[0], inputs[1].to(dtype)))
         self.optimizer = self.make_optimizer(list(self.masters.parameters()))
         self._parameters = list(zip(self.masters.parameters(), self.computing.parameters(), strict=True))
-        self._kept: dict[int, torch.Tensor] = {}
+        self._accumulated: dict[int, torch.Tensor] = {}
         self._item: dict[int, torch.Tensor] = {}
         self._total: dict[int, torch.Tensor] = {}
         self._receive()
@@ -131,7 +131,7 @@ class ByHand:
                 parameter.copy_(master.to(self.gather_dtype).float())
 
     def backward(self, number: int, *, sync: bool, scale: float = 1.0) -> torch.Tensor:
-        """One micro-batch; its gradients are pushed, or kept here until the next that are."""
+        """Runs one micro-batch. Its gradients are pushed, or accumulated until the next push."""
         loss = loss_of(self.computing, number)
         (loss * scale).backward()
         used = set()
@@ -141,26 +141,28 @@ class ByHand:
                 gradient, parameter.grad = parameter.grad, None
                 if not self.policy.keep_low_precision_grads:
                     gradient = gradient.to(self.policy.reduce_dtype or torch.float32)
-                self._kept[index] = self._kept[index] + gradient if index in self._kept else gradient
+                self._accumulated[index] = (
+                    self._accumulated[index] + gradient if index in self._accumulated else gradient
+                )
         if sync:
-            self.push([index for index in self._kept if self.unit_of[index] in used])
+            self.push([index for index in self._accumulated if self.unit_of[index] in used])
         return loss.detach()
 
     def push(self, indices: Sequence[int]) -> None:
-        """What was kept of some parameters becomes a part of the item's gradient."""
+        """Adds the accumulated gradients of some parameters to the item's gradient."""
         for index in indices:
-            gradient = self._kept.pop(index)
+            gradient = self._accumulated.pop(index)
             part = gradient.to(self.policy.reduce_dtype or torch.float32).float().to(self.push_dtype).float()
             self._item[index] = self._item[index] + part if index in self._item else part
 
     def drop(self) -> None:
-        """Nothing of the item counts."""
-        self._kept.clear()
+        """Drops all gradients of the item."""
+        self._accumulated.clear()
         self._item.clear()
 
     def finish_item(self) -> None:
-        """The next gradients are the next rank's."""
-        self.push(list(self._kept))
+        """Ends the item of a rank. Later gradients belong to the next rank."""
+        self.push(list(self._accumulated))
         for index, gradient in self._item.items():
             self._total[index] = self._total[index] + gradient if index in self._total else gradient
         self._item.clear()
@@ -175,12 +177,12 @@ class ByHand:
         self._receive()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The masters and the buffers, under torch's names."""
+        """Returns the masters and the buffers under torch's names."""
         return {**self.masters.state_dict(), **dict(self.computing.named_buffers())}
 
 
 def random_model(rng: random.Random, *, recomputes: bool = True) -> Combination:
-    """A few layers of random kinds."""
+    """Returns a model with a few layers of random kinds."""
     count = rng.randint(2, 4)
     recompute = [rng.choice([None, None, False, True]) if recomputes else None for _ in range(count)]
     torch.manual_seed(rng.randrange(1 << 30))
@@ -188,7 +190,7 @@ def random_model(rng: random.Random, *, recomputes: bool = True) -> Combination:
 
 
 def random_policy(rng: random.Random) -> MixedPrecisionPolicy:
-    """Half of the time another dtype than the stored one."""
+    """Returns a policy that in half of the cases computes in another dtype than the stored one."""
     if rng.random() < 0.5:
         return MixedPrecisionPolicy()
     low = torch.bfloat16

@@ -1,8 +1,7 @@
 """Measures a process's memory around one forward and backward of 12 blocks, sharded or plain.
 
-``python -m tests.support.memory_probe (plain | ADDRESS TRANSPORTS)`` prints one JSON line of bytes: of memory that is
-this
-process's alone, which would be free if it ended.
+``python -m tests.support.memory_probe (plain | ADDRESS TRANSPORTS)`` prints one JSON line: bytes of memory that only
+this process uses (USS).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import shardwell
 
 WIDTH, NUM_BLOCKS = 512, 12
 PUSH_BYTES = 16 << 20
-"""A block's gradients may be on their way, not the whole model's: what is measured is what is held."""
+"""Allows a block's gradients in flight, but not the whole model's."""
 
 
 class Block(nn.Module):
@@ -48,7 +47,7 @@ def main(address: str, transports: str | None = None) -> None:
             transfers=shardwell.TransferOptions(transports=transports, push_bytes=PUSH_BYTES),
         )
     )
-    # What a first use costs once (kernels, connections, threads) is no part of the comparison.
+    # Warm up: one-time costs such as kernels, connections and threads are not compared.
     warm = Block() if session is None else shardwell.fully_shard(Block(), session)
     warm(torch.randn(2, WIDTH)).sum().backward()
     if session is not None:

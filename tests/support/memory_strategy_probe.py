@@ -1,9 +1,8 @@
-"""Measures a trainer's peak memory of its own under a memory strategy.
+"""Measures a trainer's peak memory under a memory strategy.
 
-``python -m tests.support.memory_strategy_probe (plain | ADDRESS TRANSPORTS STRATEGY)`` prints one JSON line: bytes
-above
-those before the model was built, of memory that is this process's alone, sampled every few milliseconds, over some
-training steps of a small transformer-like model; and the seconds of the median step.
+``python -m tests.support.memory_strategy_probe (plain | ADDRESS TRANSPORTS STRATEGY)`` trains a small transformer-like
+model for some steps. It prints one JSON line with the peak of memory that only this process uses (USS), above its value
+before the model was built, and the seconds of the median step. Memory is sampled every few milliseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tests.support.cluster import join_options
 
 WIDTH, NUM_BLOCKS, BATCH, NUM_STEPS = 384, 8, 1024, 2
 LIMITS = {"prefetch_bytes": 8 << 20, "push_bytes": 8 << 20}
-"""A block has 7.1 MB."""
+"""A block has 7.1 MB of weights."""
 
 
 class Block(nn.Module):
@@ -40,7 +39,7 @@ class Block(nn.Module):
 
 
 class Peak:
-    """The most memory of its own that this process has had, above what it had at first."""
+    """Samples the peak of this process's own memory."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -50,13 +49,13 @@ class Peak:
         self._thread.start()
 
     def end(self) -> int:
-        """Ends the sampling; returns the bytes."""
+        """Ends the sampling, and returns the peak above the first value."""
         self._ended.set()
         self._thread.join()
         return self.peak_bytes - self.before_bytes
 
-    def forget(self) -> None:
-        """What was needed until now does not count."""
+    def reset(self) -> None:
+        """Restarts the peak at the current value."""
         self.peak_bytes = self._own_bytes()
 
     def _own_bytes(self) -> int:
@@ -87,7 +86,7 @@ def main(address: str, transports: str | None = None, strategy: str | None = Non
         memory = shardwell.MemoryStrategy[strategy] if strategy != "default" else None  # type: ignore[index]
         shardwell.auto_wrap(model, session, shardwell.ModuleTypePolicy({Block}), memory=memory)
         optimizer = shardwell.optim.AdamW(model.parameters())
-    peak.forget()
+    peak.reset()
     seconds = []
     for _ in range(NUM_STEPS):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Models made of odd parts, and their training in both ways."""
+"""Building blocks of unusual models, and their training as plain and as sharded models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.module_parity import (
 
 
 def run(model: nn.Module, *shape: int, wrap: Wrap = wrap_children, requires_grad: bool = True, steps: int = 4) -> Pair:
-    """Trains on the mean square of the model's output."""
+    """Trains both models on the mean square of the output, and compares them."""
 
     def loss(each: nn.Module, number: int) -> torch.Tensor:
         return each(inputs(number, *shape, requires_grad=requires_grad)).square().mean()
@@ -25,7 +25,7 @@ def run(model: nn.Module, *shape: int, wrap: Wrap = wrap_children, requires_grad
 
 
 class Residual(nn.Module):
-    """Units in the middle, so that inputs and outputs of units need gradients."""
+    """A model with units in the middle, so that inputs and outputs of units need gradients."""
 
     def __init__(self, *parts: nn.Module, width: int = 12) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Residual(nn.Module):
 
 
 class Calls(nn.Module):
-    """Calls a function with itself and the input; ``parts`` become attributes."""
+    """A module that calls a function with itself and the input. ``parts`` become attributes."""
 
     def __init__(self, function: Any, **parts: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trains a plain model and its sharded twin side by side; the bits must be the same."""
+"""Trains a plain model and a sharded copy of it, and compares the bits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Wrap = Callable[[nn.Module, Any], None]
 Loss = Callable[[nn.Module, int], torch.Tensor]
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 131, 20, 4, 3, 7
-"""Odd sizes: parameters and shards end in the middle of blocks."""
+"""Odd sizes, so that parameters and shards end in the middle of blocks."""
 
 
 class Sharded:
-    """A sharded model, its units and the store that plays the servers."""
+    """A sharded model, its units and the store that takes the place of servers."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Sharded:
         wrap(model, self.session)
 
     def step(self) -> None:
-        """What ``optimizer.step()`` and ``optimizer.zero_grad()`` do in a plain loop of one rank."""
+        """Does the work of ``optimizer.step()`` and ``optimizer.zero_grad()`` in a plain loop with one rank."""
         self.units.finish_item()
         self.store.step()
         self.units.invalidate()
@@ -52,11 +52,11 @@ class Sharded:
         assert self.units.live_bytes == 0
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The committed values under torch's names."""
+        """Returns the committed values under torch's names."""
         return full_state_dict(self.model)
 
     def unit_bytes(self) -> dict[str, int]:
-        """Size of every unit's flat vector."""
+        """Returns the size of every unit's flat vector."""
         return {unit.name: unit.layout.size_bytes for unit in self.units}
 
 
@@ -72,7 +72,7 @@ class Pair:
         self.optimizer = make_optimizer(list(self.plain.parameters()))
 
     def backward(self, loss: Loss, number: int) -> None:
-        """One forward and backward of both, with the same random numbers."""
+        """Runs one forward and backward of both models, with the same random numbers."""
         losses = []
         for model in (self.plain, self.sharded.model):
             torch.manual_seed(number)
@@ -82,13 +82,13 @@ class Pair:
         assert torch.equal(losses[0], losses[1]), f"losses differ: {losses[0].item()!r}, sharded {losses[1].item()!r}"
 
     def step(self) -> None:
-        """One optimizer step of both."""
+        """Takes one optimizer step of both models."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.sharded.step()
 
     def train(self, loss: Loss, steps: int = 4) -> Pair:
-        """Some steps of one backward each, then compares."""
+        """Trains for some steps of one backward each, then compares."""
         for number in range(steps):
             self.backward(loss, number)
             self.step()
@@ -105,7 +105,7 @@ class Pair:
 
 
 def wrap_children(model: nn.Module, session: Any) -> None:
-    """A unit for every child that has a forward, and one for the rest."""
+    """Makes a unit for every child that has a forward, and one for the rest."""
     for child in model.children():
         parts = list(child) if isinstance(child, nn.ModuleList) else [child]
         for part in parts:
@@ -115,14 +115,14 @@ def wrap_children(model: nn.Module, session: Any) -> None:
 
 
 def wrap_blocks(model: nn.Module, session: Any) -> None:
-    """A unit for every block, and one for the rest."""
+    """Makes a unit for every block, and one for the rest."""
     for block in model.blocks:
         fully_shard(block, session)
     fully_shard(model, session)
 
 
 def wrap_whole(model: nn.Module, session: Any) -> None:
-    """One unit."""
+    """Makes one unit of the whole model."""
     fully_shard(model, session)
 
 
@@ -143,7 +143,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tied embedding and head; ``recompute`` is None or ``checkpoint``'s ``use_reentrant``."""
+    """A GPT with tied embedding and head. ``recompute`` is None or ``checkpoint``'s ``use_reentrant``."""
 
     def __init__(self, recompute: bool | None = None, layers: int = LAYERS) -> None:
         super().__init__()
@@ -161,19 +161,19 @@ class Gpt(nn.Module):
 
 
 def gpt(recompute: bool | None = None, layers: int = LAYERS) -> Gpt:
-    """The same weights every time."""
+    """Returns a model with the same weights every time."""
     torch.manual_seed(0)
     return Gpt(recompute, layers)
 
 
 def gpt_loss(model: nn.Module, number: int) -> torch.Tensor:
-    """Loss on batch ``number``."""
+    """Returns the loss on batch ``number``."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=generator)
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def inputs(number: int, *shape: int, requires_grad: bool = False) -> torch.Tensor:
-    """Random numbers for batch ``number``."""
+    """Returns random numbers for batch ``number``."""
     generator = torch.Generator().manual_seed(100 + number)
     return torch.randn(shape, generator=generator).requires_grad_(requires_grad)

@@ -1,4 +1,4 @@
-"""Steps of a plain model and its sharded twin, as ``Pair`` does them, where replicas keep their memory."""
+"""Steps of a ``Pair`` whose replicas keep their memory between steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = "Gpt-0"
 
 
 def wrap_with(strategy: ShardingStrategy | None, replica: ReplicaOptions | None = None) -> Any:
-    """A unit of that strategy for every block, and one for the rest."""
+    """Returns a function that makes a unit with this strategy for every block, and one for the rest."""
 
     def wrap(model: Any, session: Any) -> None:
         for block in model.blocks:
@@ -27,7 +27,7 @@ def wrap_with(strategy: ShardingStrategy | None, replica: ReplicaOptions | None 
 
 
 def commit(sharded: Sharded) -> None:
-    """What ``optimizer.step()`` and ``optimizer.zero_grad()`` do in a plain loop of one rank."""
+    """Does the work of ``optimizer.step()`` and ``optimizer.zero_grad()`` in a plain loop with one rank."""
     sharded.units.finish_item()
     sharded.store.step()
     sharded.units.invalidate()
@@ -36,23 +36,23 @@ def commit(sharded: Sharded) -> None:
 
 
 def step(pair: Pair) -> None:
-    """One optimizer step of both."""
+    """Takes one optimizer step of both models."""
     pair.optimizer.step()
     pair.optimizer.zero_grad()
     commit(pair.sharded)
 
 
 def difference(counter: Counter[str], before: Counter[str]) -> dict[str, int]:
-    """What was counted since."""
+    """Returns the counts since ``before``."""
     return dict(counter - before)
 
 
 def unit_of(sharded: Sharded, name: str) -> Any:
-    """A unit by its name."""
+    """Returns a unit by its name."""
     return next(unit for unit in sharded.units if unit.name == name)
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """The blocks and the model."""
+    """Returns the blocks and the model."""
     blocks: Any = model.blocks
     return [*blocks, model]

@@ -16,7 +16,7 @@ import shardwell
 from shardwell.command import inspect_tables as tables
 from shardwell.command.cli import build_parser, main
 from shardwell.command.inspect_commands import to_json
-from shardwell.command.peek import Piece
+from shardwell.command.inspect_tables import ParameterPiece
 from shardwell.processes import launch
 from shardwell.processes.trainer_process import describe_exit
 from shardwell.sizes import format_size
@@ -181,8 +181,8 @@ def test_a_run_with_a_lost_trainer_and_a_spare() -> None:
 
 def test_pieces_add_up() -> None:
     pieces = [
-        Piece("shard-0", shard_pb2.PeekResponse(start_element=0, stop_element=2, norm=3, values=[1.0, 2.0])),
-        Piece("shard-1", shard_pb2.PeekResponse(start_element=2, stop_element=5, norm=4, non_finite_count=1)),
+        ParameterPiece("shard-0", shard_pb2.PeekResponse(start_element=0, stop_element=2, norm=3, values=[1.0, 2.0])),
+        ParameterPiece("shard-1", shard_pb2.PeekResponse(start_element=2, stop_element=5, norm=4, non_finite_count=1)),
     ]
     output = text(tables.peek("w", pieces))
     assert "w: 5 elements, norm 5\n" in output and "[2, 5)" in output

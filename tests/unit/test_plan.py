@@ -15,13 +15,12 @@ from torch import nn
 import shardwell
 from shardwell import BackwardPrefetch, ShardingStrategy
 from shardwell.command.cli import build_parser, main
-from shardwell.planning.options import OPTIMIZERS, PlanOptions
+from shardwell.planning.options import OPTIMIZER_CHOICES, PlanOptions
 from shardwell.planning.plan import TrainerPlan, make_plan
 from shardwell.planning.plan_command import options_of, parse_bandwidth
 from shardwell.planning.plan_model import load, plan_units
 from shardwell.planning.rehearsal import PlannedUnit
-from shardwell.wrapping.default_policy import BlockPolicy
-from shardwell.wrapping.policies import ModuleTypePolicy, NoWrapPolicy, SizePolicy
+from shardwell.wrapping.policies import BlockPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy
 from shardwell_wire.errors import UsageError, WorldError
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.topology import World
@@ -45,7 +44,7 @@ def make_number() -> int:
 
 @pytest.mark.parametrize("policy", [None, SizePolicy(100), ModuleTypePolicy({Block, nn.LayerNorm}), NoWrapPolicy()])
 def test_units_are_those_of_auto_wrap(policy: object) -> None:
-    from shardwell.wrapping.wrap import auto_wrap
+    from shardwell.wrapping.auto_wrap import auto_wrap
 
     sharded = Sharded(gpt(), lambda model, session: auto_wrap(model, session, policy))
     assert [unit.layout for unit in plan_units(gpt(), policy)] == [unit.layout for unit in sharded.units]
@@ -67,9 +66,19 @@ def test_server_memory_by_dp_and_number_of_servers() -> None:
 
 def test_every_optimizer_can_be_planned() -> None:
     names = {name.lower() for name in shardwell.optim.__all__} - {"combined", "shardedoptimizer"}
-    assert names <= set(OPTIMIZERS)
+    assert names <= set(OPTIMIZER_CHOICES)
     units = plan_units(gpt())
-    assert [make_plan(units, PlanOptions(optimizer=name)).options.optimizer for name in OPTIMIZERS] == list(OPTIMIZERS)
+    assert [make_plan(units, PlanOptions(optimizer=name)).options.optimizer for name in OPTIMIZER_CHOICES] == list(
+        OPTIMIZER_CHOICES
+    )
+
+
+def test_state_that_a_hyperparameter_enables_is_planned() -> None:
+    units = plan_units(gpt())
+    whole = sum(unit.size_bytes for unit in units)
+    states = {"sgd": 0, "sgd-momentum": 1, "rmsprop": 1, "rmsprop-centered": 2, "adam": 2, "adam-amsgrad": 3}
+    for name, count in states.items():
+        assert make_plan(units, PlanOptions(optimizer=name)).server.optimizer_bytes == count * whole
 
 
 def test_adafactor_keeps_a_row_and_a_column_of_a_matrix() -> None:

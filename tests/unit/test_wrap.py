@@ -13,8 +13,8 @@ from torch import nn
 from shardwell.module.fully_shard import fully_shard
 from shardwell.module.unit import owner_of
 from shardwell.module.units import Units
+from shardwell.wrapping.auto_wrap import auto_wrap
 from shardwell.wrapping.policies import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy, WrapPolicy
-from shardwell.wrapping.wrap import auto_wrap
 from shardwell_wire.errors import TiedParameterError, UsageError
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Block, Gpt, Pair, gpt, gpt_loss, inputs

@@ -1,4 +1,4 @@
-"""The commands of ``shardwell`` that show a cluster to people."""
+"""The commands of ``shardwell`` that inspect a cluster or delete from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
@@ -17,12 +17,12 @@ from google.protobuf.message import Message
 from rich.console import Console, RenderableType
 
 from shardwell.command import inspect_tables as tables
-from shardwell.command.peek import peek_everywhere
 from shardwell.credentials import find_credentials
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.sizes import format_size
+from shardwell.transport.rpc import ServiceClient
 from shardwell_wire.credentials import TOKEN_FILE_VARIABLE
-from shardwell_wire.errors import UnavailableError, UsageError
+from shardwell_wire.errors import NotFoundError, UnavailableError, UsageError
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
@@ -46,23 +46,27 @@ class _Command:
     handler: Callable[[argparse.Namespace, CoordinatorClient], None]
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None
     changes: bool = False
-    """Whether it changes something."""
+    """True if the command changes the cluster."""
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds a subcommand for each inspection."""
+    """Adds a subcommand for each inspection command."""
     common = argparse.ArgumentParser(add_help=False)
     address = os.environ.get("SHARDWELL_ADDRESS") or DEFAULT_ADDRESS
     common.add_argument(
         "--address",
         default=address,
         metavar="HOST:PORT",
-        help="the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
+        help="address of the coordinator (default: SHARDWELL_ADDRESS, else localhost:50051)",
     )
     add_token_file_argument(common)
     common.add_argument("--json", action="store_true", help="print the response as JSON instead of tables")
     common.add_argument(
-        "--timeout", type=positive_seconds, default=10.0, metavar="S", help="give up after S seconds (default: 10)"
+        "--timeout",
+        type=positive_seconds,
+        default=10.0,
+        metavar="S",
+        help="seconds to wait for an answer (default: 10)",
     )
     for command in _COMMANDS:
         parser = subparsers.add_parser(
@@ -87,7 +91,7 @@ def _handler(command: _Command) -> Callable[[argparse.Namespace], int]:
 
 
 def positive_seconds(text: str) -> float:
-    """A time of more than 0 s; for argparse."""
+    """Parses a duration of more than 0 s, for argparse."""
     try:
         seconds = float(text)
     except ValueError:
@@ -102,14 +106,14 @@ def add_token_file_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file",
         metavar="PATH",
-        help="file with the cluster's token (default: that of your local cluster at the address, else of "
+        help="file with the cluster's token (default: the token of your local cluster at the address, else the file in "
         f"{TOKEN_FILE_VARIABLE})",
     )
 
 
 @contextmanager
 def open_coordinator(address: str, token_file: str | None = None) -> Iterator[CoordinatorClient]:
-    """A client whose complaint about an absent coordinator says what to check."""
+    """Yields a client. If the coordinator cannot be reached, the error says what to check."""
     with closing(CoordinatorClient(address, find_credentials(address, token_file))) as client:
         try:
             yield client
@@ -117,15 +121,15 @@ def open_coordinator(address: str, token_file: str | None = None) -> Iterator[Co
             if error.data.get("peer") != client.peer:
                 raise
             raise UnavailableError(
-                f"no answer from a coordinator at {address} ({_reason(error)}). Is one running there? "
-                "`shardwell-server coordinator` starts one, `docker compose up` a whole cluster; "
-                "--address HOST:PORT or SHARDWELL_ADDRESS names another",
+                f"no answer from a coordinator at {address} ({_reason(error)}). Start one with "
+                "`shardwell-server coordinator`, or a whole cluster with `docker compose up`; or name another address "
+                "with --address HOST:PORT or SHARDWELL_ADDRESS",
                 **error.data,
             ) from error
 
 
 def _reason(error: UnavailableError) -> str:
-    """The part of gRPC's message that a person can use."""
+    """Returns the useful part of gRPC's message."""
     return str(error).rpartition("last error: ")[2].rpartition("UNKNOWN: ")[2]
 
 
@@ -137,12 +141,12 @@ def _show(arguments: argparse.Namespace, response: Message, render: Callable[...
 
 
 def _console() -> Console:
-    """Standard output; a pipe gets wide lines instead of columns cut to 80 characters."""
+    """Returns a console on standard output. A pipe gets wide lines instead of columns cut to 80 characters."""
     return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
 
 
 def to_json(message: Message, *, indent: int | None = 2) -> str:
-    """A message as JSON with the field names of the proto files and all defaults; a list of numbers takes one line."""
+    """Returns a message as JSON with proto field names and all defaults. A list of numbers takes one line."""
     text = MessageToJson(
         message, indent=indent, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -160,11 +164,11 @@ def _run(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
 
 
 def _world(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
-    thought_of = arguments.dp or arguments.tp or arguments.pp
-    if bool(arguments.run) == bool(thought_of):
-        raise UsageError("name a run, or a world to think of by --dp, --tp and --pp")
+    has_sizes = bool(arguments.dp or arguments.tp or arguments.pp)
+    if bool(arguments.run) == has_sizes:
+        raise UsageError("expected either the name of a run, or the sizes of a world by --dp, --tp and --pp")
     request = coordinator_pb2.DescribeWorldRequest(run=arguments.run or "", num_layers=arguments.num_layers)
-    if thought_of:
+    if has_sizes:
         world = World(
             dp=arguments.dp or 1, tp=arguments.tp or 1, pp=arguments.pp or 1, order=arguments.order.split(",")
         )
@@ -210,12 +214,57 @@ def _peek(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None
         start=arguments.start,
         count=arguments.count,
     )
-    pieces = peek_everywhere(coordinator, request, timeout_s=arguments.timeout)
+    pieces = peek(coordinator, request, timeout_s=arguments.timeout)
     if arguments.json:
         for piece in pieces:
             print(f'{{"server_id": "{piece.server_id}", "peek": {to_json(piece.response, indent=None)}}}')
     else:
         _console().print(tables.peek(arguments.parameter, pieces))
+
+
+def peek(
+    coordinator: CoordinatorClient, request: shard_pb2.PeekRequest, *, timeout_s: float
+) -> Sequence[tables.ParameterPiece]:
+    """Reads a parameter from all servers that hold a part of it.
+
+    Args:
+        coordinator: The coordinator, which names the servers.
+        request: The parameter and the values to read.
+        timeout_s: Deadline of each rpc.
+
+    Returns:
+        The pieces of the parameter in the order of their elements.
+
+    Raises:
+        NotFoundError: The run does not exist, or has no such parameter.
+        UnavailableError: A server cannot be reached from this host.
+    """
+    listed = coordinator.call("ListUnits", coordinator_pb2.ListUnitsRequest(run=request.run), timeout_s=timeout_s)
+    owners = {shard.server_id: shard.address for unit in listed.units for shard in unit.shards}
+    pieces, not_found = [], None
+    for server_id, address in owners.items():
+        service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
+        with closing(ServiceClient(address, service, credentials=coordinator.credentials)) as server:
+            try:
+                pieces.append(tables.ParameterPiece(server_id, _peek_at(server_id, server, request, timeout_s)))
+            except NotFoundError as error:
+                not_found = error
+    if not pieces:
+        raise not_found or NotFoundError(f"run {request.run!r} has no units yet", run=request.run)
+    return sorted(pieces, key=lambda piece: piece.response.start_element)
+
+
+def _peek_at(
+    server_id: str, server: ServiceClient, request: shard_pb2.PeekRequest, timeout_s: float
+) -> shard_pb2.PeekResponse:
+    try:
+        response: shard_pb2.PeekResponse = server.call("Peek", request, timeout_s=timeout_s)
+    except UnavailableError as error:
+        raise UnavailableError(
+            f"{server_id} at {server.address} cannot be reached from this host, though the coordinator can: {error}",
+            server=server_id,
+        ) from error
+    return response
 
 
 def _delete_run(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
@@ -224,7 +273,7 @@ def _delete_run(arguments: argparse.Namespace, coordinator: CoordinatorClient) -
     )
     request = coordinator_pb2.DeleteRunRequest(
         run=arguments.run,
-        run_id=described.summary.run_id,  # a repetition must not delete the next run of the name
+        run_id=described.summary.run_id,  # a retry must not delete a later run of the same name
         force=arguments.force,
         request_id=uuid.uuid4().hex,
     )
@@ -250,16 +299,18 @@ def _world_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", nargs="?", help="name of a run")
     for axis, meaning in (("dp", "data"), ("tp", "tensor"), ("pp", "pipeline")):
         parser.add_argument(
-            f"--{axis}", type=int, metavar="N", help=f"size of the {meaning} axis of a world to think of"
+            f"--{axis}", type=int, metavar="N", help=f"size of the {meaning} axis of a hypothetical world"
         )
-    parser.add_argument("--order", default="dp,tp,pp", help="its axes, slowest first (default: dp,tp,pp)")
-    parser.add_argument("--num-layers", type=int, default=0, metavar="N", help="layers to split over its stages")
+    parser.add_argument(
+        "--order", default="dp,tp,pp", help="axes of the hypothetical world, slowest first (default: dp,tp,pp)"
+    )
+    parser.add_argument("--num-layers", type=int, default=0, metavar="N", help="layers to split over the stages")
 
 
 def _events_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run", metavar="RUN", help="of this run only (default: of all runs and servers)")
+    parser.add_argument("--run", metavar="RUN", help="show events of this run only (default: of all runs and servers)")
     parser.add_argument(
-        "--duration", type=float, default=0.0, metavar="S", help="for S seconds (default: until Ctrl-C)"
+        "--duration", type=float, default=0.0, metavar="S", help="stop after S seconds (default: at Ctrl-C)"
     )
 
 
@@ -273,33 +324,33 @@ def _peek_arguments(parser: argparse.ArgumentParser) -> None:
         help="value, gradient, or the name of an optimizer state such as exp_avg (default: value)",
     )
     parser.add_argument(
-        "--start", type=int, default=0, metavar="N", help="first element to show of each piece (default: 0)"
+        "--start", type=int, default=0, metavar="N", help="first element to show of each shard (default: 0)"
     )
-    parser.add_argument("--count", type=int, default=8, metavar="N", help="values to show of each piece (default: 8)")
+    parser.add_argument("--count", type=int, default=8, metavar="N", help="values to show of each shard (default: 8)")
 
 
 def _delete_arguments(parser: argparse.ArgumentParser) -> None:
     _run_argument(parser)
-    parser.add_argument("--force", action="store_true", help="also while trainers are live; they are fenced")
+    parser.add_argument("--force", action="store_true", help="delete the run even if trainers are live")
 
 
 _COMMANDS = (
     _Command("runs", "all runs", "shardwell runs", _runs),
-    _Command("run", "one run: trainers, work in flight, optimizer", "shardwell run gpt", _run, _run_argument),
+    _Command("run", "one run: its trainers, work in flight and optimizer", "shardwell run gpt", _run, _run_argument),
     _Command(
         "world",
-        "which rank sits where, of a run or of a world to think of",
+        "the rank assignments of a run or of a hypothetical world",
         "shardwell world --dp 2 --tp 2 --pp 2",
         _world,
         _world_arguments,
     ),
-    _Command("units", "a run's units and where their shards live", "shardwell units gpt", _units, _run_argument),
+    _Command("units", "a run's units and the servers of their shards", "shardwell units gpt", _units, _run_argument),
     _Command("servers", "the shard servers and their memory", "shardwell servers", _servers),
-    _Command("stall", "what a run waits for, and on whom", "shardwell stall gpt", _stall, _run_argument),
-    _Command("events", "what happens, as it happens", "shardwell events --run gpt", _events, _events_arguments),
+    _Command("stall", "what a run waits for, and for how long", "shardwell stall gpt", _stall, _run_argument),
+    _Command("events", "events as they happen", "shardwell events --run gpt", _events, _events_arguments),
     _Command(
         "peek",
-        "a few values of a parameter and statistics over it",
+        "values of a parameter, and its norm, minimum and maximum",
         "shardwell peek gpt blocks.0.mlp.0.weight --source exp_avg",
         _peek,
         _peek_arguments,
@@ -314,7 +365,7 @@ _COMMANDS = (
     ),
     _Command(
         "forget-server",
-        "removes a shard server that is lost or has ended from the list",
+        "removes a lost or ended shard server from the list of servers",
         "shardwell forget-server shard-7",
         _forget_server,
         _server_argument,

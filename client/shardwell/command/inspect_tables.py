@@ -1,10 +1,11 @@
-"""Responses of the coordinator and the shard servers as tables for people. Pure functions."""
+"""Renders responses of the coordinator and the shard servers as tables. Pure functions."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -12,10 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwell.command.peek import Piece
 from shardwell.sizes import format_size
 from shardwell_wire.topology import AXES, AXIS_NAMES, World
-from shardwell_wire.v1 import common_pb2, coordinator_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 _WORK_STATES = {
     coordinator_pb2.WORK_STATE_VACANT: "vacant",
@@ -32,8 +32,16 @@ _SERVER_STATES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterPiece:
+    """The part of a parameter that one shard server holds."""
+
+    server_id: str
+    response: shard_pb2.PeekResponse
+
+
 def duration(seconds: float) -> str:
-    """A duration in its largest unit that fits."""
+    """Returns a duration in the largest unit of which it has at least two."""
     for name, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {name}"
@@ -41,23 +49,23 @@ def duration(seconds: float) -> str:
 
 
 def world_text(world: common_pb2.World) -> str:
-    """A world as ``dp x tp x pp``, with its order if that is not the default."""
+    """Returns a world as ``dp x tp x pp``, with its order unless that is the default."""
     shape = f"{world.dp} x {world.tp} x {world.pp}"
     order = tuple(AXIS_NAMES[axis] for axis in world.order) or AXES
     return shape if order == AXES else f"{shape} ({','.join(order)})"
 
 
 def runs(response: coordinator_pb2.ListRunsResponse) -> RenderableType:
-    """``shardwell runs``."""
+    """Renders ``shardwell runs``."""
     if not response.runs:
         return "no runs"
     table = _table("RUN", "ID", "DP x TP x PP", "STEP", "TRAINERS", "UNITS", "PARAMETERS", "LAST COMMIT")
     for summary in response.runs:
-        table.add_row(*_run_cells(summary))
+        table.add_row(*_run_row(summary))
     return table
 
 
-def _run_cells(summary: coordinator_pb2.RunSummary) -> Sequence[str]:
+def _run_row(summary: coordinator_pb2.RunSummary) -> Sequence[str]:
     return (
         summary.run,
         summary.run_id,
@@ -71,7 +79,7 @@ def _run_cells(summary: coordinator_pb2.RunSummary) -> Sequence[str]:
 
 
 def run(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
-    """``shardwell run``."""
+    """Renders ``shardwell run``."""
     return Group(
         runs(coordinator_pb2.ListRunsResponse(runs=[response.summary])),
         "",
@@ -85,7 +93,7 @@ def run(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
 
 
 def _trainers(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> RenderableType:
-    table = _table("TRAINER", "HOST", "RANKS", "EPOCH", "STATE", "LAST HEARD OF")
+    table = _table("TRAINER", "HOST", "RANKS", "EPOCH", "STATE", "LAST HEARTBEAT")
     for trainer in trainers:
         state = "live" if trainer.live else Text("gone", "red")
         ranks = _ranks(trainer.global_ranks) or "spare"
@@ -94,8 +102,8 @@ def _trainers(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> RenderableT
 
 
 def _transports(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> Sequence[RenderableType]:
-    """How trainers reach servers, and an empty line; nothing if none is connected."""
-    table = _table("TRAINER", "SERVER", "TRANSPORT", "MEASURED WHEN OPENED")
+    """Returns a table of the trainers' transports and an empty line; nothing if no transport is open."""
+    table = _table("TRAINER", "SERVER", "TRANSPORT", "MEASURED SPEED")
     for trainer in trainers:
         for transport in trainer.transports:
             kind = common_pb2.TransportKind.Name(transport.kind).removeprefix("TRANSPORT_KIND_").lower()
@@ -105,7 +113,7 @@ def _transports(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> Sequence[
 
 
 def _work(work: Sequence[coordinator_pb2.WorkSummary]) -> RenderableType:
-    table = _table("WORK OF RANK", "DP RANK", "STATE", "TRAINER", "EPOCH", "ATTEMPT")
+    table = _table("WORK ITEM OF RANK", "DP RANK", "STATE", "TRAINER", "EPOCH", "ATTEMPT")
     for entry in work:
         item, state = entry.item, _WORK_STATES.get(entry.state, "unknown")
         table.add_row(
@@ -126,7 +134,7 @@ def _optimizer(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
 
 
 def world(response: coordinator_pb2.DescribeWorldResponse) -> RenderableType:
-    """``shardwell world``."""
+    """Renders ``shardwell world``."""
     table = _table("RANK", "DP", "TP", "PP", "DP GROUP", "TP GROUP", "PP GROUP", "STAGES", "TRAINER", "HOST")
     for summary in response.rank_assignments:
         at, rank_assignment = summary.rank_assignment.coordinates, summary.rank_assignment
@@ -135,22 +143,22 @@ def world(response: coordinator_pb2.DescribeWorldResponse) -> RenderableType:
             str(at.global_rank),
             *map(str, (at.dp_rank, at.tp_rank, at.pp_rank)),
             *(groups.get(axis, "-") for axis in AXES),
-            _neighbours(rank_assignment),
+            _stages(rank_assignment),
             summary.trainer or "-",
             summary.host or "-",
         )
     return Group(f"{World.from_proto(response.world)}: {response.world_size} ranks", table)
 
 
-def _neighbours(rank_assignment: coordinator_pb2.RankAssignment) -> str:
+def _stages(rank_assignment: coordinator_pb2.RankAssignment) -> str:
     before = f"{rank_assignment.previous_stage} -> " if rank_assignment.HasField("previous_stage") else ""
     after = f" -> {rank_assignment.next_stage}" if rank_assignment.HasField("next_stage") else ""
     return f"{before}{rank_assignment.coordinates.global_rank}{after}"
 
 
 def units(response: coordinator_pb2.ListUnitsResponse) -> RenderableType:
-    """``shardwell units``."""
-    table = _table("UNIT", "NAME", "PARAMETERS", "ELEMENTS", "SIZE", "SERVER", "BYTES OF THE FLAT VECTOR")
+    """Renders ``shardwell units``."""
+    table = _table("UNIT", "NAME", "PARAMETERS", "ELEMENTS", "SIZE", "SERVER", "BYTE RANGE")
     for unit in response.units:
         cells: tuple[str, ...] = (
             str(unit.unit_index),
@@ -170,10 +178,10 @@ def units(response: coordinator_pb2.ListUnitsResponse) -> RenderableType:
 
 
 def servers(response: coordinator_pb2.ListServersResponse) -> RenderableType:
-    """``shardwell servers``."""
+    """Renders ``shardwell servers``."""
     if not response.servers:
         return "no shard servers"
-    table = _table("SERVER", "ADDRESS", "STATE", "IN USE", "RESERVED", "BUDGET", "EPOCH", "LAST HEARD OF")
+    table = _table("SERVER", "ADDRESS", "STATE", "IN USE", "RESERVED", "BUDGET", "EPOCH", "LAST HEARTBEAT")
     for server in response.servers:
         state = _SERVER_STATES.get(server.state, "live" if server.live else "lost")
         memory = (format_size(value) for value in (server.used_bytes, server.reserved_bytes, server.budget_bytes))
@@ -188,20 +196,20 @@ def _colored(server_state: str) -> Text:
 
 
 def stall(response: coordinator_pb2.ExplainStallResponse) -> RenderableType:
-    """``shardwell stall``."""
+    """Renders ``shardwell stall``."""
     head = f"step {response.step}: {response.phase}, for {duration(response.phase_s)}"
-    lines = [f"  - {reason}" for reason in response.waiting_for] or ["  waits for nothing"]
+    lines = [f"  - {reason}" for reason in response.waiting_for] or ["  not waiting for anything"]
     return "\n".join([head, *lines])
 
 
 def event(message: coordinator_pb2.WatchEventsResponse) -> RenderableType:
-    """One line of ``shardwell events``."""
+    """Renders one line of ``shardwell events``."""
     clock = _local_time(message.time).strftime("%H:%M:%S.%f")[:-3]
     return f"{clock}  {message.run or '-':16} {message.kind:20} {message.message}"
 
 
-def peek(parameter: str, pieces: Sequence[Piece]) -> RenderableType:
-    """``shardwell peek``."""
+def peek(parameter: str, pieces: Sequence[ParameterPiece]) -> RenderableType:
+    """Renders ``shardwell peek``."""
     table = _table("SERVER", "ELEMENTS", "VERSION", "NORM", "MIN", "MAX", "NON-FINITE", "VALUES")
     for piece in pieces:
         seen = piece.response

@@ -24,17 +24,9 @@ from shardwell.module.freed_parameter import refuse_clipping
 from shardwell.module.unit import owner_of
 from shardwell.module.units import Units
 from shardwell_wire.errors import UsageError
+from shardwell_wire.optimizers import OPTIMIZERS
 
 _CLIPPING_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
-
-_SERVER_SIDE = frozenset(
-    (
-        *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LAMB", "Lion", "Muon", "NAdam", "RAdam"),
-        "RMSprop",
-        "SGD",
-    )
-)
-"""Classes of ``shardwell.optim``."""
 
 _watched: weakref.WeakSet[Units] = weakref.WeakSet()
 """Units whose gradients may be on the servers."""
@@ -85,7 +77,7 @@ def _refuse_local_step(optimizer: Optimizer, args: object, kwargs: object) -> No
 
 
 def _replacement(optimizer: type[Optimizer]) -> str:
-    if optimizer.__name__ in _SERVER_SIDE:
+    if optimizer.__name__.lower() in OPTIMIZERS:
         return f"shardwell.optim.{optimizer.__name__}"
     if needs_closure(optimizer):
         return "an optimizer of shardwell.optim: none of them evaluates the model several times in a step"

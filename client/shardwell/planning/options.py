@@ -7,33 +7,21 @@ from dataclasses import dataclass, field
 
 from shardwell.module.strategy import BackwardPrefetch, ShardingStrategy, check_strategy
 from shardwell_wire.errors import UsageError
-from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.optimizers import OPTIMIZERS, OptimizerSpec
 from shardwell_wire.topology import World
 from shardwell_wire.wire_dtypes import NAMES
 
-OPTIMIZER_STATES = {
-    **dict.fromkeys(("adam", "adamw", "nadam", "radam", "adamax", "adadelta", "lamb"), 2),
-    **dict.fromkeys(("sgd-momentum", "rmsprop", "adagrad", "lion", "muon"), 1),
-    "sgd": 0,
+OPTIMIZER_CHOICES: dict[str, tuple[OptimizerSpec, tuple[str, ...]]] = {
+    **{name: (spec, ()) for name, spec in sorted(OPTIMIZERS.items())},
+    **{
+        f"{name}-{tensor.enabled_by}": (spec, (tensor.enabled_by,))
+        for name, spec in sorted(OPTIMIZERS.items())
+        for tensor in spec.state
+        if tensor.enabled_by
+    },
 }
-"""Tensors of a parameter's size and dtype that an optimizer keeps on the servers."""
-FACTORED = "adafactor"
-"""Keeps a row and a column for each matrix instead, and as much as a parameter for each vector."""
-OPTIMIZERS = tuple(sorted((*OPTIMIZER_STATES, FACTORED)))
-
-
-def state_bytes(layout: UnitLayout, optimizer: str) -> int:
-    """What an optimizer keeps of a unit on the servers, at most."""
-    if optimizer == FACTORED:
-        return sum(_factored_elements(spec) * spec.item_size for spec in layout.parameters)
-    return layout.size_bytes * OPTIMIZER_STATES[optimizer]
-
-
-def _factored_elements(spec: Parameter) -> int:
-    """Of the mean of squares over the last dim, and of that over the dim before it."""
-    if len(spec.shape) < 2 or not spec.numel:
-        return spec.numel
-    return spec.numel // spec.shape[-1] + spec.numel // spec.shape[-2]
+"""Optimizers by the name that a plan uses, such as ``sgd``, or ``sgd-momentum`` for the state that momentum enables."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +39,7 @@ class PlanOptions:
     same_host: bool = False
     """Whether trainers read weights in the memory of servers on their host."""
     optimizer: str = "adamw"
-    """One of ``OPTIMIZERS``."""
+    """A key of ``OPTIMIZER_CHOICES``."""
     min_shard_bytes: int = 64 << 10
     """See the coordinator's option."""
     activation_bytes: int | None = None
@@ -72,8 +60,8 @@ class PlanOptions:
     offload_min_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise UsageError(f"optimizer={self.optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
+        if self.optimizer not in OPTIMIZER_CHOICES:
+            raise UsageError(f"optimizer={self.optimizer!r}: expected one of {', '.join(OPTIMIZER_CHOICES)}")
         if self.num_servers < 1 or self.bandwidth <= 0:
             raise UsageError(
                 f"num_servers={self.num_servers}, bandwidth={self.bandwidth}: expected at least 1 server and a "
@@ -92,3 +80,8 @@ class PlanOptions:
     def reads_servers(self) -> bool:
         """True if weights are read in the servers' memory, which needs a lossless ``gather_dtype``."""
         return self.same_host and self.gather_dtype == "float32"
+
+    def state_bytes(self, layout: UnitLayout) -> int:
+        """Returns the bytes of optimizer state for a unit."""
+        spec, enabled = OPTIMIZER_CHOICES[self.optimizer]
+        return spec.state_bytes(layout, enabled)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from shardwell.module.strategy import ReplicaOptions, ShardingStrategy
 from shardwell.planning.activations import SavedActivations
-from shardwell.planning.options import PlanOptions, state_bytes
+from shardwell.planning.options import PlanOptions
 from shardwell.planning.rehearsal import PlannedUnit, Rehearsal, rehearse
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout, cut
@@ -138,7 +138,7 @@ def make_plan(units: Sequence[PlannedUnit], options: PlanOptions, saved: SavedAc
         num_parameters=sum(parameter.numel for unit in units for parameter in unit.layout.parameters),
         model_bytes=whole,
         num_units=len(units),
-        replica_bytes=2 * whole + sum(state_bytes(unit.layout, options.optimizer) for unit in units),
+        replica_bytes=2 * whole + sum(options.state_bytes(unit.layout) for unit in units),
         trainer=_plan_trainer(first, options, _activation_bytes(units, first, options, saved)),
         host_cache_bytes=sum(unit.size_bytes + HEAD_BYTES * options.num_servers for unit in first.cached),
         server=_plan_server(stages, options),
@@ -272,7 +272,7 @@ def _plan_server(stages: Sequence[_Stage], options: PlanOptions) -> ServerPlan:
     held, states, largest, encoded = [0] * count, [0.0] * count, [0] * count, [0] * count
     # Each tensor-parallel rank has a part of every unit, and its own units on the servers.
     for unit in [unit for stage in stages for unit in stage.units for _ in range(world.tp)]:
-        unit_states = state_bytes(unit.layout, options.optimizer)
+        unit_states = options.state_bytes(unit.layout)
         for server, (start, stop) in enumerate(cut(unit.size_bytes, [1.0] * count, options.min_shard_bytes)):
             held[server] += stop - start
             states[server] += unit_states * (stop - start) / max(1, unit.size_bytes)

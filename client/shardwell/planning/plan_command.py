@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from shardwell.module.strategy import BackwardPrefetch, ShardingStrategy
-from shardwell.planning.options import OPTIMIZERS, PlanOptions
+from shardwell.planning.options import OPTIMIZER_CHOICES, PlanOptions
 from shardwell.planning.plan import Plan, make_plan
 from shardwell.sizes import format_size
 from shardwell.wrapping.memory_strategy import MemoryStrategy
@@ -85,7 +85,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="servers run on the trainers' hosts, and trainers read weights in their memory",
     )
-    group.add_argument("--optimizer", choices=OPTIMIZERS, help="(default: adamw)")
+    group.add_argument("--optimizer", choices=list(OPTIMIZER_CHOICES), help="(default: adamw)")
 
 
 def _add_memory(group: argparse._ArgumentGroup) -> None:
@@ -183,8 +183,8 @@ def options_of(arguments: argparse.Namespace) -> PlanOptions:
     if arguments.memory is not None:
         memory = _member(MemoryStrategy, arguments.memory).options()
         preset = {name: getattr(memory, name) for name in known if getattr(memory, name, None) is not None}
-        if not memory.of_units(given):
-            preset = {name: value for name, value in preset.items() if name not in memory.of_units({})}
+        if not memory.unit_arguments(given):
+            preset = {name: value for name, value in preset.items() if name not in memory.unit_arguments({})}
     return PlanOptions(world=World(arguments.dp, arguments.tp, arguments.pp), **{**preset, **given})
 
 

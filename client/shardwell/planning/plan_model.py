@@ -19,10 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwell.module.fully_shard import collect_parameters
 from shardwell.planning.activations import SavedActivations, recording
 from shardwell.planning.rehearsal import PlannedCall, PlannedUnit
-from shardwell.wrapping.choice import ChosenUnit, choose_units
-from shardwell.wrapping.default_policy import BlockPolicy
-from shardwell.wrapping.memory_strategy import can_compute_again
-from shardwell.wrapping.policies import WrapPolicy
+from shardwell.wrapping.auto_wrap import ChosenUnit, choose_units
+from shardwell.wrapping.memory_strategy import supports_recomputation
+from shardwell.wrapping.policies import BlockPolicy, WrapPolicy
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
 
@@ -118,7 +117,7 @@ def _blocks(model: nn.Module) -> Callable[[ChosenUnit], int | None]:
 
 def _calls(model: nn.Module, policy: WrapPolicy | None) -> Callable[[str, nn.Module], PlannedCall]:
     positions = {id(module): position for position, module in enumerate(model.modules())}
-    recomputed = {id(module) for module in _outermost(model, policy).values() if can_compute_again(module)}
+    recomputed = {id(module) for module in _outermost(model, policy).values() if supports_recomputation(module)}
     return lambda name, module: PlannedCall(positions[id(module)], name, id(module) in recomputed)
 
 

@@ -1,1 +1,1 @@
-"""Processes that the SDK starts: a private cluster, and the trainers of ``shardwell launch``."""
+"""Child processes that the SDK starts: the servers of a local cluster, and the trainers of ``shardwell launch``."""

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from shardwell.processes.local_cluster import LocalCluster
-from shardwell.processes.server_process import ServerProcess
+from shardwell.processes.local_cluster import LocalCluster, ServerProcess
 from shardwell.processes.trainer_process import TrainerProcess, describe_exit
 from shardwell_wire.channel import check_address
 from shardwell_wire.credentials import TOKEN_FILE_VARIABLE
@@ -22,39 +21,42 @@ from shardwell_wire.errors import UsageError
 from shardwell_wire.topology import World
 
 _POLL_S = 0.05
-_GRACE_S = 10.0
-"""Trainers that were asked to stop get this long before they are killed."""
+_STOP_LIMIT_S = 10.0
+"""Seconds after a stop signal before trainers are killed."""
 
 _EPILOG = """\
-Two trainers on a private cluster with two shard servers, as `make demo` does it:
+Two trainers on a private cluster with two shard servers, like `make demo`:
   shardwell launch examples/train_gpt.py --num-steps 200
 
-Four trainers on a cluster that is there; a trainer that dies is started again, up to 3 times:
+Four trainers on a running cluster; each trainer is restarted up to 3 times:
   shardwell launch --coordinator localhost:50051 --run gpt --num-trainers 4 --restart 3 train.py
 
-The script calls shardwell.join() without arguments: SHARDWELL_ADDRESS, SHARDWELL_RUN,
-SHARDWELL_TRAINER, SHARDWELL_DP, SHARDWELL_TP, SHARDWELL_PP and SHARDWELL_MIN_TRAINERS are set.
-A trainer that dies does not end the others: they take over its work.
+Every option of shardwell.join has a variable, which the trainers inherit:
+  SHARDWELL_GATHER_DTYPE=bfloat16 SHARDWELL_WAIT_LIMIT_S=60 shardwell launch train.py
+
+The script calls shardwell.join() without arguments. The launcher sets SHARDWELL_ADDRESS, SHARDWELL_RUN,
+SHARDWELL_TRAINER, SHARDWELL_DP, SHARDWELL_TP, SHARDWELL_PP and SHARDWELL_MIN_TRAINERS.
+When a trainer dies, the other trainers continue and take over its work.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
-    """What ``shardwell launch`` is to start."""
+    """The trainers that ``shardwell launch`` starts."""
 
     command: tuple[str, ...]
     """The training script and its arguments."""
     run: str
     """Name of the run."""
     num_trainers: int = 2
-    """Processes to start."""
+    """Number of trainer processes."""
     world: World
     """The grid of logical ranks."""
     max_restarts: int = 0
-    """How often each trainer may be started again."""
+    """How often each trainer may be restarted."""
 
     def environment(self, trainer: str, address: str, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The environment of one trainer: what it inherits, one thread unless told otherwise, and its place."""
+        """Returns the environment of one trainer: inherited variables, and those that ``shardwell.join`` reads."""
         world, live = self.world, {"SHARDWELL_LIVE_OUTPUT": "1"} if sys.stdout.isatty() else {}
         return {
             "OMP_NUM_THREADS": "1",
@@ -84,30 +86,28 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--num-shards", type=_positive, default=2, metavar="N", help="shard servers of the private cluster (default: 2)"
     )
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="use this cluster instead of a private one")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="use this cluster instead of starting a private one")
     parser.add_argument(
-        "--run", metavar="NAME", help="name of the run; one that exists is continued (default: the script's name)"
+        "--run", metavar="NAME", help="name of the run; an existing run continues (default: the script's name)"
     )
-    parser.add_argument(
-        "--dp", type=_positive, metavar="N", help="data-parallel ranks (default: what fits the trainers)"
-    )
+    parser.add_argument("--dp", type=_positive, metavar="N", help="data-parallel ranks (default: trainers / (tp * pp))")
     parser.add_argument("--tp", type=_positive, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--pp", type=_positive, default=1, metavar="N", help="pipeline stages (default: 1)")
     parser.add_argument(
-        "--restart", type=_not_negative, default=0, metavar="N", help="start a trainer that dies again, up to N times"
+        "--restart", type=_not_negative, default=0, metavar="N", help="restart a trainer that dies, up to N times"
     )
-    parser.add_argument("--log-dir", metavar="DIR", help="keep the private cluster's logs here")
+    parser.add_argument("--log-dir", metavar="DIR", help="folder for the private cluster's logs (default: temporary)")
     parser.add_argument("script", help="the training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(handler=main)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs ``shardwell launch``; returns the worst exit code of the trainers."""
+    """Runs ``shardwell launch``; returns the highest exit code of the trainers."""
     plan = make_plan(arguments)
     if plan.world.tp * plan.world.pp > 1:
-        _say(
-            f"{plan.world}: the trainers can join and use session.device_mesh(), but fully_shard will refuse: only "
+        _print(
+            f"{plan.world}: the trainers can join and use session.device_mesh(), but fully_shard raises an error: only "
             "worlds with tp=1 and pp=1 train"
         )
     try:
@@ -118,11 +118,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
-    """Turns command line arguments into a plan.
+    """Returns the plan for command line arguments.
 
     Raises:
-        UsageError: There is no such script, the address is none, or the trainers cannot be split into the axes
-            asked for.
+        UsageError: The script does not exist, the address is invalid, or the number of trainers does not fit the axes.
     """
     if not Path(arguments.script).is_file():
         raise UsageError(f"no such script: {arguments.script}")
@@ -163,19 +162,19 @@ class _Cluster:
 
     address: str
     servers: tuple[ServerProcess, ...] = ()
-    """Of a private cluster: the coordinator first."""
+    """Servers of a private cluster, the coordinator first."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables by which trainers find its token, if it is not what they inherit."""
+    """Variables with which the trainers find the token of a private cluster."""
 
 
 @contextmanager
 def _cluster(arguments: argparse.Namespace) -> Iterator[_Cluster]:
-    """The cluster to use; a private one lives as long as the context."""
+    """Yields the cluster to use. A private cluster stops when the context ends."""
     if arguments.coordinator:
         yield _Cluster(arguments.coordinator)
         return
     count = arguments.num_shards
-    _say(f"starting a private cluster: a coordinator and {count} shard server{'s' * (count > 1)}")
+    _print(f"starting a private cluster: a coordinator and {count} shard server{'s' * (count > 1)}")
     with LocalCluster(count, log_dir=arguments.log_dir) as cluster:
         yield _Cluster(
             cluster.address, (cluster.coordinator, *cluster.shards), {TOKEN_FILE_VARIABLE: cluster.token_file}
@@ -183,7 +182,7 @@ def _cluster(arguments: argparse.Namespace) -> Iterator[_Cluster]:
 
 
 class _Stop(BaseException):
-    """Somebody wants the launch to end."""
+    """Raised when a signal asks the launcher to stop."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal_number)
@@ -192,13 +191,13 @@ class _Stop(BaseException):
 
 @dataclass
 class _Signals:
-    """What signals have come."""
+    """The stop signals that were received."""
 
     count: int = 0
     first: int = 0
     interrupt: bool = True
-    """Whether the first one raises at once. That is between any two instructions, such as those that start a trainer
-    and put it down: then nobody would stop it."""
+    """True if the first signal raises ``_Stop`` at once. False while trainers are started: an exception between the
+    start of a trainer and its registration would leave the trainer running."""
 
     def receive(self, signal_number: int, _: FrameType | None) -> None:
         self.count += 1
@@ -208,14 +207,14 @@ class _Signals:
                 raise _Stop(signal_number)
 
     def check(self) -> None:
-        """Raises ``_Stop`` if one has come."""
+        """Raises ``_Stop`` if a signal was received."""
         if self.count:
             raise _Stop(self.first)
 
 
 @contextmanager
 def _stop_signals() -> Iterator[_Signals]:
-    """Takes SIGINT, SIGTERM and SIGHUP meanwhile."""
+    """Handles SIGINT, SIGTERM and SIGHUP while the context is open."""
     signals = _Signals()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     former = {number: signal.signal(number, signals.receive) for number in numbers}
@@ -227,7 +226,7 @@ def _stop_signals() -> Iterator[_Signals]:
 
 
 class _Launch:
-    """The trainers of one launch, from their start to their end."""
+    """Starts, watches and stops the trainers of one launch."""
 
     def __init__(self, plan: LaunchPlan, cluster: _Cluster, signals: _Signals) -> None:
         self._plan, self._address, self._signals = plan, cluster.address, signals
@@ -236,10 +235,10 @@ class _Launch:
         self._coordinator, self._servers = next(iter(cluster.servers), None), list(cluster.servers)
 
     def run(self) -> int:
-        """Runs every trainer to its end; returns the worst exit code."""
+        """Waits for the end of all trainers; returns the highest exit code."""
         self._signals.interrupt = False
         plan = self._plan
-        _say(f"run {plan.run!r} on {self._address}: starting {plan.num_trainers} trainers for {plan.world}")
+        _print(f"run {plan.run!r} on {self._address}: starting {plan.num_trainers} trainers for {plan.world}")
         try:
             for name in (f"trainer-{index}" for index in range(self._plan.num_trainers)):
                 environment = self._plan.environment(name, self._address, self._environment)
@@ -262,45 +261,45 @@ class _Launch:
                 return 1
             for trainer in list(running):
                 code = trainer.exit_code
-                if code is None or (code != 0 and self._start_again(trainer, code)):
+                if code is None or (code != 0 and self._restart(trainer, code)):
                     continue
                 trainer.finish()
                 running.remove(trainer)
                 worst = max(worst, code)
                 if code != 0 and running:
-                    _say(f"{trainer.name} {describe_exit(code)}; the others go on and take over its work")
+                    _print(f"{trainer.name} {describe_exit(code)}; the other trainers take over its work")
             time.sleep(_POLL_S)
         return worst
 
     def _is_coordinator_lost(self) -> bool:
-        """Tells of every server of a private cluster that has ended; true if the coordinator has: nothing goes on."""
+        """Reports the servers of a private cluster that have ended. True if the coordinator is one of them."""
         for server in [server for server in self._servers if server.exit_code is not None]:
             self._servers.remove(server)
             code = server.exit_code or 0
-            _say(f"{server.name} {describe_exit(code if code >= 0 else 128 - code)}. {server.log_tail()}")
+            _print(f"{server.name} {describe_exit(code if code >= 0 else 128 - code)}. {server.log_tail()}")
             if server is self._coordinator:
                 return True
         return False
 
-    def _start_again(self, trainer: TrainerProcess, code: int) -> bool:
+    def _restart(self, trainer: TrainerProcess, code: int) -> bool:
         if trainer.starts > self._plan.max_restarts:
             return False
         trainer.finish()
-        _say(f"{trainer.name} {describe_exit(code)}; starting it again ({trainer.starts} of {self._plan.max_restarts})")
+        _print(f"{trainer.name} {describe_exit(code)}; restarting it ({trainer.starts} of {self._plan.max_restarts})")
         trainer.start()
         return True
 
     def _stop(self, signal_number: int) -> None:
-        """Asks every trainer to stop; a second signal, or too much time, and they are killed."""
-        _say(f"{signal.Signals(signal_number).name}: stopping {len(self._trainers)} trainers")
+        """Sends a signal to all trainers and waits for their end, until a second signal or the time limit."""
+        _print(f"{signal.Signals(signal_number).name}: stopping {len(self._trainers)} trainers")
         for trainer in self._trainers:
             trainer.send(signal_number)
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + _STOP_LIMIT_S
         while any(trainer.exit_code is None for trainer in self._trainers):
             if self._signals.count > 1 or time.monotonic() > deadline:
                 return
             time.sleep(_POLL_S)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"[launch] {text}", file=sys.stderr, flush=True)

@@ -1,66 +1,70 @@
-"""A private cluster on this machine: a coordinator and shard servers as processes of their own."""
+"""A cluster on this host: a coordinator and shard servers, each in a child process."""
 
 from __future__ import annotations
 
+import json
 import os
+import select
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 from shardwell.credentials import PublishedCredentials
-from shardwell.processes.server_process import ServerProcess
 from shardwell_wire.credentials import Credentials, new_credentials
-from shardwell_wire.errors import UsageError
+from shardwell_wire.errors import UnavailableError, UsageError
 from shardwell_wire.shared_files import open_file, opened
 from shardwell_wire.temporary_folder import TemporaryFolder
 
-_STOP_GRACE_S = 30.0
-"""Ending an interpreter with torch in it takes a second, and several on a machine that is busy."""
+_STOP_LIMIT_S = 30.0
+"""Seconds before a stopping server is killed. An interpreter with torch needs one, and several on a busy machine."""
 _LISTEN = "127.0.0.1:0"
+_LOG_TAIL_LINES = 20
 
 
 class LocalCluster:
-    """Starts a coordinator and shard servers on free loopback ports; ends them with itself.
+    """Starts a coordinator and shard servers on free loopback ports, and stops them with itself.
 
     A context manager::
 
         with shardwell.LocalCluster(num_shards=2) as cluster:
             session = shardwell.join(cluster.address)
 
-    The servers are real processes that end when this one does, however it ends. Ctrl-C does not
-    reach them, so trainers can still leave in good order.
+    The servers are real processes. They end with this process, even if it is killed. Ctrl-C does not reach them, so
+    trainers can still leave cleanly.
 
-    Only this user's processes can use the cluster: its servers require a token that is made at the start. Processes
-    of this user on this host find the token by the cluster's address; others read ``token_file``.
+    Only processes of this user can use the cluster: its servers require a token, which each start creates. Other
+    processes of this user on this host find the token by the cluster's address. Processes on other hosts read it from
+    ``token_file``.
 
     Args:
-        num_shards: Shard servers to start.
-        memory_budget: Bytes that each shard server may use. None: the servers share 80 % of what the machine, or the
-            container, has.
-        lease_s: A trainer or server that was silent for this long is lost. None: the coordinator's
-            default.
-        min_shard_bytes: A unit is not cut into shards smaller than this. None: the coordinator's
-            default.
-        state_dir: Where the coordinator keeps its state. None: a temporary directory.
-        log_dir: Where the servers' logs go. None: a temporary directory.
-        log_level: Of the servers.
-        start_limit_s: How long the servers may take to come up.
+        num_shards: Number of shard servers.
+        memory_budget: Bytes that each shard server may use. None: the servers share 80 % of the memory of the machine
+            or container.
+        lease_s: Seconds of silence after which a trainer or server is lost. None: the coordinator's default.
+        min_shard_bytes: Minimum size of a shard. None: the coordinator's default.
+        state_dir: Folder of the coordinator's state. None: a temporary folder.
+        log_dir: Folder of the servers' logs. None: a temporary folder.
+        log_level: Log level of the servers.
+        start_limit_s: Seconds to wait until the servers are ready.
 
     Attributes:
         coordinator: The coordinator's process.
-        shards: The shard servers' processes, in order of their ids ``shard-0``, ``shard-1``, ...
+        shards: The shard servers' processes, by their ids ``shard-0``, ``shard-1``, ...
 
     Raises:
         UsageError: ``num_shards`` is not positive.
-        UnavailableError: A server did not come up; the message ends with its log's tail.
+        UnavailableError: A server did not start. The message ends with the end of its log.
     """
 
     coordinator: ServerProcess
     shards: tuple[ServerProcess, ...]
     credentials: Credentials
-    """What every rpc to the servers must carry; new at every start."""
+    """Credentials that every rpc to the servers carries. Each start creates new ones."""
     token_file: str
-    """A file with the token that only this user can read; there until the cluster is stopped."""
+    """File with the token, readable by this user only. Removed when the cluster stops."""
 
     def __init__(
         self,
@@ -87,16 +91,16 @@ class LocalCluster:
 
     @property
     def token(self) -> str:
-        """The secret that every rpc to the servers must carry, as ``authorization: Bearer TOKEN``."""
+        """Secret that every rpc to the servers carries, as ``authorization: Bearer TOKEN``."""
         return self.credentials.token
 
     @property
     def address(self) -> str:
-        """The coordinator's host:port: what ``shardwell.join`` takes."""
+        """The coordinator's host:port, for ``shardwell.join``."""
         return self.coordinator.address
 
     def start(self) -> None:
-        """Starts the servers; returns when all are ready. ``with`` does this."""
+        """Starts the servers; returns when all are ready. Called by ``with``."""
         deadline = time.monotonic() + self._start_limit_s
         try:
             self._start(deadline)
@@ -105,16 +109,16 @@ class LocalCluster:
             raise
 
     def stop(self) -> None:
-        """Stops the servers and removes temporary files; harmless to repeat. ``with`` does this.
+        """Stops the servers and removes temporary files. Called by ``with``. Harmless to repeat.
 
-        The coordinator goes first, so that it does not take the shard servers for lost.
+        The coordinator stops first. Otherwise it would report the shard servers as lost.
         """
         coordinators, shards = self._started[:1], self._started[1:]
         for processes in (coordinators, shards):
             for process in processes:
-                process.ask_to_stop()
+                process.request_stop()
             for process in processes:
-                process.stop(_STOP_GRACE_S)
+                process.stop(_STOP_LIMIT_S)
         self._started.clear()
         for published in self._published:
             published.withdraw()
@@ -124,7 +128,7 @@ class LocalCluster:
             self._temporary = None
 
     def restart_coordinator(self) -> None:
-        """Kills the coordinator, if it runs, and starts it again at its address with its state."""
+        """Kills the coordinator if it runs, and starts it again at the same address with the same state."""
         self.coordinator.restart(time.monotonic() + self._start_limit_s)
 
     def _start(self, deadline: float) -> None:
@@ -160,15 +164,146 @@ class LocalCluster:
         self.stop()
 
 
+class ServerProcess:
+    """A coordinator or shard server as a child process, which runs ``python -m shardwell_server ...``.
+
+    The process has its own session, so that Ctrl-C in the terminal does not reach it. It reads a pipe that this
+    process holds open, and stops when the pipe closes. The pipe also closes if this process is killed.
+
+    Args:
+        name: Name in messages and of the log file.
+        arguments: Arguments of ``shardwell-server``: the subcommand and its options.
+        log_path: File for the server's standard error.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str], log_path: Path) -> None:
+        self.name = name
+        self.log_path = log_path
+        self._arguments = list(arguments)
+        self._address: str | None = None
+        self._stop_requested = False
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        """Process id. Changes with ``restart``."""
+        return self._process.pid
+
+    @property
+    def address(self) -> str:
+        """The server's host:port, known once ``wait_ready`` has returned."""
+        if self._address is None:
+            raise UnavailableError(f"{self.name} is not ready yet")
+        return self._address
+
+    @property
+    def exit_code(self) -> int | None:
+        """0 after a clean stop, -n after signal n, None while the server runs."""
+        return self._process.poll()
+
+    def wait_ready(self, deadline: float) -> None:
+        """Waits until the server answers rpcs.
+
+        Args:
+            deadline: Time of ``time.monotonic``.
+
+        Raises:
+            UnavailableError: The server ended, or was not ready in time. The message ends with the end of its log.
+        """
+        line = self._read_first_line(deadline)
+        if line is None:
+            how = f"ended with exit code {self.exit_code}" if not self._is_alive() else "was not ready in time"
+            raise UnavailableError(f"{self.name} {how}. {self.log_tail()}", server=self.name)
+        self._address = json.loads(line)["address"]
+
+    def restart(self, deadline: float) -> None:
+        """Kills the server if it runs, and starts it again at the same address."""
+        self.kill()
+        listen = self._arguments.index("--listen") + 1
+        self._arguments[listen] = self.address
+        self._stop_requested = False
+        self._process = self._start()
+        self.wait_ready(deadline)
+
+    def kill(self) -> None:
+        """Kills the server (SIGKILL), like a crash."""
+        self._process.kill()
+        self._reap()
+
+    def stop(self, limit_s: float) -> None:
+        """Stops the server (SIGTERM), and kills it after ``limit_s``."""
+        self.request_stop()
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._reap()
+
+    def request_stop(self) -> None:
+        """Sends SIGTERM once and returns. ``stop`` waits for the end."""
+        if not self._stop_requested and self.exit_code is None:
+            self._stop_requested = True
+            self._process.terminate()
+
+    def log_tail(self) -> str:
+        """Returns the last lines of the server's log, with a heading."""
+        lines = self.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        text = "\n".join(f"    {line}" for line in lines) or "    (nothing)"
+        return f"The end of its log:\n{text}"
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "shardwell_server", *self._arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                env=_server_environment(),
+            )
+
+    def _read_first_line(self, deadline: float) -> bytes | None:
+        """Returns the line with the server's address; None if the server ended or the deadline has passed."""
+        assert self._process.stdout is not None
+        descriptor, received = self._process.stdout.fileno(), b""
+        while b"\n" not in received:
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            data = os.read(descriptor, 4096) if ready else b""
+            if not data:
+                return None
+            received += data
+        return received.partition(b"\n")[0]
+
+    def _is_alive(self) -> bool:
+        """True if the server runs. A process may end shortly after it has closed its output."""
+        try:
+            self._process.wait(0.5)
+        except subprocess.TimeoutExpired:
+            return True
+        return False
+
+    def _reap(self) -> None:
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+
+
 def write_token(path: Path, credentials: Credentials) -> str:
-    """Writes the token to a new file for this user alone; returns the file's path."""
+    """Writes the token to a new file that only this user can read; returns the file's path."""
     with opened(open_file(path, write=True, create=True)) as descriptor:
         os.write(descriptor, f"{credentials.token}\n".encode())
     return str(path)
 
 
+def _server_environment() -> dict[str, str]:
+    """Returns this process's environment without SHARDWELL_* variables, which are meant for trainers."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SHARDWELL_")}
+    return {"OMP_NUM_THREADS": "1", **inherited}
+
+
 def _options(**values: object) -> list[str]:
-    """Command line options from keyword arguments; those that are None are left out."""
+    """Returns command line options for keyword arguments that are not None."""
     return [
         text
         for name, value in values.items()

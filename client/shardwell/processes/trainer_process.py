@@ -1,4 +1,4 @@
-"""One trainer as a child process of ``shardwell launch``: its output relayed, its end noticed."""
+"""A trainer as a child process of ``shardwell launch``, with relayed output."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from shardwell.processes import trainer_start
 
 _output_lock = threading.Lock()
 _LINE_END = re.compile(rb"([\r\n])")
-"""A carriage return ends one state of a line that is rewritten in place."""
+"""Progress bars rewrite a line in place and end each state with a carriage return."""
 
 
 class TrainerProcess:
     """A training script that runs as one of several trainers.
 
-    It gets a session of its own, so that signals reach it only through the launcher, and dies with
-    the launcher (on Linux also if that is killed).
+    The process has its own session, so that it receives signals from the launcher only. It ends with the launcher; on
+    Linux also if the launcher is killed.
 
     Args:
-        name: Its name in the run; put before each line of its output.
+        name: Name of the trainer in the run, and prefix of each line of its output.
         command: Program and arguments.
-        environment: Its whole environment.
+        environment: The complete environment.
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -37,7 +37,7 @@ class TrainerProcess:
         self.start()
 
     def start(self) -> None:
-        """Starts it; again after it has ended."""
+        """Starts the trainer. Also restarts a trainer that has ended."""
         self.starts += 1
         self._process = subprocess.Popen(
             [sys.executable, "-I", trainer_start.__file__, str(os.getpid()), *self._command],
@@ -57,35 +57,35 @@ class TrainerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id; another one after each start."""
+        """Process id. Changes with each start."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """As a shell counts: 128 + n for signal n. None while it runs."""
+        """Exit code as in a shell: 128 + n for signal n. None while the trainer runs."""
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
     def send(self, signal_number: int) -> None:
-        """Sends a signal to the trainer, if it runs."""
+        """Sends a signal to the trainer if it runs."""
         self._process.send_signal(signal_number)
 
     def kill(self) -> None:
-        """Ends the trainer and everything that it started (SIGKILL)."""
+        """Kills the trainer and all processes that it has started (SIGKILL)."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
             return
 
     def finish(self) -> None:
-        """Waits for its end, and until its output is relayed or its heirs have closed theirs for long enough."""
+        """Waits for the trainer's end, and a limited time for output that its own child processes still hold open."""
         self._process.wait()
         for relay in self._relays:
             relay.join(timeout=2.0)
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words."""
+    """Returns a description of an exit code."""
     if code > 128:
         try:
             return f"ended by {signal.Signals(code - 128).name}"
@@ -95,7 +95,7 @@ def describe_exit(code: int) -> str:
 
 
 def _relay(source: IO[bytes], target: IO[bytes], prefix: bytes) -> None:
-    """Copies output line by line, so that trainers do not write into each other's lines."""
+    """Copies output line by line, so that lines of different trainers do not mix."""
     rest = b""
     with source:
         while data := os.read(source.fileno(), 65536):

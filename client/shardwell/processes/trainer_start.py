@@ -1,6 +1,6 @@
-"""Becomes a trainer that dies with its launcher: ``python -I trainer_start.py LAUNCHER_PID PROGRAM ARGUMENTS...``.
+"""Becomes a trainer that ends with its launcher: ``python -I trainer_start.py LAUNCHER_PID PROGRAM ARGUMENTS...``.
 
-A program of its own, because code between fork and exec is unsafe in a launcher that has threads.
+This is a separate program because code between fork and exec is unsafe in a launcher with threads.
 """
 
 import ctypes
@@ -12,12 +12,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Asks the kernel to end this process with its parent, then becomes the program named."""
+    """Asks the kernel to kill this process when its parent ends, then executes the program."""
     launcher_pid, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher_pid:
-        raise SystemExit("the launcher is gone")
+        raise SystemExit("the launcher has ended")
     os.execv(command[0], command)
 
 

@@ -1,1 +1,1 @@
-"""A trainer in its run: how it joins, what it has to do in each step, and how it is restored."""
+"""A trainer's session in a run: joining, the step in flight, units, buffers and leaving."""

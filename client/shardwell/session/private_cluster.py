@@ -1,4 +1,4 @@
-"""The cluster of a ``join`` without an address: this process's own, or one that all ranks of ``torchrun`` share."""
+"""The cluster of a ``join`` without an address: private to this process, or shared by all ranks of ``torchrun``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwell.credentials import find_credentials
 from shardwell.processes.local_cluster import LocalCluster
-from shardwell.session.config import JoinConfig, TorchrunPlace
+from shardwell.session.config import JoinConfig, TorchrunPlace, WaitOptions
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, UsageError
@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 _KEY = "shardwell/private_cluster"
 _POLL_S = 0.1
-_SILENCE_S = 5.0
-"""A wait that is longer than this is logged."""
 _ADVICE = (
     "start a cluster (`shardwell-server`, docs/running.md) and set SHARDWELL_ADDRESS to its coordinator's HOST:PORT"
 )
@@ -44,7 +42,7 @@ class PrivateCluster(Protocol):
 
     @property
     def credentials(self) -> Credentials:
-        """What every rpc to it must carry."""
+        """Credentials that every rpc to the cluster carries."""
         ...
 
     def close(self) -> None:
@@ -53,12 +51,12 @@ class PrivateCluster(Protocol):
 
 
 def open_private_cluster(config: JoinConfig) -> PrivateCluster:
-    """Starts a cluster with one shard server for this process, or shares one with the other ranks of ``torchrun``.
+    """Starts a cluster with one shard server. The ranks of ``torchrun`` share the cluster that rank 0 starts.
 
     Raises:
         UsageError: The ranks run on several hosts.
-        DeadlineError: Rank 0 did not start the cluster in ``config.waits.wait_limit_s``.
-        UnavailableError: A server did not come up, or rank 0 has stopped the cluster.
+        DeadlineError: Rank 0 did not start the cluster in ``wait_limit_s``.
+        UnavailableError: A server did not start, or rank 0 has stopped the cluster.
     """
     place = config.torchrun
     if place is None:
@@ -68,11 +66,13 @@ def open_private_cluster(config: JoinConfig) -> PrivateCluster:
             f"the launcher started {place.world_size} ranks, {place.local_world_size} of them on this host, but "
             f"shardwell.join() has no address, and a private cluster serves one host only: {_ADVICE}"
         )
-    store = _store(config.waits.wait_limit_s)
-    return _SharedCluster(store, config.waits.wait_limit_s) if place.rank == 0 else _FoundCluster(store, config, place)
+    store = _open_store(config.waits.wait_limit_s)
+    return _SharedCluster(store, config.waits) if place.rank == 0 else _JoinedCluster(store, config.waits, place)
 
 
 class _OwnCluster:
+    """The cluster of this process."""
+
     def __init__(self) -> None:
         self._cluster = LocalCluster(num_shards=1)
         self._cluster.start()
@@ -90,10 +90,10 @@ class _OwnCluster:
 
 
 class _SharedCluster(_OwnCluster):
-    """Rank 0's: the other ranks use it, so it ends after they have left."""
+    """The cluster that rank 0 starts and stops. It stops after the other ranks have left."""
 
-    def __init__(self, store: Store, wait_limit_s: float) -> None:
-        self._store, self._wait_limit_s = store, wait_limit_s
+    def __init__(self, store: Store, waits: WaitOptions) -> None:
+        self._store, self._waits = store, waits
         try:
             super().__init__()
         except ShardwellError as error:
@@ -105,69 +105,73 @@ class _SharedCluster(_OwnCluster):
         self._store.set(_KEY, json.dumps({"host": socket.gethostname(), **found}))
 
     def close(self) -> None:
-        self._publish(error="rank 0 has finished, so the private cluster is stopped: every rank must join before then")
+        self._publish(error="rank 0 has finished and stopped the private cluster: every rank must join before that")
         # After an error nothing may delay the exit of this process: the launcher then ends the other ranks.
         if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:
             self._wait_for_others()
         super().close()
 
     def _wait_for_others(self) -> None:
-        """Returns when no trainer is left: others may still read the weights of the last step."""
+        """Returns when no trainer is left: other ranks may still read the weights of the last step."""
         coordinator = CoordinatorClient(self.address, self.credentials)
         started = last_report = time.monotonic()
         try:
-            while (count := _live_trainers(coordinator)) and (now := time.monotonic()) - started < self._wait_limit_s:
-                if now - last_report > _SILENCE_S:
-                    logger.warning("rank 0 keeps the private cluster until the other ranks leave: %d are there", count)
+            while (count := _count_live_trainers(coordinator)) and (
+                now := time.monotonic()
+            ) - started < self._waits.wait_limit_s:
+                if now - last_report > self._waits.warn_after_s:
+                    logger.warning("rank 0 keeps the private cluster until %d other ranks leave", count)
                     last_report = now
                 time.sleep(_POLL_S)
         except ShardwellError as error:
-            logger.warning("the private cluster ends before the other ranks have left: %s", error)
+            logger.warning("the private cluster stops before the other ranks have left: %s", error)
         finally:
             coordinator.close()
 
 
-def _live_trainers(coordinator: CoordinatorClient) -> int:
-    response: coordinator_pb2.ListRunsResponse = coordinator.call("ListRuns", coordinator_pb2.ListRunsRequest())
-    return sum(run.live_trainer_count for run in response.runs)
+class _JoinedCluster:
+    """The cluster of rank 0, as used by the other ranks."""
 
-
-class _FoundCluster:
-    """The cluster of rank 0, as the other ranks find it."""
-
-    def __init__(self, store: Store, config: JoinConfig, place: TorchrunPlace) -> None:
-        found = json.loads(_wait_for(store, config.waits.wait_limit_s))
-        here = socket.gethostname()
-        if found["host"] != here:
+    def __init__(self, store: Store, waits: WaitOptions, place: TorchrunPlace) -> None:
+        found = json.loads(_wait_for_rank_0(store, waits))
+        own_host = socket.gethostname()
+        if found["host"] != own_host:
             raise UsageError(
-                f"rank {place.rank} runs on host {here!r} and rank 0 on {found['host']!r}, but shardwell.join() has no "
-                f"address, and a private cluster serves one host only: {_ADVICE}"
+                f"rank {place.rank} runs on host {own_host!r} and rank 0 on {found['host']!r}, but shardwell.join() "
+                f"has no address, and a private cluster serves one host only: {_ADVICE}"
             )
         if "error" in found:
             raise UnavailableError(found["error"])
         self.address: str = found["address"]
-        # Not from the store, which anybody on the host can read and write: the ranks are processes of one user.
+        # Not passed through the store, which every user of the host can read. The ranks are processes of one user.
         self.credentials = find_credentials(self.address)
 
     def close(self) -> None:
-        """Rank 0 stops the cluster."""
+        """Does nothing: rank 0 stops the cluster."""
 
 
-def _wait_for(store: Store, limit_s: float) -> bytes:
+def _count_live_trainers(coordinator: CoordinatorClient) -> int:
+    response: coordinator_pb2.ListRunsResponse = coordinator.call("ListRuns", coordinator_pb2.ListRunsRequest())
+    return sum(run.live_trainer_count for run in response.runs)
+
+
+def _wait_for_rank_0(store: Store, waits: WaitOptions) -> bytes:
     started = time.monotonic()
     while not store.check([_KEY]):
         waited = time.monotonic() - started
-        if waited > limit_s:
-            raise DeadlineError(f"waited {waited:.0f} s for rank 0 to start the private cluster: it calls no join()")
+        if waited > waits.wait_limit_s:
+            raise DeadlineError(
+                f"waited {waited:.0f} s for rank 0 to start the private cluster: rank 0 has not called shardwell.join()"
+            )
         try:
-            store.wait([_KEY], timedelta(seconds=min(_SILENCE_S, limit_s)))
+            store.wait([_KEY], timedelta(seconds=min(waits.warn_after_s, waits.wait_limit_s)))
         except DistError:
             logger.warning("waiting for rank 0 to start the private cluster in its shardwell.join()")
     return bytes(store.get(_KEY))
 
 
-def _store(limit_s: float) -> Store:
-    """The store of MASTER_ADDR and MASTER_PORT, as ``torch.distributed`` finds it."""
+def _open_store(limit_s: float) -> Store:
+    """Opens the store at MASTER_ADDR and MASTER_PORT, as ``torch.distributed`` does."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise UsageError(

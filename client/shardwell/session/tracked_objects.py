@@ -1,4 +1,4 @@
-"""Tracked objects: state that belongs to the run though a trainer makes it."""
+"""Tracked objects: state of the training script that the run stores with every commit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class TrackedObjects:
         self._stored = dict(stored)
         self._objects: dict[str, Any] = {}
         self.restored = False
-        """Whether anything was restored: the trainer then goes once through the end of that step."""
+        """True if an object was restored. The trainer then repeats the end of the last committed step."""
 
     def track(self, objects: Mapping[str, Any]) -> None:
-        """Adds objects by name and restores those that the run has state of.
+        """Adds objects by name, and restores those whose state the run has stored.
 
         Raises:
             UsageError: An object has no ``state_dict`` and ``load_state_dict``, or its state is not
@@ -43,7 +43,7 @@ class TrackedObjects:
                 self.restored = True
 
     def to_json(self) -> dict[str, str]:
-        """The present state of every tracked object."""
+        """Returns the present state of every tracked object as JSON text by name."""
         return {name: self._capture(name, tracked) for name, tracked in self._objects.items()}
 
     def _capture(self, name: str, tracked: Any) -> str:
@@ -55,7 +55,7 @@ class TrackedObjects:
 
     def _restore(self, tracked: Any, state: dict[str, Any]) -> None:
         tracked.load_state_dict(state["state_dict"])
-        # A scheduler's state alone does not set the learning rate it had reached.
+        # The state of an LR scheduler does not include the learning rate of its optimizer.
         for group, values in zip(_param_groups(tracked) or (), state.get("hyperparameters", ()), strict=False):
             group.update({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 

@@ -1,4 +1,4 @@
-"""The modules of a model that can be units, and what each would take."""
+"""Modules of a model that can become units, their sizes, and the parameters that they share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shardwell.module.tensors import local_part
 from shardwell.module.unit import owner_of
 
 _READS_CHILDREN = (nn.MultiheadAttention,)
-"""Their forward reads the parameters of their children without calling them."""
+"""Modules whose forward reads the parameters of their children without calling the children."""
 
 
 class Candidates(Sequence[nn.Module]):
-    """The modules inside a model that can be units, each after all modules inside it.
+    """Modules inside a model that can become units. Every module comes after all modules inside it.
 
     Args:
-        modules: They.
-        ignored: Parameters to leave alone.
+        modules: The candidates.
+        ignored: Parameters that no unit takes.
     """
 
     def __init__(self, modules: Sequence[nn.Module], ignored: Collection[nn.Parameter] = ()) -> None:
@@ -40,7 +40,7 @@ class Candidates(Sequence[nn.Module]):
         return self._modules[index]
 
     def sizes(self, module: nn.Module) -> dict[int, int]:
-        """Elements of a module's parameters that a unit could take, neither ignored nor in a unit, by their ids."""
+        """Returns the number of elements of each parameter of a module that a unit could take, by ``id``."""
         return {
             id(parameter): local_part(parameter).numel()
             for parameter in module.parameters()
@@ -48,12 +48,15 @@ class Candidates(Sequence[nn.Module]):
         }
 
     def num_parameters(self, module: nn.Module) -> int:
-        """Elements that a unit could take of a module."""
+        """Returns the number of elements of a module that a unit could take."""
         return sum(self.sizes(module).values())
 
 
 def named_candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules inside a model that can be called and are not sharded, each after all modules inside it, with names."""
+    """Yields the modules inside a model that have a forward and are not sharded, with their names.
+
+    Every module comes after all modules inside it.
+    """
     for name, module in _inner_first(model, "", {id(model)}):
         if has_forward(module) and not isinstance(module, ShardedModule):
             yield name, module
@@ -70,11 +73,11 @@ def _inner_first(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple
 
 
 class Ties:
-    """Which parameters of a model are held by several of its modules, and where.
+    """Parameters that several modules of a model hold.
 
     Args:
         model: The whole model.
-        ignored: Parameters that do not tie.
+        ignored: Parameters that do not count.
     """
 
     def __init__(self, model: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
@@ -84,12 +87,15 @@ class Ties:
         self._paths_to = Counter(id(part) for _, part in model.named_modules(remove_duplicate=False))
 
     def lead_outside(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether a parameter in some modules is also held by a module outside them."""
+        """Returns whether a parameter of the modules is also held by a module outside them."""
         inside = self._count(modules, once=True)
         return any(self._holders[parameter] > count for parameter, count in inside.items())
 
     def shared_outside(self, modules: Sequence[nn.Module], taken: Collection[int] = ()) -> bool:
-        """Whether a module inside some modules, with parameters that are not taken yet, is also inside another."""
+        """Returns whether a module inside the modules is also inside another module of the model.
+
+        Modules whose parameters are all in ``taken``, a collection of ids, do not count.
+        """
         within: Counter[int] = Counter()
         for module in modules:
             for parameter, count in self._count([module], once=False).items():
@@ -97,7 +103,10 @@ class Ties:
         return any(self._paths[parameter] > count for parameter, count in within.items() if parameter not in taken)
 
     def _count(self, modules: Sequence[nn.Module], *, once: bool) -> Counter[int]:
-        """How many places hold each parameter, by its id; a module that is in several places once, or in each."""
+        """Counts the places that hold each parameter, by ``id``.
+
+        If ``once``, a module that is in several places counts once.
+        """
         parts: list[nn.Module] = [part for module in modules for _, part in module.named_modules(remove_duplicate=once)]
         held = dict.fromkeys(parts) if once else parts
         return Counter(

@@ -1,4 +1,4 @@
-"""Four levels of memory against time: what is computed again, gathered again, rounded and moved out of the way."""
+"""Presets that save memory at the cost of time: recomputation, repeated gathers, lossy transfers and offloading."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -16,68 +16,67 @@ from shardwell.memory.allocator import keep_freed_memory, return_freed_memory
 from shardwell.module.activation_offload import offload_activations
 from shardwell.module.hooks import wrap_forward
 from shardwell.module.strategy import BackwardPrefetch, ShardingStrategy
+from shardwell.session.session import Session
 from shardwell_wire.errors import UsageError
-
-if TYPE_CHECKING:
-    from shardwell.session.session import Session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryOptions:
-    """What ``auto_wrap(memory=...)`` sets. None leaves what ``join`` and ``fully_shard`` do otherwise."""
+    """Settings of ``auto_wrap(memory=...)``. None keeps the setting of ``join`` or ``fully_shard``."""
 
     strategy: ShardingStrategy | None = None
-    """Of every unit."""
+    """Sharding strategy of every unit."""
     reshard_after_forward: bool | None = None
-    """Of every unit: True frees the unit around all others after its forward, too."""
+    """Whether units are freed after the forward. True also frees the outermost unit."""
     keep_bytes: int | None = None
-    """Weights that may stay between their uses in a step."""
+    """Bytes of weights that may stay gathered between their uses in a step."""
     prefetch_bytes: int | None = None
-    """Weights that may be gathered ahead of their use."""
+    """Bytes of weights that may be gathered before they are used."""
     backward_prefetch: BackwardPrefetch | None = None
     """When the next unit of a backward is gathered."""
     checkpoint_activations: bool = False
-    """Compute the forward of each outermost unit within the model again in the backward, instead of saving its
-    activations. Modules with batch normalisation are left alone: it would count its batch twice."""
+    """Recompute the forward of each outermost unit inside the model in the backward, instead of saving activations.
+    Does not apply to modules with batch normalisation, which would count a batch twice."""
     offload_to: str | os.PathLike[str] | None = None
-    """Where the same units' activations wait for the backward; with checkpointing only their inputs. See
+    """Where activations of the same units are stored until the backward; with checkpointing, only their inputs. See
     ``offload_activations``."""
     offload_min_bytes: int = 1 << 20
-    """Smaller activations stay."""
+    """Activations below this size are not offloaded."""
     keep_freed_memory: bool | None = None
-    """Whether the C library keeps freed gradients and activations for the next ones, which is faster; of the whole
-    process. See docs/memory.md."""
+    """Whether the C library keeps the memory of freed gradients and activations for reuse, which is faster. Applies to
+    the whole process. See docs/memory.md."""
     gather_dtype: str | None = None
-    """How 32-bit weights travel; lossy ones round what is computed with."""
+    """Wire dtype of fp32 weights. Lossy dtypes round the weights that trainers compute with."""
     push_dtype: str | None = None
-    """How 32-bit gradients travel; lossy ones round what is summed."""
+    """Wire dtype of fp32 gradients. Lossy dtypes round the gradients before they are summed."""
 
-    def of_units(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of ``fully_shard``, but for those whose subject it was told about."""
-        if {"strategy", "reshard_after_forward"} & told.keys():
+    def unit_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns arguments of ``fully_shard``, or none if ``given`` has an argument about the same subject."""
+        if {"strategy", "reshard_after_forward"} & given.keys():
             return {}
         return {"strategy": self.strategy, "reshard_after_forward": self.reshard_after_forward}
 
 
 class MemoryStrategy(enum.Enum):
-    """How much time is given for memory. BASIC and STANDARD train to the same bits as plain PyTorch.
+    """How much memory to save at the cost of time. BASIC and STANDARD train to the same bits as plain PyTorch.
 
-    AGGRESSIVE and EXTREME round weights and gradients to bfloat16 on their way, to pay for gathering more often;
-    ``options(gather_dtype=None, push_dtype=None)`` makes them exact, too.
+    AGGRESSIVE and EXTREME transfer weights and gradients as bfloat16, to make up for more gathers.
+    ``options(gather_dtype=None, push_dtype=None)`` makes both exact.
     """
 
     BASIC = enum.auto()
-    """Weights stay from the forward to the backward; nothing is computed again."""
+    """Weights stay gathered from the forward to the backward. Nothing is recomputed."""
     STANDARD = enum.auto()
-    """Weights are freed after the forward and gathered again; activations of units are computed again."""
+    """Weights are freed after the forward and gathered again. Activations of units are recomputed."""
     AGGRESSIVE = enum.auto()
-    """Also the outermost unit is freed, nothing is kept, freed memory goes back to the system, weights and gradients
-    travel as bfloat16, and what checkpoints keep on a GPU waits in host memory."""
+    """As STANDARD. In addition, the outermost unit is freed, no weights stay gathered between uses, freed memory
+    returns to the system, weights and gradients are transferred as bfloat16, and inputs of checkpoints are offloaded
+    from the GPU to host memory."""
     EXTREME = enum.auto()
-    """As AGGRESSIVE, but what checkpoints keep waits in files, and no weights are gathered ahead."""
+    """As AGGRESSIVE, but inputs of checkpoints are offloaded to files, and no weights are prefetched."""
 
     def options(self, **overrides: Any) -> MemoryOptions:
-        """What the strategy sets, with some of it replaced.
+        """Returns the settings of the strategy, with overrides.
 
         Args:
             **overrides: Fields of ``MemoryOptions``.
@@ -109,7 +108,7 @@ _OPTIONS = {
 
 
 def resolve(memory: MemoryStrategy | MemoryOptions) -> MemoryOptions:
-    """The options that a strategy stands for."""
+    """Returns the options of a strategy."""
     if isinstance(memory, MemoryStrategy):
         return memory.options()
     if not isinstance(memory, MemoryOptions):
@@ -117,11 +116,11 @@ def resolve(memory: MemoryStrategy | MemoryOptions) -> MemoryOptions:
     return memory
 
 
-def prepare_session(session: Session, options: MemoryOptions) -> None:
-    """Sets what all units of a session share; before the first one is made.
+def configure_session(session: Session, options: MemoryOptions) -> None:
+    """Applies the settings that all units of a session share. Call it before the first unit is made.
 
     Raises:
-        UsageError: A dtype is to change after units were made.
+        UsageError: The options change a wire dtype after units were made.
     """
     units = session.units
     if options.gather_dtype is not None or options.push_dtype is not None:
@@ -137,38 +136,38 @@ def prepare_session(session: Session, options: MemoryOptions) -> None:
     )
 
 
-def save_less(modules: Sequence[nn.Module], options: MemoryOptions) -> None:
-    """Has modules that became units compute again, and move, what they save for the backward."""
+def wrap_activations(modules: Sequence[nn.Module], options: MemoryOptions) -> None:
+    """Wraps the forward of modules that became units, to recompute or offload their activations."""
     inside = {id(part) for module in modules for part in module.modules() if part is not module}
     for module in modules:
         if id(module) in inside:
             continue
-        if options.checkpoint_activations and can_compute_again(module):
-            wrap_forward(module, _compute_again)
+        if options.checkpoint_activations and supports_recomputation(module):
+            wrap_forward(module, _recompute)
         if options.offload_to is not None:
             offload_activations(module, to=options.offload_to, min_bytes=options.offload_min_bytes)
 
 
-def _compute_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a forward in a checkpoint that is given each argument once.
+def _recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a forward in a checkpoint that receives each distinct argument once.
 
-    What is offloaded comes back as new tensors. One that is query, key and value of an attention must be one tensor
-    again, else the second forward takes another path than the first.
+    Offloaded tensors are restored as new tensors. A tensor that is query, key and value of an attention must be
+    restored as one tensor; otherwise the second forward would take another path than the first.
     """
     leaves, structure = tree_flatten((args, kwargs))
     once = {id(leaf): leaf for leaf in leaves}
-    place = {key: number for number, key in enumerate(once)}
-    places = [place[id(leaf)] for leaf in leaves]
+    position = {key: number for number, key in enumerate(once)}
+    positions = [position[id(leaf)] for leaf in leaves]
 
     def run(*values: Any) -> Any:
-        again, named = tree_unflatten([values[number] for number in places], structure)
-        return forward(*again, **named)
+        positional, named = tree_unflatten([values[number] for number in positions], structure)
+        return forward(*positional, **named)
 
     return checkpoint(run, *once.values(), use_reentrant=False)
 
 
-def can_compute_again(module: nn.Module) -> bool:
-    """Whether a second forward changes nothing: batch normalisation would count its batch twice."""
+def supports_recomputation(module: nn.Module) -> bool:
+    """Returns whether a second forward has no side effects. Batch normalisation would count a batch twice."""
     return not any(
         isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats for part in module.modules()
     )

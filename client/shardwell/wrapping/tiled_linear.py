@@ -1,4 +1,4 @@
-"""A linear layer that is larger than a trainer."""
+"""A linear layer whose weight does not fit a trainer."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from shardwell_wire.errors import UsageError
 
 
 class Tile(nn.Linear):
-    """A part of a ``TiledLinear``'s weight; ``auto_wrap`` makes it a unit under every policy."""
+    """A tile of a ``TiledLinear``. ``auto_wrap`` makes it a unit under every policy."""
 
 
 class TiledLinear(nn.Module):
-    """``nn.Linear``, cut into tiles that are gathered and freed one after another, forward and backward.
+    """An ``nn.Linear`` cut into tiles that are gathered and freed one after another, forward and backward.
 
-    With ``num_tiles`` alone the output and the gradients of weight and bias are worked out from the same numbers in the
-    same order as by ``nn.Linear``: the bits agree unless another kernel is picked for a matrix of a tile's size, as for
-    a single row of inputs, or of a bias for tiles that are no multiple of 16. The gradient of the input is a sum over
-    these tiles, and the output one over those of ``num_input_tiles``, so they are rounded once more per tile.
+    With ``num_tiles`` only, the output and the gradients of weight and bias are computed from the same numbers in the
+    same order as by ``nn.Linear``. The bits agree unless another kernel is selected for matrices of a tile's size, such
+    as for a single input row, or for a bias if the tile size is no multiple of 16. The gradient of the input is a sum
+    over these tiles, and the output is a sum over the tiles of ``num_input_tiles``: both are rounded once more per
+    tile.
 
-    ``load_state_dict`` takes the ``weight`` and ``bias`` of an ``nn.Linear`` too.
+    ``load_state_dict`` also accepts the ``weight`` and ``bias`` of an ``nn.Linear``.
 
     Args:
         in_features: Size of the input's last dim.
         out_features: Size of the output's last dim.
-        bias: Whether to add one.
-        num_tiles: How many to cut the output features into.
-        num_input_tiles: How many to cut the input features into.
-        session: Where each tile goes as soon as it is made, so that this process never holds two. None: they stay
-            here, for ``auto_wrap`` or ``fully_shard``.
-        name: What the units' names begin with, if ``session`` is given; the same on every trainer. By default the
-            units are numbered.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        bias: Whether to add a bias.
+        num_tiles: Number of tiles of the output features.
+        num_input_tiles: Number of tiles of the input features.
+        session: Shards each tile when it is created, so that this process never holds two. None: the tiles stay in this
+            process until ``auto_wrap`` or ``fully_shard``.
+        name: Prefix of the units' names if ``session`` is set. Must be the same on every trainer. None: the units are
+            numbered.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     Raises:
         UsageError: There are more tiles than features.
@@ -74,7 +75,7 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, num_tiles: int, num_input_tiles: int = 1) -> Self:
-        """A tiled copy of a linear layer, for ``auto_wrap`` or ``fully_shard``."""
+        """Returns a tiled copy of a linear layer, for ``auto_wrap`` or ``fully_shard``."""
         weight = linear.weight
         tiled = cls(
             linear.in_features,
@@ -89,14 +90,14 @@ class TiledLinear(nn.Module):
         return tiled.requires_grad_(weight.requires_grad)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As ``nn.Linear``. [..., in_features] -> [..., out_features]"""
+        """Applies the layer. [..., in_features] -> [..., out_features]"""
         parts = [x[..., start:stop] for start, stop in pairwise(self.in_bounds)] if len(self.in_bounds) > 2 else [x]
         tiles = iter(self.tiles)
         rows = [self._row(tiles, parts) for _ in pairwise(self.out_bounds)]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
 
     def _row(self, tiles: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The output features of one row of tiles; input features are added up from the first on."""
+        """Computes the output features of one row of tiles. Adds the input tiles in order."""
         first, *others = parts
         total: torch.Tensor = next(tiles)(first)
         for part in others:
@@ -108,21 +109,21 @@ class TiledLinear(nn.Module):
 
 
 def _bounds(argument: str, num_features: int, num_tiles: int) -> list[int]:
-    """Where tiles of nearly the same size begin, and the end of the last."""
+    """Returns the first feature of each tile, and the end of the last. Tile sizes differ by at most one."""
     if not 1 <= num_tiles <= max(1, num_features):
         raise UsageError(f"TiledLinear({argument}={num_tiles!r}): expected 1 to {num_features}, the number of features")
     return [num_features * number // num_tiles for number in range(num_tiles + 1)]
 
 
 def _initialise(tile: Tile, in_features: int) -> None:
-    """Draws values from the range in which ``nn.Linear`` draws those of the whole layer."""
+    """Draws values from the same range as ``nn.Linear`` does for the whole layer."""
     bound = in_features**-0.5 if in_features else 0.0
     for parameter in tile.parameters():
         nn.init.uniform_(parameter, -bound, bound)
 
 
 def _cut_state(module: TiledLinear, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Replaces an ``nn.Linear``'s entries by those of the tiles."""
+    """Replaces the entries of an ``nn.Linear`` by entries of the tiles."""
     shapes = {"weight": (module.out_features, module.in_features), "bias": (module.out_features,)}
     errors: list[str] = others[-1]
     for name, shape in shapes.items():
@@ -130,7 +131,7 @@ def _cut_state(module: TiledLinear, state: dict[str, Any], prefix: str, *others:
         if whole is None:
             continue
         if tuple(whole.shape) != shape:
-            errors.append(f"size mismatch for {prefix}{name}: got {tuple(whole.shape)}, the tiled layer's is {shape}")
+            errors.append(f"size mismatch for {prefix}{name}: got {tuple(whole.shape)}, expected {shape}")
             continue
         places = itertools.product(pairwise(module.out_bounds), pairwise(module.in_bounds))
         for number, ((low, high), (start, stop)) in enumerate(places):
