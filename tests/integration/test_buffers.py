@@ -36,7 +36,7 @@ def exported(cluster: shardwell.LocalCluster, run: str) -> Mapping[str, torch.Te
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
-def test_large_buffers_go_every_way_and_a_trainer_that_joins_has_them(
+def test_large_buffers_travel_on_every_transport_and_reach_a_joining_trainer(
     cluster: shardwell.LocalCluster, run_name: str, transport: str
 ) -> None:
     expected = state_hash(plain_state(1, STEPS, queue_rows=BIG_ROWS))
@@ -49,7 +49,7 @@ def test_large_buffers_go_every_way_and_a_trainer_that_joins_has_them(
     assert state_hash({name.removeprefix("Net-0."): value for name, value in values.items()}) == expected
 
 
-def test_another_trainer_reads_what_changed(cluster: shardwell.LocalCluster, run_name: str) -> None:
+def test_other_trainers_read_changed_buffers(cluster: shardwell.LocalCluster, run_name: str) -> None:
     building, states = threading.Lock(), {}
 
     def work(rank: int) -> None:
@@ -71,7 +71,7 @@ def test_another_trainer_reads_what_changed(cluster: shardwell.LocalCluster, run
     assert set(states.values()) == {state_hash(plain_state(2, STEPS, queue_rows=20_000))}
 
 
-def test_an_optimizer_on_the_trainer_leaves_buffers_alone(cluster: shardwell.LocalCluster, run_name: str) -> None:
+def test_client_side_optimizer_does_not_change_buffers(cluster: shardwell.LocalCluster, run_name: str) -> None:
     with join(cluster, run_name) as session:
         model = shardwell.fully_shard(Net(), session)
         optimizer = shardwell.ClientSide(model.parameters(), torch.optim.SGD, lr=LR, fused=True)
@@ -82,9 +82,7 @@ def test_an_optimizer_on_the_trainer_leaves_buffers_alone(cluster: shardwell.Loc
         assert state_hash(shardwell.full_state_dict(model)) == state_hash(plain_state(2, STEPS))
 
 
-def test_a_step_without_its_gradients_keeps_what_the_forwards_did(
-    cluster: shardwell.LocalCluster, run_name: str
-) -> None:
+def test_step_without_gradients_keeps_buffer_changes(cluster: shardwell.LocalCluster, run_name: str) -> None:
     with join(cluster, run_name) as session:
         model = shardwell.fully_shard(Net(), session)
         optimizer = shardwell.optim.SGD(model.parameters(), lr=0.0)
@@ -102,7 +100,7 @@ def test_a_step_without_its_gradients_keeps_what_the_forwards_did(
         assert torch.equal(values[f"Net-0.{name}"].nan_to_num(7.0), value.nan_to_num(7.0)), name
 
 
-def test_a_skipped_step_keeps_what_the_forward_did(cluster: shardwell.LocalCluster, run_name: str) -> None:
+def test_skipped_step_keeps_buffer_changes(cluster: shardwell.LocalCluster, run_name: str) -> None:
     with join(cluster, run_name, dp=1) as session:
         model = shardwell.fully_shard(Net(), session)
         optimizer = shardwell.optim.SGD(model.parameters(), lr=LR)
@@ -116,9 +114,7 @@ def test_a_skipped_step_keeps_what_the_forward_did(cluster: shardwell.LocalClust
         assert exported(cluster, run_name)["Net-0.calls"] == 1
 
 
-def test_an_item_that_fails_is_begun_anew_with_the_committed_buffers(
-    cluster: shardwell.LocalCluster, run_name: str
-) -> None:
+def test_failed_item_is_restarted_with_the_committed_buffers(cluster: shardwell.LocalCluster, run_name: str) -> None:
     with join(cluster, run_name) as session:
         model = shardwell.fully_shard(Net(), session)
         optimizer = shardwell.optim.SGD(model.parameters(), lr=LR)
@@ -137,7 +133,7 @@ def test_an_item_that_fails_is_begun_anew_with_the_committed_buffers(
         assert state_hash(shardwell.full_state_dict(model)) == state_hash(plain_state(2, STEPS))
 
 
-def test_buffers_that_could_not_be_read_after_a_commit_are_read_before_the_next_work(
+def test_buffers_not_read_after_a_commit_are_read_before_the_next_item(
     cluster: shardwell.LocalCluster, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unavailable(*_: object) -> None:
@@ -162,9 +158,7 @@ def test_buffers_that_could_not_be_read_after_a_commit_are_read_before_the_next_
         assert state_hash(shardwell.full_state_dict(model)) == state_hash(plain_state(2, STEPS))
 
 
-def test_names_are_the_models_with_auto_wrap_also_of_modules_without_parameters(
-    cluster: shardwell.LocalCluster, run_name: str
-) -> None:
+def test_auto_wrap_keeps_the_models_buffer_names(cluster: shardwell.LocalCluster, run_name: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -192,7 +186,7 @@ def test_names_are_the_models_with_auto_wrap_also_of_modules_without_parameters(
     assert all(torch.equal(values[name], value) for name, value in state.items())
 
 
-def test_sync_batch_norm_is_refused_where_it_would_see_one_ranks_batch(
+def test_sync_batch_norm_that_would_see_one_rank_only_is_rejected(
     cluster: shardwell.LocalCluster, run_name: str
 ) -> None:
     def synced() -> nn.Module:

@@ -24,7 +24,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_demo_shows_what_it_learned(text: Path, tmp_path: Path) -> None:
+def test_demo_prints_loss_samples_and_costs(text: Path, tmp_path: Path) -> None:
     options = ["--text", str(text), "--num-steps", "30", "--output", str(tmp_path / "out"), *SMALL]
     done = subprocess.run(
         [sys.executable, "-m", "shardwell", "launch", "examples/train_gpt.py", *options],
@@ -45,7 +45,7 @@ def test_the_demo_shows_what_it_learned(text: Path, tmp_path: Path) -> None:
     assert paragraph.count("MB") >= 6, "bytes moved, unit memory, and memory of trainers and servers"
 
 
-def test_another_trainer_prints_when_that_of_rank_0_is_killed(text: Path, tmp_path: Path) -> None:
+def test_another_trainer_prints_when_the_trainer_of_rank_0_is_killed(text: Path, tmp_path: Path) -> None:
     options = ["--text", str(text), "--num-steps", "80", "--output", str(tmp_path / "out"), *SMALL]
     with subprocess.Popen(
         [sys.executable, "-m", "shardwell", "launch", "examples/train_gpt.py", *options],
@@ -71,14 +71,14 @@ def test_another_trainer_prints_when_that_of_rank_0_is_killed(text: Path, tmp_pa
     assert f"[{other}] The loss fell from" in output
 
 
-def test_text_survives_its_tokens(text: Path) -> None:
+def test_tokens_decode_to_the_same_text(text: Path) -> None:
     corpus = Corpus.read(str(text), vocab_size=60)
     assert corpus.vocabulary.decode(corpus.tokens) == corpus.text
     assert len(corpus.vocabulary) <= 60 and " the" in corpus.vocabulary.tokens
     assert len(corpus.tokens) < len(corpus.text) / 2
 
 
-def test_the_unigram_entropy_of_a_uniform_text_is_that_of_its_letters(tmp_path: Path) -> None:
+def test_unigram_entropy_of_uniform_text_equals_the_entropy_of_its_letters(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("abcd", encoding="utf-8")
     assert Corpus.read(str(path), vocab_size=4).unigram_entropy == pytest.approx(1.3862943611)

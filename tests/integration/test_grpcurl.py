@@ -36,13 +36,13 @@ def shard(coordinator: grpcurl.Grpcurl) -> grpcurl.Grpcurl:
     return grpcurl.at(owners["first"])
 
 
-def test_list(coordinator: grpcurl.Grpcurl, shard: grpcurl.Grpcurl) -> None:
+def test_grpcurl_lists_the_services(coordinator: grpcurl.Grpcurl, shard: grpcurl.Grpcurl) -> None:
     common = ["grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"]
     assert sorted(coordinator.list()) == [*common, COORDINATOR]
     assert sorted(shard.list()) == [*common, SHARD]
 
 
-def test_describe(coordinator: grpcurl.Grpcurl, shard: grpcurl.Grpcurl) -> None:
+def test_grpcurl_describes_the_services(coordinator: grpcurl.Grpcurl, shard: grpcurl.Grpcurl) -> None:
     expected = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].methods
     assert sorted(coordinator.describe(COORDINATOR)) == sorted(method.name for method in expected)
     expected = shard_pb2.DESCRIPTOR.services_by_name["ShardService"].methods
@@ -61,14 +61,14 @@ def test_describe(coordinator: grpcurl.Grpcurl, shard: grpcurl.Grpcurl) -> None:
         ("ExplainStall", {"run": RUN}, {"step", "phase", "phase_s", "waiting_for"}),
     ],
 )
-def test_the_coordinators_inspection_rpcs(
+def test_inspection_rpcs_of_the_coordinator_take_json(
     coordinator: grpcurl.Grpcurl, rpc: str, request_json: dict[str, Any], expected: set[str]
 ) -> None:
     (response,) = coordinator.call(f"{COORDINATOR}/{rpc}", request_json)
     assert set(response) == expected
 
 
-def test_watch_events(coordinator: grpcurl.Grpcurl) -> None:
+def test_watch_events_streams_json(coordinator: grpcurl.Grpcurl) -> None:
     events = coordinator.call(f"{COORDINATOR}/WatchEvents", {"run": RUN, "duration_s": 0.2})
     assert {"time", "kind", "run", "message"} == set(events[0])
     assert "step_committed" in {event["kind"] for event in events}
@@ -93,18 +93,18 @@ def test_watch_events(coordinator: grpcurl.Grpcurl) -> None:
         ),
     ],
 )
-def test_a_shard_servers_inspection_rpcs(
+def test_inspection_rpcs_of_a_shard_server_take_json(
     shard: grpcurl.Grpcurl, rpc: str, request_json: dict[str, Any], expected: set[str]
 ) -> None:
     (response,) = shard.call(f"{SHARD}/{rpc}", request_json)
     assert expected <= set(response)
 
 
-def test_health(coordinator: grpcurl.Grpcurl) -> None:
+def test_health_check_answers(coordinator: grpcurl.Grpcurl) -> None:
     (response,) = coordinator.call("grpc.health.v1.Health/Check", {"service": COORDINATOR})
     assert response == {"status": "SERVING"}
 
 
-def test_errors_are_precise(coordinator: grpcurl.Grpcurl) -> None:
+def test_errors_have_a_precise_status(coordinator: grpcurl.Grpcurl) -> None:
     with pytest.raises(grpcurl.GrpcurlError, match="nobody"):
         coordinator.call(f"{COORDINATOR}/DescribeRun", {"run": "nobody"})

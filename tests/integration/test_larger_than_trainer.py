@@ -15,7 +15,7 @@ LIMIT_BYTES = ARGUMENTS.limit_mib << 20
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(psutil.virtual_memory().available < NEEDED_BYTES, reason="the servers need 5 GB")
-def test_under_a_limit_of_an_eighth_of_the_state_the_bits_are_those_of_plain_pytorch() -> None:
+def test_trainer_with_an_eighth_of_the_state_trains_to_the_bits_of_plain_pytorch() -> None:
     assert example.state_bytes(ARGUMENTS) >= 8 * LIMIT_BYTES
     with LocalCluster(num_shards=2) as cluster:
         ours = example.run_trainers("shardwell", ARGUMENTS, cluster.address)
@@ -31,7 +31,7 @@ def test_under_a_limit_of_an_eighth_of_the_state_the_bits_are_those_of_plain_pyt
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("role", "count"), [("fsdp2", 2), ("plain", 1)])
-def test_others_have_no_memory_left_under_it(role: str, count: int, tmp_path: object) -> None:
+def test_peers_run_out_of_memory_under_the_same_limit(role: str, count: int, tmp_path: object) -> None:
     trainers = example.run_trainers(role, ARGUMENTS, f"{tmp_path}/rendezvous", count=count)
     assert not any(trainer.finished for trainer in trainers)
     died = [trainer for trainer in trainers if "llocate memory" in trainer.last("error", "")]

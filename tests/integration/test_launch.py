@@ -117,7 +117,7 @@ def wait_for_lines(process: subprocess.Popen[str], text: str, count: int) -> Non
     pytest.fail(f"the launch ended before {text!r} came {count} times")
 
 
-def test_each_trainer_learns_its_place(launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_trainer_gets_its_environment(launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     done = launch(*NOWHERE, "--num-trainers", "2", "--run", "r", write(script, PRINT_PLACE))
     assert done.returncode == 0, done.stderr
@@ -126,30 +126,32 @@ def test_each_trainer_learns_its_place(launch: Launch, script: Path, monkeypatch
     ]
 
 
-def test_fewer_trainers_than_ranks_may_start(launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_starts_with_fewer_trainers_than_ranks(
+    launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done = launch(*NOWHERE, "--num-trainers", "1", "--dp", "4", write(script, PRINT_PLACE))
     assert done.stdout == "[trainer-0] 127.0.0.1:1 script trainer-0 4 1 1 1 1\n"
 
 
-def test_arguments_after_the_script_are_the_scripts(launch: Launch, script: Path) -> None:
+def test_arguments_after_the_script_are_passed_to_it(launch: Launch, script: Path) -> None:
     source = "import sys; print(sys.argv[1:])"
     done = launch(*NOWHERE, "--num-trainers", "1", write(script, source), "--run", "x", "--help")
     assert done.stdout == "[trainer-0] ['--run', 'x', '--help']\n"
 
 
-def test_the_worst_exit_code_is_returned(launch: Launch, script: Path) -> None:
+def test_highest_exit_code_is_returned(launch: Launch, script: Path) -> None:
     source = "import os, sys; sys.exit(7 * os.environ['SHARDWELL_TRAINER'].endswith('1'))"
     done = launch(*NOWHERE, write(script, source))
     assert done.returncode == 7
 
 
-def test_output_without_a_last_newline_is_relayed(launch: Launch, script: Path) -> None:
+def test_output_without_a_final_newline_is_relayed(launch: Launch, script: Path) -> None:
     done = launch(*NOWHERE, "--num-trainers", "1", write(script, "print('a\\rb\\nc', end='')"))
     assert done.stdout == "[trainer-0] a\r[trainer-0] b\n[trainer-0] c\n"
 
 
-def test_a_trainer_that_dies_is_started_again(launch: Launch, script: Path, tmp_path: Path) -> None:
+def test_dead_trainer_is_restarted(launch: Launch, script: Path, tmp_path: Path) -> None:
     source = """
         import os, pathlib, signal
         marker = pathlib.Path({marker!r})
@@ -164,7 +166,7 @@ def test_a_trainer_that_dies_is_started_again(launch: Launch, script: Path, tmp_
     assert "trainer-0 ended by SIGKILL; restarting it (1 of 1)" in done.stderr
 
 
-def test_a_trainer_is_not_started_again_for_ever(launch: Launch, script: Path) -> None:
+def test_number_of_restarts_is_limited(launch: Launch, script: Path) -> None:
     done = launch(
         *NOWHERE, "--num-trainers", "1", "--restart", "2", write(script, "print('start'); raise SystemExit(3)")
     )
@@ -172,7 +174,7 @@ def test_a_trainer_is_not_started_again_for_ever(launch: Launch, script: Path) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_trainers_and_servers(script: Path, number: signal.Signals) -> None:
+def test_signal_stops_trainers_and_servers(script: Path, number: signal.Signals) -> None:
     with launched("--num-shards", "1", write(script, WAIT)) as process:
         wait_for_lines(process, "waiting", 2)
         below = descendants(process.pid)
@@ -182,7 +184,7 @@ def test_a_signal_ends_trainers_and_servers(script: Path, number: signal.Signals
         wait_gone(below, timeout_s=1)
 
 
-def test_a_signal_right_after_a_trainer_was_started_ends_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_right_after_the_start_of_a_trainer_stops_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, started = TrainerProcess.start, []
 
     def start_and_signal(trainer: TrainerProcess) -> None:
@@ -196,7 +198,7 @@ def test_a_signal_right_after_a_trainer_was_started_ends_it(script: Path, monkey
     assert not any(psutil.pid_exists(pid) for pid in started)
 
 
-def test_ctrl_c_twice_ends_trainers_that_do_not_listen(script: Path) -> None:
+def test_second_ctrl_c_kills_trainers_that_ignore_the_first(script: Path) -> None:
     with launched(*NOWHERE, write(script, STUBBORN)) as process:
         wait_for_lines(process, "waiting", 2)
         below = descendants(process.pid)
@@ -208,7 +210,7 @@ def test_ctrl_c_twice_ends_trainers_that_do_not_listen(script: Path) -> None:
         wait_gone(below, timeout_s=1)
 
 
-def test_nothing_survives_a_killed_launch(script: Path, tmp_path: Path) -> None:
+def test_killed_launch_leaves_no_processes(script: Path, tmp_path: Path) -> None:
     # It cannot remove its temporary files either.
     with launched("--num-shards", "1", write(script, STUBBORN), TMPDIR=str(tmp_path)) as process:
         wait_for_lines(process, "waiting", 2)
@@ -225,7 +227,7 @@ def test_trainers_train_together_on_a_private_cluster(launch: Launch, script: Pa
     assert lines == {f"step {step} rank {rank}" for step in range(3) for rank in range(2)}
 
 
-def test_a_killed_trainer_comes_back_into_the_run(cluster: shardwell.LocalCluster, run_name: str, script: Path) -> None:
+def test_restarted_trainer_rejoins_the_run(cluster: shardwell.LocalCluster, run_name: str, script: Path) -> None:
     command = write(script, TRAIN, steps=40)
     with launched("--coordinator", cluster.address, "--run", run_name, "--restart", "1", command) as process:
         wait_for_lines(process, "step 2 ", 2)
@@ -236,12 +238,12 @@ def test_a_killed_trainer_comes_back_into_the_run(cluster: shardwell.LocalCluste
         assert process.wait(30) == 0
 
 
-def test_mistakes_are_explained(launch: Launch) -> None:
+def test_invalid_launch_arguments_are_explained(launch: Launch) -> None:
     done = launch("absent.py")
     assert (done.returncode, done.stderr) == (1, "shardwell launch: no such script: absent.py\n")
 
 
-def test_a_dead_coordinator_ends_the_launch_with_its_log(script: Path) -> None:
+def test_dead_coordinator_ends_the_launch_and_its_log_is_printed(script: Path) -> None:
     with launched("--num-shards", "1", write(script, WAIT)) as process:
         wait_for_lines(process, "waiting", 2)
         below = descendants(process.pid)
@@ -254,7 +256,7 @@ def test_a_dead_coordinator_ends_the_launch_with_its_log(script: Path) -> None:
         wait_gone(below, timeout_s=5)
 
 
-def test_a_dead_shard_server_is_told_and_trainers_go_on(script: Path) -> None:
+def test_dead_shard_server_is_reported_and_trainers_continue(script: Path) -> None:
     with launched("--num-shards", "1", write(script, WAIT)) as process:
         wait_for_lines(process, "waiting", 2)
         below = descendants(process.pid)
@@ -263,7 +265,7 @@ def test_a_dead_shard_server_is_told_and_trainers_go_on(script: Path) -> None:
         assert sum("script.py" in " ".join(child.cmdline()) for child in below if child.is_running()) == 2
 
 
-def test_a_launch_says_what_it_starts_before_it_does(script: Path) -> None:
+def test_launch_prints_its_plan_before_it_starts(script: Path) -> None:
     with launched("--num-shards", "1", "--run", "r", write(script, WAIT)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "[launch] starting a private cluster: a coordinator and 1 shard server\n"
@@ -272,7 +274,7 @@ def test_a_launch_says_what_it_starts_before_it_does(script: Path) -> None:
         assert line.endswith(": starting 2 trainers for World(dp=2, tp=1, pp=1)\n")
 
 
-def test_a_world_that_cannot_train_is_told(launch: Launch, script: Path) -> None:
+def test_world_that_cannot_train_is_reported(launch: Launch, script: Path) -> None:
     done = launch(*NOWHERE, "--num-trainers", "2", "--tp", "2", write(script, "pass"))
     assert done.returncode == 0
     assert "World(dp=1, tp=2, pp=1): the trainers can join" in done.stderr

@@ -38,19 +38,19 @@ def live_servers(address: str) -> list[str]:
     return sorted(server.server_id for server in listed_servers(address).servers if server.live)
 
 
-def test_all_servers_are_registered_once_it_is_up(cluster: shardwell.LocalCluster) -> None:
+def test_all_servers_are_registered_after_start(cluster: shardwell.LocalCluster) -> None:
     assert live_servers(cluster.address) == ["shard-0", "shard-1"]
     pids = [cluster.coordinator.pid, *(shard.pid for shard in cluster.shards)]
     assert all("shardwell_server" in psutil.Process(pid).cmdline() for pid in pids)
     assert len({cluster.address, *(shard.address for shard in cluster.shards)}) == 3
 
 
-def test_signals_of_the_terminal_do_not_reach_the_servers(cluster: shardwell.LocalCluster) -> None:
+def test_servers_do_not_receive_signals_of_the_terminal(cluster: shardwell.LocalCluster) -> None:
     own = os.getsid(0)
     assert all(os.getsid(process.pid) != own for process in (cluster.coordinator, *cluster.shards))
 
 
-def test_leaving_ends_every_process_and_removes_what_was_written() -> None:
+def test_stop_ends_all_processes_and_removes_temporary_files() -> None:
     with shardwell.LocalCluster(num_shards=1) as cluster:
         servers = (cluster.coordinator, *cluster.shards)
         processes = [psutil.Process(server.pid) for server in servers]
@@ -62,7 +62,7 @@ def test_leaving_ends_every_process_and_removes_what_was_written() -> None:
     cluster.stop()
 
 
-def test_nothing_outlives_a_killed_owner(tmp_path: Path) -> None:
+def test_servers_end_when_their_owner_is_killed(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # which the owner cannot tidy up
     with subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
@@ -74,14 +74,14 @@ def test_nothing_outlives_a_killed_owner(tmp_path: Path) -> None:
         wait_gone(processes)
 
 
-def test_logs_and_state_stay_where_asked(tmp_path: Path) -> None:
+def test_logs_and_state_stay_in_the_given_folders(tmp_path: Path) -> None:
     with shardwell.LocalCluster(num_shards=1, log_dir=tmp_path / "logs", state_dir=tmp_path / "state"):
         pass
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["coordinator.log", "shard-0.log"]
     assert any((tmp_path / "state").iterdir())
 
 
-def test_the_coordinator_restarts_at_its_address_with_its_state() -> None:
+def test_restarted_coordinator_keeps_its_address_and_state() -> None:
     with shardwell.LocalCluster(num_shards=1) as cluster, small_run(cluster.address, "kept") as session:
         address, pid = cluster.address, cluster.coordinator.pid
         cluster.restart_coordinator()
@@ -92,7 +92,7 @@ def test_the_coordinator_restarts_at_its_address_with_its_state() -> None:
         assert [(run.run, run.committed_step) for run in response.runs] == [("kept", session.step)]
 
 
-def test_a_shard_server_can_be_killed() -> None:
+def test_shard_server_can_be_killed() -> None:
     with shardwell.LocalCluster(num_shards=1) as cluster:
         process = psutil.Process(cluster.shards[0].pid)
         cluster.shards[0].kill()
@@ -100,22 +100,22 @@ def test_a_shard_server_can_be_killed() -> None:
         wait_gone([process], timeout_s=0)
 
 
-def test_a_server_that_does_not_come_up_is_explained() -> None:
+def test_server_that_fails_to_start_is_explained() -> None:
     with pytest.raises(shardwell.UnavailableError, match=r"(?s)coordinator ended with exit code.*lease_s=-1"):
         shardwell.LocalCluster(num_shards=1, lease_s=-1.0).start()
 
 
-def test_a_server_that_takes_too_long_is_explained() -> None:
+def test_server_that_starts_too_slowly_is_explained() -> None:
     with pytest.raises(shardwell.UnavailableError, match="coordinator was not ready in time"):
         shardwell.LocalCluster(num_shards=1, start_limit_s=0.01).start()
 
 
-def test_no_shards_are_refused() -> None:
+def test_cluster_without_shards_is_rejected() -> None:
     with pytest.raises(shardwell.UsageError, match="num_shards=0"):
         shardwell.LocalCluster(num_shards=0)
 
 
-def test_the_servers_of_a_cluster_share_the_memory_of_the_machine(cluster: shardwell.LocalCluster) -> None:
+def test_servers_of_a_cluster_share_the_memory_of_the_machine(cluster: shardwell.LocalCluster) -> None:
     budgets = [server.budget_bytes for server in listed_servers(cluster.address).servers]
     assert len(budgets) == 2
     assert sum(budgets) <= 0.8 * psutil.virtual_memory().total
@@ -129,7 +129,7 @@ def shm_folder_of(server: psutil.Process) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_stays_of_an_owner_and_a_server_that_are_killed(tmp_path: Path, number: signal.Signals) -> None:
+def test_no_files_remain_when_owner_and_server_are_killed(tmp_path: Path, number: signal.Signals) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment

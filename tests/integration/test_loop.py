@@ -69,7 +69,7 @@ def session(cluster: shardwell.LocalCluster, run_name: str) -> Iterator[shardwel
         yield joined
 
 
-def test_a_restarted_trainer_of_a_plain_loop_does_not_mix_two_batches(
+def test_restarted_trainer_in_a_plain_loop_does_not_mix_two_batches(
     cluster: shardwell.LocalCluster, run_name: str
 ) -> None:
     with shardwell.join(
@@ -90,7 +90,7 @@ def test_a_restarted_trainer_of_a_plain_loop_does_not_mix_two_batches(
         assert_weights(model, after(2))
 
 
-def test_a_step_without_a_forward_is_refused(session: shardwell.Session) -> None:
+def test_step_without_a_forward_is_rejected(session: shardwell.Session) -> None:
     model, optimizer = shard(session)
     with pytest.raises(shardwell.UsageError, match=r"in step 0, but no forward has run on this trainer since the sess"):
         optimizer.step()
@@ -104,7 +104,7 @@ def test_a_step_without_a_forward_is_refused(session: shardwell.Session) -> None
     assert_weights(model, after(0, 1))
 
 
-def test_steps_without_gradients_by_intent(session: shardwell.Session) -> None:
+def test_zero_grad_allows_a_step_without_gradients(session: shardwell.Session) -> None:
     model, optimizer = shard(session)
     optimizer.zero_grad()
     optimizer.step()
@@ -118,7 +118,7 @@ def test_steps_without_gradients_by_intent(session: shardwell.Session) -> None:
     assert_weights(model, after())
 
 
-def test_a_loop_body_says_how_often_it_steps(session: shardwell.Session) -> None:
+def test_loop_body_declares_the_number_of_optimizer_steps(session: shardwell.Session) -> None:
     model, optimizer = shard(session)
     for _ in session.steps(1):
         loss_of(model, 0).backward()
@@ -143,7 +143,7 @@ def test_a_loop_body_says_how_often_it_steps(session: shardwell.Session) -> None
             optimizer.step()
 
 
-def test_a_loop_that_is_left_early_is_over(session: shardwell.Session) -> None:
+def test_plain_loop_continues_after_an_abandoned_loop(session: shardwell.Session) -> None:
     model, optimizer = shard(session)
     for _ in session.steps(10):
         loss_of(model, 0).backward()
@@ -156,7 +156,7 @@ def test_a_loop_that_is_left_early_is_over(session: shardwell.Session) -> None:
     assert_weights(model, after(0, 1, 2))
 
 
-def test_a_backward_before_the_batches_is_refused(session: shardwell.Session) -> None:
+def test_backward_before_the_batches_is_rejected(session: shardwell.Session) -> None:
     model, optimizer = shard(session)
     for step in session.steps(1):
         loss_of(model, 1).backward()
@@ -169,7 +169,7 @@ def test_a_backward_before_the_batches_is_refused(session: shardwell.Session) ->
     assert_weights(model, after(0))
 
 
-def test_a_batch_is_skipped_after_a_look_at_its_norm(session: shardwell.Session) -> None:
+def test_batch_can_be_skipped_after_its_norm_was_read(session: shardwell.Session) -> None:
     model, optimizer = shard(session)
     for number in range(4):
         loss_of(model, number).backward()
@@ -185,7 +185,7 @@ def test_a_batch_is_skipped_after_a_look_at_its_norm(session: shardwell.Session)
     assert_weights(model, after(0, 2, 3))
 
 
-def test_a_batch_with_a_non_finite_gradient_is_skipped(session: shardwell.Session) -> None:
+def test_batch_with_a_non_finite_gradient_can_be_skipped(session: shardwell.Session) -> None:
     model, optimizer = shard(session)
     for number in range(3):
         (loss_of(model, number) * (float("nan") if number == 1 else 1.0)).backward()
@@ -199,7 +199,7 @@ def test_a_batch_with_a_non_finite_gradient_is_skipped(session: shardwell.Sessio
 
 @pytest.mark.parametrize("committed", [False, True])
 @pytest.mark.parametrize("then", ["step", "forward", "zero_grad", "fully_shard", "read"])
-def test_the_next_call_completes_an_interrupted_step(
+def test_next_call_completes_an_interrupted_optimizer_step(
     session: shardwell.Session, monkeypatch: pytest.MonkeyPatch, committed: bool, then: str
 ) -> None:
     model, optimizer = shard(session)
@@ -233,7 +233,7 @@ def test_the_next_call_completes_an_interrupted_step(
     assert session.step == (1 if dropped else 2)
 
 
-def test_hyper_parameters_of_another_runs_optimizer_are_not_taken_for_its_state(
+def test_optimizer_state_of_another_run_is_rejected_and_its_hyperparameters_are_loaded(
     cluster: shardwell.LocalCluster, run_name: str
 ) -> None:
     with shardwell.join(cluster.address, run=f"{run_name}-1", waits=shardwell.WaitOptions(wait_limit_s=60)) as session:
@@ -251,7 +251,7 @@ def test_hyper_parameters_of_another_runs_optimizer_are_not_taken_for_its_state(
         optimizer.load_state_dict({"param_groups": saved["param_groups"]})
 
 
-def test_optimizers_that_cannot_run_are_refused_with_the_reason(session: shardwell.Session) -> None:
+def test_unsupported_optimizers_are_rejected_with_the_reason(session: shardwell.Session) -> None:
     model, _ = shard(session)
     with pytest.raises(shardwell.UsageError, match="SparseAdam takes sparse gradients only, but the mean gradient"):
         shardwell.ClientSide(model.parameters(), torch.optim.SparseAdam)
@@ -259,7 +259,7 @@ def test_optimizers_that_cannot_run_are_refused_with_the_reason(session: shardwe
         torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
 
 
-def test_a_second_session_of_a_process_is_told_of_the_first(
+def test_second_session_of_a_process_names_the_first(
     cluster: shardwell.LocalCluster, session: shardwell.Session, run_name: str
 ) -> None:
     shard(session)

@@ -15,7 +15,7 @@ from tests.support.processes import ROOT
 
 
 @pytest.mark.parametrize("order", ["dp,tp,pp", "pp,tp,dp"])
-def test_groups_of_the_mesh_are_those_of_the_world(cluster: shardwell.LocalCluster, order: str) -> None:
+def test_mesh_groups_equal_the_groups_of_the_world(cluster: shardwell.LocalCluster, order: str) -> None:
     world = shardwell.World(2, 2, 1, tuple(order.split(",")))
     command = [
         sys.executable,
@@ -56,7 +56,7 @@ def test_groups_of_the_mesh_are_those_of_the_world(cluster: shardwell.LocalClust
         assert said["sums"] == {axis: float(sum(world.group(rank, axis))) for axis in world.order}
 
 
-def test_a_mesh_needs_a_trainer_per_rank(cluster: shardwell.LocalCluster) -> None:
+def test_mesh_requires_one_trainer_per_rank(cluster: shardwell.LocalCluster) -> None:
     with (
         shardwell.join(cluster.address, run=uuid.uuid4().hex, world=shardwell.World(dp=2), min_trainers=1) as session,
         pytest.raises(shardwell.UsageError, match="plays 2 of World"),

@@ -37,7 +37,7 @@ def join(cluster: shardwell.LocalCluster) -> Iterator[Callable[..., shardwell.Se
         session.close()
 
 
-def test_a_wait_for_other_trainers_is_told(
+def test_wait_for_other_trainers_is_logged(
     join: Callable[..., shardwell.Session], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(membership, "_POLL_S", 0.1)
@@ -47,7 +47,7 @@ def test_a_wait_for_other_trainers_is_told(
     assert told and told[0].levelname == "WARNING"
 
 
-def test_a_coordinator_that_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreachable_coordinator_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(shardwell.UnavailableError, match=r"127\.0\.0\.1:1"):
         shardwell.join("127.0.0.1:1", waits=shardwell.WaitOptions(wait_limit_s=0.3, warn_after_s=0.1))
     assert "Connection refused; retrying for 0 s" in caplog.text
@@ -88,7 +88,7 @@ def plain_step(model: nn.Module, _: torch.optim.Optimizer, step: int) -> None:
     loss_of(model, inputs(step, 0)).backward()
 
 
-def test_a_plain_loop_equals_plain_pytorch(join: Callable[..., shardwell.Session]) -> None:
+def test_plain_loop_has_the_bits_of_plain_pytorch(join: Callable[..., shardwell.Session]) -> None:
     session = join()
     model = shard(net(), session)
     optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
@@ -101,7 +101,9 @@ def test_a_plain_loop_equals_plain_pytorch(join: Callable[..., shardwell.Session
 
 
 @pytest.mark.parametrize("sync", [True, False], ids=["push each", "push last"])
-def test_gradient_accumulation(join: Callable[..., shardwell.Session], sync: bool) -> None:
+def test_accumulated_gradients_have_the_bits_of_plain_pytorch(
+    join: Callable[..., shardwell.Session], sync: bool
+) -> None:
     def accumulate(model: nn.Module, _: torch.optim.Optimizer, step: int) -> None:
         for micro in range(3):
             (loss_of(model, inputs(step, micro)) / 3).backward()
@@ -134,7 +136,7 @@ def exploding_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return model[4](model[3](model[2](Explodes.apply(hidden)))).square().mean()  # type: ignore[no-any-return]
 
 
-def test_nothing_of_a_failed_backward_reaches_the_step(join: Callable[..., shardwell.Session]) -> None:
+def test_failed_backward_contributes_nothing_to_the_step(join: Callable[..., shardwell.Session]) -> None:
     session = join()
     model = shard(net(), session)
     optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
@@ -150,7 +152,7 @@ def test_nothing_of_a_failed_backward_reaches_the_step(join: Callable[..., shard
     assert sha256(shardwell.full_state_dict(model)) == reference(plain_step)
 
 
-def test_a_failed_item_is_begun_anew_by_batches(join: Callable[..., shardwell.Session]) -> None:
+def test_batches_restart_a_failed_item(join: Callable[..., shardwell.Session]) -> None:
     session = join(world=shardwell.World(dp=2), min_trainers=1)
     model = shard(net(), session)
     optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
@@ -178,7 +180,7 @@ class Loss(nn.Module):
         return output.square().mean()
 
 
-def test_a_non_finite_gradient_is_named_and_the_step_can_be_skipped(join: Callable[..., shardwell.Session]) -> None:
+def test_non_finite_gradient_is_named_and_the_step_can_be_skipped(join: Callable[..., shardwell.Session]) -> None:
     session = join()
     model = shard(net(), session)
     optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
@@ -198,7 +200,7 @@ def test_a_non_finite_gradient_is_named_and_the_step_can_be_skipped(join: Callab
     assert sha256(shardwell.full_state_dict(model)) != before
 
 
-def test_parameter_groups_frozen_and_unused_parameters(join: Callable[..., shardwell.Session]) -> None:
+def test_parameter_groups_with_frozen_and_unused_parameters(join: Callable[..., shardwell.Session]) -> None:
     def build() -> tuple[nn.Sequential, list[dict[str, Any]]]:
         model = net()
         model[2].weight.requires_grad_(False)
@@ -226,7 +228,7 @@ def test_parameter_groups_frozen_and_unused_parameters(join: Callable[..., shard
 
 
 @pytest.mark.parametrize("max_norm", [0.01, 100.0])
-def test_clipping_is_torchs(join: Callable[..., shardwell.Session], max_norm: float) -> None:
+def test_clipping_equals_torch(join: Callable[..., shardwell.Session], max_norm: float) -> None:
     session = join()
     model, plain = shard(net(), session), net()
     optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
@@ -244,7 +246,7 @@ def test_clipping_is_torchs(join: Callable[..., shardwell.Session], max_norm: fl
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-6, atol=1e-7)
 
 
-def test_the_infinity_norm(join: Callable[..., shardwell.Session]) -> None:
+def test_infinity_norm_equals_torch(join: Callable[..., shardwell.Session]) -> None:
     model, plain = shard(net(), join()), net()
     optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
     loss_of(plain, inputs(0, 0)).backward()
@@ -253,7 +255,7 @@ def test_the_infinity_norm(join: Callable[..., shardwell.Session]) -> None:
     assert optimizer.clip_grad_norm_(1.0, norm_type=float("inf")).item() == largest
 
 
-def test_batch_norm_statistics_are_those_of_rank_0(join: Callable[..., shardwell.Session]) -> None:
+def test_batch_norm_statistics_come_from_rank_0(join: Callable[..., shardwell.Session]) -> None:
     def build() -> nn.Sequential:
         torch.manual_seed(3)
         return nn.Sequential(nn.Linear(7, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
@@ -303,7 +305,7 @@ def train_tracked(session: shardwell.Session, until: int) -> tuple[Any, Any, dic
     return model, scheduler, norms
 
 
-def test_a_run_goes_on_where_it_was_with_its_scheduler(join: Callable[..., shardwell.Session]) -> None:
+def test_run_resumes_with_the_state_of_its_scheduler(join: Callable[..., shardwell.Session]) -> None:
     whole, _, expected_norms = train_tracked(join(), 5)
     expected = sha256(shardwell.full_state_dict(whole))
     first = join("resumed-run")
@@ -317,7 +319,7 @@ def test_a_run_goes_on_where_it_was_with_its_scheduler(join: Callable[..., shard
     assert sha256(shardwell.full_state_dict(model)) == expected
 
 
-def test_datasets_are_drawn_without_repetition(join: Callable[..., shardwell.Session]) -> None:
+def test_dataset_samples_are_drawn_without_repetition(join: Callable[..., shardwell.Session]) -> None:
     session = join(world=shardwell.World(dp=2), min_trainers=1, seed=5)
     model = shard(net(), session)
     optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
@@ -331,7 +333,7 @@ def test_datasets_are_drawn_without_repetition(join: Callable[..., shardwell.Ses
     assert sorted(seen) == list(range(16))
 
 
-def test_reading_inside_and_between_steps_does_not_disturb(join: Callable[..., shardwell.Session]) -> None:
+def test_reading_state_during_training_does_not_change_the_result(join: Callable[..., shardwell.Session]) -> None:
     session = join()
     model = shard(net(), session)
     optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
@@ -346,7 +348,7 @@ def test_reading_inside_and_between_steps_does_not_disturb(join: Callable[..., s
     assert sha256(shardwell.full_state_dict(model)) == reference(plain_step)
 
 
-def test_mistakes_in_the_loop_are_named(join: Callable[..., shardwell.Session]) -> None:
+def test_mistakes_in_the_training_loop_are_named(join: Callable[..., shardwell.Session]) -> None:
     session = join(world=shardwell.World(dp=2), min_trainers=1)
     model = shard(net(), session)
     optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
@@ -370,7 +372,7 @@ def test_mistakes_in_the_loop_are_named(join: Callable[..., shardwell.Session]) 
                 loss_of(model, batch).backward()
 
 
-def test_optimizers_refuse_what_they_cannot_serve(join: Callable[..., shardwell.Session]) -> None:
+def test_optimizers_reject_invalid_parameters(join: Callable[..., shardwell.Session]) -> None:
     with pytest.raises(shardwell.UsageError, match="got no sharded parameter"):
         shardwell.optim.AdamW(net().parameters())
     session = join()
@@ -390,7 +392,7 @@ def test_optimizers_refuse_what_they_cannot_serve(join: Callable[..., shardwell.
     assert session.step == 0
 
 
-def test_a_second_run_of_the_name_with_another_world_is_refused(join: Callable[..., shardwell.Session]) -> None:
+def test_joining_with_another_world_is_rejected(join: Callable[..., shardwell.Session]) -> None:
     session = join()
     with pytest.raises(shardwell.RunMismatchError, match=r"dp=1.*dp=2"):
         join(session.run, world=shardwell.World(dp=2))
@@ -398,7 +400,7 @@ def test_a_second_run_of_the_name_with_another_world_is_refused(join: Callable[.
         join(session.run, seed=3)
 
 
-def test_units_declared_differently_are_refused(join: Callable[..., shardwell.Session]) -> None:
+def test_units_with_another_layout_are_rejected(join: Callable[..., shardwell.Session]) -> None:
     session = join("two-models")
     shard(net(), session)
     session.close()
@@ -407,7 +409,7 @@ def test_units_declared_differently_are_refused(join: Callable[..., shardwell.Se
         shardwell.fully_shard(nn.Linear(7, 16), other)
 
 
-def test_the_run_keeps_the_first_values(join: Callable[..., shardwell.Session]) -> None:
+def test_run_keeps_the_first_initial_values(join: Callable[..., shardwell.Session]) -> None:
     first = join("kept-values")
     expected = shardwell.full_state_dict(shard(net(), first))
     first.close()
@@ -417,7 +419,7 @@ def test_the_run_keeps_the_first_values(join: Callable[..., shardwell.Session]) 
     assert sha256(state) == sha256(expected)
 
 
-def test_a_private_cluster_is_started_when_no_address_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_join_without_an_address_starts_a_private_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHARDWELL_ADDRESS", raising=False)
     with shardwell.join() as session:
         model = shard(net(), session)
@@ -429,14 +431,14 @@ def test_a_private_cluster_is_started_when_no_address_is_given(monkeypatch: pyte
         assert sha256(shardwell.full_state_dict(model)) == reference(plain_step)
 
 
-def test_a_larger_world_maps_and_joins(join: Callable[..., shardwell.Session]) -> None:
+def test_trainers_of_a_larger_world_get_their_ranks(join: Callable[..., shardwell.Session]) -> None:
     with pytest.raises(shardwell.WorldError, match="min_trainers"):
         join(world=shardwell.World(tp=2), min_trainers=1)
     with pytest.raises(shardwell.WorldError, match="layers cannot be split evenly"):
         join(world=shardwell.World(pp=2), num_layers=7)
 
 
-def test_the_model_is_a_function_of_its_units(join: Callable[..., shardwell.Session]) -> None:
+def test_auto_wrapped_model_computes_like_the_plain_model(join: Callable[..., shardwell.Session]) -> None:
     session = join()
     model = transformer.build()
     shardwell.auto_wrap(model, session, policy=shardwell.ModuleTypePolicy({transformer.Block}))
@@ -449,7 +451,7 @@ def test_the_model_is_a_function_of_its_units(join: Callable[..., shardwell.Sess
     assert list(shardwell.full_state_dict(model)) == list(plain.state_dict())
 
 
-def test_gradients_of_a_closed_session_are_nobodys(
+def test_gradients_of_a_closed_session_are_no_longer_guarded(
     join: Callable[..., shardwell.Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_patches, "_watched", WeakSet())

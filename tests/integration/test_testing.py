@@ -48,7 +48,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_script_runs_unchanged_and_trains_to_the_same_bits_as_on_a_cluster(
+def test_unchanged_script_trains_to_the_same_bits_as_on_a_cluster(
     script: str, cluster: shardwell.LocalCluster, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with shardwell.testing.in_process_cluster(num_shards=2, dp=2):
@@ -61,7 +61,7 @@ def test_a_script_runs_unchanged_and_trains_to_the_same_bits_as_on_a_cluster(
     assert same(tested["weights"], trained["weights"])
 
 
-def test_each_cluster_starts_empty_and_leaves_nothing(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_cluster_starts_empty_and_cleans_up(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWELL_RUN", "mine")
     monkeypatch.setenv("RANK", "1")
     before, threads = dict(os.environ), set(threading.enumerate())
@@ -79,6 +79,6 @@ def test_each_cluster_starts_empty_and_leaves_nothing(script: str, monkeypatch: 
     assert [name for name in left if name.startswith("shardwell")] in ([], ["shardwell-servers"])
 
 
-def test_an_impossible_cluster_is_refused() -> None:
+def test_invalid_cluster_size_is_rejected() -> None:
     with pytest.raises(shardwell.UsageError, match="num_shards=0"), shardwell.testing.in_process_cluster(0):
         pass

@@ -57,7 +57,7 @@ def rank_lines(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
     return sorted(line.split(maxsplit=3) for line in done.stdout.splitlines() if line.startswith("rank "))
 
 
-def test_ranks_train_one_model_on_a_cluster_that_rank_0_starts(tmp_path: Path) -> None:
+def test_ranks_train_one_model_on_the_cluster_of_rank_0(tmp_path: Path) -> None:
     done = torchrun(tmp_path / "train.py", TRAIN, RANK_0_IS_FIRST)
     (rank_0, rank_1) = rank_lines(done)
     assert [rank_0[:3], rank_1[:3]] == [["rank", "0", "rank-0"], ["rank", "1", "rank-1"]]
@@ -66,7 +66,7 @@ def test_ranks_train_one_model_on_a_cluster_that_rank_0_starts(tmp_path: Path) -
     assert "late rank still reads 4" in done.stdout
 
 
-def test_a_rank_0_that_fails_ends_the_others_at_once(tmp_path: Path) -> None:
+def test_failure_of_rank_0_ends_the_other_ranks_at_once(tmp_path: Path) -> None:
     done = torchrun(tmp_path / "train.py", RANK_0_FAILS)
     ended = time.monotonic()
     assert done.returncode == 1
@@ -82,7 +82,7 @@ def test_a_rank_0_that_fails_ends_the_others_at_once(tmp_path: Path) -> None:
         ({"MASTER_ADDR": ""}, r"MASTER_ADDR not.*torchrun.*unset RANK"),
     ],
 )
-def test_ranks_that_cannot_share_a_cluster_are_told_what_to_do(
+def test_ranks_that_cannot_share_a_cluster_get_advice(
     variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

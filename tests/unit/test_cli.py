@@ -37,7 +37,7 @@ def commands(parser: argparse.ArgumentParser) -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands(build_parser()))
-def test_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_every_command_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     assert f"\n  shardwell {command}" in capsys.readouterr().out
@@ -50,14 +50,14 @@ def test_every_server_command_has_help(command: str, capsys: pytest.CaptureFixtu
     assert f"usage: shardwell-server {command}" in capsys.readouterr().out
 
 
-def test_the_coordinators_command_does_not_import_torch() -> None:
+def test_coordinator_command_does_not_import_torch() -> None:
     load = "from shardwell_server.cli import build_parser; build_parser('coordinator')"
     program = f"import sys; {load}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
 
-def test_an_absent_coordinator_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_absent_coordinator_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--address", "127.0.0.1:1", "--timeout", "2"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("shardwell runs: no answer from a coordinator at 127.0.0.1:1 (")
@@ -65,9 +65,7 @@ def test_an_absent_coordinator_is_explained(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("address", ["localhost", "localhost:", ":50051", "http://localhost:50051", "a:0", "a:65536"])
-def test_what_is_no_address_is_refused_at_once(
-    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_address_is_rejected_at_once(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = f"{address!r} is no address: expected HOST:PORT, such as localhost:50051"
     assert main(["runs", "--address", address]) == 1
     assert capsys.readouterr().err == f"shardwell runs: {expected}\n"
@@ -80,14 +78,14 @@ def test_what_is_no_address_is_refused_at_once(
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "soon", "inf", "nan"])
-def test_a_timeout_is_a_time(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_timeout_must_be_positive_and_finite(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["runs"], ["export", "gpt", "out"]):
         with pytest.raises(SystemExit, match="2"):
             main([*command, "--timeout", seconds])
         assert f"expected seconds, more than 0, got {seconds!r}" in capsys.readouterr().err
 
 
-def test_ctrl_c_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_prints_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -96,12 +94,12 @@ def test_ctrl_c_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert capsys.readouterr().err == ""
 
 
-def test_an_unhealthy_server_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_code_reports_an_unhealthy_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert server_cli.main(["health", "127.0.0.1:1", "--timeout", "0.5"]) == 1
     assert "127.0.0.1:1: UNAVAILABLE" in capsys.readouterr().err
 
 
-def test_world_wants_a_run_or_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_world_command_requires_a_run_or_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["world", "--address", "127.0.0.1:1"]) == 1
     assert "--dp, --tp and --pp" in capsys.readouterr().err
 
@@ -112,32 +110,32 @@ def plan(tmp_path: Path, *options: str) -> launch.LaunchPlan:
     return launch.make_plan(build_parser().parse_args(["launch", *options, str(script), "--its-own"]))
 
 
-def test_the_world_fits_the_trainers_by_default(tmp_path: Path) -> None:
+def test_default_world_fits_the_number_of_trainers(tmp_path: Path) -> None:
     made = plan(tmp_path, "--num-trainers", "8", "--tp", "2", "--pp", "2")
     assert (made.world, made.run, made.command[2:]) == (World(dp=2, tp=2, pp=2), "train", ("--its-own",))
 
 
-def test_trainers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_number_of_trainers_that_does_not_fit_the_axes_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(shardwell.UsageError, match="--num-trainers 3 is not a multiple of tp=2 x pp=1"):
         plan(tmp_path, "--num-trainers", "3", "--tp", "2")
 
 
 @pytest.mark.parametrize("option", ["--num-trainers", "--num-shards", "--dp", "--tp", "--pp"])
-def test_numbers_are_positive(tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_must_be_positive(tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         plan(tmp_path, option, "0")
     assert f"argument {option}: expected a positive integer, got '0'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("num_trainers", "dp", "min_trainers"), [(2, 2, "2"), (2, 4, "2"), (3, 2, "2")])
-def test_a_run_starts_with_the_trainers_there_are(num_trainers: int, dp: int, min_trainers: str) -> None:
+def test_min_trainers_is_limited_to_the_launched_trainers(num_trainers: int, dp: int, min_trainers: str) -> None:
     made = launch.LaunchPlan(command=("x",), run="r", num_trainers=num_trainers, world=World(dp=dp))
     environment = made.environment("t", "a:1", {"PATH": "p", "SHARDWELL_RUN": "other", "OMP_NUM_THREADS": "4"})
     assert environment["SHARDWELL_MIN_TRAINERS"] == min_trainers
     assert (environment["PATH"], environment["SHARDWELL_RUN"], environment["OMP_NUM_THREADS"]) == ("p", "r", "4")
 
 
-def test_exits_in_words() -> None:
+def test_exit_codes_are_described() -> None:
     assert [describe_exit(code) for code in (3, 137, 255)] == [
         "ended with exit code 3",
         "ended by SIGKILL",
@@ -146,21 +144,21 @@ def test_exits_in_words() -> None:
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 30, "3.0 GiB")])
-def test_sizes(count: int, expected: str) -> None:
+def test_format_size(count: int, expected: str) -> None:
     assert format_size(count) == expected
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.04, "0.0 s"), (119, "119.0 s"), (120, "2 min"), (90000, "25 h")])
-def test_durations(seconds: float, expected: str) -> None:
+def test_format_duration(seconds: float, expected: str) -> None:
     assert tables.duration(seconds) == expected
 
 
-def test_empty_clusters() -> None:
+def test_empty_cluster_prints_no_table() -> None:
     assert tables.runs(coordinator_pb2.ListRunsResponse()) == "no runs"
     assert tables.servers(coordinator_pb2.ListServersResponse()) == "no shard servers"
 
 
-def test_a_run_with_a_lost_trainer_and_a_spare() -> None:
+def test_run_table_shows_lost_trainers_and_spares() -> None:
     config = coordinator_pb2.RunConfig(world=World(dp=2, order=("pp", "tp", "dp")).to_proto())
     response = coordinator_pb2.DescribeRunResponse(
         summary=coordinator_pb2.RunSummary(run="gpt", config=config, committed_step=7, live_trainer_count=1),
@@ -179,7 +177,7 @@ def test_a_run_with_a_lost_trainer_and_a_spare() -> None:
         assert expected in output
 
 
-def test_pieces_add_up() -> None:
+def test_peek_table_combines_the_pieces_of_all_servers() -> None:
     pieces = [
         ParameterPiece("shard-0", shard_pb2.PeekResponse(start_element=0, stop_element=2, norm=3, values=[1.0, 2.0])),
         ParameterPiece("shard-1", shard_pb2.PeekResponse(start_element=2, stop_element=5, norm=4, non_finite_count=1)),
@@ -188,7 +186,7 @@ def test_pieces_add_up() -> None:
     assert "w: 5 elements, norm 5\n" in output and "[2, 5)" in output
 
 
-def test_a_unit_without_initial_values_is_named() -> None:
+def test_units_table_names_units_without_initial_values() -> None:
     shards = [
         common_pb2.ShardRange(server_id=f"s{index}", start_bytes=index, stop_bytes=index + 1) for index in range(2)
     ]

@@ -25,7 +25,7 @@ ENVIRONMENT = {
 }
 
 
-def test_the_environment_is_read() -> None:
+def test_options_are_read_from_the_environment() -> None:
     config = JoinConfig.from_env({}, ENVIRONMENT)
     assert config.world == World(dp=4, pp=2, order=("pp", "dp", "tp"))
     assert (config.address, config.run, config.seed, config.global_rank) == ("host:1", "gpt", 7, 3)
@@ -33,7 +33,7 @@ def test_the_environment_is_read() -> None:
     assert config.transfers.host_cache_bytes == 4096
 
 
-def test_explicit_arguments_win() -> None:
+def test_explicit_arguments_override_the_environment() -> None:
     config = JoinConfig.from_env({"run": "other", "world": World(dp=2), "seed": 0, "trainer": None}, ENVIRONMENT)
     assert (config.run, config.world, config.seed, config.trainer) == ("other", World(dp=2), 0, "t3")
 
@@ -52,14 +52,14 @@ def test_explicit_arguments_win() -> None:
         ({"host_cache_bytes": -1}, {}, UsageError, "host_cache_bytes=-1: expected at least 0"),
     ],
 )
-def test_impossible_values_are_named(
+def test_invalid_values_are_named(
     arguments: dict[str, object], environment: dict[str, str], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         JoinConfig.from_env(join_options(**arguments), environment)
 
 
-def test_a_field_that_is_passed_beats_the_environment_and_the_other_fields_come_from_it() -> None:
+def test_passed_fields_override_the_environment_and_other_fields_are_read_from_it() -> None:
     variables = {"SHARDWELL_PREFETCH_BYTES": "7", "SHARDWELL_PUSH_DTYPE": "int8", "SHARDWELL_WAIT_LIMIT_S": "1.5"}
     transfers = TransferOptions(prefetch_bytes=128 << 20, push_error_feedback=True)
     config = JoinConfig.from_env({"transfers": transfers}, variables)
@@ -98,7 +98,7 @@ def test_error_feedback_without_rounding_is_rejected() -> None:
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
 
-def test_torchrun_gives_the_world_and_the_rank() -> None:
+def test_torchrun_variables_set_the_world_and_the_rank() -> None:
     config = JoinConfig.from_env({}, TORCHRUN)
     assert (config.world, config.global_rank, config.trainer) == (World(dp=4), 1, "rank-1")
     assert config.world_size == 4 and config.torchrun is not None
@@ -106,19 +106,19 @@ def test_torchrun_gives_the_world_and_the_rank() -> None:
     assert (grid.world, grid.global_rank) == (World(dp=2, tp=2), 1)
 
 
-def test_torchrun_does_not_override_what_is_given() -> None:
+def test_torchrun_variables_do_not_override_arguments() -> None:
     launched = JoinConfig.from_env({}, {**TORCHRUN, **ENVIRONMENT})
     assert (launched.world.dp, launched.global_rank, launched.trainer, launched.world_size) == (4, 3, "t3", 8)
     elastic = JoinConfig.from_env({"address": "a:1", "world": World(dp=8)}, TORCHRUN)
     assert (elastic.world.dp, elastic.global_rank, elastic.trainer, elastic.world_size) == (8, None, "", 0)
 
 
-def test_one_process_of_torchrun_is_like_none() -> None:
+def test_single_torchrun_process_is_ignored() -> None:
     config = JoinConfig.from_env({}, {"RANK": "0", "WORLD_SIZE": "1"})
     assert (config.torchrun, config.world, config.global_rank) == (None, World(), None)
 
 
 @pytest.mark.parametrize("variables", [{"RANK": "x"}, {"RANK": "4"}, {"WORLD_SIZE": "-1"}])
-def test_impossible_places_of_torchrun_are_refused(variables: dict[str, str]) -> None:
+def test_invalid_torchrun_variables_are_rejected(variables: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=next(iter(variables))):
         JoinConfig.from_env({}, {**TORCHRUN, **variables})

@@ -7,13 +7,13 @@ from shardwell.session.step import batch_function, sample_indices
 from shardwell_wire.errors import UsageError
 
 
-def test_seed_depends_on_every_part_and_nothing_else() -> None:
+def test_seed_depends_on_all_parts_only() -> None:
     assert derive_seed(1, 2, 3) == 5338250718792807630
     assert len({derive_seed(a, b, c) for a in range(5) for b in range(5) for c in range(5)}) == 125
     assert derive_seed(1, 23) != derive_seed(12, 3)
 
 
-def test_an_epoch_has_no_repetition_and_epochs_differ() -> None:
+def test_epoch_repeats_no_sample_and_epochs_differ() -> None:
     def epoch(number: int) -> list[int]:
         steps = range(number * 4, number * 4 + 4)
         return [
@@ -29,12 +29,12 @@ def test_an_epoch_has_no_repetition_and_epochs_differ() -> None:
     assert first != second
 
 
-def test_dataset_smaller_than_a_step_is_refused() -> None:
+def test_dataset_smaller_than_a_step_is_rejected() -> None:
     with pytest.raises(UsageError, match="10 samples; a step takes batch_size 4 x dp 3"):
         sample_indices(10, batch_size=4, dp=3, seed=0, step=0, dp_rank=0)
 
 
-def test_sources() -> None:
+def test_functions_and_datasets_give_batches() -> None:
     def own(step: int, dp_rank: int) -> str:
         return f"{step}/{dp_rank}"
 
@@ -46,6 +46,6 @@ def test_sources() -> None:
 @pytest.mark.parametrize(
     ("source", "batch_size"), [([1, 2], None), (iter([1]), 2), (lambda s, r: 0, 2), ([1, 2, 3], 0)]
 )
-def test_wrong_sources_are_named(source: object, batch_size: int | None) -> None:
+def test_invalid_batch_arguments_are_named(source: object, batch_size: int | None) -> None:
     with pytest.raises(UsageError):
         batch_function(source, seed=0, dp=1, batch_size=batch_size, collate_fn=None)

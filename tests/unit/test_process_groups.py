@@ -18,7 +18,7 @@ from shardwell.session.process_groups import NodeMembers, form_node_group
 from tests.support.cluster import wait_until
 
 
-def test_a_member_that_dies_once_it_is_connected_leaves_the_other_alone(
+def test_trainer_continues_alone_when_the_other_member_dies_after_connecting(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     key, membership = uuid.uuid4().hex, Any

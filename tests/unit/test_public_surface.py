@@ -34,7 +34,7 @@ OPTIMIZERS = """
 """
 
 
-def test_public_names_are_pinned() -> None:
+def test_public_names_are_unchanged() -> None:
     assert sorted(shardwell.__all__) == sorted(NAMES.split())
     assert sorted(shardwell.optim.__all__) == sorted(OPTIMIZERS.split())
 
@@ -46,7 +46,7 @@ def is_imported(module: str, after: str) -> bool:
     return done.stdout.splitlines()[-1] == "True"
 
 
-def test_all_public_names_can_be_imported_without_the_compiler() -> None:
+def test_importing_all_public_names_does_not_import_the_torch_compiler() -> None:
     """It takes as long to import as torch itself."""
     assert is_imported("torch", after="from shardwell import *; join")
     assert not is_imported("torch._dynamo", after="from shardwell import *; join")
@@ -55,21 +55,21 @@ def test_all_public_names_can_be_imported_without_the_compiler() -> None:
 @pytest.mark.parametrize(
     "arguments", [["--version"], ["--help"], ["runs", "--help"], ["launch", "--help"]], ids=" ".join
 )
-def test_a_command_that_needs_no_tensor_does_not_import_torch(arguments: list[str]) -> None:
+def test_commands_without_tensors_do_not_import_torch(arguments: list[str]) -> None:
     run = f"import contextlib\nwith contextlib.suppress(SystemExit): main({arguments})"
     assert not is_imported("torch", after=f"from shardwell.command.cli import main\n{run}")
 
 
-def test_looking_at_a_cluster_does_not_import_torch() -> None:
+def test_inspecting_a_cluster_does_not_import_torch() -> None:
     ask = "main(['runs', '--address', '127.0.0.1:1', '--timeout', '1'])"
     assert not is_imported("torch", after=f"from shardwell.command.cli import main; {ask}")
 
 
-def test_a_local_cluster_and_errors_do_not_import_torch() -> None:
+def test_local_cluster_and_errors_do_not_import_torch() -> None:
     assert not is_imported("torch", after="import shardwell; shardwell.LocalCluster, shardwell.UsageError")
 
 
-def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
+def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'shardwell' has no attribute 'nonsense'"):
         shardwell.nonsense  # noqa: B018
     assert set(shardwell.__all__) <= set(dir(shardwell))

@@ -112,7 +112,7 @@ def state_of(module: nn.Module) -> dict[str, bytes]:
     return {name: raw(buffer) for name, buffer in module.named_buffers()}
 
 
-def test_rank_0s_values_become_the_runs_and_every_item_begins_with_the_same() -> None:
+def test_rank_0_sets_the_buffers_and_every_item_starts_with_the_same_values() -> None:
     store = Store()
     both = Trainer(store, normalised())
     norm = both.module[1]
@@ -139,7 +139,7 @@ def test_rank_0s_values_become_the_runs_and_every_item_begins_with_the_same() ->
     assert not store.reads, "who has pushed them need not read them"
 
 
-def test_buffers_are_made_equal_at_the_start_and_others_read_what_changed() -> None:
+def test_joining_trainers_load_the_buffers_and_later_read_the_changed_ones() -> None:
     store = Store()
     one, other = Trainer(store, normalised(0)), Trainer(store, normalised(1))
     assert state_of(one.module) == state_of(other.module)
@@ -156,7 +156,7 @@ def test_buffers_are_made_equal_at_the_start_and_others_read_what_changed() -> N
     assert state_of(late.module) == state_of(one.module)
 
 
-def test_a_step_without_a_change_moves_nothing() -> None:
+def test_unchanged_buffers_are_neither_pushed_nor_read() -> None:
     store = Store()
     one, other = Trainer(store, normalised().eval()), Trainer(store, normalised().eval())
     store.reads.clear()
@@ -170,7 +170,7 @@ def test_a_step_without_a_change_moves_nothing() -> None:
 
 
 @pytest.mark.parametrize("lost", ["epoch", "attempt"])
-def test_values_that_were_pushed_under_a_lost_lease_or_attempt_are_not_taken(lost: str) -> None:
+def test_values_pushed_under_a_lost_lease_or_earlier_attempt_are_not_committed(lost: str) -> None:
     store = Store()
     former, other = Trainer(store, normalised()), Trainer(store, normalised())
     former.compute(item(0), lambda: former.module(torch.full((8, 3), 9.0)))
@@ -182,7 +182,7 @@ def test_values_that_were_pushed_under_a_lost_lease_or_attempt_are_not_taken(los
     assert state_of(former.module) == state_of(other.module)
 
 
-def test_what_is_withdrawn_with_the_gradients_can_be_pushed_again() -> None:
+def test_buffers_withdrawn_with_gradients_can_be_pushed_again() -> None:
     store = Store()
     trainer = Trainer(store, normalised())
     finished = trainer.compute(item(0), lambda: trainer.module(torch.randn(8, 3)))
@@ -196,7 +196,7 @@ def test_what_is_withdrawn_with_the_gradients_can_be_pushed_again() -> None:
     assert not store.reads
 
 
-def test_an_item_that_is_begun_anew_begins_with_the_same_values() -> None:
+def test_restarted_item_starts_with_the_same_values() -> None:
     store = Store()
     trainer = Trainer(store, normalised())
     trainer.module[1].running_mean.fill_(4.0)
@@ -207,7 +207,7 @@ def test_an_item_that_is_begun_anew_begins_with_the_same_values() -> None:
     assert torch.equal(seen[0], torch.full((4,), 4.0))
 
 
-def test_what_the_script_writes_between_steps_counts() -> None:
+def test_writes_between_steps_are_kept() -> None:
     store = Store()
     one, other = Trainer(store, normalised()), Trainer(store, normalised())
     for step in range(3):
@@ -223,7 +223,7 @@ def test_what_the_script_writes_between_steps_counts() -> None:
         assert state_of(one.module) == state_of(other.module)
 
 
-def test_a_written_value_that_the_item_sets_back_is_set_back() -> None:
+def test_item_can_undo_a_write_of_the_script() -> None:
     store = Store()
     trainer = Trainer(store, normalised())
     before = trainer.module.constant.clone()
@@ -233,7 +233,7 @@ def test_a_written_value_that_the_item_sets_back_is_set_back() -> None:
     assert torch.equal(trainer.module.constant, before)
 
 
-def test_a_write_between_the_work_and_the_commit_is_an_error() -> None:
+def test_write_between_work_and_commit_is_rejected() -> None:
     store = Store()
     trainer = Trainer(store, normalised())
     trainer.compute(item(1), lambda: trainer.module(torch.randn(8, 3)))
@@ -243,7 +243,7 @@ def test_a_write_between_the_work_and_the_commit_is_an_error() -> None:
         trainer.buffers.check_untouched(0)
 
 
-def test_writes_in_a_step_that_is_only_gone_through_are_undone() -> None:
+def test_writes_in_a_repeated_step_are_undone() -> None:
     store = Store()
     trainer = Trainer(store, normalised())
     before = state_of(trainer.module)
@@ -252,7 +252,7 @@ def test_writes_in_a_step_that_is_only_gone_through_are_undone() -> None:
     assert state_of(trainer.module) == before
 
 
-def test_a_trainer_without_work_that_falls_behind_reads_when_it_gets_some() -> None:
+def test_spare_that_has_fallen_behind_reads_buffers_when_it_gets_work() -> None:
     store = Store()
     one, spare = Trainer(store, normalised()), Trainer(store, normalised(1))
     state = store.commit(one.compute(item(0), lambda: one.module(torch.randn(8, 3))))
@@ -286,7 +286,7 @@ class Odd(nn.Module):
         self.register_buffer("also_scalar", self.scalar)
 
 
-def test_all_kinds_of_buffers() -> None:
+def test_all_kinds_of_buffers_are_stored() -> None:
     store = Store()
     one, other = Trainer(store, Odd()), Trainer(store, Odd())
     names = {parameter.name: parameter.aliases for parameter in store.layouts[0].parameters}
@@ -327,26 +327,26 @@ def test_all_kinds_of_buffers() -> None:
         (lambda model: model.register_buffer("late", torch.zeros(1)), "buffer 'unit.late' was registered after"),
     ],
 )
-def test_buffers_that_become_others_are_named(change: Callable[[nn.Module], object], message: str) -> None:
+def test_replaced_buffers_are_named(change: Callable[[nn.Module], object], message: str) -> None:
     trainer = Trainer(Store(), Odd())
     with pytest.raises(UsageError, match=message):
         trainer.compute(item(1), lambda: change(trainer.module))
 
 
-def test_a_model_whose_first_buffer_comes_late_is_refused() -> None:
+def test_first_buffer_registered_after_the_optimizer_is_rejected() -> None:
     trainer = Trainer(Store(), nn.Linear(2, 2))
     with pytest.raises(UsageError, match=r"buffer 'unit.late' was registered after the optimizer was made"):
         trainer.compute(item(0), lambda: trainer.module.register_buffer("late", torch.zeros(1)))
 
 
-def test_a_dtype_that_cannot_be_stored_is_refused() -> None:
+def test_buffer_dtype_that_cannot_be_stored_is_rejected() -> None:
     module = nn.Linear(2, 2)
     module.register_buffer("eighth", torch.zeros(2, dtype=torch.float8_e5m2))
     with pytest.raises(UsageError, match=r"buffer 'unit.eighth' has dtype float8_e5m2 .* persistent=False"):
         Trainer(Store(), module)
 
 
-def test_buffers_of_modules_that_are_sharded_later_are_declared_with_the_next_optimizer() -> None:
+def test_buffers_of_modules_sharded_later_are_declared_with_the_next_optimizer() -> None:
     store, first, second = Store(), normalised(0), normalised(1)
     modules = [("a.", first)]
     buffers = RunBuffers(lambda: modules, store, store.state)
@@ -359,7 +359,7 @@ def test_buffers_of_modules_that_are_sharded_later_are_declared_with_the_next_op
     ]
 
 
-def test_initial_values_are_read_by_parts() -> None:
+def test_initial_values_are_read_in_parts() -> None:
     store = Store()
     trainer = Trainer(store, SimpleBuffers(torch.arange(1000.0)))
     assert store.values[0, 0] == raw(trainer.module.values)

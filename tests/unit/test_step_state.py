@@ -11,7 +11,7 @@ def items(*ranks: int) -> list[WorkItem]:
     return [WorkItem(global_rank=rank, dp_rank=rank, epoch=7) for rank in ranks]
 
 
-def test_a_plain_loop_has_one_item_until_it_ends() -> None:
+def test_plain_loop_has_one_current_item_until_it_is_finished() -> None:
     state = StepState(3, items(1))
     assert state.require_current().item.global_rank == 1
     state.finish_item()
@@ -20,17 +20,17 @@ def test_a_plain_loop_has_one_item_until_it_ends() -> None:
         state.require_current()
 
 
-def test_a_plain_loop_with_several_ranks_is_an_error() -> None:
+def test_plain_loop_with_several_ranks_is_rejected() -> None:
     with pytest.raises(UsageError, match="plays the logical ranks 0, 1"):
         StepState(0, items(0, 1)).require_current()
 
 
-def test_a_spare_has_nothing_to_push_for() -> None:
+def test_gradient_of_a_spare_is_rejected() -> None:
     with pytest.raises(UsageError, match="spare"):
         StepState(0, []).require_current()
 
 
-def test_batches_go_through_the_items_and_take_over_lost_ones() -> None:
+def test_batches_compute_own_items_and_those_of_lost_trainers() -> None:
     state = StepState(0, items(0))
     state.start_item(state.items[0])
     state.require_current().record_push(5)

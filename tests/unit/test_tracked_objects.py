@@ -15,7 +15,7 @@ def scheduler_and_optimizer() -> tuple[Any, torch.optim.Optimizer]:
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5), optimizer
 
 
-def test_a_tracked_scheduler_is_restored_with_its_learning_rate() -> None:
+def test_tracked_scheduler_is_restored_with_its_learning_rate() -> None:
     scheduler, optimizer = scheduler_and_optimizer()
     tracked = TrackedObjects({})
     tracked.track({"scheduler": scheduler})
@@ -51,11 +51,11 @@ class Stateful:
         ({"a": {"b": object()}}, r"\['b'\] is a object"),
     ],
 )
-def test_what_cannot_be_stored_is_named(state: Any, message: str) -> None:
+def test_state_that_cannot_be_stored_is_named(state: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TrackedObjects({}).track({"x": Stateful(state)})
 
 
-def test_what_has_no_state_is_named() -> None:
+def test_object_without_state_dict_is_named() -> None:
     with pytest.raises(UsageError, match="int has no state_dict"):
         TrackedObjects({}).track({"x": 3})
