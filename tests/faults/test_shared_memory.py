@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 import shardwell
+from shardwell.transport.shm_transport import ShmTransport
 from tests.support.cluster import small_run, wait_until
 from tests.support.processes import TrainerProcess
 from tests.support.reference import undisturbed_sha256
@@ -106,9 +107,10 @@ def test_servers_that_stop_leave_nothing_in_shared_memory() -> None:
 
 def test_a_server_that_stops_ends_its_transports_first() -> None:
     with shardwell.LocalCluster(num_shards=1) as cluster, small_run(cluster.address, "small", steps=1) as session:
-        (server,) = session.store._servers.values()
+        (server,) = session.store._servers._connections.values()
         cluster.shards[0].stop(20.0)
         assert cluster.shards[0].exit_code == 0
         # Otherwise the rpc lasts as long as the server's patience, and is then cut off.
-        assert server.shm is not None
-        assert server.shm._rpc._call.code() is grpc.StatusCode.OK
+        shared = server.transport
+        assert isinstance(shared, ShmTransport)
+        assert shared._rpc._call.code() is grpc.StatusCode.OK

@@ -189,7 +189,7 @@ def test_unit_is_in_shared_memory_if_all_its_servers_offer_it(triple: str, mixed
         ) as session:
             train(session, steps=1)
             peaks[name] = max(unit.own_bytes for unit in session.units)
-            kinds = {server.kind for server in session.store._servers.values()}
+            kinds = {server.transport.name for server in session.store._servers._connections.values()}
             vectors = [unit.vector for unit in session.store._units.values()]
             windows = [shard.address.window for unit in session.store._units.values() for shard in unit.shards]
         if name == "shm":
@@ -227,13 +227,13 @@ def test_broken_transport_is_reopened(single: str, transports: str, when: str) -
         shardwell.fully_shard(model.blocks[0], session)
         shardwell.fully_shard(model, session)
         optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
-        (server,) = session.store._servers.values()
+        (server,) = session.store._servers._connections.values()
         seen = set()
         for step in session.steps(STEPS):
             for tokens in step.batches(transformer.batch):
                 if when == "after the backward":
                     model(tokens).backward()
-                transport: Any = server.shm or server.stream
+                transport: Any = server._shared or server._require_stream()
                 seen.add(transport)
                 transport._rpc._call.cancel()  # simulates a lost connection
                 if when == "before the forward":
@@ -241,5 +241,5 @@ def test_broken_transport_is_reopened(single: str, transports: str, when: str) -
             optimizer.step()
             optimizer.zero_grad()
         assert len(seen) == STEPS
-        assert server.kind == transports.partition(",")[0]
+        assert server.transport.name == transports.partition(",")[0]
         assert sha256(shardwell.full_state_dict(model)) == plain_hash(1)
