@@ -54,7 +54,7 @@ _watched: weakref.WeakSet[Units] = weakref.WeakSet()
 
 
 def watch(units: Units) -> None:
-    """Makes all later backwards gather these units where they need them."""
+    """Makes all later backwards search for nodes that need these units."""
     _install()
     _watched.add(units)
 
@@ -83,7 +83,7 @@ def _install() -> None:
 
 
 def hook_loose_nodes(units: Units, roots: Iterable[Any]) -> None:
-    """Hooks the nodes that read a unit's weights without a hook, so that the unit is gathered before they run."""
+    """Hooks the nodes that read a unit's weights and have no hook, so that the unit is gathered before they run."""
     graphs = units.passes.graphs
     if not graphs.made_by_this_thread:
         return

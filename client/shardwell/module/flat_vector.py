@@ -1,4 +1,11 @@
-"""The memory of one unit's flat vector in this process."""
+"""The memory of one unit's flat vector in this process.
+
+Note: [Swapped storages]
+    Tensors, and the views that autograd saves of them, refer to a storage object and not to an address. Exchanging the
+    data pointers of two storages therefore moves all these tensors at once. While a unit is freed, its storage has
+    pages that read as NaN; while it is gathered, a buffer of the pool. ``resize_`` would free and allocate the memory
+    instead, which page-faults.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,7 @@ from shardwell_wire.codec import memory_at
 from shardwell_wire.layout import UnitLayout
 
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-"""Some versions of torch lack the method. Without it, memory is freed and allocated again, which page-faults."""
+"""Some versions of torch lack the method. ``resize_`` replaces it then. See Note: [Swapped storages]."""
 
 
 @dataclass(slots=True)
@@ -26,12 +33,10 @@ class VectorMemory(ResidentBytes):
 
 
 class FlatVector:
-    """One storage that repeatedly gets memory of the unit's size, and loses the memory.
+    """One storage that repeatedly gets memory of the unit's size, and loses the memory. See Note: [Swapped storages].
 
-    Tensors that were placed in the vector stay placed. When the storage's memory changes, these tensors and all views
-    that autograd saved of them are in the new memory. Without memory they read as NaN on the CPU. Bytes are written
-    from outside torch, so no version counter changes. (``Tensor.numpy`` would make the storage permanently
-    unresizable.)
+    Tensors stay placed in the vector, whether it has memory or not. Bytes are written from outside torch, so no version
+    counter changes. (``Tensor.numpy`` would make the storage permanently unresizable.)
 
     Args:
         layout: Position of each parameter.
@@ -51,8 +56,7 @@ class FlatVector:
         self._arrival: Arrival | None = None
         self._staging: torch.Tensor | None = None
         self._pooled: torch.Tensor | None = None
-        """Buffer from the pool. While the vector has memory, this tensor has the NaN pages and ``storage`` the
-        buffer's memory: the two are swapped."""
+        """Buffer from the pool. While the vector has memory, this tensor has the NaN pages: the two are swapped."""
         self.in_place = False
         """True if the memory belongs to the store and is neither allocated nor released here."""
 
@@ -99,7 +103,7 @@ class FlatVector:
         return tensor.set_(self.storage, start // spec.item_size, spec.shape, strides)
 
     def receive_buffer(self) -> memoryview:
-        """Returns host memory for the vector's bytes; ``receive`` copies it to the vector. [size_bytes]"""
+        """Returns host memory for the vector's bytes; ``receive`` completes the vector from there. [size_bytes]"""
         if self._device.type == "cpu":
             return memory_at(self.storage.data_ptr(), self._layout.size_bytes)
         if self._device.type == "cuda":

@@ -20,7 +20,8 @@ from shardwell_wire.errors import UsageError
 class ForwardBackward:
     """The forwards and backwards of one session's units.
 
-    Called from the training thread, and from autograd's threads while the training thread waits in a backward.
+    Not thread-safe. The training thread calls it, and for nodes on a GPU autograd's device thread, while the training
+    thread waits in the backward.
 
     Attributes:
         graphs: The graphs that can still be used.
@@ -196,12 +197,12 @@ class ForwardBackward:
         elif state is not unit.state:
             unit.keep()
 
-    def abort(self, put_away: Callable[[Unit], None]) -> None:
-        """Ends all forwards and backwards, and calls a function on every unit."""
+    def abort(self, leave: Callable[[Unit], None]) -> None:
+        """Ends all forwards and backwards, and calls ``leave`` on every unit to keep or free it."""
         self._backwards.clear()
         for unit in self._units:
             unit.usage.clear()
-            put_away(unit)
+            leave(unit)
 
     def clean_up(self) -> None:
         """Frees all units if an exception stopped a forward or backward."""

@@ -60,7 +60,7 @@ def check_modules(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter
                 f"{kind} cannot be sharded because its forward is compiled: shard the module it was made from"
             )
         if not has_forward(module):
-            raise UsageError(f"{kind} has no forward before which it could be gathered: shard the modules in it")
+            raise UsageError(f"{kind} has no forward, so nothing would gather its parameters: shard the modules in it")
         if hasattr(module, "_shardwell_sharding"):
             raise UsageError(
                 f"{kind} is sharded already: call fully_shard or auto_wrap once for each module. "

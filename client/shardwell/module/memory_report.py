@@ -96,7 +96,7 @@ class MemoryReport:
         for name, value in self._rows():
             numbers.add_row(name, value)
         units = Table("UNIT", "STATE", box=None, pad_edge=False, header_style="bold")
-        for heading in ("SIZE", "PARAMETERS", "HELD HERE", "GRADIENTS"):
+        for heading in ("SIZE", "PARAMETERS", "IN MEMORY", "GRADIENTS"):
             units.add_column(heading, justify="right")
         for unit in self.units:
             held, gradients = format_size(unit.held_bytes), format_size(unit.gradient_bytes)
@@ -117,16 +117,16 @@ class MemoryReport:
                 "model",
                 f"{format_size(self.model_bytes)} in {self.num_parameters:,} parameters, {len(self.units)} units",
             ),
-            ("held now", f"{format_size(self.current_bytes)}, {self.local_ratio:.1%} of the parameters"),
+            ("in memory now", f"{format_size(self.current_bytes)}, {self.local_ratio:.1%} of the parameters"),
             ("  being fetched", format_size(self.fetching_bytes)),
             ("  kept for the next use", format_size(self.kept_bytes)),
-            ("held at most", format_size(self.peak_bytes)),
+            ("peak", format_size(self.peak_bytes)),
             (
                 "saved by sharding",
                 f"{format_size(self.saved_bytes)} now, {format_size(self.saved_at_peak_bytes)} at the peak",
             ),
             ("idle buffers", format_size(self.idle_bytes)),
-            ("gradients here", format_size(self.gradient_bytes)),
+            ("local gradients", format_size(self.gradient_bytes)),
             ("gathers", f"{self.gather_count:,}"),
             ("reduce-scatters", f"{self.reduce_scatter_count:,}"),
         )

@@ -30,9 +30,9 @@ from shardwell_wire.layout import UnitLayout
 
 
 class ForwardCall:
-    """One call of a unit's forward, as the hooks on its part of the autograd graph refer to it.
+    """One call of a unit's forward. Hooks on the autograd nodes that were made during the call refer to this object.
 
-    Also stands for operations outside of every forward that read the unit's weights.
+    A group of operations that read the unit's weights outside of every forward has such an object too.
 
     Args:
         unit: The unit.
@@ -173,7 +173,7 @@ class Unit(ResidentUnit):
         self._release()
         self._read_in_place(unit_index)
         self._pool.trim()
-        trim()  # the heaps: until now they held the module's own memory
+        trim()  # the heaps had the module's own memory until now
         return unit_index
 
     def _read_in_place(self, unit_index: int) -> None:
@@ -340,7 +340,7 @@ class Unit(ResidentUnit):
         )
 
     def check_version(self) -> None:
-        """Raises VersionGoneError, and frees the unit, if the bytes that it reads in place changed while in use."""
+        """Frees the unit and raises VersionGoneError if bytes that are read in place changed while in use."""
         if self._shared is not None and self.state in (UnitState.UNSHARDED, UnitState.KEPT):
             try:
                 self._shared.check(self._version)

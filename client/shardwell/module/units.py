@@ -80,7 +80,7 @@ class Units:
         keep_bytes: int | None = None,
         backward_prefetch: BackwardPrefetch | None = None,
     ) -> None:
-        """Changes limits of ``policy`` from the next use of a unit on; None leaves one as it is."""
+        """Changes limits of ``policy`` from the next use of a unit on. None: no change."""
         if prefetch_bytes is not None:
             self.policy.prefetch_bytes = prefetch_bytes
             self.memory.pool.set_limit(prefetch_bytes)
@@ -288,10 +288,10 @@ class Units:
         return [(unit, name) for unit in self if (name := unit.written_parameter() or unit.written_page())]
 
     def _end_graphs(
-        self, written: Sequence[tuple[Unit, str]], put_away: Callable[[Unit], None], stale: Iterable[Unit]
+        self, written: Sequence[tuple[Unit, str]], leave: Callable[[Unit], None], stale: Iterable[Unit]
     ) -> None:
         self._forget_graphs(list(stale))
-        self.passes.abort(Unit.free if written else put_away)
+        self.passes.abort(Unit.free if written else leave)
         self.policy.order.end_forward()
         for unit, name in written:
             raise_written(unit, name)

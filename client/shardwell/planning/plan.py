@@ -258,7 +258,7 @@ def _gradients(units: Collection[PlannedUnit], options: PlanOptions, *, streams:
         largest = {unit.name: max(spec.size_bytes for spec in unit.layout.parameters) for unit in units}
         held = {name: min(size, bucket_bytes + largest[name]) for name, size in held.items()}
     # With pipeline stages, a unit that contains another may belong to another stage.
-    return max(held[unit.name] + sum(held.get(outer, 0) for outer in unit.around) for unit in units)
+    return max(held[unit.name] + sum(held.get(outer, 0) for outer in unit.outer_units) for unit in units)
 
 
 def _wire_bytes(layout: UnitLayout, dtype: str, start: int = 0, stop: int | None = None) -> int:

@@ -80,20 +80,20 @@ def plan_units(model: nn.Module, policy: WrapPolicy | None = None) -> list[Plann
         taken += [entry.parameter for entry in found]
         if found:
             made.append((unit, UnitLayout(unit.name, tuple(entry.describe() for entry in found))))
-    around = {unit.name: _around(unit, [other for other, _ in made]) for unit, _ in made}
+    outer = {unit.name: _outer_units(unit, [other for other, _ in made]) for unit, _ in made}
     block_of, call = _blocks(model), _calls(model, policy)
     return [
         PlannedUnit(
             layout,
             block_of(unit),
-            around=around[unit.name],
+            outer_units=outer[unit.name],
             calls=tuple(call(name, module) for name, module in unit.modules.items()),
         )
         for unit, layout in made
     ]
 
 
-def _around(unit: ChosenUnit, others: Sequence[ChosenUnit]) -> tuple[str, ...]:
+def _outer_units(unit: ChosenUnit, others: Sequence[ChosenUnit]) -> tuple[str, ...]:
     """Returns the names of the units with a module that contains a module of this unit."""
     return tuple(
         other.name

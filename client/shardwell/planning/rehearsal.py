@@ -37,7 +37,7 @@ class PlannedUnit:
     layout: UnitLayout
     block: int | None
     """Number of the model's repeated block that contains the unit; None for embeddings, heads and other units."""
-    around: tuple[str, ...] = ()
+    outer_units: tuple[str, ...] = ()
     """Names of the units that contain this unit. They stay gathered while it computes."""
     calls: tuple[PlannedCall, ...] = (PlannedCall(0, ""),)
     """The calls of its modules; by default those of the root unit."""
