@@ -61,8 +61,13 @@ if TYPE_CHECKING:
     from shardwell.session.step import Step
     from shardwell.weights.loading import from_safetensors
     from shardwell.weights.saving import save_dcp, save_safetensors
-    from shardwell.weights.sharded_state import TensorSlice, join_state_dicts, sharded_state_dict
-    from shardwell.weights.state_dict import full_state_dict, iter_full_state_dict
+    from shardwell.weights.state_dict import (
+        TensorSlice,
+        full_state_dict,
+        iter_full_state_dict,
+        join_state_dicts,
+        sharded_state_dict,
+    )
     from shardwell.wrapping.auto_wrap import auto_wrap
     from shardwell.wrapping.memory_strategy import MemoryOptions, MemoryStrategy
     from shardwell.wrapping.policies import CustomPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy
@@ -158,7 +163,7 @@ _MODULES = {
     "ShardingStrategy": "shardwell.module.strategy",
     "SizePolicy": "shardwell.wrapping.policies",
     "Step": "shardwell.session.step",
-    "TensorSlice": "shardwell.weights.sharded_state",
+    "TensorSlice": "shardwell.weights.state_dict",
     "TiledLinear": "shardwell.wrapping.tiled_linear",
     "TransferOptions": "shardwell.session.config",
     "UnitMemory": "shardwell.module.memory_report",
@@ -171,7 +176,7 @@ _MODULES = {
     "init": "shardwell.init",
     "iter_full_state_dict": "shardwell.weights.state_dict",
     "join": "shardwell.session.session",
-    "join_state_dicts": "shardwell.weights.sharded_state",
+    "join_state_dicts": "shardwell.weights.state_dict",
     "local_ratio": "shardwell.module.memory_report",
     "num_parameters": "shardwell.module.memory_report",
     "offload_activations": "shardwell.module.activation_offload",
@@ -179,7 +184,7 @@ _MODULES = {
     "register_forward_method": "shardwell.module.fully_shard",
     "save_dcp": "shardwell.weights.saving",
     "save_safetensors": "shardwell.weights.saving",
-    "sharded_state_dict": "shardwell.weights.sharded_state",
+    "sharded_state_dict": "shardwell.weights.state_dict",
     "testing": "shardwell.testing",
 }
 """The module to import when a name is first used: most need torch, which takes seconds to import."""

@@ -191,7 +191,7 @@ def test_values_that_cannot_be_stored_are_rejected(tmp_path: Path) -> None:
 
     sharded = Sharded(nn.Sequential(Odd(3, 3)), wrap_children)
     for save in SAVES.values():
-        with pytest.raises(UsageError, match=r"'0._extra_state' is dict, no tensor.*full_state_dict"):
+        with pytest.raises(UsageError, match=r"'0._extra_state' is dict, expected a tensor.*full_state_dict"):
             save(sharded.model, tmp_path / "out")
     complex_buffer = nn.Linear(3, 3)
     complex_buffer.register_buffer("z", torch.zeros(2, dtype=torch.complex128))

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwell.weights.staged_files import staged
+from shardwell.weights.checkpoint_files import staged
 
 MARKERS = ("index",)
 
 
 def write(folder: Path, content: str, count: int) -> None:
-    with staged(folder, markers=MARKERS, is_ours=lambda name: name.startswith("part")) as stage:
+    with staged(folder, markers=MARKERS, is_exported=lambda name: name.startswith("part")) as stage:
         for number in range(count):
             (stage / f"part{number}").write_text(content)
         (stage / "index").write_text(content)
@@ -48,7 +48,7 @@ def test_stopped_while_files_are_moved(tmp_path: Path, stop_after: int, monkeypa
 
 
 def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError), staged(tmp_path / "new", markers=MARKERS, is_ours=lambda name: False) as stage:
+    with pytest.raises(ValueError), staged(tmp_path / "new", markers=MARKERS, is_exported=lambda name: False) as stage:
         (stage / "part0").write_text("x")
         raise ValueError
     assert contents(tmp_path) == {} and not (tmp_path / "new").exists()

@@ -145,7 +145,7 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
 
 def _tensors(pinned: PinnedVersion, dtype: str | None) -> dict[str, torch.Tensor]:
     """Returns the tensors to write by name, without values, in the order of the values."""
-    return {stored.name: _as(stored.hollow, dtype) for stored in (*pinned.parameters, *pinned.buffers)}
+    return {stored.name: _as(stored.meta, dtype) for stored in (*pinned.parameters, *pinned.buffers)}
 
 
 def _cast(pinned: PinnedVersion, dtype: str | None) -> Values:

@@ -1,1 +1,1 @@
-"""The weights of a whole model, from files and to them, a piece at a time."""
+"""Loads and saves the weights of a whole model, piece by piece."""

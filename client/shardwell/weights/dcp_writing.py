@@ -1,4 +1,7 @@
-"""A ``torch.distributed.checkpoint`` written from values that come one after another."""
+"""Writes a ``torch.distributed.checkpoint`` from values that arrive one after another.
+
+A module of its own, imported on use: importing ``torch.distributed.checkpoint`` is slow.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 
 
-class _Streaming(DefaultSavePlanner):
-    """Hands out each value when it is written.
+class _StreamingPlanner(DefaultSavePlanner):
+    """Takes each value from an iterator when the writer needs it.
 
     Args:
-        values: Names and values in the order of the state dict that is saved.
+        values: Names and values, in the order of the state dict.
     """
 
     def __init__(self, values: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -24,29 +27,30 @@ class _Streaming(DefaultSavePlanner):
         self._values = values
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The value of an item; called once for each, in the order of the plan."""
+        """Returns the value of an item. Called once per item, in the order of the plan."""
         name, value = next(self._values)
-        assert name == write_item.index.fqn, f"{name} comes, {write_item.index.fqn} is wanted"
+        assert name == write_item.index.fqn, f"the next value is {name}, expected {write_item.index.fqn}"
         return value
 
 
 def write_checkpoint(
     folder: Path, tensors: Mapping[str, torch.Tensor], values: Iterator[tuple[str, torch.Tensor]]
 ) -> None:
-    """Writes a checkpoint by the library's own writer, which then knows how to read it.
+    """Writes a checkpoint with the library's own writer.
 
     Args:
-        folder: Empty.
-        tensors: Names to tensors of the right shapes and dtypes, whatever memory they have.
+        folder: An empty folder.
+        tensors: Names and tensors with the right shapes and dtypes. Their memory is not read.
         values: The same names in the same order, with values.
     """
-    hollow = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
-    # A file per tensor: the writer holds all tensors of a file until it is closed.
+    meta = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+    # One file per tensor: the writer holds all tensors of a file until it closes the file.
     writer = FileSystemWriter(folder, single_file_per_rank=False, thread_count=1)
-    planner = _Streaming(values)
-    # What checkpoint.save does in one process; it would wrap every error, and warn that there is only one process.
+    planner = _StreamingPlanner(values)
+    # The steps of checkpoint.save in a single process. checkpoint.save itself would wrap every error and warn about the
+    # single process.
     writer.reset(folder)
-    planner.set_up_planner(hollow, writer.storage_meta(), is_coordinator=True)
+    planner.set_up_planner(meta, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=True)
     local_plan = writer.prepare_local_plan(planner.create_local_plan())
     global_plans, metadata = planner.create_global_plan([local_plan])

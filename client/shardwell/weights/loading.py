@@ -1,4 +1,4 @@
-"""Values from safetensors files as the source of new units: they go from the file to the servers, piece by piece."""
+"""Initial values from safetensors files, streamed from the files to the shard servers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.v1 import initialization_pb2
 
 WINDOW_BYTES = 4 << 20
-"""Of a tensor, held at once per upload."""
+"""Bytes of a tensor that are in memory at a time, per upload."""
 
 _MAX_NAMES = 10
-"""Of each kind in an error."""
+"""Names of each kind in an error."""
 
 Rename = Callable[[str], str | None]
-"""Name in the checkpoint to name in the model; None: not to be loaded."""
+"""Maps a name in the checkpoint to the name in the model, or to None to skip the tensor."""
 
 
 def from_safetensors(
@@ -38,11 +38,11 @@ def from_safetensors(
     cast: bool = False,
     init: InitFunction | None = None,
 ) -> SafetensorsSource:
-    """A source for ``fully_shard`` and ``auto_wrap``: the values are those of a checkpoint.
+    """Returns a source of initial values for ``fully_shard`` and ``auto_wrap``, read from a checkpoint.
 
-    Call it before the first ``fully_shard``; it reads the files' headers and checks that everything fits. The
-    values are read while units are made, by the trainer that uploads them, a few MiB at a time. Buffers and
-    parameters that stay in the trainer are loaded on all. A run that has values keeps those.
+    Call it before the first ``fully_shard``. It reads the headers of the files and checks that all tensors fit. The
+    trainer that uploads a unit reads the unit's values when the unit is made, a few MiB at a time. All trainers load
+    buffers and parameters that are not sharded. If the run already has values, it keeps them.
 
     >>> with torch.device("meta"):
     ...     model = Model(config)
@@ -50,16 +50,16 @@ def from_safetensors(
     >>> shardwell.auto_wrap(model, session, policy, source=source)
 
     Args:
-        model: The whole model; on the meta device or not.
+        model: The whole model. May be on the meta device.
         path: A safetensors file, a Hugging Face index (``model.safetensors.index.json``), or a folder with either.
         rename: Maps names in the checkpoint to names in the model.
-        cast: Convert floating-point values to the model's dtypes.
-        init: Initialises modules that have buffers on the meta device which are not in a checkpoint (non-persistent
-            ones), such as a Transformers model's ``_init_weights``; by default their ``reset_parameters``.
+        cast: Whether to convert floating-point values to the model's dtypes.
+        init: Initialises modules with non-persistent buffers on the meta device, which a checkpoint does not contain,
+            such as a Transformers model's ``_init_weights``. Default: their ``reset_parameters``.
 
     Raises:
-        UsageError: Tensors are missing, too many, or of other shapes or dtypes; all of them are named.
-        NotFoundError: There is no such checkpoint.
+        UsageError: Tensors are missing, unexpected, or have other shapes or dtypes; the message lists all of them.
+        NotFoundError: The checkpoint does not exist.
         CorruptDataError: A file is damaged or truncated.
     """
     stored = _renamed(find_tensors(path), rename, path)
@@ -71,10 +71,10 @@ def from_safetensors(
 
 @dataclass(frozen=True)
 class SafetensorsSource:
-    """A checkpoint that was found to fit a model; from ``from_safetensors``."""
+    """A checkpoint that fits a model. Created by ``from_safetensors``."""
 
     places: Mapping[Site, StoredTensor] = field(repr=False)
-    """By where modules hold parameters and buffers."""
+    """Stored tensors by the places where modules hold parameters and buffers."""
     path: str
     init: InitFunction | None
 
@@ -85,7 +85,7 @@ class SafetensorsSource:
             if entry.sites[0] not in self.places:
                 raise UsageError(
                     f"parameter {entry.names[0]!r} was not in the model when from_safetensors({self.path!r}) compared "
-                    "it with the checkpoint: call it on the model whose modules are sharded, and change nothing after",
+                    "it with the checkpoint: pass the model whose modules are sharded, and do not change it afterwards",
                     parameter=entry.names[0],
                 )
             box, dtype = local_box(entry.parameter), entry.parameter.dtype
@@ -106,14 +106,14 @@ class SafetensorsSource:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one process holds of a stored tensor, in its own dtype."""
+    """The part of a stored tensor that one process holds, converted to the model's dtype."""
 
     stored: StoredTensor
     box: Box
     dtype: torch.dtype
 
     def read(self, start: int, stop: int) -> Iterator[bytes | memoryview]:
-        """Elements of the flattened part, window by window."""
+        """Yields elements of the flattened part, window by window."""
         window = WINDOW_BYTES // max(self.dtype.itemsize, self.stored.dtype.itemsize)
         for first in range(start, stop, window):
             data = self.stored.read(self.box.runs(first, min(first + window, stop)))
@@ -127,7 +127,7 @@ class _Part:
 @dataclass(frozen=True)
 class _StoredValues:
     parts: Sequence[_Part]
-    """By parameter index."""
+    """Parts by parameter index."""
 
     @property
     def draws(self) -> Mapping[int, initialization_pb2.ParameterDraw]:
@@ -152,7 +152,7 @@ def _renamed(tensors: Mapping[str, StoredTensor], rename: Rename | None, path: s
 
 @dataclass(slots=True)
 class _Wanted:
-    """A parameter or persistent buffer with all its names in the model."""
+    """A parameter or persistent buffer, with all its names in the model."""
 
     tensor: torch.Tensor
     names: list[str] = field(default_factory=list)
@@ -162,7 +162,7 @@ class _Wanted:
 def _match(
     model: nn.Module, stored: Mapping[str, StoredTensor], cast: bool
 ) -> tuple[dict[Site, StoredTensor], list[str]]:
-    """Which stored tensor belongs where, and what does not fit."""
+    """Matches stored tensors with the model. Returns them by place, and a list of the problems."""
     places: dict[Site, StoredTensor] = {}
     missing, differing, used = [], [], set()
     for wanted in _wanted(model):
@@ -171,17 +171,13 @@ def _match(
         if not present:
             missing.append(" or ".join(map(repr, wanted.names)))
             continue
-        tensor = stored[present[-1]]  # of tied names the last counts, as in load_state_dict
+        tensor = stored[present[-1]]  # the last of tied names wins, as in load_state_dict
         differing += [f"{present[-1]!r} is {how}" for how in _differences(tensor, wanted.tensor, cast)]
         places.update(dict.fromkeys(wanted.sites, tensor))
     unexpected = [repr(name) for name in stored if name not in used]
     problems = [
-        *([f"not in it: {_listed(missing)}"] if missing else []),
-        *(
-            [f"in it, but not in the model: {_listed(unexpected)} (rename can return None for them)"]
-            if unexpected
-            else []
-        ),
+        *([f"it lacks {_listed(missing)}"] if missing else []),
+        *([f"the model lacks {_listed(unexpected)} (to skip tensors, let rename return None)"] if unexpected else []),
         *([_listed(differing)] if differing else []),
     ]
     return places, problems
@@ -196,7 +192,7 @@ def _wanted(model: nn.Module) -> list[_Wanted]:
                 continue
             name = f"{prefix}.{own_name}" if prefix else own_name
             if owner_of(tensor) is not None:
-                raise UsageError(f"parameter {name!r} is sharded already: call from_safetensors before fully_shard")
+                raise UsageError(f"parameter {name!r} is already sharded: call from_safetensors before fully_shard")
             entry = wanted.setdefault(id(tensor), _Wanted(tensor))
             entry.names.append(name)
             entry.sites.append(Site(part, own_name))
@@ -206,11 +202,11 @@ def _wanted(model: nn.Module) -> list[_Wanted]:
 def _differences(stored: StoredTensor, tensor: torch.Tensor, cast: bool) -> list[str]:
     found = []
     if stored.shape != tuple(tensor.shape):
-        found.append(f"of shape {stored.shape} in it, {tuple(tensor.shape)} in the model")
+        found.append(f"of shape {stored.shape} in the checkpoint, {tuple(tensor.shape)} in the model")
     both_floating = stored.dtype.is_floating_point and tensor.dtype.is_floating_point
     if stored.dtype != tensor.dtype and not (cast and both_floating):
-        advice = " (cast=True converts)" if both_floating else ""
-        found.append(f"{stored.dtype} in it, {tensor.dtype} in the model{advice}")
+        advice = " (pass cast=True to convert)" if both_floating else ""
+        found.append(f"{stored.dtype} in the checkpoint, {tensor.dtype} in the model{advice}")
     return found
 
 

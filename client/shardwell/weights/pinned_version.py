@@ -1,4 +1,4 @@
-"""One version of a live run's weights, kept readable while training goes on, without the model's code."""
+"""Reads a pinned version of a live run's weights, without the model's code, while training goes on."""
 
 from __future__ import annotations
 
@@ -7,18 +7,114 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 
 from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.rpc import StandingRpc
-from shardwell.weights.unit_reader import PlacedUnit, UnitReader, unreachable
+from shardwell_wire.codec import memory_at
+from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneError
+from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 _ATTEMPTS = 8
 _CALL_MARGIN_S = 5.0
+_THREADS = 8
+"""Shards of one unit that are read concurrently."""
+
+
+@dataclass(frozen=True)
+class PlacedUnit:
+    """A unit and the owners of its shards."""
+
+    layout: UnitLayout
+    shards: tuple[common_pb2.ShardRange, ...]
+
+    @classmethod
+    def from_proto(cls, unit: coordinator_pb2.UnitWeights) -> PlacedUnit:
+        return cls(UnitLayout.from_proto(unit.spec), tuple(unit.shards))
+
+    def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """Returns a view of a parameter in the unit's flat vector. [shape of the parameter]"""
+        parameter, start = self.layout.parameters[index], self.layout.starts[index]
+        part = flat[start : start + parameter.size_bytes]
+        return part.view(getattr(torch, parameter.dtype)).view(parameter.shape)
+
+
+class UnitReader:
+    """Reads one version of a run's units from the shard servers. A context manager.
+
+    Args:
+        run: The run.
+        version: Version of every unit.
+        timeout_s: Deadline of each read, in seconds.
+        credentials: Credentials of the cluster.
+    """
+
+    def __init__(self, run: RunIdentity, version: int, *, timeout_s: float, credentials: Credentials) -> None:
+        self.run, self.version, self._credentials = run, version, credentials
+        self._timeout_s = timeout_s
+        self._clients: dict[str, ShardClient] = {}
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardwell-read")
+
+    def __enter__(self) -> UnitReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        for client in self._clients.values():
+            client.close()  # also cancels reads in flight
+        self._pool.shutdown(cancel_futures=True)
+
+    def client(self, address: str) -> ShardClient:
+        """Returns the client of the shard server at an address. It is closed with the reader."""
+        if address not in self._clients:
+            self._clients[address] = ShardClient(address, credentials=self._credentials)
+        return self._clients[address]
+
+    def read(self, unit: PlacedUnit) -> torch.Tensor:
+        """Returns a unit's flat vector with padding, as uint8 on the CPU. [size_bytes]
+
+        Raises:
+            VersionGoneError: The version was overwritten.
+            UnavailableError: A shard server cannot be reached from this host.
+        """
+        flat = torch.empty(unit.layout.size_bytes, dtype=torch.uint8)
+        wanted = [shard for shard in unit.shards if shard.stop_bytes > shard.start_bytes]
+        clients = [self.client(shard.address) for shard in wanted]
+        reads = [
+            self._pool.submit(self._read, client, unit, shard, flat)
+            for client, shard in zip(clients, wanted, strict=True)
+        ]
+        for read in reads:
+            read.result()
+        return flat
+
+    def _read(self, client: ShardClient, unit: PlacedUnit, shard: common_pb2.ShardRange, flat: torch.Tensor) -> None:
+        request = shard_pb2.GatherRequest(
+            run=self.run.name,
+            run_id=self.run.run_id,
+            unit=unit.layout.unit,
+            version=self.version,
+            start_bytes=shard.start_bytes,
+            stop_bytes=shard.stop_bytes,
+        )
+        target = memory_at(flat.data_ptr() + shard.start_bytes, shard.stop_bytes - shard.start_bytes)
+        try:
+            client.gather(request, target, timeout_s=self._timeout_s, retry_for_s=0.0)
+        except UnavailableError as error:
+            raise unreachable(shard, error) from error
+
+
+def unreachable(shard: common_pb2.ShardRange, error: UnavailableError) -> UnavailableError:
+    """Returns the error for a shard server that cannot be reached although the coordinator can."""
+    return UnavailableError(
+        f"{shard.server_id} at {shard.address} cannot be reached from this host, although the coordinator can: {error}",
+        server=shard.server_id,
+    )
 
 
 @dataclass(frozen=True)
@@ -26,25 +122,25 @@ class StoredParameter:
     """A parameter or buffer as the run stores it."""
 
     name: str
-    """In the run; that in the model, if ``auto_wrap`` was told the model."""
+    """Name in the run, which is the name in the model if ``auto_wrap`` sharded the whole model."""
     unit: PlacedUnit
     index: int
-    """In the unit's layout."""
+    """Layout index in the unit."""
 
     @property
-    def hollow(self) -> torch.Tensor:
-        """A tensor of its shape and dtype, without memory."""
+    def meta(self) -> torch.Tensor:
+        """A tensor of the same shape and dtype on the meta device."""
         described = self.unit.layout.parameters[self.index]
         return torch.empty(described.shape, dtype=getattr(torch, described.dtype), device="meta")
 
 
 class PinnedVersion:
-    """All parameters and buffers of one version of a run; from ``pinned_version``.
+    """All parameters and buffers of one version of a run. Created by ``pinned_version``.
 
     Attributes:
         run: Name of the run.
-        version: Committed steps.
-        parameters: Of all units, in the order of the units.
+        version: Number of committed steps.
+        parameters: Parameters of all units, in the order of the units.
         buffers: The persistent buffers of all sharded modules.
     """
 
@@ -56,27 +152,30 @@ class PinnedVersion:
         self.buffers = _stored(unit for unit in units if unit.layout.holds_buffers)
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters, then buffers, by name; holds one unit.
+        """Yields names and values of parameters, then of buffers. Holds one unit at a time.
 
         Raises:
-            VersionGoneError: A server had no memory left to keep the version.
+            VersionGoneError: A shard server evicted the version because it needed the memory.
         """
         unit, flat = None, torch.empty(0)
         for parameter in (*self.parameters, *self.buffers):
             if parameter.unit is not unit:
-                flat = torch.empty(0)  # two units are never held at once
+                flat = torch.empty(0)  # releases the unit before the next one is read
                 unit, flat = parameter.unit, self._read(parameter.unit)
-            yield parameter.name, parameter.unit.view(flat, parameter.index).clone()  # a view would keep the unit
+            yield (
+                parameter.name,
+                parameter.unit.view(flat, parameter.index).clone(),
+            )  # a view would keep the memory of the unit
 
     def _read(self, unit: PlacedUnit) -> torch.Tensor:
         try:
             return self._reader.read(unit)
         except VersionGoneError as error:
             raise VersionGoneError(
-                f"version {self.version} of run {self.run!r} was lost while it was read: training is at version "
-                f"{error.data.get('newest', '?')}, and a shard server had no memory left to keep unit "
-                f"{unit.layout.unit!r} of version {self.version} in a copy. Raise the servers' --memory-budget, add "
-                "servers, or try again when less goes on",
+                f"version {self.version} of run {self.run!r} was evicted while it was read: training is at version "
+                f"{error.data.get('newest', '?')}, and a shard server had no memory left for a copy of unit "
+                f"{unit.layout.unit!r} of version {self.version}. Raise the servers' --memory-budget, add servers, or "
+                "try again when the servers are less busy",
                 **error.data,
             ) from error
 
@@ -91,28 +190,28 @@ def _stored(units: Iterable[PlacedUnit]) -> Sequence[StoredParameter]:
 
 @contextmanager
 def pinned_version(coordinator: CoordinatorClient, run: str, *, timeout_s: float) -> Iterator[PinnedVersion]:
-    """Holds the newest version of a run of which all servers can be told in time; training goes on.
+    """Pins the newest version of a run that all its shard servers still have; training goes on.
 
-    While steps are committed faster than servers are told, a version to come is held: each server is asked for it
-    before it exists.
+    If steps are committed faster than all servers can be reached, a future version is pinned: each server gets the
+    request before the version exists.
 
     Args:
-        coordinator: Knows the run.
-        run: Its name.
-        timeout_s: How long to wait for a version that is about to come, and for each read.
+        coordinator: Client of the coordinator.
+        run: Name of the run.
+        timeout_s: How long to wait for a future version, and for each read, in seconds.
 
     Raises:
-        NotFoundError: No such run.
-        StepStateError: It has no weights yet.
-        UnavailableError: A server that holds a part of it cannot be reached from here.
-        VersionGoneError: No version lasted long enough to be held.
+        NotFoundError: The run does not exist.
+        StepStateError: The run has no weights yet.
+        UnavailableError: A shard server of the run cannot be reached from this host.
+        VersionGoneError: Every version was overwritten before it was pinned.
     """
     ahead, target = 1, None
     tried: list[int] = []
     for _ in range(_ATTEMPTS):
         with ExitStack() as stack:
             try:
-                held = _hold(coordinator, run, target, timeout_s, stack)
+                pinned = _pin(coordinator, run, target, timeout_s, stack)
             except VersionGoneError as error:
                 newest = int(error.data["newest"])
                 tried.append(newest if target is None else target)
@@ -121,29 +220,29 @@ def pinned_version(coordinator: CoordinatorClient, run: str, *, timeout_s: float
             except DeadlineError:
                 if target is None:
                     raise
-                target, ahead = None, 1  # training has paused: the newest version stays
+                target, ahead = None, 1  # no step was committed, so the newest version can be pinned
                 continue
-            yield held
+            yield pinned
             return
     raise VersionGoneError(
-        f"run {run!r} commits steps faster than its shard servers can be told to keep one: versions "
-        f"{', '.join(map(str, tried))} were over in less time than that took",
+        f"run {run!r} commits steps faster than its shard servers can be asked to pin a version: versions "
+        f"{', '.join(map(str, tried))} were overwritten before they were pinned. Try again when training pauses",
         newest=tried[-1] if tried else None,
     )
 
 
-def _hold(
+def _pin(
     coordinator: CoordinatorClient, run: str, target: int | None, timeout_s: float, stack: ExitStack
 ) -> PinnedVersion:
-    """One attempt at the version ``target``, or the newest; everything that was opened is closed with the stack."""
+    """Tries to pin version ``target``, or the newest. Closes everything it opens with the stack."""
     newest = describe_weights(coordinator, run)
     version = newest.version if target is None else target
     owners = {shard.address: shard for unit in newest.units for shard in unit.shards}
     asking = stack.enter_context(ThreadPoolExecutor(len(owners) + 1))
     identity, credentials = RunIdentity(run, newest.run_id), coordinator.credentials
-    # Closed first: ends what is asked.
+    # Closed before the thread pool, so that pending requests are cancelled.
     reader = stack.enter_context(UnitReader(identity, version, timeout_s=timeout_s, credentials=credentials))
-    # All are asked at once: of a version to come, before it exists.
+    # All servers are asked concurrently; for a future version, before it exists.
     described = None
     if target is not None:
         described = asking.submit(describe_weights, coordinator, run, version=target, wait_s=timeout_s)
@@ -178,11 +277,11 @@ def _outcome(action: Callable[[], StandingRpc]) -> StandingRpc | Exception:
 def describe_weights(
     coordinator: CoordinatorClient, run: str, *, version: int | None = None, wait_s: float = 0.0
 ) -> coordinator_pb2.DescribeWeightsResponse:
-    """Units and buffers of a version, or of the newest; asks again while the coordinator is busy waiting.
+    """Describes a version, or the newest. Repeats the request until ``wait_s`` seconds have passed.
 
     Raises:
         VersionGoneError: A newer version is committed.
-        DeadlineError: It was not committed in time.
+        DeadlineError: The version was not committed in time.
     """
     give_up = time.monotonic() + wait_s
     while True:

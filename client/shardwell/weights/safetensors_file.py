@@ -1,7 +1,7 @@
-"""The safetensors file format, read and written piece by piece; no tensor is held as a whole.
+"""Reads and writes the safetensors file format piece by piece, without holding whole tensors.
 
-A file is the length of the header (8 bytes, little-endian), the header (JSON: name to dtype, shape and the
-half-open range of bytes after the header), and the tensors' bytes in C order, without holes.
+A file consists of the length of the header (8 bytes, little-endian), the header (JSON: name to dtype, shape and
+half-open byte range after the header), and the bytes of the tensors in C order, without holes.
 (https://github.com/huggingface/safetensors, "Format".)
 """
 
@@ -19,10 +19,10 @@ import torch
 from shardwell_wire.errors import CorruptDataError, NotFoundError
 
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
-"""As Hugging Face names them in a model's folder."""
+"""File names in a model's folder, as in Hugging Face's libraries."""
 
 _MAX_HEADER_BYTES = 100_000_000
-"""The limit of the original library."""
+"""Limit of the reference implementation."""
 
 _ALIGNMENT_BYTES = 8
 
@@ -44,7 +44,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By the format's names."""
+"""Dtypes by the format's names."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -58,7 +58,7 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start_bytes: int
-    """In the file."""
+    """Position in the file."""
 
     def read(self, runs: Iterable[tuple[int, int]]) -> bytes:
         """Reads some elements.
@@ -67,8 +67,8 @@ class StoredTensor:
             runs: ``(first element, number of elements)`` in the flattened tensor.
 
         Raises:
-            CorruptDataError: The file has become shorter.
-            OSError: It cannot be read.
+            CorruptDataError: The file was truncated.
+            OSError: The file cannot be read.
         """
         size, parts = self.dtype.itemsize, []
         with self.path.open("rb", buffering=0) as file:
@@ -82,14 +82,14 @@ class StoredTensor:
 
 
 def find_tensors(path: str | Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint, by name; reads headers only.
+    """Returns the tensors of a checkpoint by name. Reads headers only.
 
     Args:
         path: A safetensors file, an index of several (``*.index.json``), or a folder with either.
 
     Raises:
-        NotFoundError: There is none.
-        CorruptDataError: A file is not one, is truncated, or the index does not fit the files.
+        NotFoundError: There is no such file.
+        CorruptDataError: A file is no safetensors file or is truncated, or the index contradicts the files.
     """
     path = Path(path)
     if path.is_dir():
@@ -105,9 +105,9 @@ def _in_folder(folder: Path) -> Path:
             return folder / name
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
-        there = ", ".join(file.name for file in files[:5]) or "none"
+        found = ", ".join(file.name for file in files[:5]) or "none"
         raise NotFoundError(
-            f"{folder} has no {SINGLE_NAME} and no {INDEX_NAME}, and not exactly one other safetensors file ({there}): "
+            f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}, and not exactly one other safetensors file ({found}): "
             "pass the file or the index",
             path=folder,
         )
@@ -119,23 +119,25 @@ def _of_index(path: Path) -> dict[str, StoredTensor]:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {name: path.parent / file for name, file in places.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptDataError(f"{path} is no index of safetensors files: it has no weight_map") from error
+        raise CorruptDataError(
+            f"{path} is no index of safetensors files: expected a JSON object with a weight_map"
+        ) from error
     headers: dict[Path, dict[str, StoredTensor]] = {}
     for file in dict.fromkeys(files.values()):
         if not file.is_file():
-            raise NotFoundError(f"{path} names {file.name}, which is not there", path=file)
+            raise NotFoundError(f"{path} refers to {file.name}, which does not exist", path=file)
         headers[file] = read_header(file)
     for name, file in files.items():
         if name not in headers[file]:
-            raise CorruptDataError(f"{path} says that {file.name} has tensor {name!r}, but it has not")
+            raise CorruptDataError(f"{path} refers to tensor {name!r} in {file.name}, which does not contain it")
     return {name: headers[file][name] for name, file in files.items()}
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, by name.
+    """Returns the tensors of one file by name.
 
     Raises:
-        CorruptDataError: It is not a safetensors file, or is truncated.
+        CorruptDataError: The file is no safetensors file, or is truncated.
     """
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
@@ -158,7 +160,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def _parse(path: Path, name: str, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
     if entry["dtype"] not in DTYPES:
-        raise ValueError(f"tensor {name!r} is of type {entry['dtype']!r}")
+        raise ValueError(f"tensor {name!r} has unknown dtype {entry['dtype']!r}")
     shape = tuple(int(size) for size in entry["shape"])
     if any(size < 0 for size in shape):
         raise ValueError(f"tensor {name!r} has shape {shape}")
@@ -166,7 +168,7 @@ def _parse(path: Path, name: str, entry: Mapping[str, Any], data_start: int) -> 
 
 
 def _check_ranges(path: Path, tensors: Mapping[str, StoredTensor], header: Mapping[str, Any], size_bytes: int) -> None:
-    """Raises CorruptDataError unless the tensors lie one after another and fill the file."""
+    """Raises CorruptDataError unless the tensors are stored one after another and fill the file."""
     position = 0
     for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
         start, stop = header[name]["data_offsets"]
@@ -174,7 +176,7 @@ def _check_ranges(path: Path, tensors: Mapping[str, StoredTensor], header: Mappi
         needed = math.prod(stored.shape) * stored.dtype.itemsize
         if start != position or stop - start != needed:
             raise CorruptDataError(
-                f"{path}: tensor {name!r} {stored.shape} of {stored.dtype} is said to lie at bytes [{start}, {stop}); "
+                f"{path}: tensor {name!r} {stored.shape} of {stored.dtype} has bytes [{start}, {stop}) in the header, "
                 f"expected [{position}, {position + needed})"
             )
         position = stop
@@ -184,16 +186,16 @@ def _check_ranges(path: Path, tensors: Mapping[str, StoredTensor], header: Mappi
 
 
 def is_storable(dtype: torch.dtype) -> bool:
-    """Whether the format knows a dtype."""
+    """Returns whether the format supports a dtype."""
     return dtype in _NAMES
 
 
 def make_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """What a file begins with; the bytes of the tensors follow in the same order.
+    """Returns the start of a file, which the bytes of the tensors follow in the same order.
 
     Args:
-        tensors: Name to dtype and shape.
-        metadata: Any strings.
+        tensors: Dtype and shape by name.
+        metadata: Additional strings.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0

@@ -1,4 +1,4 @@
-"""Exports of a sharded model to files that other programs read, one unit in memory at a time."""
+"""Exports a sharded model to files that other programs read, with one unit in memory at a time."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def save_safetensors(
 ) -> list[Path]:
     """Writes a model's parameters and persistent buffers as Hugging Face's libraries do.
 
-    The folder gets ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with
-    ``model.safetensors.index.json``; of an earlier export nothing is left. The files appear when all of them are
-    complete. All values are of the version that the current step reads. One trainer is enough; call it between steps.
-    Where tensor parallelism splits parameters, all trainers of one tensor group call it, and the first of them writes.
+    Writes ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with
+    ``model.safetensors.index.json``. Files of an earlier export are removed. The new files appear when all of them are
+    complete. All values have the version that the current step reads. Call it on one trainer, between steps. If tensor
+    parallelism splits parameters, call it on all trainers of one tensor group; the first of them writes.
 
     Args:
-        model: A model with sharded modules in it.
-        folder: Made if it does not exist.
-        max_shard_bytes: Of the tensors in one file; a larger tensor has a file of its own.
-        metadata: Further strings for the files' headers.
+        model: A model with sharded modules.
+        folder: Created if it does not exist.
+        max_shard_bytes: Largest size of the tensors in one file. A larger tensor gets a file of its own.
+        metadata: Additional strings for the headers of the files.
 
     Returns:
-        The files with tensors; none on a trainer that only gave its parts.
+        The files with tensors. Empty on trainers that do not write.
 
     Raises:
-        UsageError: A value cannot be stored: extra state that is no tensor, or a dtype that the format has not; or
-            parameters are split over several meshes or dims of one.
-        VersionGoneError: Other trainers committed a step meanwhile.
-        OSError: The files cannot be written, as when the disk is full; the folder is as it was.
-        ConflictError: The trainer that writes for this one could not.
+        UsageError: A value cannot be stored (extra state that is no tensor, or a dtype that the format does not
+            support), or parameters are split over several meshes or mesh dims.
+        VersionGoneError: Other trainers committed a step in the meantime.
+        OSError: The files cannot be written, for example because the disk is full. The folder is unchanged.
+        ConflictError: The trainer that writes for the tensor group failed.
     """
-    tensors = _in_order_of_units(_unique_tensors(model))
+    tensors = _grouped_by_unit(_unique_tensors(model))
 
     def write(values: Values) -> list[Path]:
         return write_safetensors(
@@ -61,22 +61,22 @@ def save_safetensors(
 def save_dcp(model: nn.Module, folder: str | Path) -> None:
     """Writes a model's parameters and persistent buffers as ``torch.distributed.checkpoint``.
 
-    ``torch.distributed.checkpoint.load`` reads it in any number of processes, and ``dcp_to_torch_save`` makes a
-    ``torch.load`` file of it. Names are those of ``state_dict``; tied parameters are stored once. As for
-    ``save_safetensors``: one trainer calls it, or one tensor group, between steps, and the files appear together.
+    ``torch.distributed.checkpoint.load`` reads the checkpoint in any number of processes, and ``dcp_to_torch_save``
+    converts it to a ``torch.load`` file. Names are those of ``state_dict``; tied parameters are stored once. As with
+    ``save_safetensors``, call it on one trainer or one tensor group, between steps. The files appear together.
 
     Args:
-        model: A model with sharded modules in it.
-        folder: Made if it does not exist.
+        model: A model with sharded modules.
+        folder: Created if it does not exist.
 
     Raises:
-        UsageError: A value cannot be stored: extra state that is no tensor; or parameters are split over several
-            meshes or dims of one.
-        VersionGoneError: Other trainers committed a step meanwhile.
-        OSError: The files cannot be written; the folder is as it was.
-        ConflictError: The trainer that writes for this one could not.
+        UsageError: A value cannot be stored (extra state that is no tensor), or parameters are split over several
+            meshes or mesh dims.
+        VersionGoneError: Other trainers committed a step in the meantime.
+        OSError: The files cannot be written. The folder is unchanged.
+        ConflictError: The trainer that writes for the tensor group failed.
     """
-    tensors = _in_order_of_units(_unique_tensors(model))
+    tensors = _grouped_by_unit(_unique_tensors(model))
     _write(tensors, lambda values: write_dcp(Path(folder), tensors, values))
 
 
@@ -87,13 +87,13 @@ def _write(tensors: Mapping[str, torch.Tensor], write: Callable[[Values], Result
 
 
 def _unique_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, whatever memory they have, and buffers by name; of tied ones the first name."""
+    """Returns parameters and buffers by name. Tied parameters have their first name only."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise UsageError(
-                f"{name!r} is {type(value).__name__}, no tensor: save shardwell.full_state_dict(model) with torch.save",
+                f"{name!r} is {type(value).__name__}, expected a tensor: save shardwell.full_state_dict(model) with torch.save",
                 name=name,
             )
         if id(value) not in seen:
@@ -102,8 +102,8 @@ def _unique_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _in_order_of_units(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """So that each unit is gathered once: units in the order of their first tensors."""
+def _grouped_by_unit(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Sorts tensors by unit, in the order of their first tensors, so that each unit is gathered once."""
     groups: dict[Any, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         owner = owner_of(tensor)

@@ -1,8 +1,9 @@
-"""The whole model's values, gathered unit by unit."""
+"""State dicts of a whole model and of parts of it, gathered unit by unit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,46 +12,47 @@ from torch import nn
 from shardwell.memory.allocator import trim
 from shardwell.module.tensors import local_part
 from shardwell.module.unit import Unit, owner_of
-from shardwell.session.session import settle
+from shardwell.session.session import Session, session_of, settle
 from shardwell.weights.tensor_parallel import whole
+from shardwell_wire.errors import UsageError
 
 
 def full_state_dict(model: nn.Module, *, ema: bool = False) -> dict[str, Any]:
-    """The model's state as a plain PyTorch ``state_dict``: same names, same order, on the CPU.
+    """Returns the model's state as a plain PyTorch ``state_dict``: same names, same order, on the CPU.
 
     Args:
-        model: A model with sharded modules in it.
-        ema: The moving average of the weights (``optimizer.ema_decay``) instead of the weights. Buffers and
-            parameters that are not optimised are as they are.
+        model: A model with sharded modules.
+        ema: Return the moving average of the weights (``optimizer.ema_decay``) instead of the weights. Buffers and
+            parameters that are not optimised have no average; their values are returned.
 
     Returns:
-        Copies of all parameters, under tied names too, and of persistent buffers. Loads with
-        ``load_state_dict`` into the model as it was before ``fully_shard``. Parameters split by tensor
-        parallelism are put together, so all ranks that hold parts must call.
+        Copies of all parameters, also under tied names, and of persistent buffers. ``load_state_dict`` of the model
+        before ``fully_shard`` accepts them. Parameters that tensor parallelism splits are assembled, so all ranks with
+        parts must call.
 
     Raises:
-        StepStateError: The moving average is wanted, and no step was averaged.
+        StepStateError: ``ema`` is set and no step has updated averages.
     """
     return dict(iter_full_state_dict(model, ema=ema))
 
 
 def iter_full_state_dict(model: nn.Module, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
-    """``full_state_dict`` one value at a time: holds one unit, however large the model is.
+    """Yields the entries of ``full_state_dict`` one by one. Holds one unit at a time, however large the model is.
 
     Args:
-        model: A model with sharded modules in it.
-        ema: As ``full_state_dict``.
+        model: A model with sharded modules.
+        ema: As in ``full_state_dict``.
 
     Yields:
-        Names and values in the order of ``state_dict``. A unit whose parameters are not next to each
-        other in that order is gathered more than once.
+        Names and values in the order of ``state_dict``. A unit is gathered more than once if its parameters are not
+        adjacent in that order.
     """
-    # With keep_vars nothing is computed with the parameters, and modules that add to or rename their state do so.
+    # With keep_vars the parameters are not read, and modules that extend or rename their state still do so.
     yield from read_values(model.state_dict(keep_vars=True), ema=ema)
 
 
 def read_values(state: Mapping[str, Any], *, ema: bool = False) -> Iterator[tuple[str, Any]]:
-    """The values of a state with the parameters themselves in it, in its order: holds one unit."""
+    """Yields the values of a state dict that contains the parameters themselves. Holds one unit at a time."""
     settle(value for value in state.values() if isinstance(value, torch.Tensor))
     gathered: Unit | None = None
     flat = torch.empty(0)
@@ -59,10 +61,145 @@ def read_values(state: Mapping[str, Any], *, ema: bool = False) -> Iterator[tupl
         if owner is not None:
             if owner.unit is not gathered:
                 gathered, flat = None, torch.empty(0)
-                trim()  # streams leave holes in the heaps, which would add up over the units
+                trim()  # transfers fragment the heap, which would add up over the units
                 gathered, flat = owner.unit, owner.unit.gather_average() if ema else owner.unit.gather_copy()
             yield name, whole(owner.unit.read(flat, owner.index), value)
         elif isinstance(value, torch.Tensor):
             yield name, whole(local_part(value.detach()), value)
         else:
             yield name, value
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """Consecutive rows of a tensor."""
+
+    values: torch.Tensor
+    """A copy on the CPU. May have no rows."""
+    offsets: tuple[int, ...]
+    """Index of the first element in the whole tensor. All entries but the first are 0."""
+    whole_shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    version: int | None = None
+    """Number of committed steps. None: not known."""
+
+
+def sharded_state_dict(
+    model: nn.Module, *, part: int | None = None, num_parts: int | None = None
+) -> dict[str, TensorSlice | Any]:
+    """Returns one part of the model's state. The parts of all trainers together are ``full_state_dict``.
+
+    Tensors are cut along dim 0, as FSDP2's ``Shard(0)`` and ``torch.chunk`` do. Part 0 has the scalars and extra state
+    that is no tensor. Holds one unit at a time. All values have the version that the current step reads.
+
+    Args:
+        model: A model with sharded modules.
+        part: Index of the part. Default: this trainer's logical dp rank.
+        num_parts: Number of parts. Default: the world's dp.
+
+    Returns:
+        Slices by the names of ``full_state_dict``. ``join_state_dicts`` joins the parts.
+
+    Raises:
+        UsageError: The part does not exist, or it is not given and the trainer has no rank.
+    """
+    session = _session(model)
+    if part is None or num_parts is None:
+        if session is None or session.dp_rank is None:
+            raise UsageError("this trainer has no logical dp rank in the model's run: pass part= and num_parts=")
+        part, num_parts = session.dp_rank, session.world.dp
+    if not 0 <= part < num_parts:
+        raise UsageError(f"part {part} of {num_parts}: expected a part from 0 to {num_parts - 1}")
+    if session is not None:
+        session.in_flight.settle()
+    version = None if session is None else session.step
+    state: dict[str, TensorSlice | Any] = {}
+    for name, value in iter_full_state_dict(model):
+        if isinstance(value, torch.Tensor) and value.dim():
+            state[name] = _cut(value, part, num_parts, version)
+        elif part == 0:
+            is_scalar = isinstance(value, torch.Tensor)
+            state[name] = TensorSlice(value, (), (), version) if is_scalar else value
+    return state
+
+
+def _session(model: nn.Module) -> Session | None:
+    first = next((item for item in model.parameters() if owner_of(item) is not None), None)
+    return None if first is None else session_of(first)
+
+
+def _cut(value: torch.Tensor, part: int, num_parts: int, version: int | None) -> TensorSlice:
+    length = -(-value.shape[0] // num_parts)
+    start = min(part * length, value.shape[0])
+    rows = value[start : start + length].clone()  # a view would keep the memory of the whole tensor
+    return TensorSlice(rows, (start, *(0 for _ in value.shape[1:])), tuple(value.shape), version)
+
+
+def join_state_dicts(parts: Sequence[Mapping[str, TensorSlice | Any]]) -> dict[str, Any]:
+    """Joins all parts of ``sharded_state_dict`` into one state with the bits of ``full_state_dict``.
+
+    Args:
+        parts: All parts of one step with the same ``num_parts``, in any order.
+
+    Returns:
+        Tensors, and extra state that is no tensor, by name in the order of ``state_dict``.
+
+    Raises:
+        UsageError: Rows are missing or duplicated, or the parts belong to different steps or models.
+    """
+    if not parts:
+        raise UsageError("join_state_dicts([]): expected at least one part")
+    _check_versions(parts)
+    in_order = max(parts, key=len)  # part 0 has every name
+    found: dict[str, list[TensorSlice | Any]] = {name: [] for name in in_order}
+    for part in parts:
+        for name, value in part.items():
+            found.setdefault(name, []).append(value)
+    return {name: _join(name, values, len(parts)) for name, values in found.items()}
+
+
+def _check_versions(parts: Sequence[Mapping[str, TensorSlice | Any]]) -> None:
+    versions = {value.version: number for number, part in enumerate(parts) for value in _slices(part)}
+    if len(versions) > 1:
+        two = " and ".join(f"part {number} of step {version}" for version, number in list(versions.items())[:2])
+        raise UsageError(f"the parts belong to different steps: {two}; take all parts in the same step")
+
+
+def _slices(part: Mapping[str, TensorSlice | Any]) -> list[TensorSlice]:
+    return [value for value in part.values() if isinstance(value, TensorSlice)]
+
+
+def _join(name: str, values: Sequence[TensorSlice | Any], num_parts: int) -> Any:
+    is_cut = all(isinstance(value, TensorSlice) and value.whole_shape for value in values)
+    if not is_cut:
+        if len(values) > 1:
+            raise UsageError(
+                f"{name!r} is in {len(values)} of the parts, expected one: a part was passed twice", name=name
+            )
+        return values[0].values.clone() if isinstance(values[0], TensorSlice) else values[0]
+    if len({(each.whole_shape, each.values.dtype) for each in values}) > 1:
+        kinds = ", ".join(sorted({f"{each.whole_shape} of {each.values.dtype}" for each in values}))
+        raise UsageError(f"{name!r} is {kinds} in different parts: the parts belong to different models", name=name)
+    slices, position = sorted(values, key=lambda each: (each.offsets, each.values.shape)), 0
+    for each in slices:
+        if len(each.values):
+            _check_rows(name, position, each.offsets[0], num_parts)
+            position += len(each.values)
+    _check_rows(name, position, slices[0].whole_shape[0], num_parts)
+    return torch.cat([each.values for each in slices])
+
+
+def _check_rows(name: str, expected: int, found: int, num_parts: int) -> None:
+    """Raises UsageError unless the next rows of a tensor start where the rows before end."""
+    if found > expected:
+        raise UsageError(
+            f"rows [{expected}, {found}) of {name!r} are in none of the {num_parts} parts: pass all parts of one "
+            "sharded_state_dict(..., num_parts=)",
+            name=name,
+        )
+    if found < expected:
+        raise UsageError(
+            f"row {found} of {name!r} is in two of the {num_parts} parts: a part was passed twice, or the parts "
+            "have different num_parts",
+            name=name,
+        )

@@ -1,4 +1,4 @@
-"""Whole tensors of what tensor parallelism splits: all ranks that hold parts put them together, and one writes."""
+"""Assembles tensors that tensor parallelism splits, on all ranks with parts, and writes them on one rank."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _FAILURE_BYTES = 1024
 
 
 def whole(values: torch.Tensor, tensor: Any) -> torch.Tensor:
-    """A copy of a tensor's values on the CPU.
+    """Returns a copy of a tensor's values on the CPU.
 
     Args:
-        values: Of the tensor; of a ``DTensor`` this rank's part, and all ranks of its mesh must call.
-        tensor: It, whatever memory it has.
+        values: The values; for a ``DTensor``, the values of this rank's part. All ranks of its mesh must call.
+        tensor: The tensor, whose memory is not read.
     """
     if not hasattr(tensor, "placements"):
         return values.cpu().clone()
@@ -44,58 +44,59 @@ def whole(values: torch.Tensor, tensor: Any) -> torch.Tensor:
 
 
 def mesh_of(tensors: Iterable[Any]) -> DeviceMesh | None:
-    """The mesh over which some of the tensors are split; None if none is.
+    """Returns the mesh over which tensors are split; None if no tensor is split.
 
     Raises:
-        UsageError: There are several, or it has several dims.
+        UsageError: There are several meshes, or the mesh has several dims.
     """
     meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if hasattr(tensor, "placements")))
     if len(meshes) > 1 or any(mesh.ndim != 1 for mesh in meshes):
         raise UsageError(
-            f"parameters are split over {', '.join(map(str, meshes))}, expected one mesh of one dim: have all ranks "
-            "call shardwell.iter_full_state_dict and one write what it yields"
+            f"parameters are split over {', '.join(map(str, meshes))}, expected one mesh of one dim: call "
+            "shardwell.iter_full_state_dict on all ranks and write the values on one"
         )
     return meshes[0] if meshes else None
 
 
 def written_by_one(mesh: DeviceMesh, values: Values, write: Callable[[Values], Result]) -> Result | None:
-    """Has the first rank of a mesh write values that all its ranks make together.
+    """Writes values on the first rank of a mesh. All ranks compute the values with collectives.
 
     Args:
-        mesh: All its ranks must call.
-        values: Made by collectives, in the same order on every rank.
-        write: Takes the values; called by the first rank only.
+        mesh: The mesh. All its ranks must call.
+        values: Values in the same order on every rank.
+        write: Writes the values. Called on the first rank only.
 
     Returns:
-        What ``write`` returned; None on the other ranks, where it is complete too.
+        The result of ``write`` on the first rank, None on other ranks. The write is complete on all ranks.
 
     Raises:
-        ConflictError: On the other ranks: it failed on the first.
-        Exception: On the first: what ``write`` raised.
+        ConflictError: On other ranks: ``write`` failed on the first rank.
+        Exception: On the first rank: the error of ``write``.
     """
     result, failure, read_failures = None, None, list[Exception]()
-    values = _noting(values, read_failures)
+    values = _recording_failures(values, read_failures)
     if mesh.get_local_rank() == 0:
         try:
             result = write(values)
         except Exception as error:
             if read_failures:
-                raise  # there are no more values: the other ranks' collectives time out
+                raise  # no values follow, so the collectives of other ranks time out
             failure = error
-    for _ in values:  # on the other ranks all of them; where writing failed the rest, for which they wait
+    # Other ranks wait for every collective: consume all values, or those that follow a failed write.
+    for _ in values:
         pass
     reason = _broadcast_failure(mesh, failure)
     if failure is not None:
         raise failure
     if reason is not None:
-        raise ConflictError(f"the rank that writes for all of the tensor group could not: {reason}")
+        raise ConflictError(f"the rank that writes for the tensor group failed: {reason}")
     return result
 
 
 def _broadcast_failure(mesh: DeviceMesh, failure: Exception | None) -> str | None:
-    """Sends the first rank's failure to all ranks of a mesh; returns its message, None if there was none.
+    """Broadcasts the first rank's failure to all ranks of a mesh. Returns its message, or None.
 
-    The bytes are plain UTF-8: torch's collectives for objects would unpickle what another process sent.
+    The message is plain UTF-8: torch's collectives for objects would unpickle data from another process.
     """
     data = bytearray(_FAILURE_BYTES)
     if failure is not None:
@@ -108,7 +109,7 @@ def _broadcast_failure(mesh: DeviceMesh, failure: Exception | None) -> str | Non
     return received[1:].rstrip(b"\0").decode(errors="replace") if received[0] else None
 
 
-def _noting(values: Values, failures: list[Exception]) -> Values:
+def _recording_failures(values: Values, failures: list[Exception]) -> Values:
     try:
         yield from values
     except Exception as error:
