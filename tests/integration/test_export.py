@@ -1,4 +1,4 @@
-"""``shardwell export``: one version of a live run's weights, read back by the libraries whose formats they are."""
+"""``shardwell export`` writes one version of a live run's weights, which other libraries can read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Command = Callable[..., SimpleNamespace]
 
 
 class Block(nn.Module):
-    """Statistics that change, odd sizes, a scalar, an empty parameter, and one of two bytes."""
+    """A model with changing statistics, odd sizes, a scalar, an empty parameter and a 16-bit parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied ends, and statistics outside the blocks."""
+    """A model with tied embeddings, and statistics outside the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 
 class Training:
-    """A run of one trainer, in a thread, that notes its whole state before every step."""
+    """A run of one trainer, in a thread, that records its whole state before every step."""
 
     def __init__(self, address: str) -> None:
         self.run, self.states = uuid.uuid4().hex, dict[int, dict[str, torch.Tensor]]()
@@ -95,7 +95,7 @@ class Training:
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """Trains meanwhile, from the second step on."""
+        """Trains in the background, from the second step on."""
         self._thread.start()
         try:
             self.wait_for(2)
@@ -109,7 +109,7 @@ class Training:
         wait_until(lambda: self.step >= step or bool(self._failures), f"step {step}")
 
     def assert_state(self, step: int, got: dict[str, torch.Tensor]) -> None:
-        """Compares what was exported with the state before a step; ties are stored once."""
+        """Compares an export with the state before a step. Tied parameters are stored once."""
         expected = {name: value for name, value in self.states[step].items() if name != "leave.weight"}
         assert sorted(got) == sorted(expected)
         for name, value in expected.items():
@@ -128,7 +128,7 @@ def export(cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.fixture(scope="module")
 def ended(cluster: shardwell.LocalCluster) -> Training:
-    """A run whose trainer is gone."""
+    """A run whose trainer has left."""
     training = Training(cluster.address)
     with training.going_on():
         pass
@@ -140,7 +140,7 @@ def stored_step(path: Path) -> int:
         return int(opened.metadata()["step"])
 
 
-def test_an_export_while_training_goes_on_is_the_state_of_one_step(
+def test_export_during_training_has_the_state_of_one_step(
     cluster: shardwell.LocalCluster, export: Command, tmp_path: Path
 ) -> None:
     training, found = Training(cluster.address), []
@@ -155,24 +155,24 @@ def test_an_export_while_training_goes_on_is_the_state_of_one_step(
         training.assert_state(stored_step(path), safetensors.torch.load_file(path))
 
 
-def test_a_held_version_lasts_for_many_steps(cluster: shardwell.LocalCluster) -> None:
+def test_pinned_version_stays_readable_for_many_steps(cluster: shardwell.LocalCluster) -> None:
     training = Training(cluster.address)
     with (
         training.going_on(),
         closing(CoordinatorClient(cluster.address)) as coordinator,
-        pinned_version(coordinator, training.run, timeout_s=20) as held,
+        pinned_version(coordinator, training.run, timeout_s=20) as pinned,
     ):
-        values = held.values()
+        values = pinned.values()
         first = next(values)
-        training.wait_for(held.version + 5)
+        training.wait_for(pinned.version + 5)
         got = {name: value.clone() for name, value in (first, *values)}
-    training.assert_state(held.version, got)
+    training.assert_state(pinned.version, got)
 
 
-def test_a_version_to_come_is_held_where_the_newest_is_over_at_once(
+def test_future_version_is_pinned_if_the_newest_is_overwritten_at_once(
     cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first attempt is made with a description that is out of date."""
+    """The first attempt uses an outdated description."""
     training = Training(cluster.address)
     with training.going_on(), closing(CoordinatorClient(cluster.address)) as coordinator:
         old = module.describe_weights(coordinator, training.run)
@@ -183,14 +183,14 @@ def test_a_version_to_come_is_held_where_the_newest_is_over_at_once(
             return answers.pop() if answers else describe(*arguments, **options)
 
         monkeypatch.setattr(module, "describe_weights", late)
-        with pinned_version(coordinator, training.run, timeout_s=20) as held:
-            assert held.version > old.version
-            got = {name: value.clone() for name, value in held.values()}
-        training.wait_for(held.version)
-    training.assert_state(held.version, got)
+        with pinned_version(coordinator, training.run, timeout_s=20) as pinned:
+            assert pinned.version > old.version
+            got = {name: value.clone() for name, value in pinned.values()}
+        training.wait_for(pinned.version)
+    training.assert_state(pinned.version, got)
 
 
-def test_several_files_and_dtypes(ended: Training, export: Command, tmp_path: Path) -> None:
+def test_export_to_several_files_and_dtypes(ended: Training, export: Command, tmp_path: Path) -> None:
     done = export(ended.run, tmp_path / "out", "--max-shard-size", "3KB", "--dtype", "bfloat16")
     assert (done.code, done.err) == (0, "")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -206,7 +206,7 @@ def test_several_files_and_dtypes(ended: Training, export: Command, tmp_path: Pa
         assert value.dtype is rounded.dtype and torch.equal(value, rounded), name
 
 
-def test_dcp(ended: Training, export: Command, tmp_path: Path) -> None:
+def test_export_to_dcp(ended: Training, export: Command, tmp_path: Path) -> None:
     assert export(ended.run, tmp_path / "dcp", "--format", "dcp").code == 0
     expected = {name: value for name, value in ended.states[ended.step].items() if name != "leave.weight"}
     loaded = {name: torch.zeros_like(value) for name, value in expected.items()}
@@ -216,7 +216,7 @@ def test_dcp(ended: Training, export: Command, tmp_path: Path) -> None:
     ended.assert_state(ended.step, loaded)
 
 
-def test_transformers_reads_the_folder(
+def test_transformers_loads_the_export(
     cluster: shardwell.LocalCluster, export: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -244,7 +244,7 @@ def test_transformers_reads_the_folder(
 # What goes wrong.
 
 
-def test_mistakes_are_named(ended: Training, export: Command, tmp_path: Path) -> None:
+def test_invalid_arguments_are_rejected(ended: Training, export: Command, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     done = export(ended.run, tmp_path / "full")
@@ -258,7 +258,7 @@ def test_mistakes_are_named(ended: Training, export: Command, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", ["5 parsecs", "0", "-1GB", "GB"])
-def test_sizes_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_sizes_are_rejected(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["export", "gpt", "out", f"--max-shard-size={text}"])
     assert f"{text!r} is no size: expected one such as 5GB or 500MiB" in capsys.readouterr().err
@@ -267,11 +267,11 @@ def test_sizes_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("text", "size_bytes"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("700", 700), ("2tib", 2 << 40)]
 )
-def test_sizes(text: str, size_bytes: int) -> None:
+def test_size_suffixes_are_parsed(text: str, size_bytes: int) -> None:
     assert export_command.parse_size(text) == size_bytes
 
 
-def test_too_small_a_disk_is_noticed_before_anything_is_read(
+def test_full_disk_is_detected_before_values_are_read(
     ended: Training, export: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
@@ -281,20 +281,20 @@ def test_too_small_a_disk_is_noticed_before_anything_is_read(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_version_that_gave_way_is_named(cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicted_version_raises_version_gone(cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(cluster.address)
     opened, original = [], module._open
     monkeypatch.setattr(module, "_open", lambda *arguments: opened.append(original(*arguments)) or opened[-1])
     with (
         training.going_on(),
         closing(CoordinatorClient(cluster.address)) as coordinator,
-        pinned_version(coordinator, training.run, timeout_s=20) as held,
+        pinned_version(coordinator, training.run, timeout_s=20) as pinned,
     ):
         for standing in opened:
             standing.end()
-        training.wait_for(held.version + 4)
-        with pytest.raises(VersionGoneError, match=rf"version {held.version} of run .* was lost.*--memory-budget"):
-            dict(held.values())
+        training.wait_for(pinned.version + 4)
+        with pytest.raises(VersionGoneError, match=rf"version {pinned.version} of run .* was evicted.*--memory-budget"):
+            dict(pinned.values())
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "dcp"])
@@ -305,7 +305,7 @@ def test_a_version_that_gave_way_is_named(cluster: shardwell.LocalCluster, monke
         (KeyboardInterrupt(), 130, "interrupted; nothing was written to {}"),
     ],
 )
-def test_an_export_that_ends_early_leaves_nothing(
+def test_interrupted_export_leaves_no_files(
     failure: BaseException,
     code: int,
     message: str,
@@ -317,8 +317,8 @@ def test_an_export_that_ends_early_leaves_nothing(
 ) -> None:
     values = PinnedVersion.values
 
-    def failing(held: PinnedVersion) -> Iterator[tuple[str, torch.Tensor]]:
-        for number, item in enumerate(values(held)):
+    def failing(pinned: PinnedVersion) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(values(pinned)):
             if number == 7:
                 raise failure
             yield item

@@ -107,8 +107,8 @@ def _in_folder(folder: Path) -> Path:
     if len(files) != 1:
         found = ", ".join(file.name for file in files[:5]) or "none"
         raise NotFoundError(
-            f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}, and not exactly one other safetensors file ({found}): "
-            "pass the file or the index",
+            f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}, and not exactly one other safetensors file "
+            f"({found}): pass the file or the index",
             path=folder,
         )
     return files[0]

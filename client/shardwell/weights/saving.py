@@ -93,7 +93,8 @@ def _unique_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise UsageError(
-                f"{name!r} is {type(value).__name__}, expected a tensor: save shardwell.full_state_dict(model) with torch.save",
+                f"{name!r} is {type(value).__name__}, expected a tensor: save "
+                "shardwell.full_state_dict(model) with torch.save",
                 name=name,
             )
         if id(value) not in seen:
