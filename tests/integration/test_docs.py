@@ -1,11 +1,13 @@
-"""Every block of Python that README.md and docs/ show runs.
+"""Runs every block of Python code in README.md and docs/, and checks paths, links and options on the pages.
 
-It finds the names in ``_given``; after ``python on a sharded model`` the model is sharded and has an ``optimizer``. One
-that calls ``shardwell.join`` finds a cluster in its environment. Each runs alone, in a folder of its own.
+A block can use the names of ``_default_names``. After ``python on a sharded model`` the model is sharded and has an
+``optimizer``. A block that calls ``shardwell.join`` finds a cluster in its environment. Each block runs in its own
+folder.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import re
@@ -28,12 +30,22 @@ _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(
     r"^(?P<indent> *)```python(?P<mark>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
 )
+_PROSE_PAGES = [*_PAGES, _ROOT / "CONTRIBUTING.md", _ROOT / "CHANGELOG.md"]
+_PATH = re.compile(r"`([\w.-]+/[\w./-]*\.(?:py|proto|md|sh|yml)|[\w-]+/[\w/-]*/)`")
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([\w-]+))?\)")
+_PATH_ROOTS = [
+    _ROOT,
+    _ROOT / "protos",
+    _ROOT / "client" / "shardwell",
+    *(_ROOT / "server" / "shardwell_server" / room for room in ("", "shard", "coordinator")),
+]
+"""Folders that a path on a page may be relative to."""
 _SHARDED = "on a sharded model"
 _SIZE = 8
 
 
 class Block(nn.Module):
-    """What the pages call a block."""
+    """The ``Block`` of the pages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +64,7 @@ class Config:
 
 
 class Model(nn.Module):
-    """Blocks between an embedding and a head, which returns its loss as Hugging Face's models do."""
+    """An embedding, blocks and a head. The forward returns a loss, like the models of Hugging Face."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -69,7 +81,7 @@ class Model(nn.Module):
 
 
 class MyOptimizer(torch.optim.SGD):
-    """A user's own, with an option of its own."""
+    """A user-defined optimizer with an additional option."""
 
     def __init__(self, params: Any, *, lr: float, mix: tuple[float, float]) -> None:
         super().__init__(params, lr=lr * sum(mix))
@@ -80,12 +92,12 @@ def _blocks() -> Iterator[Any]:
         text = page.read_text()
         for found in _BLOCK.finditer(text):
             line = text[: found.start()].count("\n") + 1
-            source = "\n" * line + textwrap.dedent(found["code"])  # so that a traceback names the page's own line
+            source = "\n" * line + textwrap.dedent(found["code"])  # keeps the page's line numbers in tracebacks
             yield pytest.param(compile(source, str(page), "exec"), found["mark"].strip(), id=f"{page.stem}-{line}")
 
 
-def _given() -> dict[str, Any]:
-    """The names that a block need not make itself."""
+def _default_names() -> dict[str, Any]:
+    """Returns the names that every block can use."""
     torch.manual_seed(0)
     config = Config()
     model = Model(config)
@@ -113,8 +125,8 @@ def _given() -> dict[str, Any]:
 
 @contextmanager
 def _names(code: types.CodeType, mark: str, cluster: shardwell.LocalCluster) -> Iterator[dict[str, Any]]:
-    """What ``code`` finds; closes the session that is there at its end, be it given or its own."""
-    names = _given()
+    """Yields the names for ``code``, and closes the session at the end."""
+    names = _default_names()
     Path("checkpoint").mkdir()
     safetensors.torch.save_file(names["model"].state_dict(), "checkpoint/model.safetensors")
     if "join" not in code.co_names:
@@ -131,7 +143,7 @@ def _names(code: types.CodeType, mark: str, cluster: shardwell.LocalCluster) -> 
 
 
 @pytest.mark.parametrize(("code", "mark"), list(_blocks()))
-def test_a_block_runs(
+def test_code_block_runs(
     code: types.CodeType,
     mark: str,
     cluster: shardwell.LocalCluster,
@@ -147,9 +159,11 @@ def test_a_block_runs(
         exec(code, names)
 
 
-def test_whatever_can_be_set_or_imported_is_described() -> None:
+def test_every_option_and_public_name_is_described() -> None:
     pages = "\n".join(page.read_text() for page in _PAGES)
-    settings = [*inspect.signature(shardwell.join).parameters, *shardwell.__all__]
+    groups = (shardwell.TransferOptions, shardwell.WaitOptions)
+    fields = [field.name for group in groups for field in dataclasses.fields(group)]
+    settings = [*inspect.signature(shardwell.join).parameters, *fields, *shardwell.__all__]
     assert not [name for name in settings if not re.search(rf"\b{name}\b", pages)]
     rooms = [path.read_text() for room in ("client", "server") for path in (_ROOT / room).rglob("*.py")]
     variables = set(re.findall(r"SHARDWELL_([A-Z_]+[A-Z])\b", "\n".join(rooms)))
@@ -157,5 +171,21 @@ def test_whatever_can_be_set_or_imported_is_described() -> None:
     assert not [name for name in variables if f"SHARDWELL_{name}" not in pages and f"`_{name}`" not in pages]
 
 
-def test_every_page_with_python_is_found() -> None:
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", _PROSE_PAGES, ids=lambda page: page.stem)
+def test_paths_and_links_of_page_exist(page: Path) -> None:
+    text = page.read_text()
+    paths = [path for path in _PATH.findall(text) if "NAME" not in path]
+    assert not [path for path in paths if not any((root / path).exists() for root in _PATH_ROOTS)]
+    for target, anchor in _LINK.findall(text):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not anchor or anchor in _anchors(linked), f"{target}#{anchor}"
+
+
+def test_every_python_block_is_found() -> None:
     assert sum(page.read_text().count("```python") for page in _PAGES) == len(list(_blocks()))
