@@ -1,4 +1,4 @@
-"""``python -m shardwell_server``: the same as the command ``shardwell-server``."""
+"""``python -m shardwell_server``: the ``shardwell-server`` command."""
 
 import sys
 

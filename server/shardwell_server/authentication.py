@@ -1,7 +1,7 @@
-"""Admits only rpcs that carry the cluster's token. The one place where a server decides who may call it.
+"""Authentication: rejects rpcs without the cluster's token.
 
-Health checks and reflection stay open: container probes have no token, and neither tells more than that a server runs
-and which rpcs it has.
+Health checks and reflection need no token, because container probes have none. They reveal only that a server runs and
+which rpcs it has.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from shardwell_wire.credentials import NO_CREDENTIALS, TOKEN_FILE_VARIABLE, Cred
 from shardwell_wire.errors import UnauthenticatedError
 
 OPEN_SERVICES = frozenset({health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME})
-"""Services that answer without a token."""
+"""Services that need no token."""
 
 _ADVICE = (
-    f"name the file with the cluster's token in {TOKEN_FILE_VARIABLE} or --token-file. As the user who started a local "
+    f"set the file with the cluster's token in {TOKEN_FILE_VARIABLE} or --token-file. As the user who started a local "
     "cluster on this host, `shardwell token --address HOST:PORT` prints the header, for grpcurl -H"
 )
 
 
 class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses an rpc without the cluster's token, before any byte of a message is read.
+    """Rejects an rpc without the cluster's token before any byte of a message is read.
 
     Args:
-        credentials: Of the cluster.
+        credentials: Credentials of the cluster.
     """
 
     def __init__(self, credentials: Credentials) -> None:
@@ -43,7 +43,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """Called by gRPC when the metadata of an rpc has arrived; returns what handles the rpc."""
+        """Returns the handler of an rpc. Called by gRPC when the metadata has arrived."""
         path = handler_call_details.method
         if path.strip("/").partition("/")[0] not in OPEN_SERVICES:
             problem = self._credentials.problem(handler_call_details.invocation_metadata or ())
@@ -53,7 +53,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def interceptors(credentials: Credentials) -> list[grpc.aio.ServerInterceptor]:
-    """What a server that has these credentials checks. A cluster without a token admits everybody."""
+    """Returns the interceptors for a cluster's credentials. A cluster without a token accepts every rpc."""
     return [Authentication(credentials)] if credentials else []
 
 
@@ -61,7 +61,7 @@ def _refusal(path: str, problem: str) -> grpc.RpcMethodHandler:
     async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         await abort(context, path, UnauthenticatedError(f"{problem}: {_ADVICE}"))
 
-    # A handler of streams reads no message by itself, whatever kind of rpc the caller makes.
+    # A stream handler works for every kind of rpc, and does not read a message before it runs.
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
@@ -71,11 +71,11 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         metavar="PATH",
         default=os.environ.get(TOKEN_FILE_VARIABLE, ""),
-        help="file with the cluster's token, readable by this user only; every rpc must carry it "
-        f"({TOKEN_FILE_VARIABLE}, default: none, everybody is admitted)",
+        help="file with the cluster's token, readable by this user only; every rpc must carry the token "
+        f"({TOKEN_FILE_VARIABLE}, default: none, all rpcs are accepted)",
     )
 
 
 def from_arguments(arguments: argparse.Namespace) -> Credentials:
-    """The credentials that ``--token-file`` names. Raises UsageError if the file cannot be used."""
+    """Returns the credentials in ``--token-file``. Raises UsageError if the file cannot be used."""
     return read_token_file(arguments.token_file) if arguments.token_file else NO_CREDENTIALS

@@ -1,4 +1,4 @@
-"""The ``shardwell-server`` command: starts one server, or asks one whether it is healthy."""
+"""The ``shardwell-server`` command: starts a server, or checks the health of one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _COMMAND_MODULES = {
     "shard": "shardwell_server.shard.process.command",
     "health": "shardwell_server.health",
 }
-"""Each has ``add_parser(subparsers)``, which sets ``handler(arguments) -> int`` as a default. Only the
-one asked for is imported: a coordinator has no use for torch."""
+"""Each module has ``add_parser(subparsers)``, which sets the default ``handler(arguments) -> int``. Only the module of
+the requested command is imported, so that a coordinator does not import torch."""
 
 _EPILOG = """\
-A cluster by hand, in three terminals (or `docker compose up`, or shardwell.LocalCluster):
+To start a cluster manually, in three terminals (see also `docker compose up` and shardwell.LocalCluster):
     shardwell-server coordinator --listen 0.0.0.0:50051 --state-dir /var/lib/shardwell
     shardwell-server shard --coordinator localhost:50051 --listen 0.0.0.0:50052 --id shard-0
     shardwell servers --address localhost:50051
@@ -27,10 +27,10 @@ A cluster by hand, in three terminals (or `docker compose up`, or shardwell.Loca
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The parser of the command.
+    """Returns the parser of the command.
 
     Args:
-        only: The one subcommand to include. None: all of them.
+        only: The subcommand to include. None: all.
     """
     parser = argparse.ArgumentParser(
         prog="shardwell-server",

@@ -1,4 +1,4 @@
-"""``shardwell-server health``: asks a server by the gRPC health protocol; for health checks of containers."""
+"""``shardwell-server health``: checks a server with the gRPC health protocol, such as in a container's probe."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Adds the ``health`` subcommand."""
     parser = subparsers.add_parser(
         "health",
-        help="ask a server whether it serves",
-        description="Exits with 0 if the server answers SERVING by the gRPC health protocol, else with 1.",
+        help="check the health of a server",
+        description="Exits with 0 if the server reports SERVING over the gRPC health protocol, otherwise with 1.",
         epilog="example:\n  shardwell-server health localhost:50051",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

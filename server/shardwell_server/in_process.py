@@ -1,4 +1,4 @@
-"""A coordinator and shard servers in threads of this process, for tests of training scripts."""
+"""A coordinator and shard servers in a thread of this process, for tests of training scripts."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class InProcessServers:
     """A coordinator and shard servers on an event loop of this process, without shared memory.
 
     Args:
-        state_dir: Where the coordinator keeps its state; an empty folder.
-        token_file: The cluster's token, which every rpc must carry.
-        num_shards: Shard servers, called ``shard-0``, ``shard-1`` and so on.
-        memory_budget: Bytes that each shard server may use.
+        state_dir: An empty directory for the coordinator's state.
+        token_file: File with the cluster's token, which every rpc must carry.
+        num_shards: Number of shard servers. They are called ``shard-0``, ``shard-1`` and so on.
+        memory_budget: Memory budget of each shard server in bytes.
     """
 
     def __init__(self, state_dir: Path, token_file: str, *, num_shards: int, memory_budget: int) -> None:
@@ -57,14 +57,14 @@ class InProcessServers:
         return server.wait_ready()
 
     def stop(self) -> None:
-        """Stops the servers, the coordinator first, so that it does not take the shard servers for lost."""
+        """Stops the servers, the coordinator first, so that it does not report the shard servers as lost."""
         for server in self._servers:
             server.stop()
         self._servers.clear()
 
 
 class _Server:
-    """One server on the shared event loop."""
+    """One server, on the event loop that all servers share."""
 
     def __init__(self, run: _Serve) -> None:
         self._loop = _shared_loop()
@@ -82,18 +82,18 @@ class _Server:
             self._address.set_exception(done.exception() or RuntimeError("the server ended before it was ready"))
 
     def wait_ready(self) -> str:
-        """Returns the server's address. Raises what ended it before."""
+        """Returns the server's address when it is ready. Raises the error that ended the server earlier."""
         return self._address.result(_START_S)
 
     def stop(self) -> None:
-        """Returns when the server has ended."""
+        """Stops the server and waits until it has ended."""
         self._loop.call_soon_threadsafe(self._stop.set)
         self._done.result(_STOP_S)
 
 
 @cache
 def _shared_loop() -> asyncio.AbstractEventLoop:
-    """One event loop for all servers of this process: grpc.aio supports no more."""
+    """Returns the event loop for all servers of this process: grpc.aio supports only one per process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="shardwell-servers", daemon=True).start()
     return loop

@@ -1,4 +1,4 @@
-"""The life of a server process: start, say where, serve until told to stop, stop cleanly."""
+"""The life of a server process: start, print the address, serve until asked to stop, stop cleanly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _Result = TypeVar("_Result")
 _EVERY_INTERFACE = ("0.0.0.0", "[::]")
 
 STOP_GRACE_S = 2.0
-"""Rpcs in flight get this long to finish when the process is told to stop."""
+"""Time for rpcs in flight to finish when the process is asked to stop."""
 
 
 def _print_ready(service: ServiceDescriptor, address: str) -> None:
@@ -47,18 +47,18 @@ def _print_ready(service: ServiceDescriptor, address: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """Where a server listens, how others reach it, and how it and whoever started it hear of each other."""
+    """Where a server listens, how clients reach it, and how its starter controls it."""
 
     bind: str = "127.0.0.1:0"
-    """host:port to listen on; port 0 takes a free one."""
+    """host:port to listen on. Port 0: a free port."""
     advertise: str = ""
-    """Host that others shall use; empty: the one in ``bind``, or this host's name if that is every interface."""
+    """Host by which clients reach the server. Empty: the host in ``bind``, or this host's name for a wildcard."""
     exit_with_parent: bool = False
-    """Stop when standard input closes: the starter is gone."""
+    """Stop when standard input closes, because the parent process has ended."""
     stop: asyncio.Event | None = None
-    """Set by whoever started the server in a thread of its own process. None: signals stop it."""
+    """Set to stop a server that runs in a thread. None: signals stop the server."""
     on_ready: Callable[[ServiceDescriptor, str], None] = _print_ready
-    """Called with the service and its address once rpcs are answered."""
+    """Called with the service and its address when the server accepts rpcs."""
 
     def __post_init__(self) -> None:
         host, separator, port = self.bind.rpartition(":")
@@ -67,11 +67,11 @@ class Endpoint:
 
     @property
     def host(self) -> str:
-        """Where to listen, without the port."""
+        """Host to listen on, without the port."""
         return self.bind.rpartition(":")[0]
 
     def address(self, port: int) -> str:
-        """host:port to give to others."""
+        """Returns the host:port by which clients reach the server."""
         host = self.advertise or self.host
         if host in _EVERY_INTERFACE:
             host = socket.gethostname()
@@ -79,8 +79,8 @@ class Endpoint:
 
 
 Background = Callable[[str], AbstractAsyncContextManager[Awaitable[object]]]
-"""Given the address others use: what runs while the server serves, such as a heartbeat. It gives something that raises
-when the server must not go on, and is never done otherwise."""
+"""Called with the server's address. Runs while the server serves, such as a heartbeat. Yields an awaitable that raises
+when the server must stop, and never completes otherwise."""
 
 
 async def serve(
@@ -92,20 +92,19 @@ async def serve(
     credentials: Credentials = NO_CREDENTIALS,
     end_standing: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serves one service with health checks and reflection until SIGTERM, SIGINT or the starter's end.
+    """Serves one service, with health checks and reflection, until SIGTERM, SIGINT or the end of the parent process.
 
-    Unless ``endpoint.on_ready`` does something else, prints one JSON line
-    ``{"ready": service, "address": "host:port"}`` to standard output once rpcs are answered and ``background`` is
-    entered.
+    When ``background`` is entered and rpcs are accepted, calls ``endpoint.on_ready``, which by default prints the JSON
+    line ``{"ready": service, "address": "host:port"}`` to standard output.
 
     Args:
-        service: What is served.
-        servicer: Serves it.
-        endpoint: Where.
-        background: Runs meanwhile; what it raises ends the server at once.
-        credentials: What callers must show.
-        end_standing: Called when told to stop: ends rpcs that do not end by themselves, so that nothing
-            waits out ``STOP_GRACE_S`` for them.
+        service: The service.
+        servicer: Object that implements the service.
+        endpoint: Where to listen.
+        background: Runs while the server serves. An error that it raises ends the server at once.
+        credentials: Credentials that callers must send.
+        end_standing: Called when the server is asked to stop. Ends streams that would otherwise stay open for
+            ``STOP_GRACE_S``.
     """
     server = grpc.aio.server(interceptors=interceptors(credentials), options=SERVER_OPTIONS)
     add_service(server, service, servicer)
@@ -139,40 +138,40 @@ async def serve(
 
 
 def _why_not(endpoint: Endpoint) -> str:
-    """Why nothing can listen there, which gRPC does not say."""
+    """Returns why the address cannot be bound, which gRPC does not report."""
     host, port = endpoint.host.strip("[]"), int(endpoint.bind.rpartition(":")[2])
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-            return "it was taken a moment ago; start the server again"
+            return "another process has just released the port; start the server again"
     except OSError as error:
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-        return f"{reason}; choose another with --listen (port 0: a free one)"
+        return f"{reason}; choose another address with --listen (port 0: a free port)"
 
 
 async def _done_before(stop: asyncio.Event, work: Awaitable[object]) -> bool:
-    """Awaits ``work``, which may take for ever, unless ``stop`` is set first; returns whether it was done."""
-    doing, told = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    """Awaits ``work`` until ``stop`` is set; returns True if the work was done first."""
+    doing, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait({doing, told}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({doing, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if doing.done():
             doing.result()
         return doing.done()
     finally:
         doing.cancel()
-        told.cancel()
-        await asyncio.gather(doing, told, return_exceptions=True)
+        stopped.cancel()
+        await asyncio.gather(doing, stopped, return_exceptions=True)
 
 
 def stop_event(endpoint: Endpoint) -> asyncio.Event:
-    """Set at SIGTERM or SIGINT, and at the starter's end if the endpoint is to end with it."""
+    """Returns an event set by SIGTERM or SIGINT, and by the end of the parent if ``exit_with_parent`` is set."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def ask_to_stop(*_: object) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(stop.set)
 
-    # Not the loop's own handlers: they go with the loop, and a second signal would then kill a process that has
-    # stopped well.
+    # Not loop.add_signal_handler: such handlers end with the loop, and a second signal would then kill a process that
+    # is stopping cleanly.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, ask_to_stop)
     if endpoint.exit_with_parent:
@@ -181,14 +180,14 @@ def stop_event(endpoint: Endpoint) -> asyncio.Event:
 
 
 def _stop_at_end_of_input(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
-    # Not sys.stdin: a thread that waits in it holds its lock, which makes the interpreter abort at exit.
+    # Not sys.stdin: a thread blocked in it holds its lock, and the interpreter aborts at exit.
     while os.read(0, 4096):
         pass
     loop.call_soon_threadsafe(stop)
 
 
 def run(main: Awaitable[_Result], *, log_level: str) -> _Result:
-    """Runs a server's main coroutine in this process, logging to standard error; returns what it returns."""
+    """Runs a server's main coroutine with logging to standard error; returns its result."""
     logging.basicConfig(
         level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -198,8 +197,8 @@ def run(main: Awaitable[_Result], *, log_level: str) -> _Result:
     async def until_done() -> _Result:
         return await main
 
-    # What is imported by now stays, and with torch that is much: the collector would look at all of it again while the
-    # server serves, and at its end for a third of a second.
+    # Imported modules are never freed. Without this call, the garbage collector scans their objects while the server
+    # serves and at exit. With torch, a scan takes a third of a second.
     gc.freeze()
     try:
         return asyncio.run(until_done())
@@ -208,7 +207,7 @@ def run(main: Awaitable[_Result], *, log_level: str) -> _Result:
 
 
 def _remove_leftovers() -> None:
-    """Removes what processes of this user left behind that were killed, such as this one's starter or a sibling."""
+    """Removes the files of killed processes of this user, such as the parent or a sibling of this process."""
     directory = Path(os.environ.get("SHARDWELL_SHM_DIR", DEFAULT_DIRECTORY))
     with suppress(OSError):
         remove_remains(directory)
@@ -217,10 +216,11 @@ def _remove_leftovers() -> None:
 
 
 def _allow_many_files() -> None:
-    """Lets the process open as many files as it ever may: each connection is one, and each that trainers map.
+    """Raises the limit of open files to the hard limit.
 
-    A shell's or service's limit is often 1024 at first, which a large model's units and gradient buffers pass.
+    Each connection and each file in shared memory uses one. The initial limit is often 1024, less than the units and
+    gradient buffers of a large model need.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS says there is no limit, and refuses to do without
+    with suppress(ValueError, OSError):  # macOS reports an unlimited hard limit but rejects it
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

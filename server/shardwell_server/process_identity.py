@@ -1,4 +1,4 @@
-"""Which process of which host a server is, so that others on that host can tell when it has ended."""
+"""Identities of processes, by which other processes on the host detect that one has ended."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _ENDED_STATES = ("Z", "X")
-"""A zombie runs no more, though its parent has not waited for it yet."""
+"""A zombie has ended, although its parent has not waited for it."""
 
 
 def own_identity() -> str:
-    """Names this process: host, process namespace, process id and start time. Empty where ``/proc`` does not tell."""
+    """Returns the boot, process namespace, process id and start time of this process. Empty without ``/proc``."""
     pid = os.getpid()
     try:
         _, started = _state_and_start(pid)
@@ -21,12 +21,12 @@ def own_identity() -> str:
 
 
 def has_ended(identity: str) -> bool:
-    """Whether a process is known to run no more.
+    """Returns True if a process has ended.
 
-    False also if that cannot be told from here: the process is on another host or in another container, or unnamed.
+    False if this is unknown: the process is on another host, in another container, or has no identity.
 
     Args:
-        identity: From its ``own_identity``.
+        identity: The result of ``own_identity`` in that process.
     """
     space, _, rest = identity.rpartition("/")
     space, _, pid = space.rpartition("/")
@@ -38,17 +38,17 @@ def has_ended(identity: str) -> bool:
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):
-        return False  # it is there, and belongs to somebody else
+        return False  # the process exists and belongs to another user
     return started != rest or state in _ENDED_STATES
 
 
 def _process_space() -> str:
-    """Where process ids have one meaning: this boot of this host, and this process namespace."""
+    """Returns the scope in which process ids are unique: this boot of this host, and this process namespace."""
     boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{(_PROC / 'self/ns/pid').readlink().name}"
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    # The name of the program, in parentheses, may contain anything.
+    # The program's name, in parentheses, may contain any characters.
     fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], fields[19]

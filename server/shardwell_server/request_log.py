@@ -1,4 +1,4 @@
-"""Remembers recent request ids, so that another request under a used id is refused."""
+"""Log of recent request ids, by which a second request under a used id is rejected."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shardwell_wire.errors import DuplicateError, InvalidRequestError
 from shardwell_wire.v1 import common_pb2
 
 MAX_REQUEST_ID_LENGTH = 128
-"""Longer ids are refused: the log keeps every id it sees."""
+"""Maximum length of a request id. The log stores every id."""
 
 
 class RequestLog:
-    """The last request ids seen, each with what it was used for. For one event loop or thread.
+    """The last request ids and fingerprints of their requests. Used on one event loop or in one thread.
 
     Args:
-        capacity: Ids kept; the least recently seen is forgotten first.
+        capacity: Number of ids to keep. The least recently used id is removed first.
     """
 
     def __init__(self, capacity: int = 65536) -> None:
@@ -27,14 +27,14 @@ class RequestLog:
         self._fingerprints: OrderedDict[str, Hashable] = OrderedDict()
 
     def check(self, request_id: str, fingerprint: Hashable) -> bool:
-        """Notes a request.
+        """Records a request.
 
         Args:
-            request_id: Empty: the caller wants no check.
-            fingerprint: Equal for a retry, different for another request; small, for it is kept.
+            request_id: Empty: the request is not checked.
+            fingerprint: Small value that is equal for a retry and different for another request.
 
         Returns:
-            Whether this is a repetition.
+            True if the request is a retry.
 
         Raises:
             DuplicateError: The id was used for another request.
@@ -44,13 +44,13 @@ class RequestLog:
             return False
         if len(request_id) > MAX_REQUEST_ID_LENGTH:
             raise InvalidRequestError(
-                f"request_id has {len(request_id)} characters; at most {MAX_REQUEST_ID_LENGTH} are allowed"
+                f"request_id has {len(request_id)} characters, expected at most {MAX_REQUEST_ID_LENGTH}"
             )
         known = self._fingerprints.get(request_id)
         if known is not None and known != fingerprint:
             raise DuplicateError(
-                f"request id {request_id!r} was used for another request: take a new id for every request, "
-                "and the same one only to repeat it",
+                f"request id {request_id!r} was used for another request: use a new id for every request, and the same "
+                "id only for a retry",
                 request_id=request_id,
             )
         self._fingerprints[request_id] = fingerprint
@@ -60,12 +60,12 @@ class RequestLog:
         return known is not None
 
     def check_content(self, method: str, context: common_pb2.RequestContext, content: Message) -> None:
-        """Notes a request by what it says; raises as ``check`` does.
+        """Records a request by the digest of its content; raises as ``check`` does.
 
         Args:
             method: Name of the rpc.
-            context: Of the request; one without an id is not noted.
-            content: What a repetition has in common with it.
+            context: Context of the request. A request without an id is not recorded.
+            content: Message that is equal in a retry.
         """
         if context.request_id:
             digest = xxhash.xxh3_128(content.SerializeToString(deterministic=True)).digest()

@@ -1,7 +1,7 @@
 """Binds a servicer to a gRPC server: decode, call, encode, and errors as statuses.
 
-Handlers receive raw bytes from grpc and decode here, so bytes that do not decode are answered with
-INVALID_ARGUMENT (stock grpcio says INTERNAL), and streams stay bytes for ``codec``.
+Handlers receive raw bytes from grpc and decode them here. Bytes that cannot be decoded therefore get INVALID_ARGUMENT,
+where grpcio itself returns INTERNAL, and streamed messages stay bytes for the chunk codec.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from shardwell_wire.names import check_names
 logger = logging.getLogger(__name__)
 
 MAX_WAIT_S = 60.0
-"""Longest a handler may wait when the caller sets no deadline."""
+"""Maximum time that a handler waits if the caller sets no deadline."""
 
 DEADLINE_MARGIN_S = 0.05
-"""A handler gives up this much before its caller, so the caller sees the reason."""
+"""A handler stops waiting this long before the caller's deadline, so that the caller receives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a servicer may know about the rpc it serves."""
+    """The rpc that a servicer method handles."""
 
     method: str
     context: grpc.aio.ServicerContext
 
     @property
     def peer(self) -> str:
-        """Address of the caller, as grpc writes it."""
+        """Address of the caller in grpc's format."""
         return str(self.context.peer())
 
     def remaining_s(self, wanted_s: float | None = None) -> float:
-        """How long the handler may wait: what the caller wants, within its deadline and ``MAX_WAIT_S``."""
+        """Returns how long the handler may wait: until the deadline or ``MAX_WAIT_S``, at most ``wanted_s``."""
         deadline = self.context.time_remaining()
         limits = [MAX_WAIT_S]
         if deadline is not None:
@@ -64,11 +64,11 @@ def add_service(server: grpc.aio.Server, descriptor: ServiceDescriptor, servicer
     """Registers every rpc of a service.
 
     Args:
-        server: The server, not started yet.
+        server: A server that has not been started.
         descriptor: The service, from the generated module's ``DESCRIPTOR``.
-        servicer: An object with one method per rpc, named like it, taking ``(request, call)``:
-            unary requests arrive as messages, streamed ones as ``AsyncIterator[bytes]``; unary
-            responses are returned as messages, streamed ones yielded as bytes or messages.
+        servicer: Object with one method ``(request, call)`` per rpc, of the same name. A unary request is a message, a
+            streamed one an ``AsyncIterator[bytes]``. A unary response is returned as a message, a streamed one is
+            yielded as bytes or messages.
     """
     handlers = {}
     for method in descriptor.methods:
@@ -81,7 +81,7 @@ def add_service(server: grpc.aio.Server, descriptor: ServiceDescriptor, servicer
         elif not method.client_streaming:
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(_unary_unary(path, method, implementation))
         else:
-            raise NotImplementedError(f"{path}: streams both ways are not used")
+            raise NotImplementedError(f"{path}: bidirectional streams are not supported")
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(descriptor.full_name, handlers),))
 
 
@@ -89,7 +89,7 @@ def _decode(method: MethodDescriptor, data: bytes) -> Message:
     try:
         message: Message = GetMessageClass(method.input_type).FromString(data)
     except DecodeError as error:
-        raise InvalidRequestError(f"bytes do not decode as {method.input_type.full_name}") from error
+        raise InvalidRequestError(f"the request cannot be decoded as {method.input_type.full_name}") from error
     check_names(message)
     return message
 
@@ -135,14 +135,14 @@ def reported_error(path: str, error: Exception, peer: str) -> ShardwellError:
     """Returns the error to send to the caller: itself, or a fixed text for a defect, which is logged.
 
     Args:
-        path: What was called.
-        error: What it raised.
+        path: Name of the rpc.
+        error: Error that the handler raised.
         peer: Address of the caller, for the log.
     """
     if not isinstance(error, ShardwellError) or error.status is None:
         logger.error("%s from %s failed", path, peer, exc_info=error)
         return InternalError(f"{path}: internal error; the server's log has the details")
-    logger.info("%s from %s refused: %s: %s", path, peer, type(error).__name__, wire_message(error))
+    logger.info("%s from %s rejected: %s: %s", path, peer, type(error).__name__, wire_message(error))
     return error
 
 

@@ -1,4 +1,4 @@
-"""Folders in shared memory that belong to shard servers, and what is left of those whose server was killed."""
+"""Folders of shard servers in shared memory, and removal of the folders of killed servers."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _LOCK = "lock"
 
 
 def lock_folder(folder: int) -> int:
-    """Locks a new folder, given by its descriptor, until the process ends; returns what holds the lock."""
+    """Locks a new folder, given by its descriptor, until the process ends; returns the lock's descriptor."""
     return _lock(folder, create=True)
 
 
 def remove_remains(directory: Path) -> None:
-    """Removes the folders of this user's servers that are not there any more: the kernel takes the lock from the dead.
+    """Removes the folders of this user's servers that have ended. The kernel releases the lock of a dead process.
 
-    Anybody can make a folder of such a name, and put a FIFO where the lock should be: neither is opened.
+    Another user can make a folder with such a name, or put a FIFO in place of the lock file. Neither is opened.
     """
     for path in directory.glob(f"{SERVER_FOLDER_PREFIX}*"):
         try:
             with opened(open_folder(path)) as folder, opened(_lock(folder)):
                 shutil.rmtree(path)
         except OSError:
-            continue  # it lives, is another user's, or is being made or removed at this moment
-        logger.info("removed %s, which a server that was killed left behind", path)
+            continue  # its server runs, or another user owns it, or another process is making or removing it
+        logger.info("removed %s, the folder of a killed server", path)
 
 
 def _lock(folder: int, *, create: bool = False) -> int:
-    """Takes the lock of a folder; returns the descriptor that holds it. Raises OSError if that is not possible."""
+    """Locks a folder; returns the descriptor that holds the lock. Raises OSError if the lock is taken."""
     held = open_file(_LOCK, create=create, folder=folder)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Parsing of memory sizes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _UNITS.update({"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40})
 
 
 def parse_size(text: str) -> int:
-    """Bytes from text such as ``4GiB``, ``512 MB`` or ``65536``; for argparse."""
+    """Returns the bytes in a text such as ``4GiB``, ``512 MB`` or ``65536``. For argparse."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: expected something like 4GiB, 512MB or 65536")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: expected a value such as 4GiB, 512MB or 65536")
     return int(float(match[1]) * _UNITS[match[2].upper()])

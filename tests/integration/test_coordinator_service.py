@@ -376,7 +376,7 @@ def test_a_request_that_does_not_fit_a_message_is_refused(shared: Cluster) -> No
     [
         (["--lease-s", "0"], "lease_s=0.0: expected 0.1 to 3600 seconds"),
         (["--min-servers", "0"], "min_servers=0: expected at least 1"),
-        (["--min-shard-bytes", "lots"], "'lots' is no size"),
+        (["--min-shard-bytes", "lots"], "'lots' is not a size"),
         (["--listen", "nowhere"], "expected HOST:PORT to listen on, got 'nowhere'"),
         (["--state-dir", "/dev/null"], "cannot open /dev/null/coordinator.sqlite"),
         (["--log-level", "loud"], "invalid choice: 'loud'"),

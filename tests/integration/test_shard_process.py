@@ -180,8 +180,8 @@ def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "environment", "complaint"),
     [
-        (["--memory-budget", "nonsense"], {}, "'nonsense' is no size: expected something like 4GiB"),
-        ([], {"SHARDWELL_MEMORY_BUDGET": "0"}, "'0' is no size"),
+        (["--memory-budget", "nonsense"], {}, "'nonsense' is not a size: expected a value such as 4GiB"),
+        ([], {"SHARDWELL_MEMORY_BUDGET": "0"}, "'0' is not a size"),
         (["--listen", "localhost"], {}, "expected HOST:PORT to listen on, got 'localhost'"),
         (["--threads", "0"], {}, "--threads 0: expected at least 1"),
         ([], {"SHARDWELL_THREADS": "many"}, "invalid int value: 'many'"),
@@ -203,7 +203,7 @@ def test_settings_that_are_wrong_are_named(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--listen", "TAKEN"], "Address already in use; choose another with --listen (port 0: a free one)"),
+        (["--listen", "TAKEN"], "Address already in use; choose another address with --listen (port 0: a free port)"),
         (["--coordinator", "node0"], "'node0' is no address: expected HOST:PORT"),
     ],
 )

@@ -16,6 +16,6 @@ def test_the_log_names_the_peer(caplog: pytest.LogCaptureFixture) -> None:
         assert reported_error("/Service/Call", refused, "ipv4:10.0.0.7:1234") is refused
         assert isinstance(reported_error("/Service/Call", ValueError("defect"), "ipv4:10.0.0.8:1"), InternalError)
     assert caplog.messages == [
-        "/Service/Call from ipv4:10.0.0.7:1234 refused: NotFoundError: no such run",
+        "/Service/Call from ipv4:10.0.0.7:1234 rejected: NotFoundError: no such run",
         "/Service/Call from ipv4:10.0.0.8:1 failed",
     ]
