@@ -1,4 +1,4 @@
-"""Buffers are part of a run's state: no death changes them, and all trainers have rank 0's."""
+"""Fault tests of buffers: every trainer has rank 0's buffers, and no death changes them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plain_hash(*, write: bool = False) -> str:
 
 
 @pytest.mark.parametrize("point", ["item ended", "work finished"])
-def test_rank_0s_trainer_dies_and_its_buffers_are_in_the_step(cluster: shardwell.LocalCluster, point: str) -> None:
+def test_death_of_rank_0s_trainer_keeps_its_buffers_in_the_step(cluster: shardwell.LocalCluster, point: str) -> None:
     run = uuid.uuid4().hex
     with (
         BufferTrainer(cluster.address, run, "--rank", 0, "--kill", point, "--kill-step", 1) as killed,
@@ -43,7 +43,7 @@ def test_rank_0s_trainer_dies_and_its_buffers_are_in_the_step(cluster: shardwell
     assert result.get("sha256") == plain_hash(), result
 
 
-def test_buffers_that_differ_at_the_start_are_rank_0s_also_for_one_that_joins_late(
+def test_differing_initial_buffers_become_rank_0s_also_for_a_late_trainer(
     cluster: shardwell.LocalCluster,
 ) -> None:
     run = uuid.uuid4().hex
@@ -59,7 +59,7 @@ def test_buffers_that_differ_at_the_start_are_rank_0s_also_for_one_that_joins_la
     assert [result.get("sha256") for result in results] == [plain_hash()] * 2, results
 
 
-def test_a_write_before_the_batches_must_be_the_same_everywhere(cluster: shardwell.LocalCluster) -> None:
+def test_differing_writes_before_the_batches_are_an_error(cluster: shardwell.LocalCluster) -> None:
     run = uuid.uuid4().hex
     with (
         BufferTrainer(cluster.address, run, "--rank", 0, "--write", 1.0) as first,
@@ -69,10 +69,10 @@ def test_a_write_before_the_batches_must_be_the_same_everywhere(cluster: shardwe
     (error,) = [result["stderr"] for result in results if result["returncode"]]
     assert "ConflictError: buffer 'Net-0.temperature' had different values when rank" in error
     (survivor,) = [result for result in results if not result["returncode"]]
-    assert "sha256" in survivor, "the others go on"
+    assert "sha256" in survivor, "the others continue"
 
 
-def test_writes_before_the_batches_count_and_the_coordinator_is_killed_in_mid_run(tmp_path: Path) -> None:
+def test_writes_before_the_batches_survive_a_coordinator_restart(tmp_path: Path) -> None:
     run = uuid.uuid4().hex
     with (
         shardwell.LocalCluster(num_shards=1, state_dir=tmp_path) as cluster,

@@ -1,4 +1,4 @@
-"""A coordinator that is killed at any instant comes back and the run goes on, bit for bit."""
+"""Fault tests of the coordinator: after SIGKILL it restarts, and the result has equal bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def expected_hash(dp: int) -> str:
     return sha256(model.state_dict())
 
 
-def test_sigkill_of_the_coordinator_in_mid_run(tmp_path: Path) -> None:
+def test_sigkill_of_the_coordinator_keeps_the_result(tmp_path: Path) -> None:
     run = uuid.uuid4().hex
     with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, state_dir=tmp_path) as cluster:
         options = ("--dp", 2, "--steps", STEPS)
@@ -38,7 +38,7 @@ def test_sigkill_of_the_coordinator_in_mid_run(tmp_path: Path) -> None:
     assert all([step for step, _ in result["losses"]] == list(range(STEPS)) for result in results)
 
 
-def test_a_spare_takes_over() -> None:
+def test_spare_trainer_takes_over_a_lost_rank() -> None:
     run = uuid.uuid4().hex
     with shardwell.LocalCluster(num_shards=1, lease_s=1.5) as cluster:
         options = ("--dp", 1, "--steps", STEPS)

@@ -1,4 +1,4 @@
-"""A shard server finds no memory: nothing that was acknowledged is lost, and training goes on once there is some."""
+"""Fault tests of a shard server without memory: committed steps stay, and training continues once memory is free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def address_space_bytes(pid: int) -> int:
     return pages * resource.getpagesize()
 
 
-def test_a_step_whose_optimizer_state_cannot_be_allocated_is_not_acknowledged() -> None:
+def test_step_without_memory_for_optimizer_state_is_not_committed() -> None:
     with (
         shardwell.LocalCluster(num_shards=1, memory_budget=1 << 30) as cluster,
         shardwell.join(cluster.address, run=uuid.uuid4().hex, waits=shardwell.WaitOptions(wait_limit_s=30)) as session,

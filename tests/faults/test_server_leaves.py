@@ -1,4 +1,4 @@
-"""A shard server is told to stop before a unit has values: the unit is placed on the others, and training goes on."""
+"""Fault test of a shard server that stops before a unit has values: the unit is placed on other servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwell.session.run_units import UnitDeclarations
 from tests.support.cluster import build_model
 
 
-def test_the_unit_is_placed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unit_is_placed_again_after_a_server_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=5.0) as cluster:
         initialize, stopped = UnitDeclarations._initialize, []
 

@@ -1,4 +1,4 @@
-"""A shard server is killed before the first commit: the trainer learns which, and what was on it, and does not wait."""
+"""Fault tests of a shard server killed before the first commit: the trainer's error names it and its shards at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwell_wire.errors import ConflictError
 from tests.support.cluster import build_model, join_options
 
 LIMIT_S = 40.0
-"""Far below ``wait_limit_s``; most of it is for machines that are slow."""
+"""Far below ``wait_limit_s``, with a margin for slow machines."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def lost(units: str) -> str:
     return rf"server 'shard-0' at .* has ended, and its shards of {units} of this run are lost: delete the run"
 
 
-def test_between_two_declarations(cluster: shardwell.LocalCluster) -> None:
+def test_server_killed_between_declarations_is_reported(cluster: shardwell.LocalCluster) -> None:
     with join(cluster) as session:
         model = build_model()
         shardwell.fully_shard(model[0], session, name="first")
@@ -43,7 +43,7 @@ def test_between_two_declarations(cluster: shardwell.LocalCluster) -> None:
 
 
 @pytest.mark.parametrize("transports", ["shm", "socket", "grpc"])
-def test_before_the_first_step(cluster: shardwell.LocalCluster, transports: str) -> None:
+def test_server_killed_before_the_first_step_is_reported(cluster: shardwell.LocalCluster, transports: str) -> None:
     with join(cluster, transports) as session:
         model = build_model()
         shardwell.fully_shard(model, session, name="all")

@@ -1,4 +1,4 @@
-"""Processes that share memory die, stop and come back: no bit changes, and no memory stays behind."""
+"""Fault tests of processes that share memory: no bit changes, and no files stay behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.shared_files import SHARED_MEMORY, files_of, folder_of
 
 STEPS = 8
 UNITS = 4
-"""Of the transformer; each has a shard on every server."""
+"""Number of units of the transformer. Each has a shard on every server."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def undisturbed_hash() -> str:
 
 
 class FileCount:
-    """Files in the shared memory of a cluster's servers beyond those that were there."""
+    """Counts the files that a cluster's servers add to shared memory."""
 
     def __init__(self, cluster: shardwell.LocalCluster) -> None:
         self._cluster, self._before = cluster, self._now(cluster)
@@ -48,7 +48,7 @@ class FileCount:
         return sum(len(files_of(shard.pid)) for shard in cluster.shards)
 
 
-def test_the_gradient_buffers_of_a_trainer_killed_in_mid_backward_are_gone(
+def test_sigkill_of_a_trainer_in_backward_removes_its_gradient_buffers(
     cluster: shardwell.LocalCluster, undisturbed_hash: str
 ) -> None:
     files = FileCount(cluster)
@@ -60,10 +60,10 @@ def test_the_gradient_buffers_of_a_trainer_killed_in_mid_backward_are_gone(
         assert killed.finish()["returncode"] == -signal.SIGKILL
         result = survivor.finish()
     assert result.get("sha256") == undisturbed_hash, result
-    wait_until(lambda: files() == UNITS * len(cluster.shards), "only the shards are left")
+    wait_until(lambda: files() == UNITS * len(cluster.shards), "only the shards' files are left")
 
 
-def test_a_trainer_that_was_stopped_past_its_lease_changes_nothing(
+def test_trainer_stopped_beyond_its_lease_changes_nothing(
     cluster: shardwell.LocalCluster, undisturbed_hash: str
 ) -> None:
     files = FileCount(cluster)
@@ -72,30 +72,30 @@ def test_a_trainer_that_was_stopped_past_its_lease_changes_nothing(
         TrainerProcess(cluster.address, run, *options, "--global-rank", 0, "--stop-at-step", 2) as stopped,
         TrainerProcess(cluster.address, run, *options, "--global-rank", 1) as survivor,
     ):
-        survivor.wait_for_step(3)  # the stopped one's work of step 2 was done by the other
+        survivor.wait_for_step(3)  # the other trainer did the stopped trainer's work of step 2
         os.kill(stopped.process.pid, signal.SIGCONT)
         late, result = stopped.finish(), survivor.finish()
     assert result.get("sha256") == undisturbed_hash, result
     assert len(result["losses"]) == STEPS + (STEPS - 2)
     assert late["returncode"] == 1
     assert "sha256" not in late
-    # Its log may go on after the error.
+    # The log may continue after the error.
     assert any(line.startswith("shardwell_wire.errors.") for line in late["stderr"].splitlines()), late["stderr"]
-    wait_until(lambda: files() == UNITS * len(cluster.shards), "only the shards are left")
+    wait_until(lambda: files() == UNITS * len(cluster.shards), "only the shards' files are left")
 
 
-def test_what_a_killed_server_left_is_removed_by_the_next_one_of_its_host() -> None:
+def test_files_of_a_killed_server_are_removed_by_the_next_server() -> None:
     with shardwell.LocalCluster(num_shards=1) as cluster:
         with small_run(cluster.address, "small", steps=1):
             left = folder_of(cluster.shards[0].pid)
             assert len(list(left.iterdir())) > 2
             cluster.shards[0].kill()
-        # Any server of this user that starts or ends on this host removes it.
+        # Any server of this user that starts or stops on this host removes the folder.
         cluster.shards[0].restart(time.monotonic() + 60.0)
         assert not left.exists()
 
 
-def test_servers_that_stop_leave_nothing_in_shared_memory() -> None:
+def test_stopped_servers_leave_no_files_in_shared_memory() -> None:
     with shardwell.LocalCluster(num_shards=2) as cluster:
         with small_run(cluster.address, "small", steps=1):
             folders = [folder_of(shard.pid) for shard in cluster.shards]
@@ -105,12 +105,12 @@ def test_servers_that_stop_leave_nothing_in_shared_memory() -> None:
     assert [shard.exit_code for shard in cluster.shards] == [0, 0]
 
 
-def test_a_server_that_stops_ends_its_transports_first() -> None:
+def test_stopping_server_ends_its_transport_sessions_first() -> None:
     with shardwell.LocalCluster(num_shards=1) as cluster, small_run(cluster.address, "small", steps=1) as session:
         (server,) = session.store._servers._connections.values()
         cluster.shards[0].stop(20.0)
         assert cluster.shards[0].exit_code == 0
-        # Otherwise the rpc lasts as long as the server's patience, and is then cut off.
+        # Otherwise the rpc lasts for the server's grace period and is then cancelled.
         shared = server.transport
         assert isinstance(shared, ShmTransport)
         assert shared._rpc._call.code() is grpc.StatusCode.OK

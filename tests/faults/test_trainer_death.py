@@ -1,4 +1,4 @@
-"""A trainer that dies at any instant changes nothing but the time."""
+"""Fault tests of trainers: a death at any instant changes the duration only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def undisturbed_hash() -> str:
 
 
 @pytest.mark.parametrize("killed_rank", [0, 1])
-def test_sigkill_in_mid_backward(cluster: shardwell.LocalCluster, undisturbed_hash: str, killed_rank: int) -> None:
+def test_sigkill_of_a_trainer_in_backward_keeps_the_result(
+    cluster: shardwell.LocalCluster, undisturbed_hash: str, killed_rank: int
+) -> None:
     run, options = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS)
     with (
         TrainerProcess(cluster.address, run, *options, "--global-rank", killed_rank, "--kill-at-step", 2) as killed,
@@ -41,7 +43,7 @@ def test_sigkill_in_mid_backward(cluster: shardwell.LocalCluster, undisturbed_ha
     assert len(result["losses"]) == STEPS + (STEPS - 2), "the survivor computes the lost work items from step 2 on"
 
 
-def test_a_trainer_that_comes_back_gets_its_rank_back(cluster: shardwell.LocalCluster, undisturbed_hash: str) -> None:
+def test_restarted_trainer_gets_its_rank_back(cluster: shardwell.LocalCluster, undisturbed_hash: str) -> None:
     run, options = uuid.uuid4().hex, ("--dp", 2, "--steps", STEPS)
     with (
         TrainerProcess(cluster.address, run, *options, "--trainer", "a", "--global-rank", 0) as first,
@@ -53,7 +55,7 @@ def test_a_trainer_that_comes_back_gets_its_rank_back(cluster: shardwell.LocalCl
     assert [result.get("sha256") for result in results] == [undisturbed_hash] * 2, results
 
 
-def test_a_stopped_trainer_of_a_deleted_run_has_no_part_in_the_next_run_of_the_name() -> None:
+def test_trainer_of_a_deleted_run_cannot_join_its_successor() -> None:
     expected = undisturbed_sha256(dp=1, steps=STEPS)
     with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=60.0) as cluster:
         for transports in ("shm,socket,grpc", "socket", "grpc"):
@@ -71,7 +73,7 @@ def test_a_stopped_trainer_of_a_deleted_run_has_no_part_in_the_next_run_of_the_n
                     new.resume()
                     result = new.finish()
             assert lost["returncode"] == 1, lost
-            if transports == "grpc":  # the end of a transport may be seen before the reason
+            if transports == "grpc":  # the end of a session may be detected before its reason
                 assert "RunDeletedError" in lost["stderr"], lost
             assert result.get("sha256") == expected, result
 

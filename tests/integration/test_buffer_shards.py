@@ -1,4 +1,4 @@
-"""The shard server over real gRPC: units of buffers, which rank 0 pushes and updates store."""
+"""Units of buffers on a shard server over gRPC."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ FIRST = [
     torch.tensor([True, False]),
     torch.ones(2).to(torch.complex64),
 ]
-"""By segment: the empty buffer has none."""
+"""By segment. The empty buffer has none."""
 MEAN, COUNT = torch.tensor([2.0, NAN, float("inf")]), torch.tensor([7])
 
 
 @pytest.fixture
 def buffers(server: ShardServer) -> OneUnit:
-    """The buffers of a run with two data ranks."""
+    """A unit of buffers in a run with two data ranks."""
     return OneUnit(server, LAYOUT, dp=2).begin(FIRST)
 
 
@@ -63,7 +63,7 @@ def rank_0(attempt: int = 0, parts: int = 1) -> list[tuple[int, int, int]]:
     return [(0, attempt, parts), (1, 0, 0)]
 
 
-def test_values_of_any_kind_are_stored_as_they_are_and_the_others_stay(buffers: OneUnit) -> None:
+def test_update_stores_pushed_buffers_and_keeps_the_others(buffers: OneUnit) -> None:
     assert values(buffers, 0) == raw(FIRST)
     buffers.push([MEAN, COUNT, None, None])
     answer = buffers.prepare(0, *rank_0())
@@ -79,14 +79,14 @@ def test_values_of_any_kind_are_stored_as_they_are_and_the_others_stay(buffers: 
     assert values(buffers, 2) == expected
 
 
-def test_a_skipped_step_stores_buffers_all_the_same(buffers: OneUnit) -> None:
+def test_skipped_step_stores_buffers(buffers: OneUnit) -> None:
     buffers.push([MEAN, None, None, None])
     buffers.prepare(0, *rank_0(), skip=True)
     buffers.update(0)
     assert values(buffers, 1) == raw([MEAN, *FIRST[1:]])
 
 
-def test_a_new_attempt_replaces_what_the_former_one_pushed(buffers: OneUnit) -> None:
+def test_new_attempt_replaces_buffers_of_the_former(buffers: OneUnit) -> None:
     buffers.push([MEAN, COUNT, None, None])
     buffers.prepare(0, *rank_0())
     buffers.fence(0, (0, 1, 1))
@@ -99,7 +99,7 @@ def test_a_new_attempt_replaces_what_the_former_one_pushed(buffers: OneUnit) -> 
     assert values(buffers, 1) == raw([FIRST[0], COUNT, *FIRST[2:]])
 
 
-def test_a_lost_lease_and_another_rank_can_push_nothing(buffers: OneUnit) -> None:
+def test_push_with_stale_lease_or_other_rank_is_rejected(buffers: OneUnit) -> None:
     buffers.fence(0, (0, 5, 0))
     assert isinstance(error_of(lambda: buffers.push([MEAN, None, None, None], epoch=4)), StaleEpochError)
     error = error_of(lambda: buffers.push([MEAN, None, None, None], rank=1))
@@ -108,14 +108,14 @@ def test_a_lost_lease_and_another_rank_can_push_nothing(buffers: OneUnit) -> Non
     assert isinstance(error_of(lambda: buffers.prepare(0, *rank_0(parts=0))), IncompleteStepError)
 
 
-def test_a_late_push_is_refused(buffers: OneUnit) -> None:
+def test_push_of_buffers_after_prepare_is_rejected(buffers: OneUnit) -> None:
     buffers.prepare(0, *rank_0(parts=0))
     assert isinstance(error_of(lambda: buffers.push([MEAN, None, None, None])), StepStateError)
     buffers.update(0)
     assert isinstance(error_of(lambda: buffers.push([MEAN, None, None, None])), VersionGoneError)
 
 
-def test_buffers_are_updated_beside_parameters_and_before_them(server: ShardServer, buffers: OneUnit) -> None:
+def test_buffers_are_updated_before_parameters(server: ShardServer, buffers: OneUnit) -> None:
     weights = OneUnit(server, layout_of(w=((8,), "float32")), dp=2, index=1).begin()
     for rank in range(2):
         weights.push(weights.filled(1.0), rank=rank)
@@ -128,7 +128,7 @@ def test_buffers_are_updated_beside_parameters_and_before_them(server: ShardServ
     assert buffers.shard.version == weights.shard.version == 1
 
 
-def test_memory_is_reserved_and_freed(server: ShardServer, buffers: OneUnit) -> None:
+def test_buffers_reserve_and_release_memory(server: ShardServer, buffers: OneUnit) -> None:
     need = shard_need_bytes(LAYOUT.size_bytes, 2, holds_buffers=True)
     assert need == 2 * LAYOUT.size_bytes
     taken = server.taken_bytes()
@@ -136,12 +136,12 @@ def test_memory_is_reserved_and_freed(server: ShardServer, buffers: OneUnit) -> 
         buffers.push([MEAN, COUNT, None, None], step=step)
         buffers.prepare(step, *rank_0())
         buffers.update(step)
-        assert server.taken_bytes() == taken, "new values take no memory once they are stored"
-    assert buffers.drop().freed_bytes == need + LAYOUT.size_bytes, "with the room for one stream beside it"
+        assert server.taken_bytes() == taken, "stored values release the memory of the push"
+    assert buffers.drop().freed_bytes == need + LAYOUT.size_bytes, "with one buffer of unreserved memory"
     assert server.taken_bytes() == 0
 
 
-def test_a_server_without_room_says_so_before_anything_is_trained() -> None:
+def test_buffers_beyond_the_budget_are_rejected_at_reservation() -> None:
     with ShardServer(budget_bytes=3000) as server:
         big = UnitLayout("buffers:0", (Parameter("queue", (500,), "float32"),), kind="buffers")
         with pytest.raises(CapacityError, match=r"6144 bytes on this server \(2048 of buffers, and as many .* of 3000"):
@@ -149,7 +149,7 @@ def test_a_server_without_room_says_so_before_anything_is_trained() -> None:
         assert not server.look(lambda: server.store.runs)
 
 
-def test_buffers_are_sent_and_not_drawn(server: ShardServer) -> None:
+def test_drawing_initial_buffers_is_rejected(server: ShardServer) -> None:
     one = OneUnit(server, LAYOUT)
     one.reserve()
     draw = initialization_pb2.ParameterDraw(
@@ -159,7 +159,7 @@ def test_buffers_are_sent_and_not_drawn(server: ShardServer) -> None:
         one.initialize(FIRST[1:], draws=[draw])
 
 
-def test_buffers_can_be_looked_at(server: ShardServer, buffers: OneUnit) -> None:
+def test_peek_returns_buffers(server: ShardServer, buffers: OneUnit) -> None:
     count = server.call("Peek", shard_pb2.PeekRequest(run="r", parameter="count"))
     assert list(count.values) == [0.0]
     flags = server.call("Peek", shard_pb2.PeekRequest(run="r", parameter="flags"))

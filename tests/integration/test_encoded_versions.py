@@ -1,4 +1,4 @@
-"""Gathers in a lossy dtype: encoded once for all who ask, never of another version, and given back when it is due."""
+"""Gathers in a lossy dtype: shared encodings, their versions and their memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BFLOAT16, INT8 = common_pb2.WIRE_DTYPE_BFLOAT16, common_pb2.WIRE_DTYPE_INT8
 
 
 class Encodings:
-    """Counts how often a server encodes."""
+    """Counts how often the server encodes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, real = 0, EncodedVersions.compute_encode
@@ -43,7 +43,7 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> Encodings:
 
 @pytest.fixture(params=["private", "shared"])
 def server(request: pytest.FixtureRequest) -> Iterator[ShardServer]:
-    """A server whose parameters lie in its own memory, or in memory that it shares."""
+    """A server with its parameters in ordinary memory or in shared memory."""
     if request.param == "private":
         with ShardServer() as running:
             yield running
@@ -57,7 +57,7 @@ def encoded_size(one: OneUnit, wire_dtype: int) -> int:
 
 
 def gather(one: OneUnit, wire_dtype: int = BFLOAT16, version: int | None = None) -> tuple[int, torch.Tensor]:
-    """The version and the encoded bytes."""
+    """Returns the version and the encoded bytes."""
     encoded = torch.empty(encoded_size(one, wire_dtype), dtype=torch.uint8)
     got = one.server.client.gather(
         one.gather_request(version, wire_dtype=wire_dtype),
@@ -69,7 +69,7 @@ def gather(one: OneUnit, wire_dtype: int = BFLOAT16, version: int | None = None)
 
 
 def encode(one: OneUnit, flat: torch.Tensor, wire_dtype: int) -> torch.Tensor:
-    """What should come of a shard's bytes."""
+    """Returns the expected encoding of a shard's bytes."""
     encoded = torch.empty(encoded_size(one, wire_dtype), dtype=torch.uint8)
     values = InVector(memory_at(flat.data_ptr(), flat.numel()), one.start)
     out = memory_at(encoded.data_ptr(), encoded.numel())
@@ -83,7 +83,7 @@ def values(one: OneUnit) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", [MIXED, PLAIN], ids=["mixed", "plain"])
-def test_it_is_encoded_once_for_all_who_ask(server: ShardServer, layout: UnitLayout, encodings: Encodings) -> None:
+def test_version_is_encoded_once_for_all_readers(server: ShardServer, layout: UnitLayout, encodings: Encodings) -> None:
     one = OneUnit(server, layout)
     one.begin(values(one))
     for wire_dtype in (BFLOAT16, INT8):
@@ -93,14 +93,16 @@ def test_it_is_encoded_once_for_all_who_ask(server: ShardServer, layout: UnitLay
             assert version == 0
             assert torch.equal(encoded, expected)
     assert encodings.count == 2
-    server.until(lambda: server.store.memory.unreserved.used_bytes == kept(one, BFLOAT16, INT8), "both are kept")
+    server.until(
+        lambda: server.store.memory.unreserved.used_bytes == kept(one, BFLOAT16, INT8), "both encodings are kept"
+    )
 
 
 def kept(one: OneUnit, *dtypes: int) -> int:
     return sum(encoded_size(one, dtype) for dtype in dtypes)
 
 
-def test_those_who_ask_at_once_wait_for_one_encoding(server: ShardServer, encodings: Encodings) -> None:
+def test_concurrent_readers_share_one_encoding(server: ShardServer, encodings: Encodings) -> None:
     one = OneUnit(server, BIG)
     one.begin(values(one))
     asking = [in_background(partial(gather, one)) for _ in range(4)]
@@ -109,7 +111,7 @@ def test_those_who_ask_at_once_wait_for_one_encoding(server: ShardServer, encodi
     assert encodings.count == 1
 
 
-def test_an_update_forgets_it(server: ShardServer, encodings: Encodings) -> None:
+def test_update_discards_the_encoding(server: ShardServer, encodings: Encodings) -> None:
     one = unit(server)
     before = gather(one)
     train(one, 0)
@@ -120,7 +122,7 @@ def test_an_update_forgets_it(server: ShardServer, encodings: Encodings) -> None
     assert isinstance(error_of(lambda: gather(one, version=0)), VersionGoneError)
 
 
-def test_whoever_needs_the_room_gets_it(server: ShardServer, encodings: Encodings) -> None:
+def test_encoding_without_readers_is_evicted(server: ShardServer, encodings: Encodings) -> None:
     one = unit(server)
     first = gather(one)[1]
     server.look(server.store.memory.unreserved.evict)
@@ -129,7 +131,7 @@ def test_whoever_needs_the_room_gets_it(server: ShardServer, encodings: Encoding
     assert encodings.count == 2
 
 
-def test_a_slow_reader_of_what_was_forgotten_reads_on(server: ShardServer) -> None:
+def test_slow_reader_finishes_a_discarded_encoding(server: ShardServer) -> None:
     one = OneUnit(server, BIG)
     one.begin(values(one))
     expected = encode(one, one.flat(values(one)), BFLOAT16)
@@ -138,14 +140,14 @@ def test_a_slow_reader_of_what_was_forgotten_reads_on(server: ShardServer) -> No
     received = [next(messages)]
     server.look(server.store.memory.unreserved.evict)
     train(one, 0)
-    assert server.staged_bytes() >= encoded_size(one, BFLOAT16), "it is still being read"
+    assert server.staged_bytes() >= encoded_size(one, BFLOAT16), "it still has a reader"
     received.extend(messages)
     data = b"".join(shard_pb2.GatherResponse.FromString(message).chunk.payload for message in received)
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.uint8), expected)
-    server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "everything is given back")
+    server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "all memory is released")
 
 
-def test_nothing_is_left_of_a_deleted_run(server: ShardServer) -> None:
+def test_deleted_run_releases_its_encodings(server: ShardServer) -> None:
     one = unit(server)
     for wire_dtype in (BFLOAT16, INT8):
         gather(one, wire_dtype)
@@ -153,8 +155,8 @@ def test_nothing_is_left_of_a_deleted_run(server: ShardServer) -> None:
     assert (server.staged_bytes(), server.taken_bytes()) == (0, 0)
 
 
-def test_a_gradient_buffer_takes_the_room_of_what_is_only_kept() -> None:
-    budget = 5 * PLAIN.size_bytes  # what the unit needs, and one more buffer
+def test_gradient_buffer_evicts_an_encoding_without_readers() -> None:
+    budget = 5 * PLAIN.size_bytes  # the unit's reservation and one more buffer
     with closing(SharedMemory()) as shared, ShardServer(budget, shared) as server:
         one = unit(server)
         gather(one, BFLOAT16)

@@ -1,4 +1,4 @@
-"""Units whose values a shard server draws: alone, beside streamed ones, and what it refuses."""
+"""Initial values that a shard server draws, alone and beside streamed values."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def expected(index: int, how: init.Draw) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("cut", [4096, 81920])
-def test_drawn_beside_streamed(server: ShardServer, cut: int) -> None:
-    """The gaps are zero also in memory that was used before."""
+def test_drawn_and_streamed_values_fill_one_unit(server: ShardServer, cut: int) -> None:
+    """The padding is zero even in reused memory."""
     dirty = OneUnit(server, layout_of("v", x=((60_100,), "float32")), run="before")
     dirty.begin(dirty.filled(3.0)).drop()
     draws = [draw_of(0, init.normal()), draw_of(2, init.uniform(-1, 1))]
@@ -57,7 +57,7 @@ def test_drawn_beside_streamed(server: ShardServer, cut: int) -> None:
     assert torch.equal(flat, whole)
 
 
-def test_refused_draws_leave_no_trace(server: ShardServer) -> None:
+def test_rejected_draws_leave_no_trace(server: ShardServer) -> None:
     one = OneUnit(server, LAYOUT)
     one.reserve()
     for draws in ([draw_of(0, init.uniform(1, 0))], [draw_of(0, init.normal())] * 2):
@@ -70,7 +70,7 @@ def test_refused_draws_leave_no_trace(server: ShardServer) -> None:
     assert server.taken_bytes() == 0
 
 
-def test_runs_of_one_seed_draw_the_same(cluster: shardwell.LocalCluster, run_name: str) -> None:
+def test_runs_with_one_seed_draw_equal_values(cluster: shardwell.LocalCluster, run_name: str) -> None:
     states = []
     for number, policy in enumerate((shardwell.NoWrapPolicy(), shardwell.SizePolicy(1000))):
         with shardwell.join(cluster.address, run=f"{run_name}-{number}", seed=11) as session:

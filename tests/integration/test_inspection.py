@@ -1,4 +1,4 @@
-"""The commands that show a cluster to people, against a real one."""
+"""The inspection commands, against a real cluster."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def show(cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]) ->
     return command
 
 
-def test_runs(show, run) -> None:
+def test_runs_command_lists_runs(show, run) -> None:
     line = next(line for line in show("runs").splitlines() if line.startswith(run))
     assert line.split()[2:6] == ["1", "x", "1", "x"], "after the name and the id"
     assert "1 live" in line and " 2 " in line
 
 
-def test_run(show, run) -> None:
+def test_run_command_describes_a_run(show, run) -> None:
     output = show("run", run)
     assert "tester" in output and "here" in output and "leased" in output
     assert "last committed step: adamw, gradient norm" in output and "lr=0.01" in output
 
 
-def test_transports_of_a_run(show, cluster: shardwell.LocalCluster) -> None:
+def test_run_transports_shows_reported_transports(show, cluster: shardwell.LocalCluster) -> None:
     with small_run(cluster.address, "transports", steps=1) as session:
         transports = {
             transport["server"]: (transport["transport"], transport["bytes_per_s"])
@@ -62,19 +62,19 @@ def test_transports_of_a_run(show, cluster: shardwell.LocalCluster) -> None:
     assert not transports
 
 
-def test_world_of_a_run(show, run) -> None:
+def test_world_command_shows_the_world_of_a_run(show, run) -> None:
     output = show("world", run)
     assert "World(dp=1, tp=1, pp=1): 1 ranks" in output and "tester" in output
 
 
-def test_a_world_that_is_only_thought_of(show) -> None:
+def test_world_command_shows_a_hypothetical_world(show) -> None:
     rows = [line.split() for line in show("world", "--dp", "2", "--tp", "2", "--pp", "2").splitlines()]
     places = {row[0]: row[1:4] for row in rows if row and row[0].isdigit()}
     assert len(places) == 8
     assert places["3"] == ["0", "1", "1"] and places["5"] == ["1", "0", "1"]
 
 
-def test_units(show, run) -> None:
+def test_units_command_lists_units_and_shards(show, run) -> None:
     version, _, *lines = show("units", run).splitlines()
     assert version == "version 2"
     rows = [line.split(maxsplit=7) for line in lines]
@@ -82,7 +82,7 @@ def test_units(show, run) -> None:
         ("0", "first", "2", "1,152"),
         ("1", "rest", "2", "65"),
     }
-    # Which server has which part depends on what else the cluster holds.
+    # The placement depends on the other runs of the cluster.
     assert all(row[6] in ("shard-0", "shard-1") for row in rows)
     for unit, size in (("0", 4608), ("1", 320)):
         ranges = [row[7].strip(" [)").replace(",", "").split() for row in rows if row[0] == unit]
@@ -90,56 +90,56 @@ def test_units(show, run) -> None:
         assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
 
 
-def test_servers(show, run) -> None:
+def test_servers_command_lists_servers(show, run) -> None:
     lines = show("servers").splitlines()
     assert [line.split()[0] for line in lines if line.startswith("shard-")] == ["shard-0", "shard-1"]
     assert all("live" in line for line in lines if line.startswith("shard-"))
 
 
-def test_stall(show, run) -> None:
+def test_stall_command_explains_a_stall(show, run) -> None:
     assert show("stall", run).startswith("step 2: ")
 
 
-def test_events(show, run) -> None:
+def test_events_command_lists_events(show, run) -> None:
     assert "step_committed" in show("events", "--run", run, "--duration", "0.2")
 
 
-def test_peek_joins_the_pieces_of_all_servers(show, run) -> None:
+def test_peek_joins_the_shards_of_all_servers(show, run) -> None:
     output = show("peek", run, "first.weight", "--count", "3")
     assert "first.weight: 1,088 elements, norm" in output
     pieces = [json.loads(line) for line in show("peek", run, "first.weight", "--json").splitlines()]
     assert sum(int(piece["peek"]["stop_element"]) - int(piece["peek"]["start_element"]) for piece in pieces) == 1088
 
 
-def test_peek_at_optimizer_state(show, run) -> None:
+def test_peek_shows_optimizer_state(show, run) -> None:
     assert "first.weight" in show("peek", run, "first.weight", "--source", "exp_avg")
 
 
-def test_json(show, run) -> None:
+def test_json_option_prints_json(show, run) -> None:
     summaries = {summary["run"]: summary for summary in json.loads(show("runs", "--json"))["runs"]}
     assert summaries[run]["committed_step"] == "2"
 
 
-def test_an_unknown_run_is_named(cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_an_unknown_run(cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "nobody", "--address", cluster.address]) == 1
     assert "nobody" in capsys.readouterr().err
 
 
-def test_a_shard_server_is_not_taken_for_a_coordinator(
+def test_address_of_a_shard_server_is_rejected(
     cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["runs", "--address", cluster.shards[0].address]) == 1
     assert "does not serve this: is it the address of another server?" in capsys.readouterr().err
 
 
-def test_an_unknown_parameter_is_named(
+def test_error_names_an_unknown_parameter(
     cluster: shardwell.LocalCluster, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["peek", run, "absent.weight", "--address", cluster.address]) == 1
     assert "absent.weight" in capsys.readouterr().err
 
 
-def test_a_live_run_is_deleted_only_by_force(
+def test_deleting_a_live_run_needs_force(
     cluster: shardwell.LocalCluster, run_name: str, capsys: pytest.CaptureFixture[str], show
 ) -> None:
     with small_run(cluster.address, run_name):

@@ -1,4 +1,4 @@
-"""Versions that a shard server keeps readable while training goes on."""
+"""Versions that stay pinned during training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def held(one: OneUnit, version: int) -> Iterator[shard_pb2.PinVersionResponse]:
     standing.end()
 
 
-def test_a_held_version_can_be_read_until_it_is_let_go(server: ShardServer) -> None:
+def test_pinned_version_is_readable_until_unpinned(server: ShardServer) -> None:
     one = unit(server, PLAIN)
     with held(one, 0) as answer:
         assert (answer.version, answer.shard_count) == (0, 1)
@@ -44,30 +44,30 @@ def test_a_held_version_can_be_read_until_it_is_let_go(server: ShardServer) -> N
                 assert_all(values, value)
             assert isinstance(error_of(lambda: one.gather(2)), VersionGoneError)
             assert server.staged_bytes() == 2 * one.size
-    server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "nothing is held")
+    server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "nothing is pinned")
     for version in (0, 1):
         error = error_of(lambda version=version: one.gather(version))
         assert isinstance(error, VersionGoneError) and error.data["newest"] == "3"
 
 
-def test_a_version_to_come_is_held_when_it_comes(server: ShardServer) -> None:
+def test_pin_waits_for_a_future_version(server: ShardServer) -> None:
     one = unit(server, PLAIN)
     holding = in_background(lambda: held(one, 1).__enter__())
-    server.until(lambda: len(one.shard.values._changed._waiters) == 1, "somebody waits")
+    server.until(lambda: len(one.shard.values._changed._waiters) == 1, "a reader waits")
     train(one, 0)
     assert next(holding).version == 1
 
 
-def test_nothing_of_a_deleted_run_is_held() -> None:
+def test_deleted_run_ends_its_pins() -> None:
     with closing(SharedMemory()) as shared, ShardServer(shared=shared) as server:
         one = unit(server, PLAIN)
         values = weakref.ref(one.shard.values.current)
         with held(one, 0):
             one.drop()
-            server.until(lambda: values() is None, "the memory is given back while the caller is still there")
+            server.until(lambda: values() is None, "the memory is released while the caller is still connected")
 
 
-def test_what_can_not_be_held_is_named(server: ShardServer) -> None:
+def test_error_names_a_version_that_cannot_be_pinned(server: ShardServer) -> None:
     one = unit(server, PLAIN)
     train(one, 0)
     requests = {
@@ -81,7 +81,7 @@ def test_what_can_not_be_held_is_named(server: ShardServer) -> None:
         )
 
 
-def test_a_held_version_gives_way_to_training_but_not_to_other_readers() -> None:
+def test_pinned_version_is_evicted_by_training_but_not_by_readers() -> None:
     with ShardServer(budget_bytes=BIG.size_bytes * 5) as server:
         one = unit(server, BIG)
         with held(one, 0):

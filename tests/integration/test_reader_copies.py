@@ -1,4 +1,4 @@
-"""Slow readers of encodings and averages: served while there is room or no newer version, then they give way."""
+"""Slow readers of encodings and averages, and the eviction of their snapshots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READINGS: list[dict[str, Any]] = [{"wire_dtype": common_pb2.WIRE_DTYPE_BFLOAT16}
 
 @pytest.fixture
 def server() -> Iterator[ShardServer]:
-    """A server with room for one buffer beyond what a unit of one rank needs."""
+    """A server with memory for one buffer beyond the reservation of a unit with one rank."""
     with ShardServer(budget_bytes=BIG.size_bytes * 5) as running:
         yield running
 
@@ -36,7 +36,7 @@ def train(one: OneUnit, step: int) -> None:
 
 
 class SlowReader:
-    """Has received the first message of what it reads."""
+    """A reader that has received the first message of its stream."""
 
     def __init__(self, one: OneUnit, fields: dict[str, Any]) -> None:
         request = one.gather_request(chunk_bytes=1 << 20, **fields)
@@ -44,45 +44,45 @@ class SlowReader:
         self._first = next(self._messages)
 
     def received_bytes(self) -> int:
-        """Reads on to the end."""
+        """Reads the rest of the stream."""
         messages = [self._first, *self._messages]
         return sum(len(shard_pb2.GatherResponse.FromString(message).chunk.payload) for message in messages)
 
 
-def test_pressed_for_room_they_keep_the_newest_version_and_lose_an_older_one(
+def test_memory_pressure_evicts_snapshots_of_older_versions_only(server: ShardServer, reading: dict[str, Any]) -> None:
+    one = unit(server, BIG)
+    train(one, 0)
+    reader = SlowReader(one, reading)
+    held = server.staged_bytes()
+    server.look(server.store.memory.unreserved.evict)
+    assert server.staged_bytes() == held > 0, "it has the newest version"
+    train(one, 1)
+    assert server.staged_bytes() == held, "no request waits for the memory"
+    for part in range(2):
+        one.push(one.filled(1.0), step=2, part=part)  # the second part needs the memory
+    assert isinstance(error_of(reader.received_bytes), VersionGoneError)
+    assert (server.staged_bytes(), server.taken_bytes()) == (0, 2 * one.size), "values and a contribution"
+
+
+def test_slow_reader_finishes_an_older_version_without_memory_pressure(
     server: ShardServer, reading: dict[str, Any]
 ) -> None:
     one = unit(server, BIG)
     train(one, 0)
     reader = SlowReader(one, reading)
     held = server.staged_bytes()
-    server.look(server.store.memory.unreserved.evict)
-    assert server.staged_bytes() == held > 0, "it is of the newest version"
-    train(one, 1)
-    assert server.staged_bytes() == held, "nobody wants the room"
-    for part in range(2):
-        one.push(one.filled(1.0), step=2, part=part)  # the second part needs the room
-    assert isinstance(error_of(reader.received_bytes), VersionGoneError)
-    assert (server.staged_bytes(), server.taken_bytes()) == (0, 2 * one.size), "values and a contribution"
-
-
-def test_undisturbed_they_read_to_the_end_of_an_older_version(server: ShardServer, reading: dict[str, Any]) -> None:
-    one = unit(server, BIG)
-    train(one, 0)
-    reader = SlowReader(one, reading)
-    held = server.staged_bytes()
     train(one, 1)
     assert reader.received_bytes() == held
-    server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "it is given back")
+    server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "it is released")
 
 
-def test_what_waits_for_the_room_gets_it_at_the_update(server: ShardServer, reading: dict[str, Any]) -> None:
+def test_update_evicts_snapshots_for_a_waiting_push(server: ShardServer, reading: dict[str, Any]) -> None:
     one = unit(server, BIG)
     train(one, 0)
     one.push(one.filled(1.0), step=1)
     reader = SlowReader(one, reading)
     late = in_background(lambda: one.push(one.filled(1.0), step=1, part=1))
-    server.until(lambda: server.store.memory.unreserved.has_waiters, "it waits for room")
+    server.until(lambda: server.store.memory.unreserved.has_waiters, "it waits for memory")
     one.prepare(1)
     one.update(1)
     error = error_of(lambda: next(late))
@@ -91,7 +91,7 @@ def test_what_waits_for_the_room_gets_it_at_the_update(server: ShardServer, read
     assert isinstance(error_of(reader.received_bytes), VersionGoneError)
 
 
-def test_deleting_the_run_ends_them(server: ShardServer, reading: dict[str, Any]) -> None:
+def test_deleted_run_ends_slow_reads(server: ShardServer, reading: dict[str, Any]) -> None:
     one = unit(server, BIG)
     train(one, 0)
     reader = SlowReader(one, reading)

@@ -1,4 +1,4 @@
-"""How the coordinator finds out whether a shard server process runs."""
+"""The coordinator's check whether a shard server process runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_running(address: str, server_id: str = "s", incarnation: str = "1", proce
     return asyncio.run_coroutine_threadsafe(ask(), shared_loop()).result(30)
 
 
-def test_a_process_says_which_one_it_is(server: ShardServer) -> None:
+def test_running_process_reports_its_incarnation(server: ShardServer) -> None:
     address = server.client.address
     assert is_running(address, "here")
     assert not is_running(address, "here", incarnation="2"), "another process of this server has taken its address"
@@ -35,7 +35,7 @@ def test_a_process_says_which_one_it_is(server: ShardServer) -> None:
         is_running(address, "other", incarnation="2")
 
 
-def test_a_refused_connection_tells_nothing_of_the_process() -> None:
+def test_refused_connection_proves_nothing() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -43,13 +43,13 @@ def test_a_refused_connection_tells_nothing_of_the_process() -> None:
             is_running(address)
 
 
-def test_a_process_that_is_gone_from_this_host_has_ended() -> None:
+def test_process_gone_from_this_host_has_ended() -> None:
     program = "from shardwell_server.process_identity import own_identity; print(own_identity())"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert not is_running("127.0.0.1:9", process=ended.stdout.strip())
 
 
-def test_what_serves_something_else_tells_nothing_of_the_process() -> None:
+def test_other_service_at_the_address_proves_nothing() -> None:
     async def start() -> tuple[grpc.aio.Server, int]:
         other = grpc.aio.server()
         port = other.add_insecure_port("127.0.0.1:0")
@@ -64,7 +64,7 @@ def test_what_serves_something_else_tells_nothing_of_the_process() -> None:
         asyncio.run_coroutine_threadsafe(other.stop(0), shared_loop()).result(30)
 
 
-def test_silence_tells_nothing() -> None:
+def test_unanswered_call_proves_nothing() -> None:
     message = r"the coordinator cannot reach 127.0.0.1:\d+: no answer within 2 s"
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UnavailableError, match=message):
         is_running(f"127.0.0.1:{silent.getsockname()[1]}")

@@ -1,4 +1,4 @@
-"""The process ``shardwell-server shard``: it waits for its coordinator, keeps its lease, and stops when told."""
+"""The process ``shardwell-server shard``: start, lease and stop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.shard_server import shared_loop
 
 ENVIRONMENT = {**{k: v for k, v in os.environ.items() if not k.startswith("SHARDWELL_")}, "OMP_NUM_THREADS": "1"}
 NOBODY = "127.0.0.1:1"
-"""No coordinator listens here."""
+"""An address without a coordinator."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def server_process(*arguments: str, **environment: str) -> Iterator[subprocess.P
         process.communicate()
 
 
-def test_it_waits_for_its_coordinator_and_stops_cleanly() -> None:
+def test_server_waits_for_its_coordinator_and_stops_cleanly() -> None:
     with (
         reserved_ports() as port,
         server_process("shard", "--coordinator", f"127.0.0.1:{port}", "--id", "early") as shard,
@@ -76,7 +76,7 @@ def test_it_waits_for_its_coordinator_and_stops_cleanly() -> None:
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "standard input closed"])
-def test_it_can_be_stopped_while_there_is_no_coordinator(how: str) -> None:
+def test_server_without_coordinator_can_be_stopped(how: str) -> None:
     with server_process("shard", "--coordinator", NOBODY, "--exit-with-parent") as shard:
         assert shard.stderr is not None
         assert shard.stdin is not None
@@ -92,7 +92,7 @@ def test_it_can_be_stopped_while_there_is_no_coordinator(how: str) -> None:
 
 @contextmanager
 def cluster_with_twin(*options: str) -> Iterator[tuple[tuple[str, ...], subprocess.Popen[str]]]:
-    """A coordinator and a shard server that is ready: the arguments that start the latter, and its process."""
+    """Starts a coordinator and a shard server; yields the arguments of the shard server and its process."""
     with server_process("coordinator", "--listen", "127.0.0.1:0", *options) as coordinator:
         arguments = ("shard", "--coordinator", ready_address(coordinator), "--id", "twin")
         with server_process(*arguments) as shard:
@@ -106,7 +106,7 @@ def ready_address(process: subprocess.Popen[str]) -> str:
     return address
 
 
-def test_a_second_server_of_an_id_fails_and_one_that_follows_a_crash_does_not() -> None:
+def test_second_server_with_an_id_fails_unless_the_first_crashed() -> None:
     with cluster_with_twin("--lease-s", "3600") as (arguments, first):
         with server_process(*arguments) as second:
             output, errors = second.communicate(timeout=60)
@@ -121,7 +121,7 @@ def test_a_second_server_of_an_id_fails_and_one_that_follows_a_crash_does_not() 
             ready_address(third)
 
 
-def test_a_server_ends_when_another_took_its_place_while_it_was_stopped() -> None:
+def test_server_replaced_while_suspended_exits() -> None:
     with cluster_with_twin("--lease-s", "1") as (arguments, first):
         first.send_signal(signal.SIGSTOP)
         with server_process(*arguments) as second:
@@ -149,7 +149,7 @@ print("ended well")
 """
 
 
-def test_it_may_open_as_many_files_as_it_ever_may() -> None:
+def test_limit_of_open_files_is_raised_to_the_hard_limit() -> None:
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(before, most - 1), most))
     try:
@@ -161,14 +161,14 @@ def test_it_may_open_as_many_files_as_it_ever_may() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
 
 
-def test_a_second_signal_does_not_spoil_a_clean_end() -> None:
+def test_second_signal_does_not_break_a_clean_stop() -> None:
     command = [sys.executable, "-c", SECOND_SIGNAL]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "ended well\n"), ended
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the command complains of, in this process: it ends before it starts anything."""
+    """Returns the error of the command, run in this process. The command ends before it starts a server."""
     try:
         code: object = main(["shard", "--coordinator", NOBODY, *arguments])
     except SystemExit as end:
@@ -188,7 +188,7 @@ def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--log-level", "loud"], {}, "invalid choice: 'loud'"),
     ],
 )
-def test_settings_that_are_wrong_are_named(
+def test_error_names_an_invalid_setting(
     arguments: list[str],
     environment: dict[str, str],
     complaint: str,
@@ -207,7 +207,7 @@ def test_settings_that_are_wrong_are_named(
         (["--coordinator", "node0"], "'node0' is no address: expected HOST:PORT"),
     ],
 )
-def test_addresses_that_are_wrong_are_named(arguments: list[str], complaint: str) -> None:
+def test_error_names_an_invalid_address(arguments: list[str], complaint: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         given = [each.replace("TAKEN", f"127.0.0.1:{taken.getsockname()[1]}") for each in arguments]
         with server_process("shard", "--coordinator", NOBODY, *given) as shard:
@@ -218,7 +218,7 @@ def test_addresses_that_are_wrong_are_named(arguments: list[str], complaint: str
 
 
 class Coordinator:
-    """Answers registrations and heartbeats as told; the rest is not there."""
+    """A fake coordinator that answers registrations and heartbeats only."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class Coordinator:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Registration]:
-        """Gives a server's registration, not begun yet."""
+        """Yields a registration that has not started."""
         server = grpc.aio.server()
         add_service(server, coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"], self)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -270,7 +270,7 @@ def run_on_shared_loop(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 @pytest.mark.parametrize("lost", [NotFoundError("who?"), StaleEpochError("too late")])
-def test_a_server_that_was_given_up_registers_again_whatever_it_meets(lost: ShardwellError) -> None:
+def test_server_with_a_lost_lease_registers_again_despite_errors(lost: ShardwellError) -> None:
     async def scenario() -> None:
         coordinator = Coordinator([None, InternalError("hiccup"), lost, lost], [None, InternalError("hiccup"), None])
         async with coordinator.serving() as registration, registration.running("here:1"):
@@ -280,7 +280,7 @@ def test_a_server_that_was_given_up_registers_again_whatever_it_meets(lost: Shar
     run_on_shared_loop(scenario())
 
 
-def test_a_server_that_stops_deregisters_and_one_that_was_replaced_does_not() -> None:
+def test_stopping_server_deregisters_unless_it_was_replaced() -> None:
     async def scenario() -> None:
         coordinator = Coordinator()
         async with coordinator.serving() as registration, registration.running("here:1"):
@@ -297,7 +297,7 @@ def test_a_server_that_stops_deregisters_and_one_that_was_replaced_does_not() ->
     run_on_shared_loop(scenario())
 
 
-def test_a_coordinator_that_is_too_old_is_named() -> None:
+def test_error_names_a_coordinator_that_is_too_old() -> None:
     async def scenario() -> None:
         coordinator = Coordinator([NotFoundError("who?")])
         coordinator.term = 0
@@ -315,7 +315,7 @@ def test_a_coordinator_that_is_too_old_is_named() -> None:
     run_on_shared_loop(scenario())
 
 
-def test_a_server_believes_only_its_coordinator_about_the_term() -> None:
+def test_term_is_learned_from_the_servers_coordinator_only() -> None:
     async def scenario() -> None:
         coordinator = Coordinator(lease_s=3600)
         async with coordinator.serving() as registration, registration.running("here:1"):
@@ -338,7 +338,7 @@ def test_a_server_believes_only_its_coordinator_about_the_term() -> None:
     run_on_shared_loop(scenario())
 
 
-def test_a_later_term_has_to_be_sent_again_while_the_coordinator_cannot_confirm_it() -> None:
+def test_unconfirmed_later_term_is_unavailable_until_the_coordinator_confirms_it() -> None:
     async def scenario() -> None:
         coordinator = Coordinator([NotFoundError("who?")], lease_s=3600)
         async with AsyncExitStack() as serving:

@@ -1,4 +1,4 @@
-"""``shardwell-server shard --processes N``: started together, stopped together, none left behind."""
+"""``shardwell-server shard --processes N``: start, failure and stop of a group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.ports import reserved_ports
 
 ENVIRONMENT = {**{k: v for k, v in os.environ.items() if not k.startswith("SHARDWELL_")}, "OMP_NUM_THREADS": "1"}
 NOBODY = "127.0.0.1:1"
-"""No coordinator listens here: servers go on trying, and are not ready."""
+"""An address without a coordinator: servers retry and are not ready."""
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def ready_addresses(process: subprocess.Popen[str], count: int) -> list[str]:
 
 
 def wait_started(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
-    """The children, once each has met that there is no coordinator."""
+    """Returns the children after each has failed to reach the coordinator."""
     assert process.stderr is not None
     for _ in range(count):
         assert any("cannot register with the coordinator" in line for line in process.stderr)
@@ -73,7 +73,7 @@ def require_clean_end(process: subprocess.Popen[str]) -> None:
     assert "Traceback" not in errors
 
 
-def test_members_register_one_by_one_and_stop_with_their_parent() -> None:
+def test_members_register_and_stop_with_their_parent() -> None:
     with reserved_ports(2) as port, server("coordinator", "--listen", "127.0.0.1:0") as coordinator:
         (address,) = ready_addresses(coordinator, 1)
         options = ("--listen", f"127.0.0.1:{port}", "--id", "host", "--memory-budget", "201MiB")
@@ -95,7 +95,7 @@ def test_members_register_one_by_one_and_stop_with_their_parent() -> None:
             wait_gone(children)
 
 
-def test_one_process_is_the_server_itself() -> None:
+def test_one_process_needs_no_group() -> None:
     with server("coordinator", "--listen", "127.0.0.1:0") as coordinator:
         (address,) = ready_addresses(coordinator, 1)
         with server("shard", "--coordinator", address, "--processes", "1") as shard:
@@ -104,7 +104,7 @@ def test_one_process_is_the_server_itself() -> None:
 
 
 @pytest.mark.parametrize("how", ["SIGINT", "standard input closed"])
-def test_a_group_that_is_told_to_stop_stops_cleanly(how: str) -> None:
+def test_group_stops_cleanly_on_signal(how: str) -> None:
     with server("shard", "--coordinator", NOBODY, "--processes", "2", "--exit-with-parent") as group:
         children = wait_started(group, 2)
         if how == "standard input closed":
@@ -117,7 +117,7 @@ def test_a_group_that_is_told_to_stop_stops_cleanly(how: str) -> None:
         wait_gone(children)
 
 
-def test_one_that_dies_takes_the_others_with_it_and_is_named() -> None:
+def test_death_of_a_member_stops_the_group_and_is_reported() -> None:
     with server("shard", "--coordinator", NOBODY, "--processes", "3", "--id", "host") as group:
         children = wait_started(group, 3)
         (victim,) = [child for child in children if "--id=host-1" in child.cmdline()]
@@ -130,7 +130,7 @@ def test_one_that_dies_takes_the_others_with_it_and_is_named() -> None:
     assert "Traceback" not in errors
 
 
-def test_one_that_is_stopped_leaves_the_others_alone() -> None:
+def test_cleanly_stopped_member_leaves_the_others_running() -> None:
     with server("shard", "--coordinator", NOBODY, "--processes", "2", "--id", "host") as group:
         first, second = wait_started(group, 2)
         first.terminate()
@@ -141,7 +141,7 @@ def test_one_that_is_stopped_leaves_the_others_alone() -> None:
         require_clean_end(group)
 
 
-def test_children_do_not_outlive_a_parent_that_is_killed() -> None:
+def test_members_stop_when_the_parent_is_killed() -> None:
     with server("shard", "--coordinator", NOBODY, "--processes", "2") as group:
         children = wait_started(group, 2)
         group.kill()
@@ -149,7 +149,7 @@ def test_children_do_not_outlive_a_parent_that_is_killed() -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_one_that_does_not_stop_is_killed_and_one_that_has_hardly_begun_just_ends(
+def test_frozen_member_is_killed_and_a_starting_member_ends_cleanly(
     frozen: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(process_group, "_KILL_AFTER_S", 0.2 if frozen else 60.0)
@@ -172,7 +172,7 @@ def test_one_that_does_not_stop_is_killed_and_one_that_has_hardly_begun_just_end
     assert (f"host-0 (process {children[0].pid}) did not stop within 0 s; killing it" in caplog.text) == frozen
 
 
-def test_a_port_that_is_taken_ends_the_group() -> None:
+def test_occupied_port_ends_the_group() -> None:
     with reserved_ports(2) as port, socket.create_server(("127.0.0.1", port + 1)):
         listen = f"127.0.0.1:{port}"
         with server("shard", "--coordinator", NOBODY, "--processes", "2", "--listen", listen) as group:
@@ -193,14 +193,14 @@ def test_a_port_that_is_taken_ends_the_group() -> None:
         ),
     ],
 )
-def test_settings_that_are_wrong_are_named(
+def test_error_names_an_invalid_setting(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["shard", "--coordinator", NOBODY, *arguments]) == 1
     assert complaint in capsys.readouterr().err
 
 
-def test_members_differ_in_name_port_and_nothing_else() -> None:
+def test_members_differ_in_name_and_port_only() -> None:
     settings: dict[str, Any] = {"processes": 3, "coordinator": "c:1", "listen": "0.0.0.0:7", "threads": 2, "id": ""}
     members = member_settings(settings, server_id="host", memory_budget_bytes=100, bind="0.0.0.0:7")
     common = {"processes": 1, "coordinator": "c:1", "threads": 2, "memory_budget": 33, "exit_with_parent": True}
@@ -209,7 +209,7 @@ def test_members_differ_in_name_port_and_nothing_else() -> None:
     assert [member["listen"] for member in free] == ["[::]:0"] * 3
 
 
-def test_settings_become_a_command_line() -> None:
+def test_command_line_contains_the_settings() -> None:
     settings = {"memory_budget": 5, "advertise": "", "exit_with_parent": True, "quiet": False, "missing": None}
     expected = [sys.executable, "-m", "shardwell_server", "shard"]
     assert command_line(settings) == [*expected, "--memory-budget=5", "--advertise=", "--exit-with-parent"]

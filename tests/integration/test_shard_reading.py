@@ -1,4 +1,4 @@
-"""The shard server over real gRPC: one version for every reader, deleted runs, odd units, what people see."""
+"""Reads from a shard server over gRPC: versions, deleted runs, odd units, inspection."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.support.shard_server import (
 
 
 @pytest.mark.parametrize("length", [20_000, 2_000_000])
-def test_an_endless_name_is_refused_with_a_short_error(server: ShardServer, length: int) -> None:
+def test_overlong_name_is_rejected_with_a_short_error(server: ShardServer, length: int) -> None:
     one = unit(server)
     request = shard_pb2.DescribeStepRequest(run="r" * length)
     error = error_of(lambda: server.call("DescribeStep", request))
@@ -55,7 +55,7 @@ def test_an_endless_name_is_refused_with_a_short_error(server: ShardServer, leng
     assert one.gather()[0] == 0
 
 
-def test_a_version_that_is_not_there_is_waited_for_by_name(server: ShardServer) -> None:
+def test_timeout_names_the_version_waited_for(server: ShardServer) -> None:
     one = OneUnit(server, PLAIN)
     one.reserve()
     error = error_of(lambda: one.gather(timeout_s=0.3))
@@ -67,14 +67,14 @@ def test_a_version_that_is_not_there_is_waited_for_by_name(server: ShardServer) 
     assert isinstance(error, DeadlineError)
     assert "version 3 of unit 'u' of run 'r'; the newest is 0" in str(error)
     gone = one.open_gather(1)
-    server.until(lambda: len(one.shard.values._changed._waiters) == 1, "somebody waits")
+    server.until(lambda: len(one.shard.values._changed._waiters) == 1, "a reader waits")
     gone.cancel()
-    server.until(lambda: len(one.shard.values._changed._waiters) == 0, "nobody waits")
+    server.until(lambda: len(one.shard.values._changed._waiters) == 0, "no reader waits")
     train(one, 0)
     assert isinstance(error_of(lambda: one.gather(0)), VersionGoneError)
 
 
-def test_a_slow_reader_gets_one_version_while_updates_run(server: ShardServer) -> None:
+def test_slow_reader_gets_one_version_during_updates(server: ShardServer) -> None:
     one = unit(server, BIG)
     reading = iter(one.open_gather())
     first = next(reading)
@@ -84,7 +84,7 @@ def test_a_slow_reader_gets_one_version_while_updates_run(server: ShardServer) -
     receiver, flat = StreamOf(one), torch.empty(one.size, dtype=torch.uint8)
     assert receiver.take([first, *reading], flat) == 0
     assert_all(one.split(flat), 0.0)
-    server.until(lambda: server.store.memory.pool.taken_bytes == one.size, "the old version is given back")
+    server.until(lambda: server.store.memory.pool.taken_bytes == one.size, "the old version is released")
     assert (server.staged_bytes(), one.gather()[0]) == (0, 1)
 
 
@@ -104,7 +104,7 @@ class StreamOf:
         return version
 
 
-def test_a_reader_that_stands_still_holds_one_old_version_at_most(server: ShardServer) -> None:
+def test_stalled_reader_uses_one_snapshot_at_most(server: ShardServer) -> None:
     one = unit(server, BIG)
     readers = []
     for step in range(3):
@@ -116,17 +116,17 @@ def test_a_reader_that_stands_still_holds_one_old_version_at_most(server: ShardS
     for reader in readers[:2]:
         assert isinstance(error_of(partial(list, reader)), VersionGoneError)
     list(readers[2])
-    server.until(lambda: server.store.memory.pool.taken_bytes == one.size, "the old versions are given back")
+    server.until(lambda: server.store.memory.pool.taken_bytes == one.size, "the old versions are released")
 
 
-def test_without_room_readers_give_way_to_the_update_and_to_pushes() -> None:
+def test_updates_and_pushes_evict_snapshots() -> None:
     with ShardServer(budget_bytes=BIG.size_bytes * 5) as server:
         one = unit(server, BIG)
         one.push(one.filled(1.0))
         reader = iter(one.open_gather())
         next(reader)
         half = one.open_push().send(*one.push_messages(one.filled(1.0), part=1)[:-1])
-        server.until(lambda: server.store.memory.unreserved.used_bytes == one.size, "the push has the room")
+        server.until(lambda: server.store.memory.unreserved.used_bytes == one.size, "the push has the memory")
         one.prepare(0)
         one.update(0)
         assert isinstance(error_of(lambda: list(reader)), VersionGoneError)
@@ -142,7 +142,7 @@ def test_without_room_readers_give_way_to_the_update_and_to_pushes() -> None:
         assert (server.staged_bytes(), server.taken_bytes()) == (0, 2 * one.size)
 
 
-def test_readers_give_way_to_an_update_when_the_system_has_no_memory(
+def test_readers_are_revoked_if_a_snapshot_cannot_be_allocated(
     server: ShardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: int) -> torch.Tensor:
@@ -160,7 +160,7 @@ def test_readers_give_way_to_an_update_when_the_system_has_no_memory(
     assert server.staged_bytes() == 0
 
 
-def test_readers_never_see_a_mixture(server: ShardServer) -> None:
+def test_gather_never_mixes_versions(server: ShardServer) -> None:
     one = unit(server, layout_of(a=((1 << 18,), "float32")))
     stop = threading.Event()
 
@@ -177,11 +177,11 @@ def test_readers_never_see_a_mixture(server: ShardServer) -> None:
         train(one, step)
     stop.set()
     assert all(next(reader) > 0 for reader in readers)
-    server.until(lambda: server.store.memory.pool.taken_bytes == one.size, "every copy is given back")
+    server.until(lambda: server.store.memory.pool.taken_bytes == one.size, "every snapshot is released")
     assert server.staged_bytes() == 0
 
 
-def test_a_reader_that_vanishes_releases_what_it_read(server: ShardServer) -> None:
+def test_disconnected_reader_releases_its_version(server: ShardServer) -> None:
     one = unit(server, BIG)
     reading = one.open_gather()
     next(iter(reading))
@@ -196,12 +196,12 @@ def test_a_reader_that_vanishes_releases_what_it_read(server: ShardServer) -> No
 # The end of a run.
 
 
-def test_deleting_a_run_ends_everything_that_waits_reads_or_sends(server: ShardServer) -> None:
+def test_deleting_a_run_ends_its_streams_and_waits(server: ShardServer) -> None:
     one = unit(server, BIG)
     two = OneUnit(server, layout_of("v", a=((60_000,), "float32")), index=1)
     two.reserve()
     waiting = in_background(lambda: one.gather(1))
-    server.until(lambda: len(one.shard.values._changed._waiters) == 1, "somebody waits")
+    server.until(lambda: len(one.shard.values._changed._waiters) == 1, "a reader waits")
     reading = iter(one.open_gather())
     next(reading)
     pushing = one.open_push().send(*one.push_messages(one.filled(1.0))[:-1])
@@ -212,13 +212,13 @@ def test_deleting_a_run_ends_everything_that_waits_reads_or_sends(server: ShardS
         error = error_of(outcome)
         assert isinstance(error, NotFoundError)
         assert "run 'r' was deleted" in str(error)
-    server.until(lambda: server.store.memory.used_bytes == 0, "all memory is given back")
+    server.until(lambda: server.store.memory.used_bytes == 0, "all memory is released")
     assert server.staged_bytes() == 0
     assert (server.look(lambda: server.store.memory.reserved_bytes), list(server.store.runs)) == (0, [])
     unit(server, PLAIN, run_id="the-next")
 
 
-def test_what_waits_for_its_turn_when_the_run_is_deleted_is_told(
+def test_work_queued_behind_a_deletion_reports_the_deletion(
     server: ShardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = unit(server)
@@ -237,7 +237,7 @@ def test_what_waits_for_its_turn_when_the_run_is_deleted_is_told(
     dropping = in_background(one.drop)
     server.until(lambda: len(server.store.run("r")._lock._waiters or ()) == 1, "the deletion waits")
     preparing = in_background(lambda: one.prepare(1, (0, 0, 0)))
-    server.until(lambda: len(server.store.run("r")._lock._waiters or ()) == 2, "so does the next step")
+    server.until(lambda: len(server.store.run("r")._lock._waiters or ()) == 2, "the next step waits")
     go_on.set()
     assert (next(updating).version, next(dropping).freed_bytes > 0) == (1, True)
     assert isinstance(error_of(lambda: next(preparing)), NotFoundError)
@@ -249,7 +249,7 @@ def test_what_waits_for_its_turn_when_the_run_is_deleted_is_told(
 
 @pytest.mark.parametrize("algorithm", ["sgd", "adamw"])
 @pytest.mark.parametrize("dp", [1, 3])
-def test_mixed_odd_and_empty_parameters_train(server: ShardServer, algorithm: str, dp: int) -> None:
+def test_parameters_of_mixed_dtypes_and_odd_sizes_train(server: ShardServer, algorithm: str, dp: int) -> None:
     one = unit(server, MIXED, dp=dp)
     for step in range(3):
         train(one, step, algorithm=algorithm)
@@ -262,7 +262,7 @@ def test_mixed_odd_and_empty_parameters_train(server: ShardServer, algorithm: st
 
 
 @pytest.mark.parametrize("layout", [layout_of("none"), layout_of("empty", a=((0, 3), "float32"))])
-def test_units_without_elements_go_through_every_phase(server: ShardServer, layout: UnitLayout) -> None:
+def test_empty_unit_passes_every_phase(server: ShardServer, layout: UnitLayout) -> None:
     one = unit(server, layout, dp=2)
     train(one, 0)
     train(one, 1, algorithm="sgd")
@@ -270,7 +270,7 @@ def test_units_without_elements_go_through_every_phase(server: ShardServer, layo
 
 
 @pytest.mark.parametrize("part", [(0, 0), (4096, 4096), (8192, 16384)])
-def test_empty_and_inner_shards_go_through_every_phase(server: ShardServer, part: tuple[int, int]) -> None:
+def test_empty_and_inner_shards_pass_every_phase(server: ShardServer, part: tuple[int, int]) -> None:
     one = unit(server, PLAIN, part=part, dp=2)
     train(one, 0, algorithm="adamw")
     train(one, 1, algorithm="adamw")
@@ -279,7 +279,7 @@ def test_empty_and_inner_shards_go_through_every_phase(server: ShardServer, part
     assert all(len(set(value.tolist())) == 1 for value in values)
 
 
-def test_a_parameter_without_a_gradient_keeps_its_value_and_state(server: ShardServer) -> None:
+def test_parameter_without_gradient_keeps_its_value_and_state(server: ShardServer) -> None:
     one = unit(server, dp=2)
     one.push([one.filled(1.0)[0], None])
     one.push([None, None], rank=1)
@@ -291,10 +291,10 @@ def test_a_parameter_without_a_gradient_keeps_its_value_and_state(server: ShardS
     assert [piece.optimizer_step for piece in shard.parameters] == [1, 0]
 
 
-# What people see.
+# Inspection.
 
 
-def test_descriptions_say_what_is_there(server: ShardServer) -> None:
+def test_descriptions_report_runs_shards_and_step(server: ShardServer) -> None:
     one = unit(server, MIXED, dp=2)
     one.push(one.filled(1.0), rank=1)
     described = server.call("DescribeServer", shard_pb2.DescribeServerRequest())
@@ -324,7 +324,7 @@ def test_descriptions_say_what_is_there(server: ShardServer) -> None:
     assert summary.optimizer_bytes == server.look(lambda: server.store.memory.used_bytes) - one.size > 0
 
 
-def test_peek_shows_values_gradients_and_state(server: ShardServer) -> None:
+def test_peek_returns_values_gradients_and_state(server: ShardServer) -> None:
     one = OneUnit(server, PLAIN)
     one.reserve()
 
@@ -356,13 +356,13 @@ def test_peek_shows_values_gradients_and_state(server: ShardServer) -> None:
     assert (peek().version, server.taken_bytes()) == (1, one.size)
 
 
-# Readers that do not read.
+# Stalled readers.
 
 
-def test_readers_that_never_read_hold_a_part_of_the_budget_and_others_are_served(server: ShardServer) -> None:
+def test_unread_messages_stay_within_limits_and_other_readers_are_served(server: ShardServer) -> None:
     one, sending = unit(server, BIG), server.store.memory.sending
     stalled = [one.open_gather() for _ in range(200)]
-    server.until(lambda: len(sending._waiting) > 100, "the streams wait for room")
+    server.until(lambda: len(sending._waiting) > 100, "the streams wait for memory")
     assert server.look(lambda: sending.used_bytes) == sending.peer_limit_bytes, "one connection gets a quarter"
     with closing(ShardClient(server.client.address)) as other:
         flat = torch.empty(one.size, dtype=torch.uint8)
@@ -370,10 +370,10 @@ def test_readers_that_never_read_hold_a_part_of_the_budget_and_others_are_served
         assert other.gather(one.gather_request(), target, timeout_s=20, retry_for_s=0.0) == 0
     for call in stalled:
         call.cancel()
-    server.until(lambda: sending.used_bytes == 0 and not sending._waiting, "everything is given back")
+    server.until(lambda: sending.used_bytes == 0 and not sending._waiting, "all memory is released")
 
 
-def test_the_connection_of_a_reader_that_stalls_is_closed(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_of_a_stalled_reader_is_closed(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending_module, "STALL_LIMIT_S", 0.2)
     monkeypatch.setattr(sending_module, "_SWEEP_S", 0.05)
     one = unit(server, BIG)
@@ -381,11 +381,11 @@ def test_the_connection_of_a_reader_that_stalls_is_closed(server: ShardServer, m
         stub = client.byte_response_stub("Gather")
         stalled = [stub(one.gather_request(), timeout=60.0) for _ in range(3)]
         assert {call.code() for call in stalled} == {grpc.StatusCode.UNAVAILABLE}
-    server.until(lambda: server.store.memory.sending.used_bytes == 0, "everything is given back")
+    server.until(lambda: server.store.memory.sending.used_bytes == 0, "all memory is released")
     assert_all(one.gather(0)[1], 0.0)
 
 
-def test_a_large_tensor_is_peeked_partition_by_partition_while_the_run_goes_on(
+def test_peek_of_a_large_tensor_reads_chunks_while_the_run_continues(
     server: ShardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspection, "_PEEKED_ELEMENTS", 1000)
@@ -407,9 +407,9 @@ def test_a_large_tensor_is_peeked_partition_by_partition_while_the_run_goes_on(
     monkeypatch.setattr(inspection._Statistics, "add", noted)
     asked = shard_pb2.PeekRequest(run="r", parameter="u.a", start=16, count=2)
     peeking = in_background(lambda: server.call("Peek", asked))
-    server.until(lambda: len(sizes) == 2, "the second partition")
+    server.until(lambda: len(sizes) == 2, "the second chunk")
     before = one.gather(1)[1][0]
-    # Its turn comes before the next partition's. If the values are others then, Peek begins anew.
+    # The push runs before the next chunk. If the values have changed, Peek restarts.
     train_thread = in_background(lambda: train(one, 1))
     server.until(lambda: bool(server.store.runs[one.identity.run_id]._lock._waiters), "the push waits")
     went_on.set()

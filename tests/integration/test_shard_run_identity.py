@@ -1,4 +1,4 @@
-"""Runs of one name on a shard server are told apart by their ids."""
+"""Runs with the same name on a shard server, distinguished by their ids."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.support.socket_transport import ConnectedUnit as SocketUnit
 def server() -> Iterator[ShardServer]:
     with closing(SharedMemory()) as shared, ShardServer(shared=shared) as running:
         yield running
-        running.until(lambda: not running.shm._open, "the transports are closed")
+        running.until(lambda: not running.shm._open, "the sessions are closed")
 
 
 def requests_of(one: OneUnit) -> dict[str, Callable[[], object]]:
-    """Every request that changes something of a run."""
+    """Every request that changes a run."""
     return {
         "InitializeUnit": lambda: one.initialize(one.filled(9.0), epoch=9),
         "PublishUnit": lambda: one.publish(epoch=9),
@@ -45,7 +45,7 @@ def requests_of(one: OneUnit) -> dict[str, Callable[[], object]]:
     }
 
 
-def test_two_runs_of_one_name_are_apart(server: ShardServer) -> None:
+def test_two_runs_with_one_name_are_separate(server: ShardServer) -> None:
     old = unit(server, run_id="old")
     new = unit(server, run_id="new")
     train(old, 0, gradient=5.0)
@@ -60,7 +60,7 @@ def test_two_runs_of_one_name_are_apart(server: ShardServer) -> None:
 
 
 @pytest.mark.parametrize("missed", [False, True], ids=["dropped", "drop missed"])
-def test_what_names_a_deleted_run_changes_nothing_in_the_next_one(server: ShardServer, missed: bool) -> None:
+def test_request_for_a_deleted_run_does_not_change_its_successor(server: ShardServer, missed: bool) -> None:
     old = unit(server, run_id="old")
     if not missed:
         old.drop()
@@ -77,14 +77,14 @@ def test_what_names_a_deleted_run_changes_nothing_in_the_next_one(server: ShardS
     assert_all(new.gather()[1], -1.0)
 
 
-def test_a_run_that_was_never_here_is_not_found_under_another_ones_name(server: ShardServer) -> None:
+def test_unknown_run_id_is_not_found_despite_a_known_name(server: ShardServer) -> None:
     unit(server, run_id="here")
     error = error_of(OneUnit(server, PLAIN, run_id="elsewhere").gather)
     assert type(error) is NotFoundError
     assert "does not hold run 'r' with id elsewhere, but another run of this name with id here" in str(error)
 
 
-def test_the_id_may_be_left_out_by_readers_only(server: ShardServer) -> None:
+def test_only_reads_may_omit_the_run_id(server: ShardServer) -> None:
     one = unit(server)
     context = common_pb2.RequestContext(run="r", epoch=1)
     assert one.server.client.call("ListShards", shard_pb2.ListShardsRequest(run="r"), timeout_s=20.0).shards
@@ -107,7 +107,7 @@ def test_the_id_may_be_left_out_by_readers_only(server: ShardServer) -> None:
         assert "run_id is empty" in str(error)
 
 
-def test_a_reservation_that_was_on_its_way_when_its_run_was_deleted_is_refused(server: ShardServer) -> None:
+def test_delayed_reservation_of_a_deleted_run_is_rejected(server: ShardServer) -> None:
     old = unit(server, run_id="old")
     old.drop()
     new = unit(server, run_id="new")
@@ -116,7 +116,7 @@ def test_a_reservation_that_was_on_its_way_when_its_run_was_deleted_is_refused(s
     assert new.gather()[0] == 0
 
 
-def test_a_transport_of_a_deleted_run_ends_and_serves_nothing_of_the_next_one(server: ShardServer) -> None:
+def test_session_of_a_deleted_run_ends_and_cannot_serve_its_successor(server: ShardServer) -> None:
     old = unit(server, run_id="old")
     with ShmUnit(old) as shm, closing(SocketTransport(server.client, old.identity)) as sockets:
         gradient_buffer = shm.open_gradient_buffer().gradient_buffer_id
@@ -129,7 +129,7 @@ def test_a_transport_of_a_deleted_run_ends_and_serves_nothing_of_the_next_one(se
         assert isinstance(error_of(lambda: server.call("ReduceGradientBuffer", request)), ShardwellError)
         push = partial(sockets.reduce_scatter, header, [memoryview(bytes(new.size))], timeout_s=20.0, retry_for_s=0.0)
         assert isinstance(error_of(push), ShardwellError)
-        server.until(lambda: not server.shm._open, "the transport has ended")
+        server.until(lambda: not server.shm._open, "the session has ended")
         open_shm = partial(ShmTransport, control=server.client.control, timeout_s=20.0)
         for open_transport in (open_shm, SocketTransport):
             assert isinstance(error_of(lambda: open_transport(server.client, old.identity)), RunDeletedError)  # noqa: B023
@@ -137,7 +137,7 @@ def test_a_transport_of_a_deleted_run_ends_and_serves_nothing_of_the_next_one(se
         assert server.look(lambda: server.store.memory._shared_bytes) == new.size
 
 
-def test_a_socket_transport_serves_its_own_run_only(server: ShardServer) -> None:
+def test_socket_session_serves_its_own_run_only(server: ShardServer) -> None:
     connected = SocketUnit(server, run_id="old")
     new = unit(server, run_id="new")
     with closing(connected.transport):
@@ -150,7 +150,7 @@ def test_a_socket_transport_serves_its_own_run_only(server: ShardServer) -> None
         assert "socket session belongs to run 'r' with id old, but the request names run 'r' with id new" in str(error)
 
 
-def test_a_server_drops_what_a_heartbeat_calls_deleted() -> None:
+def test_heartbeat_answer_drops_deleted_runs() -> None:
     async def scenario(threads: ThreadPoolExecutor) -> None:
         store = ShardStore(1 << 30, threads)
         for run_id in ("old", "new"):
@@ -170,7 +170,7 @@ def test_a_server_drops_what_a_heartbeat_calls_deleted() -> None:
         registration.term.learn(4)
         term = 3
         await registration._beat()
-        assert not registration._dropping, "an older coordinator's word drops nothing"
+        assert not registration._dropping, "an answer of an older coordinator drops nothing"
         term = 4
         await registration._beat()
         await asyncio.gather(*registration._tasks)

@@ -1,4 +1,4 @@
-"""The shard server over real gRPC: what it refuses, and what a refused request leaves behind: nothing."""
+"""Requests that a shard server rejects over gRPC. A rejected request leaves no trace."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from tests.support.shard_server import (
 NAN = float("nan")
 
 
-# Bytes that are wrong.
+# Malformed bytes.
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff", b"", b"\x0a\x05abc", b"\x7a\x02\x7a"])
-def test_malformed_bytes_are_invalid_on_every_rpc(server: ShardServer, data: bytes) -> None:
+def test_malformed_bytes_are_rejected_by_every_rpc(server: ShardServer, data: bytes) -> None:
     one = unit(server)
     before = server.taken_bytes()
     for method in SERVICE.methods:
@@ -88,7 +88,7 @@ BROKEN = list(broken_streams([b"."] * 3, []))
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_push_leaves_no_trace(server: ShardServer, how: str) -> None:
+def test_broken_push_leaves_no_trace(server: ShardServer, how: str) -> None:
     one = unit(server, BIG if how == "oversized chunk" else PLAIN)
     before = server.taken_bytes()
     longer = one.push_messages(one.zeros(), chunk_bytes=codec.MAX_CHUNK_BYTES + 1) if one.size > 5 << 20 else []
@@ -114,7 +114,7 @@ def test_broken_initial_values_leave_no_trace(server: ShardServer, how: str) -> 
 
 
 @pytest.mark.parametrize("how", ["gap", "overlap", "short", "excess", "garbage in the middle"])
-def test_a_broken_duplicate_is_refused_too(server: ShardServer, how: str) -> None:
+def test_broken_duplicate_is_rejected(server: ShardServer, how: str) -> None:
     one = unit(server)
     one.push(one.filled(1.0))
     messages, _ = broken_streams(one.push_messages(one.filled(1.0)), [])[how]
@@ -122,7 +122,7 @@ def test_a_broken_duplicate_is_refused_too(server: ShardServer, how: str) -> Non
     assert server.look(lambda: server.store.run("r").duplicate_count) == 0
 
 
-# Names, ranges and numbers that are wrong.
+# Wrong names, ranges and numbers.
 
 
 @pytest.mark.parametrize(
@@ -136,11 +136,11 @@ def test_a_broken_duplicate_is_refused_too(server: ShardServer, how: str) -> Non
         {"parameter_indices": [0, 2]},
     ],
 )
-def test_a_push_that_does_not_fit_is_refused(server: ShardServer, changes: dict[str, Any]) -> None:
+def test_push_that_does_not_fit_the_shard_is_rejected(server: ShardServer, changes: dict[str, Any]) -> None:
     one = unit(server)
     messages = one.push_messages(one.filled(1.0), epoch=9, **changes)
     assert isinstance(one.open_push().send(*messages).finish().error(), InvalidRequestError)
-    assert one.push(one.filled(1.0), epoch=1).duplicate is False, "the refused push left its epoch behind"
+    assert one.push(one.filled(1.0), epoch=1).duplicate is False, "the rejected push left its epoch behind"
 
 
 def test_unknown_names_are_not_found(server: ShardServer) -> None:
@@ -173,7 +173,7 @@ def test_unknown_names_are_not_found(server: ShardServer) -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(1, 0), (0, PLAIN.size_bytes + 1), (8, 4)])
-def test_a_range_outside_the_shard_cannot_be_gathered(server: ShardServer, start: int, stop: int) -> None:
+def test_gather_outside_the_shard_is_rejected(server: ShardServer, start: int, stop: int) -> None:
     one = unit(server)
     stub = server.client.byte_response_stub("Gather")
     request = one.gather_request(start_bytes=start, stop_bytes=stop)
@@ -183,7 +183,7 @@ def test_a_range_outside_the_shard_cannot_be_gathered(server: ShardServer, start
     assert server.look(lambda: one.shard.values.current is not None and one.shard.values.current.readers) == 0
 
 
-def test_reservations_are_checked_and_may_be_repeated(server: ShardServer) -> None:
+def test_reservation_is_validated_and_idempotent(server: ShardServer) -> None:
     one = OneUnit(server, PLAIN, dp=2)
     free = one.reserve().free_bytes
     assert one.reserve().free_bytes == free
@@ -193,14 +193,14 @@ def test_reservations_are_checked_and_may_be_repeated(server: ShardServer) -> No
     for changes in ({"dp": 1}, {"unit_index": 5}, {"stop_bytes": 4096}, {"unit": MIXED.to_proto(), "stop_bytes": 0}):
         assert isinstance(error_of(partial(one.reserve, **changes)), UnitMismatchError)
     other = OneUnit(server, layout_of("v", a=((4,), "float32")), dp=2)
-    assert isinstance(error_of(other.reserve), UnitMismatchError), "its index is another unit's"
+    assert isinstance(error_of(other.reserve), UnitMismatchError), "its index belongs to another unit"
     for changes in ({"start_bytes": 5}, {"stop_bytes": 5}, {"start_bytes": 4096, "stop_bytes": 0}, {"dp": 0}):
         invalid = OneUnit(server, layout_of("w", a=((4096,), "float32")), index=7)
         assert isinstance(error_of(partial(invalid.reserve, **changes)), InvalidRequestError)
     assert server.look(lambda: server.store.memory.free_bytes) == free
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_stored() -> None:
+def test_reservation_beyond_the_budget_is_rejected_and_stores_nothing() -> None:
     size = PLAIN.size_bytes
     with ShardServer(budget_bytes=size * 12) as server:
         first = OneUnit(server, PLAIN, dp=2)
@@ -215,9 +215,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_stored() -> None:
         OneUnit(server, second.layout, dp=2, index=1, run_id="the-next").reserve()
 
 
-def test_the_largest_world_costs_a_reservation_no_time_and_a_larger_one_is_refused(server: ShardServer) -> None:
+def test_reservation_for_the_largest_world_is_fast_and_a_larger_one_is_rejected(server: ShardServer) -> None:
     empty = OneUnit(server, layout_of("empty", w=((0,), "float32")), run="wide", dp=MAX_WORLD_SIZE)
-    # With a cost per pair of ranks this took hours, and the event loop served nobody else meanwhile.
+    # With a cost per pair of ranks, this took hours and blocked the event loop.
     empty.reserve()
     server.look(lambda: empty.shard.partitions.bounds(MAX_WORLD_SIZE - 1))
     for dp in (0, MAX_WORLD_SIZE + 1, (1 << 32) - 1):
@@ -228,7 +228,7 @@ def test_the_largest_world_costs_a_reservation_no_time_and_a_larger_one_is_refus
     assert "other" not in server.look(lambda: list(server.store.runs))
 
 
-def test_a_used_request_id_is_refused_for_other_content(server: ShardServer) -> None:
+def test_reused_request_id_with_other_content_is_rejected(server: ShardServer) -> None:
     one = unit(server)
     assert one.push(one.filled(1.0), request_id="id").duplicate is False
     assert one.push(one.filled(1.0), request_id="id").duplicate is True
@@ -243,10 +243,10 @@ def test_a_used_request_id_is_refused_for_other_content(server: ShardServer) -> 
     assert server.call("Update", request).version == 1
 
 
-# Numbers that fence.
+# Fencing.
 
 
-def test_an_older_coordinator_is_refused_on_every_rpc(server: ShardServer) -> None:
+def test_older_coordinator_term_is_rejected_by_every_rpc(server: ShardServer) -> None:
     one = unit(server)
     one.push(one.filled(1.0))
     server.coordinator_term = 5
@@ -257,7 +257,7 @@ def test_an_older_coordinator_is_refused_on_every_rpc(server: ShardServer) -> No
     assert one.gather()[0] == 0
 
 
-def test_a_term_that_the_coordinator_does_not_confirm_is_refused_on_every_rpc_and_changes_nothing(
+def test_unconfirmed_coordinator_term_is_rejected_by_every_rpc(
     server: ShardServer,
 ) -> None:
     one = unit(server)
@@ -271,7 +271,7 @@ def test_a_term_that_the_coordinator_does_not_confirm_is_refused_on_every_rpc_an
 
 
 def speaking_for(term: int, one: OneUnit) -> list[Callable[[], object]]:
-    """Every rpc of the coordinator, with a term."""
+    """Returns calls of every rpc of the coordinator, with a term."""
     context = one.context(epoch=term)
     return [
         lambda: one.reserve(context=context),
@@ -285,13 +285,13 @@ def speaking_for(term: int, one: OneUnit) -> list[Callable[[], object]]:
     ]
 
 
-def test_fenced_epochs_and_attempts_are_refused(server: ShardServer) -> None:
+def test_fenced_epochs_and_attempts_are_rejected(server: ShardServer) -> None:
     one = unit(server, dp=2)
     one.push(one.filled(1.0))
     one.push(one.filled(1.0), rank=1)
     one.fence(0, (0, 7, 0))
     assert isinstance(error_of(lambda: one.push(one.filled(1.0), epoch=6)), StaleEpochError)
-    assert one.push(one.filled(1.0), epoch=7).duplicate is False, "what the lost trainer pushed is replaced"
+    assert one.push(one.filled(1.0), epoch=7).duplicate is False, "the lost trainer's contribution is replaced"
     assert one.push(one.filled(1.0), epoch=7).duplicate is True
     one.fence(0, (0, 7, 2))
     assert server.look(lambda: list(one.shard.contributions.by_rank)) == [1]
@@ -302,17 +302,17 @@ def test_fenced_epochs_and_attempts_are_refused(server: ShardServer) -> None:
     one.prepare(0, (0, 2, 1), (1, 0, 1))
 
 
-def test_an_epoch_that_only_a_trainer_names_shuts_nobody_out(server: ShardServer) -> None:
+def test_higher_epoch_in_a_push_does_not_fence_the_leaseholder(server: ShardServer) -> None:
     one = unit(server)
     one.push(one.filled(1.0), epoch=2**62)
-    assert one.push(one.filled(1.0), epoch=1).duplicate is False, "it replaces what was pushed under the other epoch"
+    assert one.push(one.filled(1.0), epoch=1).duplicate is False, "it replaces the contribution of the other epoch"
     assert one.push(one.filled(1.0), epoch=1).duplicate is True
     one.prepare(0)
     one.update(0)
     assert one.push(one.filled(1.0), step=1, epoch=1).duplicate is False
 
 
-def test_a_fence_for_the_next_step_leaves_a_committed_one_alone(server: ShardServer) -> None:
+def test_fence_of_the_next_step_keeps_the_committed_step(server: ShardServer) -> None:
     one = unit(server)
     one.push(one.filled(1.0))
     one.prepare(0)
@@ -323,7 +323,7 @@ def test_a_fence_for_the_next_step_leaves_a_committed_one_alone(server: ShardSer
     assert one.push(one.filled(1.0), step=1, epoch=3, attempt=1).duplicate is False
 
 
-def test_a_newer_attempt_replaces_the_older_once_it_is_complete(server: ShardServer) -> None:
+def test_newer_attempt_replaces_the_older_when_complete(server: ShardServer) -> None:
     one = unit(server)
     one.push(one.filled(1.0))
     before = server.taken_bytes()
@@ -343,7 +343,7 @@ def test_a_newer_attempt_replaces_the_older_once_it_is_complete(server: ShardSer
 # Initial values.
 
 
-def test_initial_values_that_are_not_finite_name_the_parameter(server: ShardServer) -> None:
+def test_non_finite_initial_value_is_rejected_by_parameter_name(server: ShardServer) -> None:
     one = OneUnit(server, PLAIN)
     one.reserve()
     bad = one.zeros()
@@ -355,7 +355,7 @@ def test_initial_values_that_are_not_finite_name_the_parameter(server: ShardServ
     assert isinstance(error_of(one.publish), StepStateError)
 
 
-def test_initial_values_of_a_higher_epoch_win_until_publication(server: ShardServer) -> None:
+def test_initial_values_of_a_higher_epoch_replace_others_until_publication(server: ShardServer) -> None:
     one = OneUnit(server, PLAIN)
     one.reserve()
     one.initialize(one.filled(1.0), epoch=3)
@@ -369,7 +369,7 @@ def test_initial_values_of_a_higher_epoch_win_until_publication(server: ShardSer
     assert (server.taken_bytes(), server.staged_bytes()) == (one.size, 0)
 
 
-def test_of_many_unfinished_uploads_one_holds_memory(server: ShardServer) -> None:
+def test_only_the_newest_unfinished_upload_uses_memory(server: ShardServer) -> None:
     one = OneUnit(server, PLAIN)
     one.reserve()
     messages = one.initialize_messages(one.filled(1.0))
@@ -381,11 +381,11 @@ def test_of_many_unfinished_uploads_one_holds_memory(server: ShardServer) -> Non
     ended = [stream.error() for stream in open_streams if stream.future.exception() is not None]
     assert len(ended) == 19
     assert all(isinstance(error, StaleEpochError) and "a newer stream replaced" in str(error) for error in ended)
-    server.until(lambda: server.store.memory.used_bytes == one.size, "the rest is given back")
+    server.until(lambda: server.store.memory.used_bytes == one.size, "the rest is released")
     one.publish()
 
 
-def test_an_upload_that_ends_after_publication_is_dropped(server: ShardServer) -> None:
+def test_upload_that_ends_after_publication_is_ignored(server: ShardServer) -> None:
     one = OneUnit(server, PLAIN)
     one.reserve()
     one.initialize(one.filled(1.0))

@@ -1,4 +1,4 @@
-"""The shard server over real gRPC: gradients that come in any way, steps that are applied once."""
+"""Steps on a shard server over gRPC: pushes, prepare, update."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NAN = float("nan")
 # Gradients.
 
 
-def test_duplicates_are_acknowledged_and_differing_ones_counted(server: ShardServer) -> None:
+def test_duplicate_pushes_are_acknowledged_and_differing_ones_counted(server: ShardServer) -> None:
     one = unit(server)
     assert one.push(one.filled(1.0)).duplicate is False
     assert one.push(one.filled(1.0)).duplicate is True
@@ -77,7 +77,7 @@ def test_parts_are_added_in_order_in_one_buffer(server: ShardServer) -> None:
     assert server.taken_bytes() == before
 
 
-def test_pushes_for_other_steps_and_after_prepare_are_refused(server: ShardServer) -> None:
+def test_pushes_for_other_steps_and_after_prepare_are_rejected(server: ShardServer) -> None:
     one = OneUnit(server, PLAIN)
     one.reserve()
     assert isinstance(error_of(lambda: one.push(one.filled(1.0))), StepStateError)
@@ -88,14 +88,14 @@ def test_pushes_for_other_steps_and_after_prepare_are_refused(server: ShardServe
     server.until(lambda: len(one.shard.streams) == 1, "the push has begun")
     one.prepare(0, (0, 0, 0))
     assert isinstance(error_of(lambda: one.push(one.filled(1.0))), StepStateError)
-    assert isinstance(half.send(messages[-1]).finish().error(), StepStateError), "a push that ends too late"
+    assert isinstance(half.send(messages[-1]).finish().error(), StepStateError), "a push that ends after prepare"
     one.update(0)
     assert isinstance(error_of(lambda: one.push(one.filled(1.0))), VersionGoneError)
     assert_all(one.gather(1)[1], 0.0)
     assert server.taken_bytes() == one.size
 
 
-def test_prepare_names_what_is_missing_and_what_is_too_much(server: ShardServer) -> None:
+def test_prepare_names_missing_and_surplus_contributions(server: ShardServer) -> None:
     one = unit(server, dp=3)
     one.push(one.filled(1.0))
     one.push(one.filled(1.0), rank=2)
@@ -117,7 +117,7 @@ def test_prepare_names_what_is_missing_and_what_is_too_much(server: ShardServer)
     one.prepare(0, (0, 0, 1), (1, 0, 0), (2, 0, 1))
 
 
-def test_prepare_may_be_repeated_and_asked_for_more(server: ShardServer) -> None:
+def test_prepare_is_idempotent_and_can_add_norms(server: ShardServer) -> None:
     one = unit(server, dp=2)
     before = server.taken_bytes()
     one.push(one.filled(1.0))
@@ -131,8 +131,8 @@ def test_prepare_may_be_repeated_and_asked_for_more(server: ShardServer) -> None
     assert_all(one.gather(1)[1], 1.5)
 
 
-def test_what_is_refused_leaves_a_prepared_step_prepared(server: ShardServer) -> None:
-    """Its commit record may be written already."""
+def test_rejected_requests_keep_a_prepared_step(server: ShardServer) -> None:
+    """The commit record may be written already."""
     one = unit(server)
     one.push(one.filled(1.0))
     one.prepare(0)
@@ -147,9 +147,7 @@ def test_what_is_refused_leaves_a_prepared_step_prepared(server: ShardServer) ->
     assert_all(one.gather(1)[1], -1.0)
 
 
-def test_a_norm_that_nobody_waits_for_any_more_leaves_a_prepared_step_prepared(
-    server: ShardServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancelled_norm_keeps_a_prepared_step(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwell_server.shard.arithmetic.reduction import Reduced
 
     one = unit(server)
@@ -172,7 +170,7 @@ def test_a_norm_that_nobody_waits_for_any_more_leaves_a_prepared_step_prepared(
     assert next(updating).version == 1
 
 
-def test_nan_names_parameter_and_ranks_and_the_step_can_be_mended(server: ShardServer) -> None:
+def test_nan_error_names_parameter_and_ranks_and_the_step_can_be_repeated(server: ShardServer) -> None:
     one = unit(server, dp=3)
     bad = one.filled(1.0)
     bad[1][5] = float("inf")
@@ -194,7 +192,7 @@ def test_nan_names_parameter_and_ranks_and_the_step_can_be_mended(server: ShardS
     assert_all(one.gather(1)[1], -2.0)
 
 
-def test_a_skipped_step_makes_the_next_version_of_the_same_values(server: ShardServer) -> None:
+def test_skipped_step_makes_the_next_version_with_equal_values(server: ShardServer) -> None:
     one = unit(server, dp=2)
     before = server.taken_bytes()
     one.push(one.filled(float("inf")))
@@ -203,7 +201,7 @@ def test_a_skipped_step_makes_the_next_version_of_the_same_values(server: ShardS
     skip = one.prepare_request(0, (0, 0, 1), (1, 0, 1))
     skip.skip = True
     assert not server.call("PrepareStep", skip).units
-    # A coordinator that has forgotten what it decided asks again, and learns again what is wrong.
+    # A restarted coordinator prepares the step again and gets the same error.
     assert isinstance(error_of(lambda: one.prepare(0)), NonFiniteError)
     server.call("PrepareStep", skip)
     one.update(0)
@@ -218,7 +216,7 @@ def test_a_skipped_step_makes_the_next_version_of_the_same_values(server: ShardS
     assert_all(one.gather(2)[1], -2.0)
 
 
-def test_an_overflow_of_the_sum_blames_no_single_rank(server: ShardServer) -> None:
+def test_overflow_of_the_sum_names_no_rank(server: ShardServer) -> None:
     one = unit(server, dp=2)
     for rank in range(2):
         one.push(one.filled(3e38), rank=rank)
@@ -227,7 +225,7 @@ def test_an_overflow_of_the_sum_blames_no_single_rank(server: ShardServer) -> No
     assert "overflow" in str(error)
 
 
-def test_of_two_streams_of_a_rank_the_newer_wins(server: ShardServer) -> None:
+def test_newer_stream_of_a_rank_replaces_the_older(server: ShardServer) -> None:
     one = unit(server, dp=2)
     before = server.taken_bytes()
     messages = one.push_messages(one.filled(1.0))
@@ -236,16 +234,16 @@ def test_of_two_streams_of_a_rank_the_newer_wins(server: ShardServer) -> None:
     newer = one.open_push().send(*messages[:-1])
     assert isinstance(older.error(), StaleEpochError)
     stale = one.open_push().send(*one.push_messages(one.filled(1.0), epoch=0)[:-1])
-    server.until(lambda: len(one.shard.streams) == 2, "one of another lease leaves it alone")
+    server.until(lambda: len(one.shard.streams) == 2, "a stream of another lease does not end it")
     stale.cancel()
-    server.until(lambda: len(one.shard.streams) == 1, "and is gone")
+    server.until(lambda: len(one.shard.streams) == 1, "the rejected stream has ended")
     one.push(one.filled(5.0), rank=1)
     assert newer.send(messages[-1]).finish().result().duplicate is False
     pool = server.store.memory.pool
-    server.until(lambda: pool.taken_bytes == before + 3 * one.size, "two contributions are held, and their mean")
+    server.until(lambda: pool.taken_bytes == before + 3 * one.size, "two contributions and their mean are stored")
 
 
-def test_a_fence_ends_streams_of_what_is_over(server: ShardServer) -> None:
+def test_fence_ends_stale_streams(server: ShardServer) -> None:
     one = unit(server)
     half = one.open_push().send(*one.push_messages(one.filled(1.0))[:-1])
     server.until(lambda: len(one.shard.streams) == 1, "the push has begun")
@@ -255,7 +253,7 @@ def test_a_fence_ends_streams_of_what_is_over(server: ShardServer) -> None:
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_a_client_that_vanishes_leaves_nothing(server: ShardServer, part: int) -> None:
+def test_disconnected_push_releases_its_memory(server: ShardServer, part: int) -> None:
     one = unit(server)
     for number in range(part):
         one.push(one.filled(1.0), part=number)
@@ -264,12 +262,12 @@ def test_a_client_that_vanishes_leaves_nothing(server: ShardServer, part: int) -
     server.until(lambda: server.store.memory.pool.taken_bytes > before, "the stream is being received")
     assert server.staged_bytes() == part * one.size
     half.cancel()
-    server.until(lambda: server.store.memory.pool.taken_bytes == before, "its memory is given back")
+    server.until(lambda: server.store.memory.pool.taken_bytes == before, "its memory is released")
     assert server.staged_bytes() == 0
     assert one.push(one.filled(1.0), part=part).duplicate is False
 
 
-def test_a_silent_stream_is_given_up(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_stream_is_cancelled(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     one = unit(server)
     monkeypatch.setattr(streams, "IDLE_LIMIT_S", 0.05)
     half = one.open_push().send(*one.push_messages(one.filled(1.0))[:-1])
@@ -279,7 +277,7 @@ def test_a_silent_stream_is_given_up(server: ShardServer, monkeypatch: pytest.Mo
     assert (server.taken_bytes(), one.push(one.filled(1.0)).duplicate) == (one.size, False)
 
 
-def test_streams_wait_for_room_in_line_and_give_up_in_time() -> None:
+def test_streams_wait_for_memory_in_order_and_time_out() -> None:
     layouts = [layout_of(name, a=((60_000,), "float32")) for name in "abc"]
     size = layouts[0].size_bytes
     with ShardServer(budget_bytes=size * 13) as server:
@@ -289,7 +287,7 @@ def test_streams_wait_for_room_in_line_and_give_up_in_time() -> None:
             one.push(one.filled(1.0))
         messages = [one.push_messages(one.filled(1.0), part=1) for one in ones]
         first = ones[0].open_push().send(*messages[0][:-1])
-        server.until(lambda: server.store.memory.unreserved.used_bytes == size, "the first has the room")
+        server.until(lambda: server.store.memory.unreserved.used_bytes == size, "the first has the memory")
         error = error_of(lambda: ones[1].open_push(timeout_s=0.5).send(*messages[1]).finish().result())
         assert isinstance(error, CapacityError | DeadlineError)
         second = ones[1].open_push().send(*messages[1]).finish()
@@ -300,12 +298,12 @@ def test_streams_wait_for_room_in_line_and_give_up_in_time() -> None:
         assert server.taken_bytes() == 7 * size
         first.send(messages[0][-1]).finish()
         assert [stream.result().duplicate for stream in (first, second)] == [False, False]
-        server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "all room is given back")
+        server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "all memory is released")
         assert server.taken_bytes() == 6 * size
         assert server.look(lambda: server.store.memory.used_bytes + server.store.memory.pool.idle_bytes) <= size * 13
 
 
-def test_an_encoded_part_needs_no_more_room_than_another() -> None:
+def test_encoded_part_needs_no_extra_memory() -> None:
     size = PLAIN.size_bytes
     with ShardServer(budget_bytes=shard_need_bytes(size, 1) + size) as server:
         one = unit(server)
@@ -322,7 +320,7 @@ def test_an_encoded_part_needs_no_more_room_than_another() -> None:
 # Updates.
 
 
-def test_an_update_whose_kept_gradients_fail_is_applied_once(
+def test_update_is_applied_once_after_keeping_gradients_failed(
     server: ShardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = unit(server)
@@ -346,7 +344,7 @@ def test_an_update_whose_kept_gradients_fail_is_applied_once(
     assert all(torch.equal(values, torch.full_like(values, -1.0)) for values in updated), "updated exactly once"
 
 
-def test_an_update_is_applied_once_and_only_after_prepare(server: ShardServer) -> None:
+def test_update_is_applied_once_and_only_after_prepare(server: ShardServer) -> None:
     one = unit(server)
     assert isinstance(error_of(lambda: one.update(0)), StepStateError)
     train(one, 0)
@@ -360,7 +358,7 @@ def test_an_update_is_applied_once_and_only_after_prepare(server: ShardServer) -
     assert server.taken_bytes() == one.size
 
 
-def test_an_update_that_cannot_be_applied_changes_nothing(server: ShardServer) -> None:
+def test_invalid_update_changes_nothing(server: ShardServer) -> None:
     one = unit(server)
     other = OneUnit(server, layout_of("v", a=((8,), "float32")), index=1).begin()
     train_both = one.prepare_request(0)
@@ -391,10 +389,10 @@ def test_an_update_that_cannot_be_applied_changes_nothing(server: ShardServer) -
     assert_all(one.gather(1)[1] + other.gather(1)[1], -1.0)
     late = OneUnit(server, layout_of("w", a=((8,), "float32")), index=2)
     late.reserve()
-    one.prepare(1, (0, 0, 0))  # a unit without values takes no part: whether it should the coordinator knows
+    one.prepare(1, (0, 0, 0))  # a unit without values takes no part in steps
 
 
-def test_a_slow_push_under_an_epoch_that_nobody_leased_shuts_nobody_out(server: ShardServer) -> None:
+def test_slow_push_under_an_unleased_epoch_does_not_block_the_leaseholder(server: ShardServer) -> None:
     one = unit(server)
     slow = one.open_push().send(*one.push_messages(one.filled(9.0), epoch=1 << 40)[:-1])
     server.until(lambda: len(one.shard.streams) == 1, "it is being received")
@@ -406,7 +404,7 @@ def test_a_slow_push_under_an_epoch_that_nobody_leased_shuts_nobody_out(server: 
     assert isinstance(slow.error(), StaleEpochError)
 
 
-def test_a_unit_is_too_late_for_a_step_that_is_prepared(server: ShardServer) -> None:
+def test_reservation_during_a_prepared_step_is_rejected(server: ShardServer) -> None:
     one = unit(server)
     one.prepare(0, (0, 0, 0))
     late = OneUnit(server, layout_of("w", a=((8,), "float32")), index=2)
@@ -415,7 +413,7 @@ def test_a_unit_is_too_late_for_a_step_that_is_prepared(server: ShardServer) -> 
     late.reserve()
 
 
-def test_units_become_new_in_the_order_asked_and_wake_who_waits(server: ShardServer) -> None:
+def test_units_are_updated_in_the_requested_order_and_wake_readers(server: ShardServer) -> None:
     ones = [OneUnit(server, layout_of(f"u{index}", a=((5_000,), "float32")), index=index).begin() for index in range(4)]
     waiting = [in_background(partial(one.gather, 1)) for one in ones]
     order: list[int] = []
@@ -438,9 +436,7 @@ def noting(order: list[int], index: int, update: Callable[..., Any]) -> Callable
     return noted
 
 
-def test_a_failed_update_is_never_read_and_finished_by_its_repetition(
-    server: ShardServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_update_is_unreadable_until_its_repetition(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     one, kernel, fails = unit(server), torch._fused_sgd_, [RuntimeError("no memory"), MemoryError()]
     waiting = in_background(lambda: one.gather(1))
     one.push(one.filled(1.0))
@@ -462,7 +458,7 @@ def test_a_failed_update_is_never_read_and_finished_by_its_repetition(
     assert (server.taken_bytes(), server.staged_bytes()) == (0, 0)
 
 
-def test_an_update_whose_threads_are_gone_changes_nothing(server: ShardServer) -> None:
+def test_update_without_threads_changes_nothing(server: ShardServer) -> None:
     one = unit(server)
     one.push(one.filled(1.0))
     one.prepare(0)
@@ -483,7 +479,7 @@ def test_an_update_whose_threads_are_gone_changes_nothing(server: ShardServer) -
     assert server.staged_bytes() == 0
 
 
-def test_memory_for_an_update_is_found_or_refused_before_the_commit(
+def test_memory_for_an_update_is_allocated_before_the_commit(
     server: ShardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = unit(server)
@@ -513,14 +509,14 @@ def test_memory_for_an_update_is_found_or_refused_before_the_commit(
     one.update(1, algorithm="adamw")
 
 
-def test_state_beyond_the_budget_is_refused_before_the_commit() -> None:
+def test_optimizer_state_beyond_the_budget_is_rejected_before_the_commit() -> None:
     layout = layout_of(w=((1 << 14,), "float32"))
     size = layout.size_bytes
     with ShardServer(budget_bytes=6 * size) as server:
         one = unit(server, layout)
         one.push(one.filled(1.0))
         one.prepare(0)
-        # Adam's two moments are reserved with the unit, amsgrad's third and an average are not.
+        # Adam's two moments are part of the reservation, amsgrad's third moment and an average are not.
         error = error_of(lambda: one.prepare_update(0, algorithm="adamw", amsgrad=1.0, ema_decay=0.5))
         assert isinstance(error, CapacityError)
         assert f"of the budget of {6 * size} are free. The step is not committed" in str(error)
@@ -529,7 +525,7 @@ def test_state_beyond_the_budget_is_refused_before_the_commit() -> None:
         assert one.gather()[0] == 1
 
 
-def test_an_update_goes_on_when_its_caller_is_gone(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_finishes_after_its_caller_disconnects(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     one = unit(server)
     one.push(one.filled(1.0))
     one.prepare(0)
@@ -553,7 +549,7 @@ def test_an_update_goes_on_when_its_caller_is_gone(server: ShardServer, monkeypa
     assert_all(one.gather(1)[1], -1.0)
 
 
-def test_a_prepare_that_is_cancelled_leaves_nothing(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_prepare_leaves_no_trace(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwell_server.shard.state import unit_shard
 
     one = unit(server, dp=2)
@@ -568,7 +564,7 @@ def test_a_prepare_that_is_cancelled_leaves_nothing(server: ShardServer, monkeyp
     monkeypatch.setattr(unit_shard, "reduce_shard", slowly)
     one.push(one.filled(1.0))
     one.push(one.filled(3.0), rank=1)
-    assert begun.wait(20), "the mean is worked out before it is asked for"
+    assert begun.wait(20), "the mean is computed ahead of prepare"
 
     def num_waiting() -> int:
         return len(server.store.run("r")._lock._waiters or ())
@@ -589,7 +585,7 @@ def test_a_prepare_that_is_cancelled_leaves_nothing(server: ShardServer, monkeyp
     assert_all(one.gather(1)[1], -2.0)
 
 
-def test_amsgrad_may_begin_late_and_is_accounted_for(server: ShardServer) -> None:
+def test_amsgrad_enabled_later_is_counted_in_the_reservation(server: ShardServer) -> None:
     one = unit(server)
     train(one, 0, algorithm="adamw")
     reserved = server.look(lambda: server.store.memory.reserved_bytes)

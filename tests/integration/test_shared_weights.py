@@ -1,4 +1,4 @@
-"""Weights that are read in place: writes to them stay here and are noticed, versions that go are noticed too."""
+"""Weights that trainers read in place: writes to them and overwritten versions are detected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Meddling = Callable[[torch.Tensor], object]
 
 
 class Meddled(nn.Module):
-    """A linear layer whose forward does something to its weight first, once."""
+    """A linear layer whose forward first modifies its weight, once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def write_one_element(weight: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("meddle", [add_in_place, add_to_data, add_to_detached, write_one_element])
-def test_a_write_in_the_forward_is_an_error_and_nothing_of_it_stays(shared: Trained, meddle: Meddling) -> None:
+def test_write_in_forward_raises_and_leaves_no_trace(shared: Trained, meddle: Meddling) -> None:
     shared.step()
     shared.meddled.meddle = meddle
     with pytest.raises(shardwell.UsageError, match=r"parameter 'Meddled-0\.weight'.* was written in place"):
@@ -128,7 +128,7 @@ def test_a_write_in_the_forward_is_an_error_and_nothing_of_it_stays(shared: Trai
     assert shared.hash() == plain_hash(3)
 
 
-def test_an_in_place_write_is_the_same_error_on_every_transport(trained: Trained) -> None:
+def test_in_place_write_raises_the_same_error_on_every_transport(trained: Trained) -> None:
     trained.step()
     trained.meddled.meddle = add_in_place
     with pytest.raises(shardwell.UsageError, match=r"parameter 'Meddled-0\.weight'"):
@@ -140,7 +140,7 @@ def test_an_in_place_write_is_the_same_error_on_every_transport(trained: Trained
 
 
 @pytest.mark.parametrize("meddle", [add_in_place, add_to_data])
-def test_nothing_of_a_work_item_stays_that_computed_with_written_weights(shared: Trained, meddle: Meddling) -> None:
+def test_work_item_computed_with_written_weights_is_discarded(shared: Trained, meddle: Meddling) -> None:
     for step in shared.session.steps(3):
         if step.number == 1:
             shared.meddled.meddle = meddle
@@ -155,7 +155,7 @@ def test_nothing_of_a_work_item_stays_that_computed_with_written_weights(shared:
 
 
 @pytest.mark.parametrize("meddle", [add_in_place, add_to_data])
-def test_a_write_between_unshard_and_reshard(shared: Trained, meddle: Meddling) -> None:
+def test_write_between_unshard_and_reshard_raises(shared: Trained, meddle: Meddling) -> None:
     shared.step()
     shared.meddled.unshard()
     meddle(shared.meddled.weight)
@@ -166,7 +166,7 @@ def test_a_write_between_unshard_and_reshard(shared: Trained, meddle: Meddling) 
     assert shared.hash() == plain_hash(3)
 
 
-def test_writes_are_not_seen_by_other_trainers(cluster: shardwell.LocalCluster, shared: Trained) -> None:
+def test_writes_are_invisible_to_other_trainers(cluster: shardwell.LocalCluster, shared: Trained) -> None:
     shared.step()
     before = shared.hash()
     with joined(cluster.address, shared.session.run) as other:
@@ -181,7 +181,7 @@ def test_writes_are_not_seen_by_other_trainers(cluster: shardwell.LocalCluster, 
         assert shared.hash() == before
 
 
-def test_an_embedding_that_rescales_its_weight_is_an_error(cluster: shardwell.LocalCluster, run_name: str) -> None:
+def test_embedding_with_max_norm_raises(cluster: shardwell.LocalCluster, run_name: str) -> None:
     with shardwell.join(
         cluster.address, run=run_name, transfers=shardwell.TransferOptions(transports="shm")
     ) as session:
@@ -226,17 +226,17 @@ def evaluate(trained: Trained) -> torch.Tensor:
 
 @torch.enable_grad()
 def overwrite(shared: Trained) -> None:
-    """Commits a step, and waits until the servers have made the next version."""
+    """Commits a step and waits until the servers have made the next version."""
     shared.step()
     shared.hash()
 
 
 def catch_up(evaluator: Trained) -> None:
-    """Goes through a step that the others have committed."""
+    """Runs a step that the other trainers have committed."""
     evaluator.optimizer.step()
 
 
-def test_weights_that_are_overwritten_in_use_are_noticed(shared: Trained, evaluator: Trained) -> None:
+def test_weights_overwritten_during_use_are_detected(shared: Trained, evaluator: Trained) -> None:
     assert torch.equal(evaluate(evaluator), evaluate(shared))
     evaluator.meddled.meddle = lambda _: overwrite(shared)
     with pytest.raises(shardwell.VersionGoneError, match="version 0 of unit 'Meddled-0' was overwritten"):
@@ -245,7 +245,7 @@ def test_weights_that_are_overwritten_in_use_are_noticed(shared: Trained, evalua
     assert torch.equal(evaluate(evaluator), evaluate(shared))
 
 
-def test_weights_that_were_kept_are_not_used_for_another_version(shared: Trained, evaluator: Trained) -> None:
+def test_kept_weights_are_not_used_for_another_version(shared: Trained, evaluator: Trained) -> None:
     evaluate(evaluator)
     overwrite(shared)
     for _ in range(2):
@@ -255,7 +255,7 @@ def test_weights_that_were_kept_are_not_used_for_another_version(shared: Trained
     assert torch.equal(evaluate(evaluator), evaluate(shared))
 
 
-def test_a_write_before_the_commit_is_noticed_and_the_step_stays_committed(shared: Trained) -> None:
+def test_write_before_the_commit_is_detected_and_the_step_stays_committed(shared: Trained) -> None:
     shared.step()
     shared.backward()
     shared.optimizer.clip_grad_norm_(float("inf"))  # ends the work

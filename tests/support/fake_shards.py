@@ -1,4 +1,4 @@
-"""Shard servers without tensors, for tests of the coordinator: they keep versions, fences and manifests."""
+"""Fake shard servers without tensors, for tests of the coordinator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardwell_wire.errors import (
 from shardwell_wire.v1 import shard_pb2
 
 COST = 3
-"""Bytes set aside per byte of parameters: optimizer state and contributions need room too."""
+"""Reserved bytes per byte of parameters, which includes optimizer state and contributions."""
 
 
 @dataclass
@@ -48,19 +48,19 @@ class FakeRun:
     released: dict[str, int] = field(default_factory=dict)
     prepared: shard_pb2.PrepareStepRequest | None = None
     updates: list[shard_pb2.UpdateRequest] = field(default_factory=list)
-    """Those that were applied, not their repetitions."""
+    """Applied updates, without repetitions."""
 
 
 class FakeShard:
-    """One shard server: ``FakeShard`` methods are the rpcs, by name.
+    """A fake shard server with one method per rpc.
 
     Attributes:
-        fail: Called with the rpc's name and request before it does anything; raises to fail it.
-        calls: How often each rpc was called.
-        square_partials: What every unit reports.
-        manifests: Every PrepareStep.
+        fail: Called with each rpc's name and request. Raises to fail the rpc.
+        calls: Number of calls of each rpc.
+        square_partials: Partial squared norm of every unit.
+        manifests: All PrepareStep requests.
         available: While False every rpc is UNAVAILABLE.
-        incarnation: Of the process; None: it has ended.
+        incarnation: Incarnation of the process. None: the process has ended.
     """
 
     def __init__(self, budget_bytes: int = 1 << 30) -> None:
@@ -76,17 +76,17 @@ class FakeShard:
         self.manifests: list[shard_pb2.PrepareStepRequest] = []
         self._updated = threading.Condition()
         self.changed_buffers: dict[int, list[int]] = {}
-        """By unit index: the buffers that have new values here."""
+        """Indices of changed buffers, by unit index."""
         self.missing: set[int] = set()
-        """dp ranks whose contributions got lost."""
+        """dp ranks whose contributions were lost."""
 
     @property
     def runs(self) -> dict[str, FakeRun]:
-        """By name; of several with one name, the one that came last."""
+        """Runs by name. The newest if several have one name."""
         return {run.name: run for run in self.runs_by_id.values()}
 
     def restart(self, incarnation: str) -> None:
-        """Another process takes the place of this one, with no memory."""
+        """Replaces the process by one without state."""
         self.incarnation = incarnation
         self.runs_by_id.clear()
         self.reserved_bytes = 0
@@ -202,7 +202,7 @@ class FakeShard:
         return shard_pb2.DropRunResponse(freed_bytes=freed)
 
     def steps_updated(self, run: str, count: int) -> list[int]:
-        """The steps that were applied, in order; another thread than the server's waits here until ``count`` are."""
+        """Waits until ``count`` steps were applied; returns them in order. Not for the server's own thread."""
         updates = self.runs[run].updates
         with self._updated:
             self._updated.wait_for(lambda: len(updates) >= count, 20.0)
@@ -216,7 +216,7 @@ class FakeShard:
 
 
 class DirectCalls:
-    """``ShardCalls`` without sockets: fake servers by address."""
+    """``ShardCalls`` to fake servers, without sockets."""
 
     def __init__(self, shards: dict[str, FakeShard]) -> None:
         self.shards = shards
@@ -241,7 +241,7 @@ class DirectCalls:
 
 
 class _Servicer:
-    """A fake server behind gRPC; streams are not offered."""
+    """Serves a fake server over gRPC. Streams are not supported."""
 
     def __init__(self, shard: FakeShard) -> None:
         self._shard = shard
@@ -255,7 +255,7 @@ class _Servicer:
 
 @contextmanager
 def serve_fakes(shards: list[FakeShard]) -> Iterator[list[str]]:
-    """Serves fake shard servers over gRPC on loopback; gives their addresses."""
+    """Serves fake shard servers over gRPC on loopback; yields their addresses."""
     loop, ready, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
     addresses: list[str] = []
 
@@ -283,7 +283,7 @@ def serve_fakes(shards: list[FakeShard]) -> Iterator[list[str]]:
 
 
 def fail_times(rpc: str, times: int, error: ShardwellError) -> Callable[[str, Any], None]:
-    """A ``FakeShard.fail`` that fails the first calls of one rpc."""
+    """Returns a ``FakeShard.fail`` that fails the first calls of one rpc."""
     left = times
 
     def fail(rpc_name: str, request: Any) -> None:

@@ -1,4 +1,4 @@
-"""A shard server in this process, with what tests say to it: one run, pushed, prepared, updated."""
+"""A shard server in this process, and helpers that drive one unit through its steps."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ ADAM = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1
 
 @cache
 def shared_loop() -> asyncio.AbstractEventLoop:
-    """One event loop for all tests: grpc.aio complains when servers of one process use several."""
+    """Returns the event loop for all tests: grpc.aio supports one per process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
 
 
 class ShardServer:
-    """A real gRPC server on an event loop in a thread; ``client`` calls it.
+    """A gRPC shard server on an event loop in a thread. ``client`` calls it.
 
     Args:
-        budget_bytes: Its memory.
-        shared: Where its parameters and gradient buffers lie, if it is to offer a transport through shared memory.
+        budget_bytes: Memory budget.
+        shared: Shared memory for the shm transport. None: the server does not offer it.
     """
 
     def __init__(self, budget_bytes: int = 1 << 30, shared: SharedMemory | None = None) -> None:
@@ -61,9 +61,9 @@ class ShardServer:
         self._loop = shared_loop()
         self._accepting = AsyncExitStack()
         self.coordinator_term = 1
-        """What the server is told when it asks its coordinator."""
+        """Term that the fake coordinator confirms."""
         self.problems: list[dict[str, Any]] = []
-        """What the event loop complained of, such as exceptions that nobody looked at."""
+        """Problems that the event loop reported, such as exceptions that were never retrieved."""
 
     def __enter__(self) -> ShardServer:
         port = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
@@ -102,7 +102,7 @@ class ShardServer:
         await self._accepting.aclose()
 
     def look(self, at: Callable[[], Result]) -> Result:
-        """Evaluates something on the server's event loop."""
+        """Evaluates a function on the server's event loop."""
 
         async def evaluate() -> Result:
             return at()
@@ -110,7 +110,7 @@ class ShardServer:
         return asyncio.run_coroutine_threadsafe(evaluate(), self._loop).result(20)
 
     def look_at(self, what: Callable[[], Awaitable[Result]]) -> Result:
-        """Awaits something on the server's event loop."""
+        """Awaits a coroutine on the server's event loop."""
 
         async def evaluate() -> Result:
             return await what()
@@ -118,10 +118,10 @@ class ShardServer:
         return asyncio.run_coroutine_threadsafe(evaluate(), self._loop).result(20)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Polls until something holds on the server's event loop."""
+        """Polls a condition on the server's event loop until it is true."""
         deadline = time.monotonic() + 20.0
         while not self.look(condition):
-            assert time.monotonic() < deadline, f"did not come: {what}"
+            assert time.monotonic() < deadline, f"timeout while waiting until {what}"
             time.sleep(0.002)
 
     def taken_bytes(self) -> int:
@@ -135,7 +135,7 @@ class ShardServer:
 
 
 def layout_of(unit: str = "u", **parameters: tuple[tuple[int, ...], str]) -> UnitLayout:
-    """A unit; each parameter is ``name=(shape, dtype)``."""
+    """Returns the layout of a unit. Each parameter is ``name=(shape, dtype)``."""
     return UnitLayout.from_proto(
         common_pb2.UnitSpec(
             name=unit,
@@ -168,7 +168,7 @@ class HalfStream:
         self.finish()
 
     def result(self) -> Any:
-        """The response; raises as ``ServiceClient`` does."""
+        """Returns the response. Raises as ``ServiceClient`` does."""
         try:
             return self.future.result(20)
         except grpc.RpcError as error:
@@ -185,7 +185,7 @@ class HalfStream:
 
 
 class OneUnit:
-    """One unit of a run on one server, from the coordinator's and the trainers' point of view."""
+    """One unit of a run on one server. Sends the requests of the coordinator and of trainers."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class OneUnit:
     def shard(self) -> UnitShard:
         return self.server.store.runs[self.identity.run_id].shards[self.layout.unit]
 
-    # ---- the coordinator's ----
+    # ---- requests of the coordinator ----
 
     def reserve(self, **changes: Any) -> Any:
         fields = {
@@ -233,7 +233,7 @@ class OneUnit:
         return self.server.call("PublishUnit", request)
 
     def begin(self, values: Sequence[torch.Tensor] | None = None) -> OneUnit:
-        """Reserved, with values, published."""
+        """Reserves, initialises and publishes the unit."""
         self.reserve()
         self.initialize(self.zeros() if values is None else values)
         self.publish()
@@ -246,7 +246,7 @@ class OneUnit:
     def prepare_request(
         self, step: int, *ranks: tuple[int, int, int], dp: int | None = None, term: int = 1, **fields: Any
     ) -> shard_pb2.PrepareStepRequest:
-        """Ranks are ``(dp_rank, attempt, part_count)``; by default one part of attempt 0 of each."""
+        """Ranks are ``(dp_rank, attempt, part_count)``. Default: one part of attempt 0 from each rank."""
         manifests = [
             shard_pb2.RankManifest(
                 dp_rank=rank,
@@ -286,13 +286,13 @@ class OneUnit:
     def drop(self) -> Any:
         return self.server.call("DropRun", shard_pb2.DropRunRequest(context=self.context()))
 
-    # ---- the trainers' ----
+    # ---- requests of trainers ----
 
     def zeros(self) -> list[torch.Tensor]:
         return self.filled(0.0)
 
     def filled(self, value: float) -> list[torch.Tensor]:
-        """One tensor per segment."""
+        """Returns one tensor per segment."""
         dtypes = [getattr(torch, self.layout.parameters[s.parameter_index].dtype) for s in self.segments]
         return [
             torch.full((s.stop_element - s.start_element,), value, dtype=dtype)
@@ -300,7 +300,7 @@ class OneUnit:
         ]
 
     def flat(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The shard's bytes."""
+        """Returns the shard's bytes."""
         flat = torch.zeros(self.size, dtype=torch.uint8)
         for segment, value in zip(self.segments, values, strict=True):
             flat[segment.start_bytes - self.start : segment.stop_bytes - self.start] = value.view(torch.uint8)
@@ -347,7 +347,7 @@ class OneUnit:
         chunk_bytes: int = 64 << 10,
         **changes: Any,
     ) -> list[bytes]:
-        """A gradient per segment; None: the parameter has none in this part."""
+        """Returns the messages of a push. Gradients by segment; None: no gradient in this part."""
         chosen = [(s.parameter_index, g) for s, g in zip(self.segments, gradients, strict=True) if g is not None]
         fields = {
             "context": self.context(step, epoch, request_id),
@@ -385,13 +385,13 @@ class OneUnit:
         )
 
     def open_gather(self, version: int | None = None, *, timeout_s: float = 20.0) -> Any:
-        """The rpc; iterate to read it, message by message."""
+        """Starts a Gather. Iterate over the result to read its messages."""
         stub = self.server.client.byte_response_stub("Gather")
         return stub(self.gather_request(version, chunk_bytes=1 << 20), timeout=timeout_s)
 
 
 def error_of(action: Callable[[], object]) -> ShardwellError:
-    """What an action raises."""
+    """Returns the error that an action raises."""
     try:
         action()
     except ShardwellError as error:
@@ -402,7 +402,7 @@ def error_of(action: Callable[[], object]) -> ShardwellError:
 
 
 def in_background(action: Callable[[], Result]) -> Iterator[Result]:
-    """Starts an action in a thread; ``next`` waits for its result or raises its error."""
+    """Starts an action in a thread. ``next`` waits for its result or raises its error."""
     pool = ThreadPoolExecutor(1)
     future = pool.submit(action)
 
@@ -416,7 +416,7 @@ def in_background(action: Callable[[], Result]) -> Iterator[Result]:
 
 
 def train(one: OneUnit, step: int, gradient: float = 1.0, **options: Any) -> None:
-    """One whole step with the same gradient from every rank."""
+    """Runs one step with the same gradient from every rank."""
     for rank in range(one.dp):
         one.push(one.filled(gradient), step=step, rank=rank)
     one.prepare(step)
@@ -436,9 +436,9 @@ MIXED = layout_of(
 )
 PLAIN = layout_of(a=((40_000,), "float32"), b=((20_000,), "float32"))
 BIG = layout_of(a=((8 << 20,), "float32"))
-"""More than the connection's buffers hold, so a client that does not read stops the server."""
+"""Larger than the connection's buffers, so that a client that does not read blocks the server."""
 
 
 def unit(server: ShardServer, layout: UnitLayout = PLAIN, **options: Any) -> OneUnit:
-    """A published unit on the server, ready for a step."""
+    """Returns a published unit on the server, ready for a step."""
     return OneUnit(server, layout, **options).begin()

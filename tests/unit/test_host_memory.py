@@ -1,4 +1,4 @@
-"""The tightest memory limit of all enclosing cgroups counts, in every layout of hierarchies."""
+"""Memory limits of cgroups, in every layout of hierarchies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_LIMIT_V1 = 9223372036854771712
 
 
 def fake_proc(tmp_path: Path, cgroup: str, mounts: list[tuple[str, str, str, str]], limits: dict[str, object]) -> Path:
-    """A process's folder in /proc; mounts are (root, point, type, options), limits are by path below ``tmp_path``."""
+    """Makes a process's directory in /proc. Mounts: (root, point, type, options). Limits: by path below ``tmp_path``."""
     proc = tmp_path / "proc"
     proc.mkdir()
     (proc / "cgroup").write_text(cgroup)
@@ -30,7 +30,7 @@ def fake_proc(tmp_path: Path, cgroup: str, mounts: list[tuple[str, str, str, str
     return proc
 
 
-def test_an_outer_cgroup_limits_too(tmp_path: Path) -> None:
+def test_limits_of_outer_cgroups_count(tmp_path: Path) -> None:
     proc = fake_proc(
         tmp_path,
         "0::/system.partition/slurmstepd.scope/job_7/step_0\n",
@@ -45,7 +45,7 @@ def test_an_outer_cgroup_limits_too(tmp_path: Path) -> None:
     assert sorted(cgroup_limits(proc)) == [3 * GIB, 4 * GIB]
 
 
-def test_version_1_and_hybrid(tmp_path: Path) -> None:
+def test_version_1_and_hybrid_hierarchies(tmp_path: Path) -> None:
     proc = fake_proc(
         tmp_path,
         "12:cpu,cpuacct:/user\n9:memory:/slurm/uid_1/job_2\n0::/user.partition\n",
@@ -62,12 +62,12 @@ def test_version_1_and_hybrid(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cgroup", ["0::/\n", "0::/docker/4711\n", "0::/../sibling\n"])
-def test_a_container_sees_its_own_cgroup_as_the_root_of_the_mount(tmp_path: Path, cgroup: str) -> None:
+def test_container_cgroup_is_the_root_of_the_mount(tmp_path: Path, cgroup: str) -> None:
     proc = fake_proc(tmp_path, cgroup, [("/docker/4711", "cg", "cgroup2", "x")], {"cg/memory.max": GIB})
     assert cgroup_limits(proc) == [GIB]
 
 
-def test_the_machine_counts_where_nothing_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_memory_counts_without_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cgroup_limits(tmp_path / "nowhere") == []
     machine = psutil.virtual_memory().total
     for limits, usable in (([], machine), ([1 << 62], machine), ([GIB, 5], 5)):

@@ -1,4 +1,4 @@
-"""The server's arithmetic: the order of ranks, norms that no cut changes, and torch's own kernels."""
+"""Arithmetic of the shard server: reduction in rank order, exact norms, and torch's kernels."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_single_rank_keeps_its_bits() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_large_segments_are_reduced_as_if_at_once(dtype: torch.dtype) -> None:
+def test_reducing_in_chunks_changes_no_bit(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     terms = [torch.randn(700_001, generator=generator).to(dtype) for _ in range(3)]
     out, first_byte = torch.empty_like(terms[0]), 192
@@ -106,7 +106,7 @@ def test_exact_partials_sum_exactly() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_sum_that_is_not_finite_is_reported(bad: float) -> None:
+def test_non_finite_sum_gives_a_non_finite_partial(bad: float) -> None:
     assert not math.isfinite(sum(exact_partials([1.0, bad])))
 
 
@@ -130,7 +130,7 @@ def plain(algorithm: str, values: torch.Tensor) -> tuple[nn.Parameter, torch.opt
 
 @pytest.mark.parametrize(("algorithm", "settings"), [("adam", ADAM), ("adamw", ADAM), ("sgd", SGD)])
 @pytest.mark.parametrize("cut", [16, 1024, 5008])
-def test_cut_parameters_update_like_whole_ones(algorithm: str, settings: dict[str, float], cut: int) -> None:
+def test_cut_parameters_update_like_whole_parameters(algorithm: str, settings: dict[str, float], cut: int) -> None:
     torch.manual_seed(0)
     values = torch.randn(7919)
     parameter, reference = plain(algorithm, values)
@@ -161,7 +161,7 @@ def test_parameters_without_a_gradient_are_skipped(algorithm: str, settings: dic
         assert [served.steps_of(part) for part in (0, 1)] == [4, 2]
 
 
-def test_groups_and_parameters_that_are_not_optimised() -> None:
+def test_groups_apply_and_unoptimised_parameters_stay() -> None:
     values = [torch.ones(4), torch.ones(4), torch.ones(4)]
     served = ShardOptimizer(values)
     two = step_of("sgd", {**SGD, "momentum": 0.0, "nesterov": 0.0, "weight_decay": 0.0}, {**SGD, "lr": 0.0})
@@ -176,7 +176,7 @@ def test_clipping_scales_the_gradient() -> None:
     assert values[0].item() == pytest.approx(-0.05)
 
 
-def test_a_parameter_begins_anew_under_another_algorithm() -> None:
+def test_parameter_restarts_under_another_algorithm() -> None:
     served = ShardOptimizer([torch.zeros(1)])
     served.step([torch.ones(1)], step_of("adamw", ADAM), [0], 1.0)
     served.step([torch.ones(1)], step_of("adamw", ADAM), [-1], 1.0)
@@ -199,7 +199,7 @@ def test_a_parameter_begins_anew_under_another_algorithm() -> None:
         ({"group_indices": [-3]}, "parameter group -3"),
     ],
 )
-def test_impossible_hyperparameters_are_named(change: dict[str, Any], message: str) -> None:
+def test_error_names_an_invalid_hyperparameter(change: dict[str, Any], message: str) -> None:
     optimizer = common_pb2.OptimizerStep(
         algorithm=change.get("algorithm", "adamw"),
         groups=groups(change.get("hyperparameters", ADAM)),
@@ -211,8 +211,10 @@ def test_impossible_hyperparameters_are_named(change: dict[str, Any], message: s
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("algorithm", "settings"), [("adam", ADAM), ("adamw", ADAM), ("sgd", SGD)])
-def test_every_element_of_every_dtype_moves(algorithm: str, settings: dict[str, float], dtype: torch.dtype) -> None:
-    # torch's fused SGD leaves most elements of 16-bit parameters as they are.
+def test_update_changes_every_element_of_every_dtype(
+    algorithm: str, settings: dict[str, float], dtype: torch.dtype
+) -> None:
+    # torch's fused SGD does not change most elements of 16-bit parameters.
     for numel in (1, 15, 16, 64, 997):
         served, wide = torch.ones(numel, dtype=dtype), torch.ones(numel, dtype=torch.float64)
         for values in (served, wide):
@@ -229,7 +231,7 @@ def test_cuts_on_blocks_change_no_bit_of_16_bit_updates(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     start, *gradients = (torch.randn(9_000, generator=generator).to(dtype) for _ in range(4))
-    # A parameter may begin at any multiple of 64 bytes; shards then hold these numbers of elements.
+    # A parameter can start at any multiple of 64 bytes. Shards then have these numbers of elements.
     results = []
     for cuts in ([9_000], [32, 2048, 6_920], [2048 - 96, 2048, 2048, 9_000 - 3 * 2048 + 96]):
         values = [piece.clone() for piece in start.split(cuts)]
@@ -242,7 +244,7 @@ def test_cuts_on_blocks_change_no_bit_of_16_bit_updates(
     assert results[1:] == results[:1] * 2
 
 
-def test_amsgrad_that_begins_in_one_of_two_groups_is_applied_to_both_once() -> None:
+def test_amsgrad_enabled_in_one_of_two_groups_updates_both_once() -> None:
     values = [torch.ones(4), torch.ones(4)]
     served, later = ShardOptimizer(values), {**ADAM, "amsgrad": 1.0}
     served.step([torch.ones(4), torch.ones(4)], step_of("adam", ADAM, ADAM), [0, 1], 1.0)

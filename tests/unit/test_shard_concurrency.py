@@ -1,4 +1,4 @@
-"""Who may interrupt whom in a shard server: threads never, streams by newer ones."""
+"""Cancellation in a shard server: work in threads finishes, streams are replaced by newer ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwell_server.shard.concurrency import OpenStreams, in_threads_of, unint
 from shardwell_wire.errors import StaleEpochError
 
 
-def test_work_that_must_not_be_interrupted_is_finished_first() -> None:
+def test_uninterrupted_work_finishes_before_the_cancellation() -> None:
     async def scenario() -> None:
         begun, go_on, finished = asyncio.Event(), asyncio.Event(), []
 
@@ -36,7 +36,7 @@ def test_work_that_must_not_be_interrupted_is_finished_first() -> None:
     asyncio.run(scenario())
 
 
-def test_a_caller_that_is_cancelled_waits_for_its_thread() -> None:
+def test_cancelled_caller_waits_for_its_thread() -> None:
     async def scenario() -> None:
         begun, go_on = threading.Event(), threading.Event()
 
@@ -59,7 +59,7 @@ def test_a_caller_that_is_cancelled_waits_for_its_thread() -> None:
     asyncio.run(scenario())
 
 
-def test_a_newer_stream_begins_once_nothing_is_left_of_the_older() -> None:
+def test_newer_stream_starts_after_the_older_has_ended() -> None:
     async def scenario() -> list[str]:
         streams, notes, clean_up = OpenStreams(), [], asyncio.Event()
 
@@ -93,7 +93,7 @@ def test_a_newer_stream_begins_once_nothing_is_left_of_the_older() -> None:
     assert asyncio.run(scenario()) == ["newer begins", "newer begins", "older is gone", "newer begins"]
 
 
-def test_streams_end_by_their_fencing_numbers() -> None:
+def test_fencing_ends_streams_with_lower_numbers() -> None:
     async def scenario() -> None:
         streams, reason = OpenStreams(), StaleEpochError("over")
 

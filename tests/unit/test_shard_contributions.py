@@ -1,4 +1,4 @@
-"""What is held of a step's gradients, and which leases and attempts are over."""
+"""Contributions of a step, and fences of leases and attempts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def contribution(
     return Contribution(epoch, attempt, buffer, buffer.view(torch.float32).split(2), give_back, {0}, list(range(parts)))
 
 
-def test_parts_add_where_there_is_a_gradient_and_begin_where_there_is_none() -> None:
+def test_parts_are_added_to_present_gradients_and_copied_to_absent_ones() -> None:
     held = contribution()
     held.views[0].fill_(1.0)
-    held.views[1].fill_(float("nan"))  # a used buffer: its bytes mean nothing
+    held.views[1].fill_(float("nan"))  # a reused buffer with undefined bytes
     held.compute_add([torch.full((2,), 2.0), torch.full((2,), 5.0)], [0, 1])
     assert [held.views[number].tolist() for number in (0, 1)] == [[3.0, 3.0], [5.0, 5.0]]
     assert held.gradient(1) is held.views[1]
 
 
-def test_a_segment_without_a_gradient_has_none() -> None:
+def test_segment_without_gradient_returns_none() -> None:
     assert contribution().gradient(1) is None
 
 
@@ -48,7 +48,7 @@ def test_only_older_attempts_are_dropped() -> None:
     assert (held.size_bytes, given_back) == (0, [0, 1])
 
 
-def test_as_many_parts_are_expected_as_in_the_step_before() -> None:
+def test_completeness_expects_the_parts_of_the_last_step() -> None:
     held = Contributions()
     assert not held.seem_complete(2)
     held.by_rank = {0: contribution()}
@@ -62,7 +62,7 @@ def test_as_many_parts_are_expected_as_in_the_step_before() -> None:
     assert held.seem_complete(2)
 
 
-def test_every_difference_from_a_manifest_is_named() -> None:
+def test_differences_name_every_deviation_from_a_manifest() -> None:
     held = Contributions()
     held.by_rank = {0: contribution(), 1: contribution(attempt=1), 2: contribution(parts=2), 5: contribution()}
     assert held.differences({0: (0, 1), 1: (1, 1), 2: (0, 2), 5: (0, 1)}) == []
@@ -88,7 +88,7 @@ def test_epochs_only_rise() -> None:
         fences.check_epoch(0, 4)
 
 
-def test_attempts_are_counted_anew_in_every_step() -> None:
+def test_attempts_restart_in_every_step() -> None:
     fences = Fences()
     assert fences.raise_all(3, [rank(0, 1, 2), rank(1, 1, 0)]) == [(0, 2)]
     assert fences.raise_all(3, [rank(0, 1, 2)]) == []
@@ -97,7 +97,7 @@ def test_attempts_are_counted_anew_in_every_step() -> None:
     assert fences.attempt(0, 4) == 0
 
 
-def test_a_late_word_of_an_earlier_step_leaves_attempts_alone() -> None:
+def test_fence_of_an_earlier_step_keeps_attempts() -> None:
     fences = Fences()
     fences.raise_all(4, [rank(0, 1, 2)])
     assert fences.raise_all(3, [rank(0, 9, 7)]) == []

@@ -1,4 +1,4 @@
-"""Every algorithm of the servers: no cut changes a bit, late settings work, impossible settings are named."""
+"""Every optimizer of the shard server: cuts, settings that change, and invalid settings."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def test_every_algorithm_is_tried_here() -> None:
+def test_every_algorithm_is_covered() -> None:
     assert SETTINGS.keys() == OPTIMIZERS.keys()
     for algorithm in OPTIMIZERS:
         hyperparameters.validate(step_of(algorithm))
@@ -90,7 +90,7 @@ def test_every_algorithm_is_tried_here() -> None:
 def test_cuts_on_blocks_change_no_bit(algorithm: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     start, *gradients = (torch.randn(9_001, generator=generator).to(dtype) for _ in range(6))
-    # A parameter may begin at any multiple of 64 bytes, so a shard may hold a first part of that size.
+    # A parameter can start at any multiple of 64 bytes, so the first shard can have a part of that size.
     aligned, block = 64 // dtype.itemsize, 4096 // dtype.itemsize
     results = []
     for cuts in ([], [aligned], [3 * aligned, 3 * aligned + block], [block - 5 * aligned]):
@@ -106,7 +106,7 @@ def test_cuts_on_blocks_change_no_bit(algorithm: str, dtype: torch.dtype) -> Non
     assert results[1:] == results[:1] * 3
 
 
-def test_no_algorithm_has_torch_import_its_compiler() -> None:
+def test_no_algorithm_imports_torchs_compiler() -> None:
     steps = [step_of(algorithm).SerializeToString() for algorithm in OPTIMIZERS]
     program = f"""if True:
         import sys, torch
@@ -130,7 +130,7 @@ def test_no_algorithm_has_torch_import_its_compiler() -> None:
         ("rmsprop", {"momentum": 0.9}, "momentum_buffer"),
     ],
 )
-def test_settings_that_need_more_state_may_come_later(algorithm: str, late: dict[str, float], state: str) -> None:
+def test_settings_that_need_more_state_can_be_enabled_later(algorithm: str, late: dict[str, float], state: str) -> None:
     optimizer, without = ShardOptimizer([torch.ones(4)]), dict.fromkeys(("amsgrad", "centered", "momentum"), 0.0)
     early = {name: value for name, value in without.items() if name in SETTINGS[algorithm]}
     optimizer.step([torch.ones(4)], step_of(algorithm, **early), [0], 1.0)
@@ -141,7 +141,7 @@ def test_settings_that_need_more_state_may_come_later(algorithm: str, late: dict
     assert optimizer.size_bytes == before + 16
 
 
-def test_groups_may_have_algorithms_of_their_own() -> None:
+def test_groups_can_use_different_algorithms() -> None:
     values = [torch.ones(3, 2), torch.ones(5)]
     groups = [common_pb2.ParameterGroup(algorithm=name, hyperparameters=SETTINGS[name]) for name in ("muon", "rmsprop")]
     both = common_pb2.OptimizerStep(groups=groups)
@@ -155,7 +155,7 @@ def test_groups_may_have_algorithms_of_their_own() -> None:
 
 @pytest.mark.parametrize("clip_value", [1e300, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_clipping_by_more_than_a_dtype_has_clips_nothing(dtype: torch.dtype, clip_value: float) -> None:
+def test_clip_value_beyond_the_dtypes_range_clips_nothing(dtype: torch.dtype, clip_value: float) -> None:
     outcomes = []
     for clip in (clip_value, None):
         values, step = torch.ones(4, dtype=dtype), step_of("sgd")
@@ -183,7 +183,7 @@ def test_clipping_by_more_than_a_dtype_has_clips_nothing(dtype: torch.dtype, cli
         ("lion", {"lr": 1e39}, "not finite in fp32"),
     ],
 )
-def test_impossible_settings_are_named(algorithm: str, changes: dict[str, float], message: str) -> None:
+def test_error_names_an_invalid_setting(algorithm: str, changes: dict[str, float], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         hyperparameters.validate(step_of(algorithm, **changes))
 
@@ -199,7 +199,9 @@ def test_impossible_settings_are_named(algorithm: str, changes: dict[str, float]
         ("muon", [0, -1, 0], [0], r"muon takes parameters of 2 dimensions; parameter 'flat'.*\(7,\).*Combined"),
     ],
 )
-def test_where_an_algorithm_fits(algorithm: str, groups: list[int], cuts: list[int], message: Any) -> None:
+def test_whole_tensor_algorithms_reject_cut_parameters(
+    algorithm: str, groups: list[int], cuts: list[int], message: Any
+) -> None:
     shapes = {"big": (32, 64), "after": (16, 64), "flat": (7,)}
     layout = UnitLayout("u", tuple(Parameter(name, shape, "float32") for name, shape in shapes.items()))
     if message is None:

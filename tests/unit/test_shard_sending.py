@@ -1,4 +1,4 @@
-"""What clients have not read yet: limited, in order, and ended when it is not taken."""
+"""Limits on messages that clients have not read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shardwell_wire.errors import CapacityError
 
 
 class Reader:
-    """A stream of messages to one client, which takes one at each ``read``.
+    """A stream of messages to one client, which reads one per ``read`` call.
 
     Args:
-        room: Where messages are counted.
-        size_bytes: Of each message.
+        room: Counts the messages.
+        size_bytes: Size of each message.
         peer: The client's connection.
-        wait_s: How long the stream waits for room.
+        wait_s: Seconds that the stream waits for memory.
     """
 
     def __init__(self, room: Sending, size_bytes: int, peer: str = "a", wait_s: float = 5.0) -> None:
@@ -48,7 +48,7 @@ async def end(*readers: Reader) -> None:
     await asyncio.gather(*(reader.task for reader in readers), return_exceptions=True)
 
 
-def test_stalled_readers_hold_no_more_than_the_limit_and_one_connection_not_all_of_it() -> None:
+def test_stalled_readers_stay_within_the_limits_in_total_and_per_connection() -> None:
     async def scenario() -> None:
         room = Sending(40)
         stalled = [Reader(room, 2, "a") for _ in range(50)]
@@ -66,7 +66,7 @@ def test_stalled_readers_hold_no_more_than_the_limit_and_one_connection_not_all_
     asyncio.run(scenario())
 
 
-def test_readers_that_read_get_their_turns_beside_stalled_ones() -> None:
+def test_active_readers_are_served_beside_stalled_readers() -> None:
     async def scenario() -> None:
         room = Sending(40)
         stalled = [Reader(room, 2, "a") for _ in range(50)]
@@ -82,7 +82,7 @@ def test_readers_that_read_get_their_turns_beside_stalled_ones() -> None:
     asyncio.run(scenario())
 
 
-def test_a_message_larger_than_the_limits_is_sent_alone() -> None:
+def test_message_larger_than_the_limits_is_sent_alone() -> None:
     async def scenario() -> None:
         room = Sending(4)
         first, second = Reader(room, 100), Reader(room, 100)
@@ -96,7 +96,7 @@ def test_a_message_larger_than_the_limits_is_sent_alone() -> None:
     asyncio.run(scenario())
 
 
-def test_a_reader_that_takes_nothing_loses_its_connection_when_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_connection_is_closed_when_other_streams_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "_SWEEP_S", 0.01)
     monkeypatch.setattr(sending, "STALL_LIMIT_S", 3600.0)
     monkeypatch.setattr(sending, "PRESSED_LIMIT_S", 0.05)
@@ -112,7 +112,7 @@ def test_a_reader_that_takes_nothing_loses_its_connection_when_others_wait(monke
         room = Sending(4, close)
         stalled = Reader(room, 4)
         await asyncio.sleep(0.1)
-        assert not closed, "nobody wants its room"
+        assert not closed, "no stream waits for its memory"
         wanting = Reader(room, 4, "b")
         await asyncio.wait({stalled.task}, timeout=20)
         await turns()
@@ -122,7 +122,7 @@ def test_a_reader_that_takes_nothing_loses_its_connection_when_others_wait(monke
     asyncio.run(scenario())
 
 
-def test_who_gets_no_room_is_told_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         room = Sending(4)
         stalled, late = Reader(room, 4), Reader(room, 4, "b", wait_s=0.01)

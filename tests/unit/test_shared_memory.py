@@ -1,4 +1,4 @@
-"""Files that servers share: made, given up, refused when there is no room, and removed when a server was killed."""
+"""Files in shared memory: creation, full file systems, and removal after a server was killed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shared(tmp_path: Path) -> Iterator[SharedMemory]:
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Another process that has a segment in the directory until its standard input closes."""
+    """Starts another process that has a shard file in the directory until its standard input closes."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -61,7 +61,7 @@ def files(directory: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 4096, 10_007])
-def test_a_file_is_zeros_that_others_see_change(shared: SharedMemory, size_bytes: int) -> None:
+def test_file_starts_with_zeros_and_is_visible_to_other_processes(shared: SharedMemory, size_bytes: int) -> None:
     made = shared.create(size_bytes, "a gradient buffer")
     assert made.tensor.shape == (size_bytes,)
     assert made.tensor.dtype is torch.uint8
@@ -71,14 +71,14 @@ def test_a_file_is_zeros_that_others_see_change(shared: SharedMemory, size_bytes
     assert Path(made.path).stat().st_mode & 0o777 == 0o600
 
 
-def test_no_two_files_are_the_same(shared: SharedMemory) -> None:
+def test_files_are_distinct(shared: SharedMemory) -> None:
     first, second = (shared.create(8, "a gradient buffer") for _ in range(2))
     first.tensor.fill_(1)
     assert first.path != second.path
     assert not second.tensor.any()
 
 
-def test_what_is_unlinked_stays_mapped(shared: SharedMemory, tmp_path: Path) -> None:
+def test_unlinked_file_stays_mapped(shared: SharedMemory, tmp_path: Path) -> None:
     made = shared.create(4096, "a gradient buffer")
     view = made.tensor[100:200]
     for _ in range(2):
@@ -89,9 +89,7 @@ def test_what_is_unlinked_stays_mapped(shared: SharedMemory, tmp_path: Path) -> 
     assert view.sum() == 300
 
 
-def test_a_segment_shows_no_version_before_there_is_one_and_after_it_is_closed(
-    shared: SharedMemory, tmp_path: Path
-) -> None:
+def test_shard_file_shows_no_version_before_publication_and_after_close(shared: SharedMemory, tmp_path: Path) -> None:
     segment = shared.create_shard_file(100, "a shard")
     head = memoryview(Path(segment.path).read_bytes())
     assert (len(head), read_version(head)) == (HEAD_BYTES + 100, UPDATING)
@@ -106,11 +104,11 @@ def test_a_segment_shows_no_version_before_there_is_one_and_after_it_is_closed(
     assert files(tmp_path) == []
 
 
-# No room.
+# Full file systems.
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOMEM, errno.EDQUOT])
-def test_no_room_is_an_error_that_says_what_to_do(
+def test_full_file_system_raises_an_error_with_advice(
     shared: SharedMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def fail(*_: object) -> None:
@@ -132,7 +130,7 @@ def test_no_room_is_an_error_that_says_what_to_do(
     assert shared.create(8, "a gradient buffer").tensor.shape == (8,)
 
 
-def test_no_room_even_for_a_name(shared: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_file_system_without_inodes_raises(shared: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -141,9 +139,9 @@ def test_no_room_even_for_a_name(shared: SharedMemory, monkeypatch: pytest.Monke
         shared.create(8, "a gradient buffer")
 
 
-def test_no_descriptor_is_lack_of_room_too(shared: SharedMemory, tmp_path: Path) -> None:
+def test_exhausted_file_descriptors_raise_capacity_error(shared: SharedMemory, tmp_path: Path) -> None:
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The next one that is free, so that no further file can be opened.
+    # The next free descriptor, so that no further file can be opened.
     with open(os.devnull) as next_one:
         lowest = next_one.fileno()
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, most))
@@ -155,7 +153,7 @@ def test_no_descriptor_is_lack_of_room_too(shared: SharedMemory, tmp_path: Path)
     assert files(tmp_path) == []
 
 
-def test_other_failures_are_not_taken_for_lack_of_room(shared: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_failures_are_not_capacity_errors(shared: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -164,18 +162,18 @@ def test_other_failures_are_not_taken_for_lack_of_room(shared: SharedMemory, mon
         shared.create(8, "a gradient buffer")
 
 
-def test_a_file_larger_than_the_memory_file_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_memory, "DEFAULT_DIRECTORY", tmp_path)  # nothing is left to others then
+def test_file_larger_than_the_file_system_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shared_memory, "DEFAULT_DIRECTORY", tmp_path)  # then nothing is reserved for other programs
     with closing(SharedMemory(DEFAULT_DIRECTORY)) as shared:
         status = os.statvfs(DEFAULT_DIRECTORY)
         with pytest.raises(CapacityError, match="No space left on device"):
-            shared.create(2 * status.f_blocks * status.f_frsize, "a shard")  # refused at once, nothing is taken
+            shared.create(2 * status.f_blocks * status.f_frsize, "a shard")  # rejected at once, nothing is allocated
 
 
-# The end.
+# Removal.
 
 
-def test_closing_removes_everything(tmp_path: Path) -> None:
+def test_close_removes_all_files(tmp_path: Path) -> None:
     shared = SharedMemory(tmp_path)
     made = shared.create(4096, "a gradient buffer")
     shared.close()
@@ -183,7 +181,7 @@ def test_closing_removes_everything(tmp_path: Path) -> None:
     made.tensor.fill_(1)
 
 
-def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+def test_files_of_a_killed_server_are_removed_by_the_next(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
     assert len(files(tmp_path)) == 1
     holder.send_signal(signal.SIGKILL)
     holder.wait(20)
@@ -193,7 +191,7 @@ def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path: Path, holder
         assert len(list(tmp_path.iterdir())) == 1, "its own folder"
 
 
-def test_what_a_living_server_has_is_left_alone(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+def test_files_of_a_running_server_are_kept(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
     before = files(tmp_path)
     with closing(SharedMemory(tmp_path)):
         assert files(tmp_path) == before
@@ -216,7 +214,7 @@ def _other(directory: Path) -> None:
     (directory / "other" / "lock").touch()
 
 
-def test_a_name_that_follows_from_the_temporary_one_can_be_taken(
+def test_occupied_name_derived_from_the_temporary_one_is_harmless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(*, prefix: str, **_: object) -> str:
@@ -248,10 +246,10 @@ def _link(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_folder, _file, _other, _fifo, _own_fifo, _link])
-def test_what_is_not_a_servers_is_left_alone(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_files_that_belong_to_no_server_are_kept(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    # In a process of its own, with a limit: opening a FIFO for reading would block until somebody writes to it.
+    # In a separate process with a time limit: opening a FIFO for reading blocks until a process writes to it.
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     done = subprocess.run(command, input=b"", capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"ready\n", b"")
@@ -259,7 +257,7 @@ def test_what_is_not_a_servers_is_left_alone(tmp_path: Path, make: Callable[[Pat
 
 
 @pytest.mark.parametrize(("is_default", "advice"), [(True, "docker: shm_size"), (False, "compose: SHARDWELL_SHM_SIZE")])
-def test_the_advice_for_more_room_fits_the_file_system(
+def test_advice_fits_the_file_system(
     is_default: bool, advice: str, shared: SharedMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(*_: object) -> None:
@@ -273,10 +271,10 @@ def test_the_advice_for_more_room_fits_the_file_system(
         shared.create(100, "a shard")
 
 
-# Room for others.
+# The reserve.
 
 
-def test_a_reserve_is_left_free_where_other_programs_write(
+def test_reserve_stays_free_in_a_shared_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     found, block = os.statvfs(tmp_path), 4096
@@ -300,7 +298,7 @@ def test_a_reserve_is_left_free_where_other_programs_write(
         made.unlink()
 
 
-def test_a_small_file_system_is_left_to_others_and_a_private_one_is_filled(
+def test_small_shared_file_system_is_not_used_and_a_private_one_is_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sizes(_: object) -> os.statvfs_result:

@@ -1,4 +1,4 @@
-"""An update that fails anywhere is finished by a repetition, exactly once; what it needs is allocated before."""
+"""Updates that fail at any operation, and the memory allocated before an update."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ STEPS = 2
 
 
 class FaultError(Exception):
-    """What an injected fault raises."""
+    """Raised by an injected fault."""
 
 
 class FailingOnce(TorchDispatchMode):
-    """Raises instead of the torch operation of a number; counts them.
+    """Counts torch operations and raises in place of one of them.
 
     Args:
-        number: Of the operation; -1: none fails.
+        number: Number of the operation that fails. -1: none.
     """
 
     def __init__(self, number: int = -1) -> None:
@@ -46,7 +46,7 @@ class FailingOnce(TorchDispatchMode):
 
 
 class LargestResult(TorchDispatchMode):
-    """Notes the largest memory that an operation allocated for its result."""
+    """Records the largest result that an operation allocated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def settings_of(algorithm: str) -> common_pb2.OptimizerStep:
 
 
 def trained(algorithm: str, dtype: torch.dtype, do: Callable[[int, Callable[[], None]], None]) -> list[bytes]:
-    """The bits of values, state and averages after some steps, each of which ``do`` runs."""
+    """Returns the bits of values, state and averages after some steps, each run by ``do``."""
     shapes = [shape for shape in SHAPES if algorithm != "muon" or len(shape) == 2]
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -86,7 +86,7 @@ def trained(algorithm: str, dtype: torch.dtype, do: Callable[[int, Callable[[], 
             torch.randn(value.numel(), generator=generator).to(dtype) for value in values
         ]
         if number == 0:
-            gradients[-1] = None  # begins a step later than the others
+            gradients[-1] = None  # starts one step later than the others
         do(number, lambda gradients=gradients: optimizer.step(gradients, step, [0] * len(shapes), 0.5))
     states = [optimizer.state(part) for part in range(len(shapes))]
     return [bits(value) for value in values] + [
@@ -104,7 +104,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     ("algorithm", "dtype"),
     [*((name, torch.float32) for name in OPTIMIZERS), ("sgd", torch.bfloat16), ("lion", torch.float16)],
 )
-def test_an_update_that_fails_at_any_operation_is_finished_exactly_once(algorithm: str, dtype: torch.dtype) -> None:
+def test_update_failing_at_any_operation_is_finished_exactly_once(algorithm: str, dtype: torch.dtype) -> None:
     counts: list[int] = []
 
     def counted(_: int, step: Callable[[], None]) -> None:
@@ -125,16 +125,14 @@ def test_an_update_that_fails_at_any_operation_is_finished_exactly_once(algorith
         return run
 
     for number, count in enumerate(counts):
-        # Every operation of the first step, and enough of the next to meet each kind.
+        # Every operation of the first step, and enough of the next step to reach each kind.
         for operation in range(0, count, 1 if number == 0 else 7):
             assert trained(algorithm, dtype, failing((number, operation))) == expected, (number, operation)
 
 
 @pytest.mark.usefixtures("small_slices")
 @pytest.mark.parametrize("algorithm", [name for name, known in OPTIMIZERS.items() if not known.needs_whole_tensors])
-def test_slices_change_no_bit_and_bound_what_an_update_allocates(
-    algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_change_no_bit_and_bound_the_workspace(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     largest: list[int] = []
 
     def measured(_: int, step: Callable[[], None]) -> None:
@@ -154,7 +152,7 @@ def test_slices_change_no_bit_and_bound_what_an_update_allocates(
 
 
 @pytest.mark.parametrize("algorithm", list(OPTIMIZERS))
-def test_state_is_allocated_before_the_update_and_known_in_advance(algorithm: str) -> None:
+def test_state_is_allocated_before_the_update_with_the_announced_size(algorithm: str) -> None:
     values, step = [torch.ones(64, 48)], settings_of(algorithm)
     optimizer = ShardOptimizer(values)
     needed, workspace = optimizer.needs([True], step, [0])
@@ -162,15 +160,15 @@ def test_state_is_allocated_before_the_update_and_known_in_advance(algorithm: st
     optimizer.prepare([True], step, [0])
     allocated = optimizer.size_bytes
     assert [bits(value) for value in values] == before
-    assert not optimizer.state(0), "nothing is to be seen before the commit"
+    assert not optimizer.state(0), "no change is visible before the commit"
     assert optimizer.is_prepared([True], [0], allocation_key(step))
     optimizer.step([torch.ones(64 * 48)], step, [0], 1.0)
     assert optimizer.size_bytes == allocated == needed
     assert (workspace > 0) == OPTIMIZERS[algorithm].needs_whole_tensors
-    assert optimizer.is_prepared([True], [0], allocation_key(step)), "the next step needs nothing more"
+    assert optimizer.is_prepared([True], [0], allocation_key(step)), "the next step needs no more memory"
 
 
-def test_what_was_prepared_for_another_optimizer_is_given_back() -> None:
+def test_state_prepared_for_another_optimizer_is_released() -> None:
     optimizer = ShardOptimizer([torch.ones(64)])
     optimizer.prepare([True], step_of("adamw"), [0])
     assert optimizer.size_bytes == 2 * 256 + 4
@@ -180,7 +178,7 @@ def test_what_was_prepared_for_another_optimizer_is_given_back() -> None:
     assert optimizer.size_bytes == 0
 
 
-def test_only_what_changes_memory_changes_the_allocation_key() -> None:
+def test_only_settings_that_change_memory_change_the_allocation_key() -> None:
     base = settings_of("rmsprop")
     for change, same in (({"lr": 0.5}, True), ({"momentum": 0.1}, True), ({"momentum": 0.0}, False)):
         other = settings_of("rmsprop")
