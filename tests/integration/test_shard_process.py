@@ -183,7 +183,7 @@ def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--memory-budget", "nonsense"], {}, "'nonsense' is not a size: expected a value such as 4GiB"),
         ([], {"SHARDWELL_MEMORY_BUDGET": "0"}, "'0' is not a size"),
         (["--listen", "localhost"], {}, "expected HOST:PORT to listen on, got 'localhost'"),
-        (["--threads", "0"], {}, "--threads 0: expected at least 1"),
+        (["--threads", "0"], {}, "--threads is 0, expected at least 1"),
         ([], {"SHARDWELL_THREADS": "many"}, "invalid int value: 'many'"),
         (["--log-level", "loud"], {}, "invalid choice: 'loud'"),
     ],
@@ -302,7 +302,7 @@ def test_error_names_a_coordinator_that_is_too_old() -> None:
         coordinator = Coordinator([NotFoundError("who?")])
         coordinator.term = 0
         async with coordinator.serving() as registration:
-            with pytest.raises(ConflictError, match=r"the coordinator at 127\.0\.0\.1:\d+ does not say its term"):
+            with pytest.raises(ConflictError, match=r"the coordinator at 127\.0\.0\.1:\d+ sends no term"):
                 async with registration.running("here:1"):
                     pass
         coordinator.term = 1
@@ -326,7 +326,7 @@ def test_term_is_learned_from_the_servers_coordinator_only() -> None:
             await term.check(1)
             coordinator.term = 2
             await term.check(2)
-            with pytest.raises(StaleEpochError, match="term 1 is over, the present one is 2"):
+            with pytest.raises(StaleEpochError, match="term 1 is over, the current term is 2"):
                 await term.check(1)
             coordinator.term = 1
             with pytest.raises(AccessError):

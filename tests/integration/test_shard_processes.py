@@ -185,7 +185,7 @@ def test_occupied_port_ends_the_group() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--processes", "0"], "--processes 0: expected at least 1"),
+        (["--processes", "0"], "--processes is 0, expected at least 1"),
         (["--processes", "2", "--listen", "localhost"], "expected HOST:PORT to listen on, got 'localhost'"),
         (
             ["--processes", "3", "--listen", "localhost:65534"],

@@ -12,7 +12,6 @@ import grpc
 import pytest
 import torch
 
-from shardwell_server import hyperparameters
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_server.shard.memory.budget import shard_need_bytes
 from shardwell_server.shard.requests import streams
@@ -27,6 +26,7 @@ from shardwell_wire.errors import (
     StepStateError,
     VersionGoneError,
 )
+from shardwell_wire.optimizers import KEPT_GROUP
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import (
     PLAIN,
@@ -327,7 +327,7 @@ def test_update_is_applied_once_after_keeping_gradients_failed(
     one.push(one.filled(1.0))
     one.prepare(0)
     request = one.update_request(0)
-    request.optimizer.units[0].group_indices[0] = hyperparameters.KEPT
+    request.optimizer.units[0].group_indices[0] = KEPT_GROUP
     keep, failures = one.shard.kept.compute_keep, [MemoryError("no memory")]
 
     def fail_once(*arguments: Any) -> None:
