@@ -1,0 +1,86 @@
+"""Committed steps of a run, and the updates that follow from the last commit."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from shardwell_server.coordinator.storage.records import KEPT_COMMITS, CommitRecord
+from shardwell_wire.v1 import coordinator_pb2
+
+
+@dataclass(slots=True)
+class PendingUpdate:
+    """The update of the last commit on a server that has not acknowledged it."""
+
+    step: int
+    since_s: float
+    error: str = ""
+    """Error of the last attempt."""
+
+    def note_failed(self, error: str) -> None:
+        """Records why the last attempt failed."""
+        self.error = error
+
+
+class CommitLog:
+    """The committed steps of a run and what follows from the last one."""
+
+    def __init__(self) -> None:
+        self.records: deque[CommitRecord] = deque(maxlen=KEPT_COMMITS)
+        """The most recent commit records, oldest first."""
+        self.state: coordinator_pb2.RunState | None = None
+        """Tracked objects and buffer versions. None before the first commit that stores any."""
+        self.pending_updates: dict[str, PendingUpdate] = {}
+        """Updates that are not acknowledged yet, by server. The next step is prepared only after the last one."""
+        self.writing = False
+        """True while a commit record is being written. It is then too late to reset a work item."""
+
+    @property
+    def last(self) -> CommitRecord | None:
+        return self.records[-1] if self.records else None
+
+    @property
+    def committed_steps(self) -> int:
+        """Number of committed steps, which is also the number of the step in flight."""
+        return self.records[-1].step + 1 if self.records else 0
+
+    def find(self, step: int) -> CommitRecord | None:
+        """Returns the record of a committed step. None: the record is no longer kept."""
+        return next((record for record in self.records if record.step == step), None)
+
+    def restore(
+        self, records: Sequence[CommitRecord], state: bytes | None, servers: dict[str, str], now: float
+    ) -> None:
+        """Restores the log after a coordinator restart. The last update is sent again to every server."""
+        self.records.extend(records)
+        if state is not None:
+            self.state = coordinator_pb2.RunState.FromString(state)
+        if records:
+            self._expect_updates(records[-1], servers, now)
+
+    def append(
+        self, record: CommitRecord, state: coordinator_pb2.RunState | None, servers: dict[str, str], now: float
+    ) -> None:
+        """Adds a durable commit record, whose update is now pending on every server."""
+        self.records.append(record)
+        self.state = state
+        self._expect_updates(record, servers, now)
+
+    def _expect_updates(self, record: CommitRecord, servers: dict[str, str], now: float) -> None:
+        self.pending_updates = {server: PendingUpdate(record.step, now) for server in servers}
+
+    def finish_update(self, server_id: str) -> None:
+        """A server has acknowledged the update, or its memory is gone."""
+        self.pending_updates.pop(server_id, None)
+
+    @contextmanager
+    def writing_record(self) -> Iterator[None]:
+        """Sets ``writing`` while a commit record is being written."""
+        self.writing = True
+        try:
+            yield
+        finally:
+            self.writing = False
