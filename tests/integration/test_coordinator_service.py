@@ -1,4 +1,4 @@
-"""The coordinator as a process, over gRPC, with fake shard servers: also killed in every phase."""
+"""The coordinator process over gRPC with fake shard servers, also killed in every phase."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from tests.support.fake_shards import FakeShard, serve_fakes
 
 LEASE_S = 1.0
 POLLS = 10
-"""How often a trainer asks, for 5 s each time, before it gives up."""
+"""Polls of 5 s each before a trainer gives up."""
 
 
 class Cluster:
-    """A coordinator process and two fake shard servers whose heartbeats a thread sends."""
+    """A coordinator process and two fake shard servers. A thread sends their heartbeats."""
 
     def __init__(self, state_dir: Path, *options: str) -> None:
         self.shards = [FakeShard(), FakeShard()]
@@ -92,7 +92,7 @@ class Cluster:
         self._process.restart(time.monotonic() + 30)
 
     def kill_at(self, rpc_name: str) -> None:
-        """The coordinator is killed while it calls an rpc of a shard server, and started again."""
+        """Kills the coordinator while it calls an RPC of a shard server, and starts it again."""
         killed = threading.Event()
 
         def fail(called: str, request: Any) -> None:
@@ -119,7 +119,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 class Trainer:
-    """A trainer whose calls wait and repeat as the SDK's do; its lease is kept by a thread."""
+    """A trainer whose calls wait and retry as those of the SDK. A thread sends its heartbeats."""
 
     def __init__(self, cluster: Cluster, run: str, name: str, world: World, **fields: Any) -> None:
         self.cluster, self.run, self.name = cluster, run, name
@@ -171,7 +171,7 @@ class Trainer:
         return declared
 
     def finish(self, step: int) -> None:
-        """Finishes its items, and those it is handed, and waits until all of the step are finished."""
+        """Finishes its items and all items leased to it later. Waits until all items of the step are finished."""
         for _ in range(POLLS):
             request = {
                 "context": self.context(step),
@@ -185,7 +185,7 @@ class Trainer:
         raise AssertionError(f"step {step} is not finished: {finished.waiting_for}")
 
     def take_step(self, step: int) -> None:
-        """Finishes the step and commits it."""
+        """Finishes and commits a step."""
         self.finish(step)
         request = {"context": self.context(step), "trainer": self.name}
         for _ in range(POLLS):
@@ -218,14 +218,14 @@ def assert_updated_once(cluster: Cluster, run: str, steps: int) -> None:
     assert [shard.steps_updated(run, steps) for shard in cluster.shards] == [list(range(steps))] * 2
 
 
-def test_trainers_train(shared: Cluster) -> None:
+def test_three_trainers_commit_every_step(shared: Cluster) -> None:
     trainers = team(shared, "a", "b", "c")
     together(*(lambda trainer=trainer: trainer.train(5) for trainer in trainers))
     assert_updated_once(shared, trainers[0].run, 5)
 
 
 @pytest.mark.parametrize("rpc_name", ["ReserveUnit", "PublishUnit", "PrepareStep", "Update"])
-def test_killed_while_it_tells_the_servers(cluster: Cluster, rpc_name: str) -> None:
+def test_run_continues_after_a_kill_during_a_server_call(cluster: Cluster, rpc_name: str) -> None:
     trainers = team(cluster, "a", "b")
     cluster.kill_at(rpc_name)
     together(*(lambda trainer=trainer: trainer.train(4) for trainer in trainers))
@@ -233,7 +233,7 @@ def test_killed_while_it_tells_the_servers(cluster: Cluster, rpc_name: str) -> N
     assert cluster.shards[0].term == 2
 
 
-def test_killed_while_it_fences_a_lost_trainer(cluster: Cluster) -> None:
+def test_run_continues_after_a_kill_during_fencing(cluster: Cluster) -> None:
     a, b = team(cluster, "a", "b")
     together(lambda: a.train(1), lambda: b.train(1))
     cluster.kill_at("Fence")
@@ -246,7 +246,7 @@ def test_killed_while_it_fences_a_lost_trainer(cluster: Cluster) -> None:
         b.take_step(1)
 
 
-def test_killed_while_trainers_wait(cluster: Cluster) -> None:
+def test_run_continues_after_a_kill_while_trainers_wait(cluster: Cluster) -> None:
     a, b = team(cluster, "a", "b")
     together(lambda: a.train(1), lambda: b.train(1))
 
@@ -273,7 +273,7 @@ def finished_ranks(cluster: Cluster, run: str) -> list[int]:
     return [each.item.global_rank for each in work if each.state == coordinator_pb2.WORK_STATE_FINISHED]
 
 
-def test_a_server_that_is_away_for_a_while_gets_its_update(shared: Cluster) -> None:
+def test_temporarily_unavailable_server_gets_its_update(shared: Cluster) -> None:
     trainers = team(shared, "a", "b")
     away = threading.Event()
 
@@ -283,7 +283,7 @@ def test_a_server_that_is_away_for_a_while_gets_its_update(shared: Cluster) -> N
 
     shared.shards[1].fail = fail
     try:
-        # Trainers do not wait for the update.
+        # The commit does not wait for the update.
         together(*(lambda trainer=trainer: trainer.train(1) for trainer in trainers))
         assert not shared.shards[1].runs[trainers[0].run].updates
         away.set()
@@ -293,7 +293,7 @@ def test_a_server_that_is_away_for_a_while_gets_its_update(shared: Cluster) -> N
     assert_updated_once(shared, trainers[0].run, 2)
 
 
-def test_a_silent_trainers_work_goes_to_a_waiting_one_within_its_lease(shared: Cluster) -> None:
+def test_work_of_a_silent_trainer_is_reassigned_when_its_lease_expires(shared: Cluster) -> None:
     a, b = team(shared, "a", "b")
     together(lambda: a.train(1), lambda: b.train(1))
     b.silent.set()
@@ -309,7 +309,7 @@ def watch(cluster: Cluster, run: str) -> list[coordinator_pb2.WatchEventsRespons
     return [event for event in cluster.client.stream("WatchEvents", request, timeout_s=5) if event.run == run]
 
 
-def test_a_trainer_that_is_killed_and_started_again_at_once_gets_its_rank_back(shared: Cluster) -> None:
+def test_killed_trainer_that_restarts_at_once_gets_its_rank_back(shared: Cluster) -> None:
     a, b = team(shared, "a", "b")
     together(lambda: a.train(1), lambda: b.train(1))
     b.silent.set()
@@ -321,7 +321,7 @@ def test_a_trainer_that_is_killed_and_started_again_at_once_gets_its_rank_back(s
     together(lambda: a.take_step(1), lambda: again.take_step(1))
 
 
-def test_errors_arrive_as_what_they_were(shared: Cluster) -> None:
+def test_errors_keep_their_type_and_data(shared: Cluster) -> None:
     (a,) = team(shared, "a")
     with pytest.raises(StaleEpochError, match="join again") as stale:
         shared.call("Heartbeat", run=a.run, run_id=a.run_id, trainer="a", epoch=0)
@@ -335,7 +335,7 @@ def test_errors_arrive_as_what_they_were(shared: Cluster) -> None:
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"\x0a\x05ab", b"\x08" + b"\xff" * 11])
-def test_malformed_bytes_are_refused(shared: Cluster, data: bytes) -> None:
+def test_malformed_bytes_are_rejected(shared: Cluster, data: bytes) -> None:
     with grpc.insecure_channel(shared.client.address) as channel:
         for method in coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].methods:
             if method.input_type.fields and not method.server_streaming:
@@ -346,7 +346,7 @@ def test_malformed_bytes_are_refused(shared: Cluster, data: bytes) -> None:
     shared.call("ListRuns")
 
 
-def test_empty_requests_are_refused_by_name(shared: Cluster) -> None:
+def test_empty_requests_are_rejected_by_field_name(shared: Cluster) -> None:
     lists = {"ListRuns", "ListServers", "WatchEvents"}
     for method in coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].methods:
         if method.name not in lists:
@@ -355,7 +355,7 @@ def test_empty_requests_are_refused_by_name(shared: Cluster) -> None:
             assert str(refused.value)
 
 
-def test_a_long_poll_ends_before_its_deadline(shared: Cluster) -> None:
+def test_long_poll_ends_before_its_deadline(shared: Cluster) -> None:
     a, _ = team(shared, "a", "b")
     request = coordinator_pb2.FinishWorkRequest(context=a.context(0), trainer="a", wait_s=30.0)
     response = shared.client.call("FinishWork", request, timeout_s=0.5)  # raises after the deadline
@@ -364,7 +364,7 @@ def test_a_long_poll_ends_before_its_deadline(shared: Cluster) -> None:
     ]
 
 
-def test_a_request_that_does_not_fit_a_message_is_refused(shared: Cluster) -> None:
+def test_oversized_request_is_rejected(shared: Cluster) -> None:
     (a,) = team(shared, "a")
     spec = unit("huge", *[(1,)] * 65_537)
     with pytest.raises(InvalidRequestError, match="has 65537 parameters, more than"):
@@ -382,7 +382,7 @@ def test_a_request_that_does_not_fit_a_message_is_refused(shared: Cluster) -> No
         (["--log-level", "loud"], "invalid choice: 'loud'"),
     ],
 )
-def test_bad_options_are_refused(options: list[str], message: str) -> None:
+def test_invalid_options_are_rejected(options: list[str], message: str) -> None:
     command = [sys.executable, "-m", "shardwell_server", "coordinator", "--listen", "127.0.0.1:0", *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert result.returncode != 0

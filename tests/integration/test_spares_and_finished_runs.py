@@ -1,4 +1,4 @@
-"""A trainer that has nothing to compute says so in its log."""
+"""Log messages of trainers without work: spares and finished runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwell.session import session as session_module
 from tests.support.cluster import build_model, small_run
 
 
-def test_a_spare_is_told_that_it_is_one(
+def test_spare_logs_that_it_has_no_rank(
     cluster: shardwell.LocalCluster, run_name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_run(cluster.address, run_name):
@@ -23,7 +23,7 @@ def test_a_spare_is_told_that_it_is_one(
     )
 
 
-def test_a_finished_run_is_told_to_be_finished(
+def test_join_of_a_finished_run_logs_that_it_is_finished(
     cluster: shardwell.LocalCluster, run_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with small_run(cluster.address, run_name, steps=2):
@@ -35,7 +35,7 @@ def test_a_finished_run_is_told_to_be_finished(
     assert f"run '{run_name}' has committed 2 steps, so steps(2) has none left to train" in caplog.text
 
 
-def test_a_step_names_the_ranks_that_it_computes(cluster: shardwell.LocalCluster, run_name: str) -> None:
+def test_step_names_the_ranks_that_it_computes(cluster: shardwell.LocalCluster, run_name: str) -> None:
     world = shardwell.World(dp=2)
     with shardwell.join(cluster.address, run=run_name, world=world, min_trainers=1) as session:
         shardwell.fully_shard(model := build_model(), session)

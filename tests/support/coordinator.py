@@ -1,4 +1,4 @@
-"""A coordinator without sockets: its servicer called directly, on a clock that tests move."""
+"""A coordinator without sockets: tests call its servicer directly and move its clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "neste
 
 
 class Clock:
-    """Monotonic seconds that pass only when told."""
+    """A monotonic clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -37,7 +37,7 @@ class Clock:
 
 
 class _Call:
-    """An rpc that may wait for ``limit_s``."""
+    """The call of an RPC with a deadline of ``limit_s``."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -47,7 +47,7 @@ class _Call:
 
 
 class Trainer:
-    """A trainer as the coordinator sees it; polls with ``wait_s=0`` unless told otherwise."""
+    """A trainer without a model. Its RPCs have ``wait_s=0`` by default."""
 
     def __init__(self, rpcs: Rpcs, joined: coordinator_pb2.JoinResponse, run: str) -> None:
         self.rpcs, self.joined, self.run = rpcs, joined, run
@@ -82,7 +82,7 @@ class Trainer:
         wait_s: float = 0.0,
         parts: dict[int, int] | None = None,
     ) -> coordinator_pb2.FinishWorkResponse:
-        """Finishes all its items, or the ones named; takes over what it is handed."""
+        """Finishes the given items, by default all of its items. Adds newly leased items to its items."""
         response: coordinator_pb2.FinishWorkResponse = await self.rpcs.call(
             "FinishWork",
             context=self.context(step),
@@ -134,7 +134,7 @@ class Trainer:
 
 
 class Rpcs:
-    """Calls rpcs of a coordinator by name."""
+    """Calls RPCs of a coordinator by name."""
 
     async def call(self, rpc_name: str, **fields: Any) -> Any:
         raise NotImplementedError
@@ -155,7 +155,7 @@ class Rpcs:
         )
 
     async def team(self, *names: str, dp: int | None = None, **options: Any) -> list[Trainer]:
-        """Trainers that have joined a run of their own; together they are all it needs."""
+        """Joins trainers to a new run and returns them. The run has started."""
         world = World(dp=dp or len(names))
         settings = config(world, min_trainers=len(names), **options)
         incarnations = [uuid.uuid4().hex for _ in names]
@@ -167,7 +167,7 @@ class Rpcs:
         ]
 
     async def publish_unit(self, trainers: Sequence[Trainer], name: str = "u", *shapes: tuple[int, ...]) -> None:
-        """Declares a unit on every trainer and publishes it."""
+        """Declares a unit in every trainer and publishes it."""
         spec = unit(name, *(shapes or ((64, 64),)))
         for trainer in trainers:
             declared = await trainer.declare(spec)
@@ -176,7 +176,7 @@ class Rpcs:
 
 
 class Harness(Rpcs):
-    """A coordinator with fake shard servers ``s0``, ``s1``, ... that can be restarted."""
+    """A coordinator that can be restarted, with fake shard servers ``s0``, ``s1`` and so on."""
 
     def __init__(self, directory: Path, num_shards: int, settings: Settings) -> None:
         self.directory, self.settings, self.clock = directory, settings, Clock()
@@ -200,7 +200,7 @@ class Harness(Rpcs):
         await self._stack.aclose()
 
     async def restart(self) -> None:
-        """The coordinator is another process with the same state."""
+        """Replaces the coordinator by a new process with the same stored state."""
         await self.stop()
         await self.start()
 
@@ -224,7 +224,7 @@ class Harness(Rpcs):
         return [(event.kind, event.message) for event in self.state.events.kept()]
 
     async def pass_time(self, seconds: float, *alive: Trainer) -> None:
-        """Time passes in which only some trainers, and every server, are heard of."""
+        """Advances the clock. Only the trainers in ``alive`` and all servers renew their leases."""
         self.clock.now += seconds
         for trainer in alive:
             await trainer.heartbeat()
@@ -232,8 +232,8 @@ class Harness(Rpcs):
         self.coordinator.expire()
 
     async def settle(self) -> None:
-        """Lets background work run until nothing is left to do; fails if it does not come to an end."""
-        await asyncio.sleep(0)  # what was started just now begins
+        """Waits until background work is done. Fails if it does not end."""
+        await asyncio.sleep(0)  # lets tasks that were just created start
         await self.until(
             lambda: (
                 not any(
@@ -245,16 +245,16 @@ class Harness(Rpcs):
         )
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Polls until something holds; fails with ``what`` after the deadline."""
+        """Waits until a condition is true. Fails with ``what`` after the deadline."""
         deadline = time.monotonic() + 20.0
         while not condition():
-            assert time.monotonic() < deadline, f"did not come: {what}"
+            assert time.monotonic() < deadline, f"timed out waiting for {what}"
             await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
 async def harness(directory: Path, *, num_shards: int = 2, **settings: Any) -> AsyncIterator[Harness]:
-    """A running coordinator; the servers are registered."""
+    """Runs a coordinator with registered servers."""
     running = Harness(directory, num_shards, Settings(**({"min_shard_bytes": 4096} | settings)))
     with no_background_failures():
         await running.start()
@@ -268,7 +268,7 @@ async def harness(directory: Path, *, num_shards: int = 2, **settings: Any) -> A
 
 @contextmanager
 def no_background_failures() -> Iterator[None]:
-    """Fails if a background task of the coordinator does: such a task says so in the log only."""
+    """Fails if a background task of the coordinator fails. Such a failure only appears in the log."""
     log, records = logging.getLogger(BackgroundTasks.__module__), SimpleQueue[logging.LogRecord]()
     handler = QueueHandler(records)
     handler.setLevel(logging.ERROR)
@@ -309,7 +309,7 @@ def optimizer(algorithm: str = "sgd", groups: Sequence[int] = (0,), **changes: f
 
 
 def buffers(name: str, *names: str) -> common_pb2.UnitSpec:
-    """A unit of buffers of one element each."""
+    """Returns a unit of buffers with one element each."""
     parameters = [common_pb2.ParameterSpec(name=each, shape=[1], dtype=common_pb2.DTYPE_INT64) for each in names]
     return common_pb2.UnitSpec(name=name, parameters=parameters, kind=common_pb2.UNIT_KIND_BUFFERS)
 

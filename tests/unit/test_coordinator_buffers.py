@@ -1,4 +1,4 @@
-"""The coordinator's part in a run's buffers: which version each has, and whether all ranks began with the same."""
+"""Buffers in the coordinator: their versions, and the check that all ranks start a step with the same values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.coordinator import Harness, Trainer, buffers, finished_item, 
 
 
 async def team_with_buffers(cluster: Harness) -> list[Trainer]:
-    """Two trainers, unit 0 of parameters and unit 1 of the buffers ``mean`` and ``count``."""
+    """Starts two trainers that declare unit 0 of parameters and unit 1 of the buffers ``mean`` and ``count``."""
     trainers = await cluster.team("a", "b")
     await cluster.publish_unit(trainers)
     for trainer in trainers:
@@ -31,7 +31,7 @@ def written(trainer: Trainer, checksum: int, index: int = 0) -> list[coordinator
     return items
 
 
-def test_versions_of_buffers_rise_when_a_server_has_new_values_and_survive_a_restart(tmp_path: Path) -> None:
+def test_buffer_versions_rise_with_new_values_and_survive_a_restart(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = trainers = await team_with_buffers(cluster)
@@ -55,7 +55,7 @@ def test_versions_of_buffers_rise_when_a_server_has_new_values_and_survive_a_res
     run_async(scenario())
 
 
-def test_a_step_can_be_proposed_by_another_trainer_when_rank_0_finished_and_died(tmp_path: Path) -> None:
+def test_another_trainer_can_propose_after_rank_0_finished_and_died(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, lease_s=10.0) as cluster:
             a, b = trainers = await team_with_buffers(cluster)
@@ -66,12 +66,14 @@ def test_a_step_can_be_proposed_by_another_trainer_when_rank_0_finished_and_died
             answer = await b.commit(0, wait_s=5)
             assert answer.committed
             assert [list(unit.versions) for unit in answer.state.buffer_versions] == [[1, 0]]
-            assert answer.state.buffer_source.epoch > a.items[0].epoch, "a trainer of the former lease must read them"
+            assert answer.state.buffer_source.epoch > a.items[0].epoch, (
+                "a trainer with the former lease must read the values"
+            )
 
     run_async(scenario())
 
 
-def test_ranks_that_began_with_other_buffers_are_named(tmp_path: Path) -> None:
+def test_different_buffers_at_the_start_of_a_step_are_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_buffers(cluster)
@@ -88,7 +90,7 @@ def test_ranks_that_began_with_other_buffers_are_named(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_report_names_buffers_that_exist(tmp_path: Path) -> None:
+def test_report_of_an_unknown_buffer_is_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, _ = await team_with_buffers(cluster)
@@ -102,7 +104,7 @@ def test_a_report_names_buffers_that_exist(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_buffers_of_another_kind_shape_or_number_are_refused(tmp_path: Path) -> None:
+def test_buffers_with_another_kind_shape_or_count_are_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = trainers = await team_with_buffers(cluster)
@@ -132,7 +134,7 @@ def test_buffers_of_another_kind_shape_or_number_are_refused(tmp_path: Path) -> 
     run_async(scenario())
 
 
-def test_no_optimizer_updates_buffers(tmp_path: Path) -> None:
+def test_optimizer_of_buffers_is_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, _ = trainers = await team_with_buffers(cluster)
@@ -142,6 +144,6 @@ def test_no_optimizer_updates_buffers(tmp_path: Path) -> None:
             with pytest.raises(InvalidRequestError, match="names unit 'buffers:0', which contains buffers"):
                 await a.commit(0, optimizer=wrong)
             description = await cluster.call("DescribeRun", run="r")
-            assert description.summary.parameter_bytes == 64 * 64 * 4, "buffers are no parameters"
+            assert description.summary.parameter_bytes == 64 * 64 * 4, "buffers do not count as parameters"
 
     run_async(scenario())

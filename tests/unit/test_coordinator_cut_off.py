@@ -1,4 +1,4 @@
-"""A trainer that cannot reach a shard server says so: it is named, and its work goes to a trainer that can."""
+"""Trainers that cannot reach a live shard server: stall explanation and reassignment of their work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def stall(cluster: Harness) -> str:
     return "\n".join((await cluster.call("ExplainStall", run="r")).waiting_for)
 
 
-def test_trainer_and_server_are_named_and_since_when(tmp_path: Path) -> None:
+def test_stall_names_the_trainer_the_server_and_the_duration(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -44,7 +44,7 @@ def test_trainer_and_server_are_named_and_since_when(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_its_work_goes_to_a_trainer_that_waits_and_can_reach_the_server(tmp_path: Path) -> None:
+def test_work_is_reassigned_to_a_waiting_trainer_that_reaches_the_server(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -53,7 +53,7 @@ def test_its_work_goes_to_a_trainer_that_waits_and_can_reach_the_server(tmp_path
             await asyncio.sleep(0)
             await report(cluster, b, "s1:1", 9.0)
             cluster.coordinator.expire()
-            assert not waiting.done(), "not yet: it may come back"
+            assert not waiting.done(), "the connection may recover within the lease"
             await report(cluster, b, "s1:1", 11.0)
             cluster.coordinator.expire()
             assert [item.global_rank for item in (await waiting).work.items] == [1]
@@ -65,22 +65,24 @@ def test_its_work_goes_to_a_trainer_that_waits_and_can_reach_the_server(tmp_path
     run_async(scenario())
 
 
-@pytest.mark.parametrize("why", ["nobody waits", "the other one is cut off, too", "the server is silent", "elsewhere"])
-def test_its_work_stays_with_it_where_nobody_can_do_better(tmp_path: Path, why: str) -> None:
+@pytest.mark.parametrize(
+    "why", ["no trainer waits", "the waiting trainer is cut off too", "the server is silent", "another address"]
+)
+def test_work_is_not_reassigned_without_a_better_trainer(tmp_path: Path, why: str) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
             await cluster.publish_unit([a, b])
-            waiting = None if why == "nobody waits" else asyncio.create_task(a.finish(0, wait_s=0.3))
+            waiting = None if why == "no trainer waits" else asyncio.create_task(a.finish(0, wait_s=0.3))
             await asyncio.sleep(0)
-            await report(cluster, b, "s9:1" if why == "elsewhere" else "s1:1", 11.0)
-            if why == "the other one is cut off, too":
+            await report(cluster, b, "s9:1" if why == "another address" else "s1:1", 11.0)
+            if why == "the waiting trainer is cut off too":
                 await report(cluster, a, "s1:1", 1.0)
             if why == "the server is silent":
                 cluster.state.cluster.servers["s1"].last_seen_s -= 6
             cluster.coordinator.expire()
             if waiting is not None:
                 assert not (await waiting).HasField("work")
-            assert not (await b.finish(0)).all_finished, "it goes on as soon as the path is back"
+            assert not (await b.finish(0)).all_finished, "the trainer continues when the server is reachable again"
 
     run_async(scenario())

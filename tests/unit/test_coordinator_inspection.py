@@ -1,4 +1,4 @@
-"""What people see: events, stalls, runs, worlds and servers."""
+"""Inspection: events, stall explanations, and descriptions of runs, worlds and servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import config, harness, run_async
 
 
-def test_the_last_events_come_first_and_then_those_that_happen() -> None:
+def test_watch_yields_kept_events_then_new_ones() -> None:
     async def scenario() -> None:
         log = EventLog(wall_clock=lambda: 7.25)
         for index in range(KEPT_EVENTS + 10):
@@ -37,7 +37,7 @@ def test_the_last_events_come_first_and_then_those_that_happen() -> None:
     run_async(scenario())
 
 
-def test_a_lost_server_is_still_shown_after_many_steps() -> None:
+def test_rare_events_are_kept_after_many_steps() -> None:
     async def scenario() -> None:
         log = EventLog()
         log.add(EventKind.STEP_COMMITTED, "0", run="r")
@@ -54,7 +54,7 @@ def test_a_lost_server_is_still_shown_after_many_steps() -> None:
     run_async(scenario())
 
 
-def test_a_watch_ends_when_asked_and_a_slow_watcher_misses_the_oldest() -> None:
+def test_watch_ends_after_its_duration_and_drops_the_oldest_events_of_a_slow_watcher() -> None:
     async def scenario() -> None:
         log = EventLog()
         watch = log.watch("", 0.05)
@@ -68,7 +68,7 @@ def test_a_watch_ends_when_asked_and_a_slow_watcher_misses_the_oldest() -> None:
     run_async(scenario())
 
 
-def test_events_tell_the_story_of_a_run(tmp_path: Path) -> None:
+def test_events_of_a_run_are_in_order(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -111,7 +111,7 @@ def test_every_kind_of_event_is_documented() -> None:
     assert all(f'= "{kind.value}"' in text for kind in EventKind)
 
 
-def test_a_stall_names_the_phase_and_who_is_waited_for(tmp_path: Path) -> None:
+def test_stall_names_the_phase_and_what_the_run_waits_for(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
 
@@ -158,7 +158,7 @@ def test_a_stall_names_the_phase_and_who_is_waited_for(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_large_stall_is_cut_short(tmp_path: Path) -> None:
+def test_long_stall_is_truncated(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             await cluster.team("a", dp=200)
@@ -169,7 +169,7 @@ def test_a_large_stall_is_cut_short(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_world_can_be_described_without_a_run(tmp_path: Path) -> None:
+def test_world_is_described_without_a_run(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             world = World(dp=2, tp=2, pp=2)
@@ -192,7 +192,7 @@ def test_a_world_can_be_described_without_a_run(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_runs_are_summarised(tmp_path: Path) -> None:
+def test_runs_are_summarized(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")

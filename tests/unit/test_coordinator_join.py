@@ -1,4 +1,4 @@
-"""Trainers join, are heard of, are lost and come back."""
+"""Joining, heartbeats, lease expiry and return of trainers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.coordinator import config, harness, run_async
 
 
-def test_a_run_starts_when_the_whole_world_is_there(tmp_path: Path) -> None:
+def test_run_starts_when_enough_trainers_have_joined(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             first = await cluster.try_join("a", incarnation="1")
@@ -50,7 +50,7 @@ def test_a_run_starts_when_the_whole_world_is_there(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_waiting_join_is_woken_by_the_last_trainer(tmp_path: Path) -> None:
+def test_waiting_join_returns_when_the_last_trainer_joins(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             waiting = asyncio.create_task(cluster.try_join("a", wait_s=5))
@@ -61,7 +61,7 @@ def test_a_waiting_join_is_woken_by_the_last_trainer(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_rank_assignments_do_not_depend_on_the_order_of_joining(tmp_path: Path) -> None:
+def test_rank_assignments_are_independent_of_join_order(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             for run, order in (("forward", "abc"), ("backward", "cba")):
@@ -73,14 +73,14 @@ def test_rank_assignments_do_not_depend_on_the_order_of_joining(tmp_path: Path) 
     run_async(scenario())
 
 
-def test_few_trainers_play_several_ranks_and_late_ones_take_their_share(tmp_path: Path) -> None:
+def test_few_trainers_play_several_ranks_and_a_late_trainer_takes_its_share(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b", dp=5)
             assert (a.ranks, b.ranks) == ([0, 1, 2], [3, 4])
             late = await cluster.join("c", config=config(World(dp=5), min_trainers=2))
             assert late.ranks == [2]
-            assert not late.items, "the step in flight stays with those who compute it"
+            assert not late.items, "items of the step in flight stay with their trainers"
             former_epoch = a.items[2].epoch
             for trainer in (a, b, late):
                 await trainer.finish(0, parts={})
@@ -90,7 +90,7 @@ def test_few_trainers_play_several_ranks_and_late_ones_take_their_share(tmp_path
                 ).committed
             assert sorted(a.items) == [0, 1]
             assert sorted(late.items) == [2]
-            assert late.items[2].epoch > former_epoch, "a lease that moves is fenced against the former holder"
+            assert late.items[2].epoch > former_epoch, "a reassigned lease gets a new epoch"
 
     run_async(scenario())
 
@@ -106,7 +106,7 @@ def test_trainers_beyond_the_world_are_spares(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_larger_worlds_can_be_joined_and_looked_at_but_do_not_train(tmp_path: Path) -> None:
+def test_worlds_with_tp_and_pp_can_be_joined_but_not_trained(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             world, hosts = World(dp=2, tp=2, pp=2), ("m", "n") * 4
@@ -158,7 +158,7 @@ def test_larger_worlds_can_be_joined_and_looked_at_but_do_not_train(tmp_path: Pa
         ({"wait_s": -1.0}, InvalidRequestError, "wait_s is -1"),
     ],
 )
-def test_an_impossible_join_is_refused_and_leaves_no_trace(
+def test_invalid_join_is_rejected_without_a_trace(
     tmp_path: Path, fields: dict[str, Any], error: type[ShardwellError], message: str
 ) -> None:
     async def scenario() -> None:
@@ -179,7 +179,7 @@ def test_an_impossible_join_is_refused_and_leaves_no_trace(
         (config(World(dp=2), num_layers=6), "has num_layers=4, but this trainer asks for num_layers=6"),
     ],
 )
-def test_another_config_is_refused_by_both_values(
+def test_join_with_another_config_is_rejected_with_both_values(
     tmp_path: Path, other: coordinator_pb2.RunConfig, message: str
 ) -> None:
     async def scenario() -> None:
@@ -187,12 +187,14 @@ def test_another_config_is_refused_by_both_values(
             await cluster.try_join("a", config=config(World(dp=2), num_layers=4))
             with pytest.raises(RunMismatchError, match=message):
                 await cluster.try_join("b", config=other)
-            assert (await cluster.try_join("b", config=config(World(dp=2)))).started, "unknown layers fit any"
+            assert (await cluster.try_join("b", config=config(World(dp=2)))).started, (
+                "an unknown number of layers matches any number"
+            )
 
     run_async(scenario())
 
 
-def test_a_live_trainers_name_is_taken(tmp_path: Path) -> None:
+def test_name_of_a_live_trainer_is_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, _ = await cluster.team("a", "b")
@@ -203,7 +205,7 @@ def test_a_live_trainers_name_is_taken(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_second_process_is_refused_once_the_first_is_heard_of(tmp_path: Path) -> None:
+def test_second_process_is_rejected_when_the_first_sends_a_request(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, lease_s=1.0) as cluster:
             a, _ = await cluster.team("a", "b")
@@ -217,7 +219,7 @@ def test_a_second_process_is_refused_once_the_first_is_heard_of(tmp_path: Path) 
     run_async(scenario())
 
 
-def test_a_restarted_trainer_waits_for_its_former_lease_and_gets_its_rank_back(tmp_path: Path) -> None:
+def test_restarted_trainer_gets_its_rank_when_its_former_lease_expires(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, lease_s=1.0) as cluster:
             a, b = await cluster.team("a", "b")
@@ -240,7 +242,7 @@ def test_a_restarted_trainer_waits_for_its_former_lease_and_gets_its_rank_back(t
 
 
 @pytest.mark.parametrize("rpc", ["Heartbeat", "Leave", "DeclareUnit", "FinishWork", "PrepareGradients", "CommitStep"])
-def test_a_stale_membership_can_do_nothing(tmp_path: Path, rpc: str) -> None:
+def test_request_of_a_stale_membership_is_rejected(tmp_path: Path, rpc: str) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -264,7 +266,7 @@ def test_a_stale_membership_can_do_nothing(tmp_path: Path, rpc: str) -> None:
     run_async(scenario())
 
 
-def test_a_lease_runs_out_only_in_silence(tmp_path: Path) -> None:
+def test_lease_expires_only_without_requests(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -286,14 +288,14 @@ def test_a_lease_runs_out_only_in_silence(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_suspended_coordinator_takes_nobody_for_lost(tmp_path: Path) -> None:
+def test_suspended_coordinator_expires_no_lease(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, lease_s=0.2) as cluster:
             a, _ = await cluster.team("a", "b")
             cluster.clock.now += 60
             await cluster.until(
                 lambda: cluster.state.runs["r"].members.by_name["a"].last_seen_s >= cluster.clock.now,
-                "leases begin anew",
+                "leases are renewed",
             )
             await a.heartbeat()
             assert not [kind for kind, _ in cluster.events() if kind in ("lease_expired", "server_lost")]
@@ -301,7 +303,7 @@ def test_a_suspended_coordinator_takes_nobody_for_lost(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_leave_gives_ranks_back_at_once_and_may_be_repeated(tmp_path: Path) -> None:
+def test_leave_releases_ranks_at_once_and_can_be_repeated(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -315,7 +317,7 @@ def test_leave_gives_ranks_back_at_once_and_may_be_repeated(tmp_path: Path) -> N
     run_async(scenario())
 
 
-def test_trainers_that_leave_before_the_start_are_forgotten(tmp_path: Path) -> None:
+def test_trainer_that_leaves_before_the_start_is_forgotten(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             joined = await cluster.join("a", global_rank=1)
@@ -328,7 +330,7 @@ def test_trainers_that_leave_before_the_start_are_forgotten(tmp_path: Path) -> N
     run_async(scenario())
 
 
-def test_a_run_that_never_started_may_be_made_anew_once_everybody_left(tmp_path: Path) -> None:
+def test_run_that_never_started_accepts_another_config_after_all_left(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             mistaken = await cluster.join("a", config=config(World(dp=4)))
@@ -340,7 +342,7 @@ def test_a_run_that_never_started_may_be_made_anew_once_everybody_left(tmp_path:
     run_async(scenario())
 
 
-def test_after_everybody_died_new_trainers_get_one_rank_each(tmp_path: Path) -> None:
+def test_new_trainers_get_one_rank_each_after_all_died(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             await cluster.team("a", "b", "c")
@@ -353,7 +355,7 @@ def test_after_everybody_died_new_trainers_get_one_rank_each(tmp_path: Path) -> 
     run_async(scenario())
 
 
-def test_only_so_many_trainers_without_a_claim_are_remembered(tmp_path: Path) -> None:
+def test_number_of_kept_gone_trainers_is_limited(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             await cluster.team("a", "b")
@@ -366,7 +368,7 @@ def test_only_so_many_trainers_without_a_claim_are_remembered(tmp_path: Path) ->
     run_async(scenario())
 
 
-def test_trainers_without_a_name_get_one_that_a_retry_finds_again(tmp_path: Path) -> None:
+def test_trainer_without_a_name_gets_one_that_its_retry_keeps(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             names = [(await cluster.try_join("", incarnation=each)).trainer for each in ("x", "y", "x")]
@@ -404,7 +406,7 @@ def test_addresses_are_exchanged_and_survive_a_restart(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_request_id_means_one_request(tmp_path: Path) -> None:
+def test_request_id_of_another_request_is_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, _ = await cluster.team("a", "b")

@@ -1,4 +1,4 @@
-"""Steps whose optimizer runs on the trainers: who is given which partitions, and when the step is committed."""
+"""Steps whose optimizer runs on the trainers: assignment of optimizer partitions, and the commit."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def ranks(response: coordinator_pb2.CommitStepResponse) -> list[int]:
     return [work.dp_rank for work in response.partitions]
 
 
-def test_each_trainer_stages_its_own_and_the_last_report_commits(tmp_path: Path) -> None:
+def test_step_is_committed_when_every_trainer_staged_its_partitions(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await finished_team(cluster)
-            assert not (await commit(b)).partitions, "rank 0 decides, and has not handed in"
+            assert not (await commit(b)).partitions, "rank 0 leads and has not proposed"
             first, second = await commit(a, wait_s=5), await commit(b, wait_s=5)
             assert (ranks(first), ranks(second)) == ([0], [1])
-            assert ranks(await commit(a)) == [0], "given again until it is reported"
+            assert ranks(await commit(a)) == [0], "returned again until reported as staged"
             waiting = await commit(a, first.partitions)
             assert not waiting.committed
             assert list(waiting.waiting_for) == ["optimizer partitions of rank 1: trainer 'b' is updating them"]
@@ -61,7 +61,7 @@ def test_each_trainer_stages_its_own_and_the_last_report_commits(tmp_path: Path)
     run_async(scenario())
 
 
-def test_partitions_of_a_lost_trainer_go_to_one_that_waits(tmp_path: Path) -> None:
+def test_partitions_of_a_lost_trainer_go_to_a_waiting_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await finished_team(cluster)
@@ -74,13 +74,13 @@ def test_partitions_of_a_lost_trainer_go_to_one_that_waits(tmp_path: Path) -> No
             for shard in cluster.shards.values():
                 assert shard.runs["r"].epochs[1] > lost.partitions[0].epoch
             stale = await commit(a, [*own.partitions, *lost.partitions])
-            assert ranks(stale) == [1], "what the lost one says does not count"
+            assert ranks(stale) == [1], "reports of the lost trainer are ignored"
             assert (await commit(a, [*own.partitions, *response.partitions], wait_s=5)).committed
 
     run_async(scenario())
 
 
-def test_a_trainer_that_stands_in_may_be_lost_too(tmp_path: Path) -> None:
+def test_partitions_are_reassigned_again_when_the_substitute_is_lost(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await finished_team(cluster)
@@ -93,7 +93,7 @@ def test_a_trainer_that_stands_in_may_be_lost_too(tmp_path: Path) -> None:
             await cluster.pass_time(20, spare)
             await cluster.settle()
             second = await commit(spare, wait_s=5)
-            # What the first trainer had staged of its own rank stays staged; the other partition is to be done again.
+            # The partition that the first trainer staged for its own rank stays staged, the other one does not.
             assert ranks(second) == [1]
             assert second.partitions[0].epoch > first.partitions[0].epoch
             assert (await commit(spare, second.partitions, wait_s=5)).committed
@@ -105,14 +105,14 @@ def common_config() -> coordinator_pb2.RunConfig:
     return coordinator_pb2.RunConfig(world=common_pb2.World(dp=2, tp=1, pp=1), min_trainers=2)
 
 
-def test_work_begun_anew_voids_what_is_staged(tmp_path: Path) -> None:
+def test_reset_invalidates_staged_partitions(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await finished_team(cluster)
             first = await commit(a, wait_s=5)
             await commit(a, first.partitions)
             item = await b.reset(0, 1)
-            assert not (await commit(a, first.partitions)).partitions, "the gradient is not complete"
+            assert not (await commit(a, first.partitions)).partitions, "the reset rank has not pushed its gradient"
             await b.finish(0, [finished_item(item)])
             again = await commit(a, first.partitions, wait_s=5)
             assert ranks(again) == [0]
@@ -121,7 +121,7 @@ def test_work_begun_anew_voids_what_is_staged(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_restarted_coordinator_learns_what_is_staged_from_the_polls(tmp_path: Path) -> None:
+def test_restarted_coordinator_learns_staged_partitions_from_requests(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await finished_team(cluster)
@@ -138,7 +138,7 @@ def test_a_restarted_coordinator_learns_what_is_staged_from_the_polls(tmp_path: 
     run_async(scenario())
 
 
-def test_a_server_that_lacks_a_partition_keeps_the_step_from_its_commit(tmp_path: Path) -> None:
+def test_step_is_not_committed_while_a_server_lacks_a_partition(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await finished_team(cluster)
@@ -153,7 +153,7 @@ def test_a_server_that_lacks_a_partition_keeps_the_step_from_its_commit(tmp_path
     run_async(scenario())
 
 
-def test_trainers_must_agree_before_they_are_given_partitions(tmp_path: Path) -> None:
+def test_partitions_are_assigned_only_after_the_proposals_agree(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await finished_team(cluster)

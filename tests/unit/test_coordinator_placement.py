@@ -1,4 +1,4 @@
-"""Where the shards of a unit go."""
+"""Placement of a unit's shards on servers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_ranges_cover_the_unit_in_proportion_to_free_memory() -> None:
     assert all(at.start_bytes % BLOCK_BYTES == 0 for at in ranges)
 
 
-def test_the_order_of_the_candidates_does_not_matter() -> None:
+def test_placement_is_independent_of_candidate_order() -> None:
     candidates = servers(a=5, b=5, c=7, d=5)
     expected = place(flat(10 * MIB + 64), candidates, 4096)
     for seed in range(20):
@@ -39,21 +39,21 @@ def test_the_order_of_the_candidates_does_not_matter() -> None:
         assert place(flat(10 * MIB + 64), candidates, 4096) == expected
 
 
-def test_a_small_unit_goes_whole_to_the_server_with_most_room() -> None:
+def test_small_unit_goes_whole_to_the_server_with_most_free_memory() -> None:
     ranges = place(flat(70_016), servers(a=10, b=30, c=20), 64 << 10)
     assert [(at.server_id, at.start_bytes, at.stop_bytes) for at in ranges] == [("b", 0, 70_016)]
 
 
-def test_a_full_server_gets_nothing() -> None:
+def test_full_server_gets_no_range() -> None:
     assert [at.server_id for at in place(flat(8 * MIB), servers(a=0, b=1 << 30, c=1 << 30), 4096)] == ["b", "c"]
 
 
-def test_an_empty_unit_has_one_owner() -> None:
+def test_empty_unit_has_one_owner() -> None:
     (only,) = place(flat(0), servers(a=1, b=2), 4096)
     assert (only.server_id, only.start_bytes, only.stop_bytes) == ("b", 0, 0)
 
 
-def test_without_any_room_the_servers_are_asked_all_the_same() -> None:
+def test_unit_is_placed_even_if_no_server_has_free_memory() -> None:
     assert [at.server_id for at in place(flat(2 * MIB), servers(a=0, b=0), 4096)] == ["a", "b"]
 
 
@@ -66,7 +66,7 @@ def test_tensors_are_kept_whole_and_spread_in_proportion() -> None:
     assert layout.parameters_cut_at([at.start_bytes for at in ranges]) == set()
 
 
-def test_one_tensor_goes_to_the_server_with_most_room() -> None:
+def test_single_tensor_goes_to_the_server_with_most_free_memory() -> None:
     layout = tensors(1_000_003)
     assert [(at.server_id, at.stop_bytes) for at in place(layout, servers(a=1, b=3, c=2), 4096)] == [
         ("b", layout.size_bytes)

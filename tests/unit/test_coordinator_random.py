@@ -1,4 +1,4 @@
-"""Trainers die, come back and begin anew, servers flake and the coordinator restarts, all at random: steps go on."""
+"""Random deaths, returns and resets of trainers, server errors and coordinator restarts: every step is committed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANKS = 3
 
 
 class Player:
-    """A trainer process that goes through its steps one rpc at a time, and may die between any two."""
+    """A trainer process that makes one RPC at a time, and may die between any two RPCs."""
 
     def __init__(self, cluster: Harness, trainer: Trainer) -> None:
         self.cluster, self.trainer = cluster, trainer
@@ -40,7 +40,7 @@ class Player:
             if response.committed:
                 self.step, self.all_finished = response.next_work.step, False
             elif any("vacant" in line for line in response.waiting_for):
-                # Work was begun anew and lost after the others had finished: one of them must take it.
+                # An item was reset and lost after the other items were finished: one of the others must compute it.
                 self.all_finished = False
 
     async def begin_anew(self, rank: int) -> None:
@@ -49,7 +49,7 @@ class Player:
 
 
 class Story:
-    """One random history."""
+    """A random history of one run."""
 
     def __init__(self, cluster: Harness, seed: int) -> None:
         self.cluster, self.chance = cluster, random.Random(seed)
@@ -62,7 +62,7 @@ class Story:
         self.players = {trainer.name: Player(self.cluster, trainer) for trainer in trainers}
 
     async def happen(self) -> None:
-        """Something happens: mostly that a trainer goes on."""
+        """Executes one random event: mostly the next RPC of a trainer."""
         what = self.chance.random()
         if what < 0.03:
             await self.cluster.restart()
@@ -84,7 +84,7 @@ class Story:
         except UnavailableError:
             return
         except VersionGoneError:
-            # Begun anew too late: the step is committed with what was there.
+            # The reset came too late: the step is committed with the former attempt.
             player.all_finished = True
         except StepStateError as error:
             assert "has not finished" in str(error)
@@ -116,7 +116,7 @@ class Story:
         self.cluster.shards[name].fail = fail
 
     def check(self) -> None:
-        """Every step so far was updated once and in order, everywhere."""
+        """Asserts that every server applied every step once and in order."""
         for shard in self.cluster.shards.values():
             steps = [update.context.step for update in shard.runs["r"].updates]
             assert steps == list(range(len(steps)))
@@ -127,7 +127,7 @@ class Story:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_random_history_ends_well(tmp_path: Path, seed: int) -> None:
+def test_random_history_commits_every_step_once(tmp_path: Path, seed: int) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             story = Story(cluster, seed)
@@ -135,7 +135,7 @@ def test_a_random_history_ends_well(tmp_path: Path, seed: int) -> None:
             for _ in range(120):
                 await story.happen()
                 story.check()
-            # From now on nothing bad happens: the run must go on.
+            # Without further failures the run must make progress.
             await cluster.pass_time(12, *(player.trainer for player in story.players.values()))
             target = cluster.state.runs["r"].committed_step + 3
             for _ in range(400):
@@ -151,7 +151,7 @@ def test_a_random_history_ends_well(tmp_path: Path, seed: int) -> None:
     run_async(scenario())
 
 
-def test_stale_players_are_refused_for_good(tmp_path: Path) -> None:
+def test_stale_trainer_stays_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             story = Story(cluster, 0)

@@ -1,4 +1,4 @@
-"""A coordinator that ends at any point of a step and starts again loses nothing that was told."""
+"""Restarts of the coordinator at any point of a step lose nothing that it acknowledged."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def assert_updated_once(cluster: Harness, steps: int) -> None:
         assert {unit.version for unit in shard.runs["r"].units.values()} == {steps}
 
 
-@pytest.mark.parametrize("phase", ["joined", "one finished", "all finished", "prepared", "committed", "handed in"])
-def test_a_restart_in_every_phase_of_a_step(tmp_path: Path, phase: str) -> None:
+@pytest.mark.parametrize("phase", ["joined", "one finished", "all finished", "prepared", "committed", "proposed"])
+def test_restart_in_any_phase_of_a_step_loses_nothing(tmp_path: Path, phase: str) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await started(cluster)
             epochs = [at.items[rank].epoch for rank, at in enumerate((a, b))]
-            phases = ["joined", "one finished", "all finished", "prepared", "handed in", "committed"]
+            phases = ["joined", "one finished", "all finished", "prepared", "proposed", "committed"]
             for current in phases[: phases.index(phase) + 1]:
                 if current == "one finished":
                     await a.finish(0)
@@ -40,7 +40,7 @@ def test_a_restart_in_every_phase_of_a_step(tmp_path: Path, phase: str) -> None:
                     assert (await b.finish(0, wait_s=1)).all_finished
                 elif current == "prepared":
                     await b.prepare(0)
-                elif current == "handed in":
+                elif current == "proposed":
                     await b.commit(0)
                 elif current == "committed":
                     assert (await a.commit(0, wait_s=5)).committed
@@ -48,13 +48,13 @@ def test_a_restart_in_every_phase_of_a_step(tmp_path: Path, phase: str) -> None:
             assert cluster.state.term == 2
             await asyncio.gather(a.heartbeat(), b.heartbeat())
             if phase in ("joined", "one finished"):
-                # Polls repeat everything.
+                # Trainers repeat their reports.
                 await asyncio.gather(a.finish(0), b.finish(0, wait_s=5))
             if phase != "committed":
                 await a.commit(0, wait_s=5)
             assert (await b.commit(0, wait_s=5)).committed
             await a.commit(0)
-            assert [at.items[rank].epoch for rank, at in enumerate((a, b))] == epochs, "leases go on"
+            assert [at.items[rank].epoch for rank, at in enumerate((a, b))] == epochs, "leases keep their epochs"
             await cluster.settle()
             assert_updated_once(cluster, 1)
             await asyncio.gather(a.finish(1), b.finish(1))
@@ -65,7 +65,7 @@ def test_a_restart_in_every_phase_of_a_step(tmp_path: Path, phase: str) -> None:
     run_async(scenario())
 
 
-def test_an_update_that_was_cut_short_is_redone(tmp_path: Path) -> None:
+def test_interrupted_update_is_repeated(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await started(cluster)
@@ -81,19 +81,19 @@ def test_an_update_that_was_cut_short_is_redone(tmp_path: Path) -> None:
             assert (await a.commit(1, wait_s=5)).committed
             await cluster.settle()
             assert_updated_once(cluster, 2)
-            assert cluster.shards["s0"].calls["Update"] >= 3, "and repeated where it had been done"
+            assert cluster.shards["s0"].calls["Update"] >= 3, "the update is repeated on servers that had applied it"
 
     run_async(scenario())
 
 
-def test_who_is_not_heard_of_after_a_restart_is_lost(tmp_path: Path) -> None:
+def test_trainer_that_is_silent_after_a_restart_is_lost(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await started(cluster)
             await cluster.pass_time(9, a, b)
             await cluster.restart()
             await cluster.pass_time(9, a)
-            assert (await b.heartbeat()).committed_step == 0, "a restart begins every lease anew"
+            assert (await b.heartbeat()).committed_step == 0, "a restart renews every lease"
             await cluster.pass_time(11, a)
             response = await a.finish(0, wait_s=5)
             assert response.work.items[0].global_rank == 1
@@ -103,13 +103,13 @@ def test_who_is_not_heard_of_after_a_restart_is_lost(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_lease_does_not_run_out_while_connections_to_a_restarted_coordinator_are_made(tmp_path: Path) -> None:
+def test_lease_does_not_expire_while_trainers_reconnect(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, lease_s=1.0) as cluster:
             a, b = await started(cluster)
             await cluster.restart()
             await cluster.pass_time(1.0 + 0.9 * RECONNECT_S)
-            assert not (await a.finish(0)).HasField("work"), "the first to connect takes nobody's work"
+            assert not (await a.finish(0)).HasField("work"), "the first trainer to reconnect gets no other work"
             assert (await b.finish(0, wait_s=5)).all_finished
             await cluster.pass_time(1.1, a)
             assert "lease_expired" in [kind for kind, _ in cluster.events()]
@@ -117,7 +117,7 @@ def test_a_lease_does_not_run_out_while_connections_to_a_restarted_coordinator_a
     run_async(scenario())
 
 
-def test_work_that_was_vacant_is_fenced_and_offered_again(tmp_path: Path) -> None:
+def test_vacant_work_is_fenced_and_leased_after_a_restart(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await started(cluster)
@@ -137,14 +137,14 @@ def test_work_that_was_vacant_is_fenced_and_offered_again(tmp_path: Path) -> Non
     run_async(scenario())
 
 
-def test_attempts_survive(tmp_path: Path) -> None:
+def test_attempts_survive_a_restart(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await started(cluster)
             await asyncio.gather(a.finish(0), b.finish(0, wait_s=1))
             assert (await b.reset(0, 1)).attempt == 1
             await cluster.restart()
-            assert not (await a.finish(0)).all_finished, "the rank began anew"
+            assert not (await a.finish(0)).all_finished, "the rank was reset"
             assert (await b.reset(0, 1)).attempt == 2
             assert (await b.finish(0, wait_s=1)).all_finished
             assert (await a.commit(0, wait_s=5)).committed
@@ -153,7 +153,7 @@ def test_attempts_survive(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_work_that_was_finished_again_is_recorded_again(tmp_path: Path) -> None:
+def test_work_finished_after_a_reset_is_recorded_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await started(cluster)
@@ -166,7 +166,7 @@ def test_work_that_was_finished_again_is_recorded_again(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_step_begun_before_the_restart_is_given_out_as_it_was(tmp_path: Path) -> None:
+def test_restart_leases_the_step_in_flight_as_before(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await started(cluster)
@@ -187,7 +187,7 @@ def test_a_step_begun_before_the_restart_is_given_out_as_it_was(tmp_path: Path) 
     run_async(scenario())
 
 
-def test_what_changes_while_the_state_is_written_is_written_next(tmp_path: Path) -> None:
+def test_change_during_a_save_is_stored_by_the_next_save(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             await started(cluster)
@@ -207,7 +207,7 @@ def test_what_changes_while_the_state_is_written_is_written_next(tmp_path: Path)
     run_async(scenario())
 
 
-def test_who_sends_the_initial_values_survives(tmp_path: Path) -> None:
+def test_initializer_survives_a_restart(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, _ = await cluster.team("a", "b")
@@ -219,7 +219,7 @@ def test_who_sends_the_initial_values_survives(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_trainers_that_wait_for_the_start_go_on_waiting(tmp_path: Path) -> None:
+def test_trainers_keep_waiting_for_the_start_after_a_restart(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             first = await cluster.try_join("a", incarnation="a")
@@ -232,7 +232,7 @@ def test_trainers_that_wait_for_the_start_go_on_waiting(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_epochs_are_never_given_twice(tmp_path: Path) -> None:
+def test_epochs_are_never_reused(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             seen: set[int] = set()
@@ -258,14 +258,14 @@ def test_units_that_were_declared_at_once_keep_their_indices(tmp_path: Path) -> 
             declared = await asyncio.gather(*(a.declare(each) for each in small), return_exceptions=True)
             assert isinstance(declared[0], StepStateError)
             indices = [each.unit_index for each in declared[1:]]
-            assert indices == [0, 1, 2], "the refused one leaves no gap"
+            assert indices == [0, 1, 2], "the refused unit leaves no gap in the indices"
             await cluster.restart()
             assert [(await a.declare(each)).unit_index for each in small] == [3, *indices]
 
     run_async(scenario())
 
 
-def test_servers_are_known_and_units_are_where_they_were(tmp_path: Path) -> None:
+def test_servers_and_units_survive_a_restart(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, _ = await started(cluster)
@@ -277,7 +277,7 @@ def test_servers_are_known_and_units_are_where_they_were(tmp_path: Path) -> None
                 coordinator_pb2.SERVER_STATE_UNCONFIRMED
             }
             servers = cluster.state.cluster
-            await cluster.until(lambda: len(servers.live) == 2, "answers of the servers, which the coordinator asks")
+            await cluster.until(lambda: len(servers.live) == 2, "answers of the servers to the coordinator's probes")
             declared = await a.declare(unit("u", (64, 64)))
             assert declared.shards == before.units[0].shards
             drops = [shard.calls["DropRun"] for shard in cluster.shards.values()]

@@ -1,4 +1,4 @@
-"""A run that is deleted and created again under its name is another run, though names and epochs may be equal."""
+"""A run that is deleted and created again is another run, although its name and epochs may be equal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.fake_shards import fail_times
 
 
 async def replaced(cluster: Harness) -> tuple[Trainer, Trainer]:
-    """The only trainer of a run that was deleted, and that of the run which has its name now, with the same epoch."""
+    """Returns the trainers of a deleted run and of the next run of its name, with equal epochs."""
     (old,) = await cluster.team("a")
     await cluster.publish_unit([old])
     await cluster.call("DeleteRun", run="r", force=True)
@@ -42,7 +42,7 @@ REQUESTS: dict[str, Callable[[Trainer], Awaitable[Any]]] = {
 
 
 @pytest.mark.parametrize("rpc_name", REQUESTS)
-def test_a_deleted_runs_trainer_changes_nothing_in_the_next_run_of_the_name(tmp_path: Path, rpc_name: str) -> None:
+def test_trainer_of_a_deleted_run_cannot_change_the_next_run_of_its_name(tmp_path: Path, rpc_name: str) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=1) as cluster:
             old, new = await replaced(cluster)
@@ -60,7 +60,7 @@ def test_a_deleted_runs_trainer_changes_nothing_in_the_next_run_of_the_name(tmp_
     run_async(scenario())
 
 
-def test_a_request_without_the_runs_id_is_refused(tmp_path: Path) -> None:
+def test_request_without_run_id_is_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=1) as cluster:
             (trainer,) = await cluster.team("a")
@@ -73,7 +73,7 @@ def test_a_request_without_the_runs_id_is_refused(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_epochs_rise_over_deletions_and_restarts(tmp_path: Path) -> None:
+def test_epochs_rise_across_deletions_and_restarts(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=1) as cluster:
             highest, ids = 0, set()
@@ -90,7 +90,7 @@ def test_epochs_rise_over_deletions_and_restarts(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_the_id_survives_a_restart_and_is_shown(tmp_path: Path) -> None:
+def test_run_id_survives_a_restart_and_is_reported(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=1) as cluster:
             (trainer,) = await cluster.team("a")
@@ -105,7 +105,7 @@ def test_the_id_survives_a_restart_and_is_shown(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_repeated_deletion_leaves_the_next_run_of_the_name_alone(tmp_path: Path) -> None:
+def test_repeated_deletion_spares_the_next_run_of_the_name(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=1) as cluster:
             (old,) = await cluster.team("a")
@@ -120,7 +120,7 @@ def test_a_repeated_deletion_leaves_the_next_run_of_the_name_alone(tmp_path: Pat
     run_async(scenario())
 
 
-def test_a_server_that_missed_a_deletion_hears_of_it_with_a_heartbeat(tmp_path: Path) -> None:
+def test_heartbeat_reports_a_missed_deletion_to_the_server(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=1) as cluster:
             (old,) = await cluster.team("a")
@@ -130,7 +130,9 @@ def test_a_server_that_missed_a_deletion_hears_of_it_with_a_heartbeat(tmp_path: 
             (new,) = await cluster.team("a")
             await cluster.publish_unit([new])
             assert {run.name for run in cluster.shards["s0"].runs_by_id.values()} == {"r"}
-            assert list(cluster.shards["s0"].runs_by_id) == [old.run_id, new.run_id], "they are apart"
+            assert list(cluster.shards["s0"].runs_by_id) == [old.run_id, new.run_id], (
+                "the server keeps the runs apart by id"
+            )
             await cluster.restart()
             epoch = await cluster.register("s0")
             answer = await cluster.call(
@@ -141,7 +143,7 @@ def test_a_server_that_missed_a_deletion_hears_of_it_with_a_heartbeat(tmp_path: 
     run_async(scenario())
 
 
-def test_a_deleted_run_stays_deleted_when_it_was_about_to_be_saved(tmp_path: Path) -> None:
+def test_deleted_run_is_not_stored_by_a_concurrent_save(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=1) as cluster:
             await cluster.team("a")

@@ -1,4 +1,4 @@
-"""Shard servers that leave, end, are forgotten, or are remembered by a coordinator that was restarted."""
+"""Shard servers that leave, end or are forgotten, and unconfirmed servers after a coordinator restart."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def leave(cluster: Harness, name: str, epoch: int) -> None:
     await cluster.call("DeregisterServer", server_id=name, epoch=epoch)
 
 
-def test_a_server_that_leaves_without_shards_is_forgotten_and_its_epoch_is_not_used_again(tmp_path: Path) -> None:
+def test_server_that_leaves_without_shards_is_forgotten_and_its_epoch_not_reused(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=2) as cluster:
             epoch = cluster.state.cluster.servers["s1"].epoch
@@ -51,7 +51,7 @@ def test_a_server_that_leaves_without_shards_is_forgotten_and_its_epoch_is_not_u
     run_async(scenario())
 
 
-def test_a_server_that_leaves_with_shards_is_named_to_its_runs_and_can_come_back(tmp_path: Path) -> None:
+def test_server_that_leaves_with_shards_fails_its_runs_and_can_register_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -78,7 +78,7 @@ def test_a_server_that_leaves_with_shards_is_named_to_its_runs_and_can_come_back
     run_async(scenario())
 
 
-def test_a_server_is_forgotten_when_nothing_needs_it(tmp_path: Path) -> None:
+def test_only_a_gone_server_without_shards_can_be_forgotten(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -102,7 +102,7 @@ def test_a_server_is_forgotten_when_nothing_needs_it(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_nothing_is_placed_on_a_remembered_server_until_it_is_heard_of(tmp_path: Path) -> None:
+def test_no_unit_is_placed_on_an_unconfirmed_server(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=3) as cluster:
             cluster.shards["s1"].available = cluster.shards["s2"].available = False
@@ -127,7 +127,7 @@ def test_nothing_is_placed_on_a_remembered_server_until_it_is_heard_of(tmp_path:
     run_async(scenario())
 
 
-def test_a_silent_server_that_answers_keeps_its_place(tmp_path: Path) -> None:
+def test_silent_server_that_answers_a_probe_keeps_its_lease(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -143,7 +143,7 @@ def test_a_silent_server_that_answers_keeps_its_place(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_process_tells_others_of_its_host_that_it_has_ended() -> None:
+def test_process_identity_reveals_on_the_same_host_that_the_process_ended() -> None:
     program = "import sys; from shardwell_server.process_identity import own_identity; print(own_identity()); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -154,16 +154,16 @@ def test_a_process_tells_others_of_its_host_that_it_has_ended() -> None:
         assert not has_ended(identity)
         elsewhere = identity.replace("pid:", "other:")
         another_start = identity + "1"
-        assert has_ended(another_start), "the process id is used again"
+        assert has_ended(another_start), "the process id was reused"
         child.kill()
         child.wait()
         assert has_ended(identity)
-        assert not has_ended(elsewhere), "it is in another container"
+        assert not has_ended(elsewhere), "the process is in another container"
     for nothing in ("", "x", "a/b/c", "/-1/3", identity.replace(f"/{child.pid}/", "/99999999999999999999/")):
         assert not has_ended(nothing) or "9999" in nothing
 
 
-def test_the_state_of_a_server_is_shown_by_its_name() -> None:
+def test_every_server_state_has_a_display_name() -> None:
     names = {state.name.lower() for state in ServerState}
     assert {f"SERVER_STATE_{name.upper()}" for name in names} == set(coordinator_pb2.ServerState.keys()) - {
         "SERVER_STATE_UNSPECIFIED"

@@ -1,4 +1,4 @@
-"""A step from its work items to its commit, and what goes wrong on the way."""
+"""Steps from their work items to the commit, and their failures."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ async def team_with_unit(cluster: Harness, *names: str, **options: Any) -> list[
     return trainers
 
 
-def handed_in(cluster: Harness) -> set[str]:
-    """The trainers whose hyper-parameters for the step in flight are there."""
+def proposers(cluster: Harness) -> set[str]:
+    """Returns the trainers that have proposed the step in flight."""
     step = cluster.state.runs["r"].step
     assert step is not None
     return set(step.proposals)
@@ -48,7 +48,7 @@ async def take_step(trainers: list[Trainer], step: int, **changes: Any) -> coord
     return responses[0]
 
 
-def test_a_step_from_work_to_commit(tmp_path: Path) -> None:
+def test_step_is_committed_after_all_work_is_finished(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b")
@@ -62,7 +62,7 @@ def test_a_step_from_work_to_commit(tmp_path: Path) -> None:
             assert first.committed
             assert second.committed
             assert first.version == second.version == 1
-            # One unit on two servers, each of which reports 4.0.
+            # One unit on two servers. Each server reports a partial square sum of 4.0.
             assert first.grad_norm == math.sqrt(8.0)
             assert [item.global_rank for item in first.next_work.items] == [0]
             assert first.next_work.step == 1
@@ -81,7 +81,7 @@ def test_a_step_from_work_to_commit(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_step_for_whose_update_a_server_has_no_memory_is_not_committed(tmp_path: Path) -> None:
+def test_step_is_not_committed_while_a_server_lacks_memory_for_the_update(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = trainers = await team_with_unit(cluster, "a", "b")
@@ -102,12 +102,14 @@ def test_a_step_for_whose_update_a_server_has_no_memory_is_not_committed(tmp_pat
                 other.groups[0].hyperparameters.update(changed)
                 await asyncio.gather(*(trainer.commit(step, wait_s=5, optimizer=other) for trainer in (a, b)))
                 asked = cluster.shards["s1"].calls["PrepareUpdate"] - before
-                assert asked == (1 if "momentum" in changed else 0), "PrepareStep has made room for the last optimizer"
+                assert asked == (1 if "momentum" in changed else 0), (
+                    "PrepareStep has allocated memory for the last optimizer"
+                )
 
     run_async(scenario())
 
 
-def test_servers_are_told_what_every_rank_pushed(tmp_path: Path) -> None:
+def test_manifest_contains_the_parts_of_every_rank(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             seen: list[Any] = []
@@ -125,7 +127,7 @@ def test_servers_are_told_what_every_rank_pushed(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_servers_are_told_of_their_own_units_only(tmp_path: Path) -> None:
+def test_manifest_contains_only_units_of_the_server(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -142,7 +144,7 @@ def test_servers_are_told_of_their_own_units_only(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_the_norm_is_asked_for_once_and_does_not_commit(tmp_path: Path) -> None:
+def test_norm_is_computed_once_and_does_not_commit(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = trainers = await team_with_unit(cluster, "a", "b")
@@ -158,14 +160,16 @@ def test_the_norm_is_asked_for_once_and_does_not_commit(tmp_path: Path) -> None:
             assert not cluster.state.runs["r"].commits.records
             await a.commit(0, wait_s=5, clip_coefficient=0.25)
             late = await b.prepare(0, norm_type=math.inf)
-            assert (late.grad_norm, late.other_norm) == (math.sqrt(8.0), 2.0), "a slow trainer still gets the norm"
+            assert (late.grad_norm, late.other_norm) == (math.sqrt(8.0), 2.0), (
+                "a slow trainer gets the norm after the commit"
+            )
             with pytest.raises(HyperparameterMismatchError, match=r"clip coefficient is 0\.25 at rank 0"):
                 await b.commit(0)
 
     run_async(scenario())
 
 
-def test_the_norm_adds_the_parts_exactly(tmp_path: Path) -> None:
+def test_norm_sums_the_partials_exactly(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             cluster.shards["s0"].square_partials = [1e32, 1.0]
@@ -176,7 +180,7 @@ def test_the_norm_adds_the_parts_exactly(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_prepare_waits_until_the_last_update_is_everywhere(tmp_path: Path) -> None:
+def test_prepare_waits_until_every_server_has_updated(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             cluster.shards["s1"].fail = fail_times("Update", 5, UnavailableError("busy"))
@@ -196,7 +200,7 @@ def test_prepare_waits_until_the_last_update_is_everywhere(tmp_path: Path) -> No
     run_async(scenario())
 
 
-def test_hyperparameters_that_differ_are_named(tmp_path: Path) -> None:
+def test_different_hyperparameters_are_rejected_by_name(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = trainers = await team_with_unit(cluster, "a", "b")
@@ -204,7 +208,7 @@ def test_hyperparameters_that_differ_are_named(tmp_path: Path) -> None:
                 await trainer.finish(0)
             early = asyncio.create_task(b.commit(0, wait_s=5, optimizer=optimizer(lr=0.2)))
             await asyncio.sleep(0)
-            assert (await a.commit(0, wait_s=5)).committed, "the lowest rank's count"
+            assert (await a.commit(0, wait_s=5)).committed, "the proposal of the lowest rank is committed"
             expected = (
                 r"lr of parameter group 0 is 0.1 at rank 0 \(trainer 'a'\), whose proposal is committed, but 0.2 at "
                 r"rank 1 \(trainer 'b'\)"
@@ -234,9 +238,7 @@ def test_hyperparameters_that_differ_are_named(tmp_path: Path) -> None:
         ({"unit_order": [7]}, "unit_order contains unit index 7, but the run has 1 units"),
     ],
 )
-def test_hyperparameters_that_cannot_be_applied_are_refused(
-    tmp_path: Path, fields: dict[str, Any], message: str
-) -> None:
+def test_invalid_proposals_are_rejected(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             trainers = await team_with_unit(cluster, "a", "b")
@@ -249,7 +251,7 @@ def test_hyperparameters_that_cannot_be_applied_are_refused(
     run_async(scenario())
 
 
-def test_the_optimizer_of_a_run_stays(tmp_path: Path) -> None:
+def test_change_of_the_optimizer_is_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             trainers = await team_with_unit(cluster, "a", "b")
@@ -268,7 +270,7 @@ def test_the_optimizer_of_a_run_stays(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_commit_before_finish_is_refused(tmp_path: Path) -> None:
+def test_commit_before_finish_is_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, _ = await team_with_unit(cluster, "a", "b")
@@ -280,7 +282,7 @@ def test_commit_before_finish_is_refused(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_slow_trainer_simply_goes_on(tmp_path: Path) -> None:
+def test_slow_trainer_continues_after_the_commit(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b")
@@ -309,7 +311,7 @@ def test_a_slow_trainer_simply_goes_on(tmp_path: Path) -> None:
         ({"units": [common_pb2.UnitParts(unit_index=0)] * 2}, InvalidRequestError, "reports a unit index twice"),
     ],
 )
-def test_reports_that_cannot_be_are_refused_as_a_whole(
+def test_invalid_report_is_rejected_as_a_whole(
     tmp_path: Path, change: dict[str, Any], error: type[ShardwellError], message: str
 ) -> None:
     async def scenario() -> None:
@@ -327,7 +329,7 @@ def test_reports_that_cannot_be_are_refused_as_a_whole(
     run_async(scenario())
 
 
-def test_work_of_another_trainer_cannot_be_finished(tmp_path: Path) -> None:
+def test_report_of_another_trainers_work_is_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b")
@@ -340,7 +342,7 @@ def test_work_of_another_trainer_cannot_be_finished(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_lost_trainers_item_goes_to_a_waiting_one_after_it_is_fenced(tmp_path: Path) -> None:
+def test_item_of_a_lost_trainer_is_leased_after_fencing(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b")
@@ -362,12 +364,14 @@ def test_a_lost_trainers_item_goes_to_a_waiting_one_after_it_is_fenced(tmp_path:
                 await b.finish(0)
             assert (await a.finish(0, wait_s=1)).all_finished
             committed = await a.commit(0, wait_s=5)
-            assert sorted(item.global_rank for item in committed.next_work.items) == [0, 1], "until somebody comes"
+            assert sorted(item.global_rank for item in committed.next_work.items) == [0, 1], (
+                "one trainer computes both ranks until another joins"
+            )
 
     run_async(scenario())
 
 
-def test_an_item_handed_out_in_a_lost_answer_is_handed_out_again(tmp_path: Path) -> None:
+def test_item_leased_in_a_lost_response_is_returned_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b")
@@ -381,7 +385,7 @@ def test_an_item_handed_out_in_a_lost_answer_is_handed_out_again(tmp_path: Path)
     run_async(scenario())
 
 
-def test_spares_are_preferred_and_each_gets_one_item(tmp_path: Path) -> None:
+def test_spares_get_vacant_items_first_and_one_each(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b", dp=4)
@@ -398,7 +402,7 @@ def test_spares_are_preferred_and_each_gets_one_item(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_trainers_that_cannot_take_other_work_get_none(tmp_path: Path) -> None:
+def test_trainer_that_rejects_reassigned_work_gets_no_items(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b")
@@ -418,13 +422,13 @@ def test_trainers_that_cannot_take_other_work_get_none(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_the_commit_goes_on_when_the_deciding_trainer_dies(tmp_path: Path) -> None:
+def test_commit_continues_when_the_leader_dies(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b")
             await asyncio.gather(a.finish(0), b.finish(0))
             waiting = asyncio.create_task(b.commit(0, wait_s=5, optimizer=optimizer(lr=0.5)))
-            await cluster.until(lambda: "b" in handed_in(cluster), "b waits for the commit")
+            await cluster.until(lambda: "b" in proposers(cluster), "b waits for the commit")
             assert not waiting.done()
             await cluster.pass_time(11, b)
             assert (await waiting).committed
@@ -433,7 +437,7 @@ def test_the_commit_goes_on_when_the_deciding_trainer_dies(tmp_path: Path) -> No
     run_async(scenario())
 
 
-def test_what_the_deciding_trainer_handed_in_counts_though_it_died(tmp_path: Path) -> None:
+def test_proposal_of_a_dead_leader_is_committed(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b")
@@ -449,7 +453,7 @@ def test_what_the_deciding_trainer_handed_in_counts_though_it_died(tmp_path: Pat
     run_async(scenario())
 
 
-def test_work_begun_anew_gets_a_higher_attempt_and_voids_what_was_prepared(tmp_path: Path) -> None:
+def test_reset_raises_the_attempt_and_invalidates_the_preparation(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = trainers = await team_with_unit(cluster, "a", "b")
@@ -457,13 +461,15 @@ def test_work_begun_anew_gets_a_higher_attempt_and_voids_what_was_prepared(tmp_p
             attempts = (await b.prepare(0)).attempts
             item = await a.reset(0, 0, request_id="once")
             assert item.attempt == 1
-            assert (await a.reset(0, 0, request_id="once")).attempt == 1, "a retry does not begin it again"
+            assert (await a.reset(0, 0, request_id="once")).attempt == 1, "a retry starts no further attempt"
             assert (await a.reset(0, 0, request_id="twice")).attempt == 2
             assert cluster.shards["s0"].runs["r"].attempts == {0: 2}
             assert not (await b.finish(0)).all_finished
             with pytest.raises(StepStateError, match="clips step 0 by an outdated gradient norm"):
                 await b.commit(0, clip_coefficient=1.0, norm_attempts=attempts)
-            assert not (await b.commit(0, clip_coefficient=1.0)).committed, "b does not clip by a norm"
+            assert not (await b.commit(0, clip_coefficient=1.0)).committed, (
+                "b's clip coefficient is not computed from a norm"
+            )
             with pytest.raises(StaleEpochError):
                 await a.finish(0, [finished_item(item)])
             await a.finish(0)
@@ -474,14 +480,14 @@ def test_work_begun_anew_gets_a_higher_attempt_and_voids_what_was_prepared(tmp_p
     run_async(scenario())
 
 
-def test_a_commit_that_waits_is_not_lost_when_another_rank_begins_anew(tmp_path: Path) -> None:
+def test_waiting_commit_survives_a_reset_of_another_rank(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = trainers = await team_with_unit(cluster, "a", "b")
             await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
             await b.reset(0, 1)
             waiting = asyncio.create_task(a.commit(0, wait_s=5))
-            await cluster.until(lambda: "a" in handed_in(cluster), "a waits for the commit")
+            await cluster.until(lambda: "a" in proposers(cluster), "a waits for the commit")
             await b.reset(0, 1)
             await b.finish(0)
             assert (await waiting).committed
@@ -489,7 +495,7 @@ def test_a_commit_that_waits_is_not_lost_when_another_rank_begins_anew(tmp_path:
     run_async(scenario())
 
 
-def test_work_of_a_lost_trainer_is_leased_under_a_higher_attempt(tmp_path: Path) -> None:
+def test_work_of_a_lost_trainer_is_leased_with_a_higher_attempt(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b")
@@ -497,7 +503,9 @@ def test_work_of_a_lost_trainer_is_leased_under_a_higher_attempt(tmp_path: Path)
             await cluster.settle()
             again = await cluster.join("b", wait_s=5)
             assert [(rank, item.attempt) for rank, item in again.items.items()] == [(1, 1)]
-            assert cluster.shards["s0"].runs["r"].attempts == {1: 1}, "servers drop what the former process pushed"
+            assert cluster.shards["s0"].runs["r"].attempts == {1: 1}, (
+                "servers drop the parts that the former process pushed"
+            )
             await again.leave()
             await cluster.settle()
             response = await a.finish(0, wait_s=5)
@@ -506,7 +514,7 @@ def test_work_of_a_lost_trainer_is_leased_under_a_higher_attempt(tmp_path: Path)
     run_async(scenario())
 
 
-def test_a_norm_and_a_reset_that_wait_for_a_server_say_so(tmp_path: Path) -> None:
+def test_waiting_norm_and_reset_name_the_server(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, _ = trainers = await team_with_unit(cluster, "a", "b")
@@ -548,7 +556,7 @@ def test_finished_work_of_a_lost_trainer_keeps_its_attempt(tmp_path: Path) -> No
     run_async(scenario())
 
 
-def test_work_begun_anew_does_not_disturb_the_update_of_the_step_before(tmp_path: Path) -> None:
+def test_reset_does_not_disturb_the_update_of_the_previous_step(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = trainers = await team_with_unit(cluster, "a", "b")
@@ -564,7 +572,7 @@ def test_work_begun_anew_does_not_disturb_the_update_of_the_step_before(tmp_path
     run_async(scenario())
 
 
-def test_a_rank_that_is_not_held_cannot_begin_anew(tmp_path: Path) -> None:
+def test_reset_of_another_trainers_rank_is_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b")
@@ -578,7 +586,7 @@ def test_a_rank_that_is_not_held_cannot_begin_anew(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_gradient_that_is_not_finite_fails_the_step_until_work_begins_anew(tmp_path: Path) -> None:
+def test_non_finite_gradient_fails_the_step_until_a_reset(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = trainers = await team_with_unit(cluster, "a", "b")
@@ -596,13 +604,13 @@ def test_a_gradient_that_is_not_finite_fails_the_step_until_work_begins_anew(tmp
             await b.reset(0, 1)
             await b.finish(0)
             waiting = await b.commit(0, wait_s=0.05)
-            assert not waiting.committed, "what was handed in for the failed attempt is void"
+            assert not waiting.committed, "the proposal for the failed attempt is invalid"
             assert (await a.commit(0, wait_s=5)).committed
 
     run_async(scenario())
 
 
-def test_a_step_is_skipped_for_all_if_the_trainers_want_that(tmp_path: Path) -> None:
+def test_non_finite_gradient_skips_the_step_with_skip_non_finite(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = trainers = await team_with_unit(cluster, "a", "b")
@@ -615,7 +623,7 @@ def test_a_step_is_skipped_for_all_if_the_trainers_want_that(tmp_path: Path) -> 
                 await a.prepare(0)
             first = await a.commit(0, wait_s=5, optimizer=scaled)
             assert (first.committed, first.skipped, first.grad_norm) == (True, True, math.inf)
-            assert (await b.prepare(0)).grad_norm == math.inf, "asked for after the commit"
+            assert (await b.prepare(0)).grad_norm == math.inf, "the norm is requested after the commit"
             with pytest.raises(HyperparameterMismatchError, match=r"skip_non_finite is True at .* but False"):
                 await b.commit(0, wait_s=5)
             assert (await b.commit(0, wait_s=5, optimizer=scaled)).skipped
@@ -626,7 +634,7 @@ def test_a_step_is_skipped_for_all_if_the_trainers_want_that(tmp_path: Path) -> 
     run_async(scenario())
 
 
-def test_gradients_are_reduced_once_all_work_is_finished_and_only_once(tmp_path: Path) -> None:
+def test_gradients_are_reduced_once_after_all_work_is_finished(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b")
@@ -643,7 +651,7 @@ def test_gradients_are_reduced_once_all_work_is_finished_and_only_once(tmp_path:
     run_async(scenario())
 
 
-def test_what_fails_while_gradients_are_reduced_early_is_tried_again_at_the_commit(tmp_path: Path) -> None:
+def test_failed_early_preparation_is_retried_by_the_commit(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             (a,) = await team_with_unit(cluster, "a")
@@ -657,8 +665,8 @@ def test_what_fails_while_gradients_are_reduced_early_is_tried_again_at_the_comm
     run_async(scenario())
 
 
-def test_a_norm_asked_for_while_the_step_commits_does_not_prepare_the_next(tmp_path: Path) -> None:
-    """Else servers would take it for complete with what is finished of it, which is nothing."""
+def test_norm_requested_during_the_commit_does_not_prepare_the_next_step(tmp_path: Path) -> None:
+    """Otherwise servers would prepare the next step with no finished contributions."""
 
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
@@ -686,7 +694,7 @@ def test_a_norm_asked_for_while_the_step_commits_does_not_prepare_the_next(tmp_p
     run_async(scenario())
 
 
-def test_work_begun_anew_while_the_last_update_is_under_way_is_not_prepared(tmp_path: Path) -> None:
+def test_reset_during_the_previous_update_cancels_the_preparation(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=1) as cluster:
             (shard,) = cluster.shards.values()
@@ -713,7 +721,7 @@ def test_work_begun_anew_while_the_last_update_is_under_way_is_not_prepared(tmp_
     run_async(scenario())
 
 
-def test_a_norm_of_a_type_near_0_may_be_beyond_all_numbers() -> None:
+def test_norm_of_a_type_near_0_may_be_infinite() -> None:
     from shardwell_server.coordinator.runs.gradient_norms import PreparedGradients
 
     prepared = PreparedGradients.combine([shard_pb2.UnitNorm(square_partials=[4.0], power_partials=[1e5])], 1e-3)
@@ -722,7 +730,7 @@ def test_a_norm_of_a_type_near_0_may_be_beyond_all_numbers() -> None:
     assert prepared.other_norm.value == math.inf
 
 
-def test_hyperparameters_that_were_refused_do_not_count_later(tmp_path: Path) -> None:
+def test_rejected_proposal_is_not_committed_later(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await team_with_unit(cluster, "a", "b")
@@ -733,12 +741,12 @@ def test_hyperparameters_that_were_refused_do_not_count_later(tmp_path: Path) ->
                 await a.commit(0, wait_s=5)
             with pytest.raises(HyperparameterMismatchError):
                 await b.commit(0, optimizer=optimizer(lr=7.0))
-            assert handed_in(cluster) == {"a"}
+            assert proposers(cluster) == {"a"}
 
     run_async(scenario())
 
 
-def test_a_dead_trainers_bad_gradient_can_be_begun_anew(tmp_path: Path) -> None:
+def test_reset_recomputes_a_dead_trainers_non_finite_gradient(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = trainers = await team_with_unit(cluster, "a", "b")
@@ -761,7 +769,7 @@ def test_a_dead_trainers_bad_gradient_can_be_begun_anew(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_lost_contributions_fail_the_commit_by_name(tmp_path: Path) -> None:
+def test_missing_contribution_fails_the_commit_by_name(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             trainers = await team_with_unit(cluster, "a", "b")
@@ -774,7 +782,7 @@ def test_lost_contributions_fail_the_commit_by_name(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_failure_of_work_that_was_begun_anew_meanwhile_does_not_count(tmp_path: Path) -> None:
+def test_failure_of_a_reset_attempt_is_ignored(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = trainers = await team_with_unit(cluster, "a", "b")
@@ -796,7 +804,7 @@ def test_a_failure_of_work_that_was_begun_anew_meanwhile_does_not_count(tmp_path
     run_async(scenario())
 
 
-def test_a_unit_that_was_never_published_cannot_be_committed_over(tmp_path: Path) -> None:
+def test_commit_with_an_unpublished_unit_is_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             trainers = await team_with_unit(cluster, "a", "b")
@@ -808,7 +816,7 @@ def test_a_unit_that_was_never_published_cannot_be_committed_over(tmp_path: Path
     run_async(scenario())
 
 
-def test_the_runs_state_is_the_deciding_trainers(tmp_path: Path) -> None:
+def test_tracked_state_of_the_leader_is_stored(tmp_path: Path) -> None:
     def state(**tracked: str) -> coordinator_pb2.RunState:
         return coordinator_pb2.RunState(tracked_json=tracked)
 
@@ -820,7 +828,7 @@ def test_the_runs_state_is_the_deciding_trainers(tmp_path: Path) -> None:
                 await b.commit(step, state=state(scheduler="no"))
                 answer = await a.commit(step, wait_s=5, state=state(scheduler=f"at {step}"))
                 assert answer.committed
-                assert not answer.state.tracked_json, "trainers have their own"
+                assert not answer.state.tracked_json, "trainers keep their own tracked objects"
                 await b.commit(step)
             joined = await cluster.join("c")
             assert joined.joined.state.step == 2
@@ -832,7 +840,7 @@ def test_the_runs_state_is_the_deciding_trainers(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_one_that_joined_later_may_go_through_the_last_step_without_its_norm(tmp_path: Path) -> None:
+def test_late_trainer_passes_the_committed_step_without_its_norm(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             trainers = await team_with_unit(cluster, "a", "b")

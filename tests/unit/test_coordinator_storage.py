@@ -1,4 +1,4 @@
-"""What survives on disk, and what happens when the disk does not take it."""
+"""Stored state: round trip, full disks and failed commits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def commit_record(step: int) -> CommitRecord:
     return CommitRecord(step, 1.5, "rank 0", b"optimizer", 0.25, (1, 0), float("inf"), 3.0, 2.5, skipped=step % 2 == 1)
 
 
-def test_everything_comes_back_as_it_was_stored(tmp_path: Path) -> None:
+def test_stored_state_is_loaded_unchanged(tmp_path: Path) -> None:
     server = ServerRecord("s", "h:1", "i", 3, 1 << 40)
     finished = [FinishedRecord(0, 2, b"parts"), FinishedRecord(1, 0, b"")]
 
@@ -85,7 +85,7 @@ def test_everything_comes_back_as_it_was_stored(tmp_path: Path) -> None:
     assert run.finished == tuple(finished)
 
 
-def test_only_the_last_commits_are_kept_and_finished_items_of_committed_steps_are_not(tmp_path: Path) -> None:
+def test_old_commits_and_finished_items_of_committed_steps_are_deleted(tmp_path: Path) -> None:
     async def write() -> None:
         await storage.save_run(RUN)
         await storage.save_finished("r", 0, [FinishedRecord(0, 0, b"")])
@@ -100,7 +100,7 @@ def test_only_the_last_commits_are_kept_and_finished_items_of_committed_steps_ar
     storage.close()
 
 
-def test_a_second_coordinator_cannot_use_the_same_state(tmp_path: Path) -> None:
+def test_second_coordinator_on_the_same_state_is_rejected(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     with pytest.raises(ConflictError, match="is in use by another coordinator"):
         Storage(tmp_path)
@@ -108,7 +108,7 @@ def test_a_second_coordinator_cannot_use_the_same_state(tmp_path: Path) -> None:
     Storage(tmp_path).close()
 
 
-def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_state_of_another_schema_version_is_rejected(tmp_path: Path) -> None:
     Storage(tmp_path).close()
     with sqlite3.connect(tmp_path / FILE_NAME) as database:
         database.execute("PRAGMA user_version = 99")
@@ -117,7 +117,7 @@ def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
         Storage(tmp_path)
 
 
-def test_a_file_that_is_no_state_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_a_database_is_rejected(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"not a database" * 1000)
     with pytest.raises(UnavailableError, match="file is not a database"):
         Storage(tmp_path)
@@ -131,11 +131,11 @@ def fill_disk(storage: Storage) -> None:
     connection.execute(f"PRAGMA max_page_count = {pages}")
 
 
-def mend_disk(storage: Storage) -> None:
+def repair_disk(storage: Storage) -> None:
     storage._database._connection.execute("PRAGMA max_page_count = 1000000")
 
 
-def test_a_commit_that_the_disk_does_not_take_changes_nothing_and_can_be_repeated(tmp_path: Path) -> None:
+def test_commit_on_a_full_disk_changes_nothing_and_can_be_retried(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -152,7 +152,7 @@ def test_a_commit_that_the_disk_does_not_take_changes_nothing_and_can_be_repeate
             assert all(not shard.calls["Update"] for shard in cluster.shards.values())
             assert cluster.events()[-1][0] == "step_failed"
             assert (await a.heartbeat()).committed_step == 0
-            mend_disk(cluster.state.storage)
+            repair_disk(cluster.state.storage)
             assert (await a.commit(0, wait_s=5, state=state)).committed
             assert (await b.commit(0, wait_s=5)).committed
 
@@ -160,11 +160,11 @@ def test_a_commit_that_the_disk_does_not_take_changes_nothing_and_can_be_repeate
 
 
 class FailingCommit:
-    """A connection whose next COMMIT fails, as if the log could not be synced.
+    """A connection whose next COMMIT fails as if the log could not be synced.
 
     Args:
-        connection: The real one.
-        logged: Whether the log has all of the transaction nevertheless, as SQLite leaves it when only the sync failed.
+        connection: The real connection.
+        logged: True if the log contains the whole transaction, as SQLite leaves it when only the sync failed.
     """
 
     def __init__(self, connection: sqlite3.Connection, *, logged: bool) -> None:
@@ -187,7 +187,7 @@ async def ready_to_commit(cluster: Harness) -> tuple[Trainer, Trainer]:
     return a, b
 
 
-def test_a_record_that_the_log_holds_is_committed_though_its_sync_failed(tmp_path: Path) -> None:
+def test_record_in_the_log_is_committed_although_its_sync_failed(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await ready_to_commit(cluster)
@@ -201,7 +201,7 @@ def test_a_record_that_the_log_holds_is_committed_though_its_sync_failed(tmp_pat
     run_async(scenario())
 
 
-def test_a_record_that_is_said_to_have_failed_does_not_come_back(tmp_path: Path) -> None:
+def test_record_reported_as_failed_is_absent_after_a_restart(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await ready_to_commit(cluster)
@@ -218,7 +218,7 @@ def test_a_record_that_is_said_to_have_failed_does_not_come_back(tmp_path: Path)
 
 
 @pytest.mark.parametrize("logged", [True, False])
-def test_a_coordinator_that_cannot_tell_whether_a_record_is_durable_ends(tmp_path: Path, logged: bool) -> None:
+def test_coordinator_stops_when_the_outcome_of_a_commit_is_unknown(tmp_path: Path, logged: bool) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await ready_to_commit(cluster)
@@ -247,7 +247,7 @@ def unreadable() -> sqlite3.Connection:
     raise UnavailableError("the disk is gone")
 
 
-def test_a_join_writes_only_what_it_changed(tmp_path: Path) -> None:
+def test_join_writes_only_changed_rows(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             settings = config(World(dp=1000), min_trainers=1)
@@ -257,10 +257,12 @@ def test_a_join_writes_only_what_it_changed(tmp_path: Path) -> None:
                 changes, rank_assignments = connection.total_changes, dict(run.rank_assignments)
                 await cluster.join(f"later-{number}", config=settings)
                 moved = sum(owner != run.rank_assignments[rank] for rank, owner in rank_assignments.items())
-                assert 0 < connection.total_changes - changes - moved <= 5, "the run, a member, a count"
+                assert 0 < connection.total_changes - changes - moved <= 5, (
+                    "rows of the run, a member and the write counter"
+                )
             changes = connection.total_changes
             await first.rpcs.call("ExchangeAddress", context=first.context(0), trainer="first", name="n", address="h:1")
-            assert connection.total_changes - changes == 3, "the run, the address, a count"
+            assert connection.total_changes - changes == 3, "rows of the run, the address and the write counter"
             await cluster.restart()
             assert run.rank_assignments == cluster.state.runs["r"].rank_assignments
             assert len(cluster.state.runs["r"].rank_assignments) == 1000
@@ -269,7 +271,7 @@ def test_a_join_writes_only_what_it_changed(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_nobody_is_told_what_the_disk_does_not_take(tmp_path: Path) -> None:
+def test_join_is_not_acknowledged_before_it_is_stored(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             fill_disk(cluster.state.storage)
@@ -280,8 +282,8 @@ def test_nobody_is_told_what_the_disk_does_not_take(tmp_path: Path) -> None:
                 except UnavailableError:
                     break
             else:
-                pytest.fail("the disk took it all")
-            mend_disk(cluster.state.storage)
+                pytest.fail("the disk never became full")
+            repair_disk(cluster.state.storage)
             again = await cluster.try_join(f"{name[:-2]}{index:02}", run=f"{name[:-2]}{index:02}", incarnation=name)
             assert again.epoch == 1
             await cluster.restart()
@@ -290,7 +292,7 @@ def test_nobody_is_told_what_the_disk_does_not_take(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_the_optimizer_is_stored_as_it_came(tmp_path: Path) -> None:
+def test_optimizer_is_stored_unchanged(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")

@@ -1,4 +1,4 @@
-"""How trainers reach shard servers, as they report it and as people see it."""
+"""Transport reports of trainers, and how they are shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def transport(**fields: object) -> coordinator_pb2.TransportReport:
     return coordinator_pb2.TransportReport(**{"address": "a:1", "kind": SOCKET, "bytes_per_s": 1.5e9, **fields})
 
 
-def test_the_last_report_is_shown_with_the_names_of_servers(tmp_path: Path) -> None:
+def test_last_transport_report_is_shown_with_server_ids(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a = await cluster.join("a")
@@ -53,7 +53,7 @@ def test_the_last_report_is_shown_with_the_names_of_servers(tmp_path: Path) -> N
         ([transport()] * (MAX_TRANSPORTS + 1), "expected at most"),
     ],
 )
-def test_an_impossible_report_is_refused(
+def test_invalid_transport_report_is_rejected(
     tmp_path: Path, reported: list[coordinator_pb2.TransportReport], message: str
 ) -> None:
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""Units are declared, placed once, and published; servers register, are lost and restarted."""
+"""Declaration, placement and publication of units; registration, loss and restart of servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.coordinator import Harness, finished_item, harness, run_async
 from tests.support.fake_shards import COST, fail_times
 
 
-def test_the_first_declaration_is_placed_and_all_get_the_same_answer(tmp_path: Path) -> None:
+def test_first_declaration_places_the_unit_for_all_trainers(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -36,7 +36,9 @@ def test_the_first_declaration_is_placed_and_all_get_the_same_answer(tmp_path: P
             assert declared[0].shards == declared[1].shards == declared[2].shards
             assert [(at.start_bytes, at.stop_bytes) for at in declared[0].shards] == [(0, 8192), (8192, 16384)]
             assert {at.address for at in declared[0].shards} == {"s0:1", "s1:1"}
-            assert [at.initialize for at in declared] == [False, True, True], "the lowest rank sends the values"
+            assert [at.initialize for at in declared] == [False, True, True], (
+                "the trainer of the lowest rank sends the values"
+            )
             assert not declared[0].HasField("version")
             assert all(shard.calls["ReserveUnit"] == 1 for shard in cluster.shards.values())
             second = await a.declare(unit("v", (1,)))
@@ -62,7 +64,7 @@ def test_small_units_spread_over_the_servers(tmp_path: Path) -> None:
             owners = [at.shards[0].server_id for at in declared]
             assert sorted(owners) == ["s0"] * 3 + ["s1"] * 3
             reserved = [server.reserved_bytes for server in (await cluster.call("ListServers")).servers]
-            assert reserved == [COST * 3 * 4096] * 2, "as the servers say"
+            assert reserved == [COST * 3 * 4096] * 2, "as the servers reported"
 
     run_async(scenario())
 
@@ -76,7 +78,7 @@ def test_small_units_spread_over_the_servers(tmp_path: Path) -> None:
         (unit("u"), "with 1 parameters, now with 0: only one declaration contains 'u.0'"),
     ],
 )
-def test_another_layout_is_refused_by_its_first_difference(
+def test_declaration_with_another_layout_is_rejected_by_its_first_difference(
     tmp_path: Path, other: common_pb2.UnitSpec, message: str
 ) -> None:
     async def scenario() -> None:
@@ -102,7 +104,7 @@ def test_another_layout_is_refused_by_its_first_difference(
         ),
     ],
 )
-def test_impossible_units_are_refused_and_leave_no_trace(
+def test_invalid_unit_is_rejected_without_a_trace(
     tmp_path: Path, spec: common_pb2.UnitSpec, error: type[ShardwellError], message: str
 ) -> None:
     async def scenario() -> None:
@@ -117,14 +119,14 @@ def test_impossible_units_are_refused_and_leave_no_trace(
 
 
 def reserved(cluster: Harness) -> dict[str, list[tuple[int, int]]]:
-    """The ranges that each server has set memory aside for."""
+    """Returns the ranges that each server has reserved."""
     return {
         name: [(at.start_bytes, at.stop_bytes) for run in shard.runs.values() for at in run.units.values()]
         for name, shard in cluster.shards.items()
     }
 
 
-def test_a_refused_unit_leaves_no_trace(tmp_path: Path) -> None:
+def test_refused_unit_leaves_no_trace(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             cluster.shards["s1"].budget_bytes = 10_000
@@ -148,11 +150,11 @@ def test_a_refused_unit_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def server_difference(cluster: Harness, name: str) -> int:
-    """What a server that has less memory than it registered with seems to have reserved."""
+    """Returns the reserved bytes that the coordinator derives for a server with less memory than it registered."""
     return (1 << 30) - cluster.shards[name].budget_bytes
 
 
-def test_a_refused_unit_is_placed_on_servers_that_come(tmp_path: Path) -> None:
+def test_refused_unit_is_placed_when_more_servers_register(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=3) as cluster:
             for shard in cluster.shards.values():
@@ -173,7 +175,7 @@ def test_a_refused_unit_is_placed_on_servers_that_come(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_reservation_that_cannot_be_taken_back_at_once_is_taken_back_later(tmp_path: Path) -> None:
+def test_failed_release_of_a_reservation_is_retried(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, lease_s=0.3) as cluster:
             cluster.shards["s1"].budget_bytes = 10_000
@@ -182,12 +184,12 @@ def test_a_reservation_that_cannot_be_taken_back_at_once_is_taken_back_later(tmp
             with pytest.raises(CapacityError):
                 await a.declare(unit("big", (128, 64)))
             assert reserved(cluster)["s0"]
-            await cluster.until(lambda: reserved(cluster)["s0"] == [], "it is taken back")
+            await cluster.until(lambda: reserved(cluster)["s0"] == [], "the release of the reservation")
 
     run_async(scenario())
 
 
-def test_a_unit_without_values_is_placed_anew_when_an_owner_leaves(tmp_path: Path) -> None:
+def test_unpublished_unit_is_placed_again_when_an_owner_leaves(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -205,7 +207,7 @@ def test_a_unit_without_values_is_placed_anew_when_an_owner_leaves(tmp_path: Pat
     run_async(scenario())
 
 
-def test_units_wait_for_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_declaration_waits_for_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, min_servers=3) as cluster:
             a, _ = await cluster.team("a", "b")
@@ -233,7 +235,7 @@ def test_units_wait_for_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     run_async(scenario())
 
 
-def test_a_new_unit_in_a_run_that_has_begun_is_refused(tmp_path: Path) -> None:
+def test_new_unit_after_the_first_commit_is_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -247,7 +249,7 @@ def test_a_new_unit_in_a_run_that_has_begun_is_refused(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_initial_values_come_from_one_trainer_until_it_is_gone(tmp_path: Path) -> None:
+def test_one_trainer_sends_initial_values_until_it_is_gone(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -268,12 +270,12 @@ def test_initial_values_come_from_one_trainer_until_it_is_gone(tmp_path: Path) -
                 await reborn.publish("u", first.epoch)
             await cluster.restart()
             await b.publish("u", stand_in.epoch)
-            assert (await reborn.publish("u", first.epoch)).version == 0, "what is published is published"
+            assert (await reborn.publish("u", first.epoch)).version == 0, "the unit is already published"
 
     run_async(scenario())
 
 
-def test_publishing_is_tried_again_after_a_failure(tmp_path: Path) -> None:
+def test_failed_publication_is_retried(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, _ = await cluster.team("a", "b")
@@ -296,7 +298,7 @@ def test_publishing_is_tried_again_after_a_failure(tmp_path: Path) -> None:
         ({"budget_bytes": 0}, "budget_bytes is 0"),
     ],
 )
-def test_an_impossible_server_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_invalid_registration_is_rejected(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=0) as cluster:
             good = {"server_id": "s", "incarnation": "1", "address": "h:1", "budget_bytes": 1}
@@ -307,7 +309,7 @@ def test_an_impossible_server_is_refused(tmp_path: Path, fields: dict[str, Any],
     run_async(scenario())
 
 
-def test_a_server_keeps_its_lease_and_a_retry_its_epoch(tmp_path: Path) -> None:
+def test_heartbeat_renews_the_lease_and_retried_registration_keeps_the_epoch(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=1) as cluster:
             epoch = await cluster.register("s0")
@@ -343,7 +345,7 @@ def test_a_server_keeps_its_lease_and_a_retry_its_epoch(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_an_id_belongs_to_one_process_while_that_is_alive(tmp_path: Path) -> None:
+def test_server_id_of_a_live_process_is_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=1) as cluster:
             (first,) = cluster.state.cluster.servers.values()
@@ -352,14 +354,14 @@ def test_an_id_belongs_to_one_process_while_that_is_alive(tmp_path: Path) -> Non
             await cluster.restart()
             with pytest.raises(DuplicateError, match="has this id and is alive"):
                 await cluster.register("s0", incarnation="2")
-            assert await cluster.register("s0") == first.epoch, "the first keeps its place"
+            assert await cluster.register("s0") == first.epoch, "the first process keeps its lease"
             cluster.shards["s0"].incarnation = None
-            assert await cluster.register("s0", incarnation="2") > first.epoch, "the first has ended"
+            assert await cluster.register("s0", incarnation="2") > first.epoch, "the first process has ended"
 
     run_async(scenario())
 
 
-def test_an_id_is_free_once_its_silent_process_has_lost_its_lease(tmp_path: Path) -> None:
+def test_server_id_is_free_after_the_lease_of_a_silent_process_expired(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=1, lease_s=30) as cluster:
             cluster.shards["s0"].available = False
@@ -374,7 +376,7 @@ def test_an_id_is_free_once_its_silent_process_has_lost_its_lease(tmp_path: Path
     run_async(scenario())
 
 
-def test_of_two_processes_that_want_an_id_at_once_one_gets_it(tmp_path: Path) -> None:
+def test_one_of_two_concurrent_registrations_of_an_id_succeeds(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, num_shards=1) as cluster:
             cluster.shards["s0"].restart("2")
@@ -386,7 +388,7 @@ def test_of_two_processes_that_want_an_id_at_once_one_gets_it(tmp_path: Path) ->
     run_async(scenario())
 
 
-def test_a_silent_server_fails_what_needs_it_until_it_is_back(tmp_path: Path) -> None:
+def test_requests_that_need_a_lost_server_fail_until_it_returns(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -423,7 +425,7 @@ async def until_ended(cluster: Harness, name: str) -> None:
             await cluster.state.cluster.changed.wait()
 
 
-def test_a_lost_server_that_has_ended_fails_what_needs_it_for_good(tmp_path: Path) -> None:
+def test_requests_that_need_an_ended_server_fail_permanently(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -447,7 +449,7 @@ def test_a_lost_server_that_has_ended_fails_what_needs_it_for_good(tmp_path: Pat
     run_async(scenario())
 
 
-def test_a_lost_server_that_is_alive_or_silent_is_waited_for(tmp_path: Path) -> None:
+def test_lost_server_that_may_be_alive_does_not_fail_the_run_permanently(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, lease_s=0.1) as cluster:
             a, b = await cluster.team("a", "b")
@@ -461,7 +463,7 @@ def test_a_lost_server_that_is_alive_or_silent_is_waited_for(tmp_path: Path) -> 
                 UnavailableError, match=r"of unit 'u' of this run\. The run continues when the server"
             ) as caught:
                 await a.finish(0)
-            assert "delete" not in str(caught.value), "it may be alive"
+            assert "delete" not in str(caught.value), "the server may be alive"
             shard.available, shard.incarnation = True, "another"
             await until_ended(cluster, "s1")
             with pytest.raises(ConflictError, match="has ended"):
@@ -470,7 +472,7 @@ def test_a_lost_server_that_is_alive_or_silent_is_waited_for(tmp_path: Path) -> 
     run_async(scenario())
 
 
-def test_a_unit_goes_to_the_others_when_a_server_ends_before_it_makes_room(tmp_path: Path) -> None:
+def test_unit_is_placed_on_other_servers_when_one_ends_before_reserving(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path, lease_s=0.1) as cluster:
             a, _ = await cluster.team("a", "b")
@@ -484,7 +486,7 @@ def test_a_unit_goes_to_the_others_when_a_server_ends_before_it_makes_room(tmp_p
     run_async(scenario())
 
 
-def test_trainers_of_a_run_that_has_lost_shards_for_good_are_told_with_their_heartbeats(tmp_path: Path) -> None:
+def test_heartbeat_fails_when_shards_are_lost_permanently(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, _ = await cluster.team("a", "b")
@@ -504,7 +506,7 @@ def test_trainers_of_a_run_that_has_lost_shards_for_good_are_told_with_their_hea
     run_async(scenario())
 
 
-def test_a_restarted_server_has_lost_its_shards(tmp_path: Path) -> None:
+def test_restarted_server_has_lost_its_shards(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -525,7 +527,7 @@ def test_a_restarted_server_has_lost_its_shards(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_of_several_lost_servers_the_one_that_does_not_heal_is_named(tmp_path: Path) -> None:
+def test_permanently_lost_server_is_named_before_an_unreachable_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -541,7 +543,7 @@ def test_of_several_lost_servers_the_one_that_does_not_heal_is_named(tmp_path: P
     run_async(scenario())
 
 
-def test_a_server_restarted_before_the_unit_is_published_gets_it_again(tmp_path: Path) -> None:
+def test_unpublished_unit_is_placed_again_on_a_restarted_server(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, _ = await cluster.team("a", "b")
@@ -555,7 +557,7 @@ def test_a_server_restarted_before_the_unit_is_published_gets_it_again(tmp_path:
     run_async(scenario())
 
 
-def test_a_restart_during_the_update_is_not_waited_for(tmp_path: Path) -> None:
+def test_update_does_not_wait_for_a_restarted_server(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -598,7 +600,7 @@ def test_deleting_a_run_frees_its_memory_and_fences_its_trainers(tmp_path: Path)
     run_async(scenario())
 
 
-def test_what_a_deleted_run_left_on_a_server_is_not_taken_for_the_next_one(tmp_path: Path) -> None:
+def test_leftovers_of_a_deleted_run_are_not_used_by_the_next_run(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -617,7 +619,7 @@ def test_what_a_deleted_run_left_on_a_server_is_not_taken_for_the_next_one(tmp_p
     run_async(scenario())
 
 
-def test_servers_of_a_later_coordinator_refuse_this_one_by_name(tmp_path: Path) -> None:
+def test_server_of_a_later_term_rejects_the_coordinator_by_name(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, _ = await cluster.team("a", "b")
@@ -628,7 +630,7 @@ def test_servers_of_a_later_coordinator_refuse_this_one_by_name(tmp_path: Path) 
     run_async(scenario())
 
 
-def test_runs_are_apart(tmp_path: Path) -> None:
+def test_runs_are_independent(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             teams = []

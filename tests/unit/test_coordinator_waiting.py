@@ -1,11 +1,11 @@
-"""Waiting rpcs see every change, also one made while they look."""
+"""``poll`` sees every change, including changes during its check."""
 
 import asyncio
 
 from shardwell_server.coordinator.waiting import Signal, poll
 
 
-def test_a_change_made_while_looking_is_not_missed() -> None:
+def test_change_during_the_check_is_not_missed() -> None:
     async def scenario() -> str | None:
         changed, looks = Signal(), []
 
@@ -22,7 +22,7 @@ def test_a_change_made_while_looking_is_not_missed() -> None:
     assert asyncio.run(asyncio.wait_for(scenario(), 2.0)) == "seen"
 
 
-def test_a_poll_ends_when_its_time_is_over() -> None:
+def test_poll_ends_after_its_timeout() -> None:
     async def scenario() -> str | None:
         async def look() -> str | None:
             return None

@@ -1,4 +1,4 @@
-"""What the coordinator says of one version of a run's weights."""
+"""Description of one version of a run's weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwell_wire.topology import World
 from tests.support.coordinator import harness, run_async, unit
 
 
-def test_units_are_of_one_version(tmp_path: Path) -> None:
+def test_weights_are_described_at_one_version(tmp_path: Path) -> None:
     async def test() -> None:
         async with harness(tmp_path) as running:
             (trainer,) = await running.team("a")
@@ -51,7 +51,7 @@ def test_units_are_of_one_version(tmp_path: Path) -> None:
     run_async(test())
 
 
-def test_who_waits_is_told_that_the_run_was_deleted(tmp_path: Path) -> None:
+def test_waiting_describe_weights_fails_when_the_run_is_deleted(tmp_path: Path) -> None:
     async def test() -> None:
         async with harness(tmp_path) as running:
             (trainer,) = await running.team("a")

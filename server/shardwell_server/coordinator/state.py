@@ -1,21 +1,34 @@
-"""The coordinator's state: runs, shard servers, events, and the storage that makes changes durable."""
+"""The coordinator's state: runs, shard servers and events. Loads it from storage, and stores changes of it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from shardwell_server.coordinator.inspection.events import EventLog
+from shardwell_server.coordinator.runs.members import Member, MemberState
 from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.run_records import restore_run, run_record
+from shardwell_server.coordinator.runs.step import Step, WorkItem, WorkState
+from shardwell_server.coordinator.runs.units import Initializer, Unit
 from shardwell_server.coordinator.servers.cluster import Cluster
 from shardwell_server.coordinator.settings import RunSettings, Settings
+from shardwell_server.coordinator.storage.records import (
+    CommitRecord,
+    FinishedRecord,
+    MemberRecord,
+    RankRecord,
+    RunRecord,
+    StoredRun,
+    UnitRecord,
+)
 from shardwell_server.coordinator.storage.storage import Storage
 from shardwell_server.coordinator.waiting import BackgroundTasks
 from shardwell_wire.errors import NotFoundError, RunDeletedError, ShardwellError
+from shardwell_wire.layout import UnitLayout
 from shardwell_wire.retry import retry_async
 from shardwell_wire.run_identity import RunIdentity, new_run_id
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +65,7 @@ class CoordinatorState:
         stored = await storage.load()
         cluster = Cluster(clock, settings.lease_s, stored.servers, storage.server_epoch)
         state = cls(settings, storage, cluster, EventLog(wall_clock), clock, wall_clock)
-        state.runs = {each.record.run: restore_run(each, clock) for each in stored.runs}
+        state.runs = {each.record.run: _restore_run(each, clock) for each in stored.runs}
         state._deleted_last_epoch = stored.deleted_last_epoch
         return state
 
@@ -78,8 +91,8 @@ class CoordinatorState:
                 run=name,
                 run_id=run_id,
             )
-        known = ", ".join(sorted(self.runs)[:10]) or "none"
-        raise NotFoundError(f"run {name!r} does not exist; existing runs: {known}", run=name)
+        existing = ", ".join(sorted(self.runs)[:10]) or "none"
+        raise NotFoundError(f"run {name!r} does not exist; existing runs: {existing}", run=name)
 
     def create_run(self, name: str, settings: RunSettings) -> Run:
         """Creates a run with a new id. Its epochs start above those of all deleted runs."""
@@ -112,16 +125,14 @@ class CoordinatorState:
         while run.unsaved.saved < wanted:
             await run.unsaved.saving(lambda: self._save(run))
 
-    async def _save(self, run: Run) -> None:
-        run.check_not_deleted()  # stored after its deletion, the run would exist again after a restart
-        made = run.unsaved.made
-        await self.storage.save_run(run_record(run))
-        run.unsaved.note_saved(made)
+    # Each method that stores a part of a run first checks that the run was not deleted. Otherwise the run would exist
+    # again after a restart.
 
-    async def store(self, run: Run, write: Callable[..., Awaitable[None]], *arguments: object) -> None:
-        """Calls a ``save`` method of the storage for a run, unless the run was deleted."""
+    async def _save(self, run: Run) -> None:
         run.check_not_deleted()
-        await write(run.name, *arguments)
+        made = run.unsaved.made
+        await self.storage.save_run(_run_record(run))
+        run.unsaved.note_saved(made)
 
     async def save_or_retry(self, run: Run) -> None:
         """Calls ``save`` until it succeeds or the run is deleted. For background work."""
@@ -135,3 +146,135 @@ class CoordinatorState:
             await retry_async(lambda: self.save(run), errors=ShardwellError, check=check)
         except RunDeletedError:
             return
+
+    async def save_unit(self, run: Run, unit: Unit, *, published: bool = False) -> None:
+        """Stores a unit that is placed, or published."""
+        run.check_not_deleted()
+        await self.storage.save_units(run.name, [_unit_record(unit, published=published)])
+
+    async def save_finished(self, run: Run, step: Step) -> None:
+        """Stores the items of a step whose items are all finished."""
+        run.check_not_deleted()
+        await self.storage.save_finished(run.name, step.number, _finished_records(step))
+
+    async def save_commit(self, run: Run, record: CommitRecord, state: coordinator_pb2.RunState | None) -> None:
+        """Stores a commit record and, if it changed, the run's state. When this returns, the step is committed."""
+        run.check_not_deleted()
+        serialized = None if state is None or state is run.commits.state else state.SerializeToString()
+        await self.storage.save_commit(run.name, record, serialized)
+
+
+def _run_record(run: Run) -> RunRecord:
+    """Returns the part of a run that can change between commits."""
+    initializer = run.units.initializer
+    return RunRecord(
+        run=run.name,
+        run_id=run.identity.run_id,
+        config=run.settings.to_proto().SerializeToString(),
+        created=run.created,
+        started=run.step is not None,
+        last_epoch=run.last_epoch,
+        initializer=initializer.trainer if initializer is not None else None,
+        initializer_epoch=initializer.epoch if initializer is not None else 0,
+        members=tuple(
+            MemberRecord(
+                member.name,
+                member.host,
+                member.incarnation,
+                member.epoch,
+                member.requested_rank,
+                member.state.value,
+                member.accepts_reassigned_work,
+            )
+            for member in run.members
+        ),
+        ranks=_rank_records(run),
+        addresses=tuple(run.addresses.items()),
+    )
+
+
+def _rank_records(run: Run) -> tuple[RankRecord, ...]:
+    if run.step is None:
+        return ()
+    return tuple(
+        RankRecord(rank, run.rank_assignments[rank], item.trainer, item.epoch, run.step.number, item.attempt)
+        for rank, item in sorted(run.step.items.items())
+    )
+
+
+def _unit_record(unit: Unit, *, published: bool) -> UnitRecord:
+    """Returns the record of a unit."""
+    return UnitRecord(unit.index, unit.layout.to_proto().SerializeToString(), published, unit.shards)
+
+
+def _finished_records(step: Step) -> list[FinishedRecord]:
+    """Returns the records of the items of a step whose items are all finished."""
+    return [
+        FinishedRecord(item.global_rank, item.attempt, item.to_finished_proto().SerializeToString())
+        for item in step.items.values()
+    ]
+
+
+def _restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
+    """Restores a run after a coordinator restart. ``TrainerLeases.renew_all`` then starts the leases again."""
+    record, now = stored.record, clock()
+    config = coordinator_pb2.RunConfig.FromString(record.config)
+    identity, settings = RunIdentity(record.run, record.run_id), RunSettings.from_proto(config, world_size=0)
+    run = Run(identity, settings, clock, record.created, record.last_epoch)
+    for at in stored.units:
+        layout = UnitLayout.from_proto(common_pb2.UnitSpec.FromString(at.spec))
+        run.units.add(Unit(at.unit_index, layout, at.shards, at.published))
+    if record.initializer is not None:
+        run.units.set_initializer(Initializer(record.initializer, record.initializer_epoch))
+    run.commits.restore(stored.commits, stored.state, run.units.servers, now)
+    for member in record.members:
+        run.members.add(
+            Member(
+                member.trainer,
+                member.host,
+                member.incarnation,
+                member.epoch,
+                now,
+                member.requested_rank,
+                MemberState(member.state),
+                member.accepts_reassigned_work,
+                joined_step=run.committed_step,
+            )
+        )
+    run.addresses.update(record.addresses)
+    if record.started:
+        _restore_step(run, stored)
+    return run
+
+
+def _restore_step(run: Run, stored: StoredRun) -> None:
+    ranks, now, number = stored.record.ranks, run.clock(), run.committed_step
+    present = {member.name for member in run.members if member.state is not MemberState.GONE}
+    step = run.restore_step(
+        {rank.global_rank: rank.owner for rank in ranks},
+        {rank.global_rank: _restore_item(run, rank, present, now) for rank in ranks},
+        in_flight=all(rank.step == number for rank in ranks),
+    )
+    finished = {at.global_rank: at for at in stored.finished}
+    if all(rank in finished and finished[rank].attempt == item.attempt for rank, item in step.items.items()):
+        step.restore_finished({rank: _restore_parts(at) for rank, at in finished.items()}, present, now)
+
+
+def _restore_item(run: Run, rank: RankRecord, present: Collection[str], now: float) -> WorkItem:
+    dp_rank = run.settings.world.coordinates(rank.global_rank).dp_rank
+    leased = rank.trainer in present
+    return WorkItem(
+        rank.global_rank,
+        dp_rank,
+        rank.trainer,
+        rank.epoch,
+        rank.attempt,
+        state=WorkState.LEASED if leased else WorkState.VACANT,
+        since_s=now,
+        fenced=leased,
+    )
+
+
+def _restore_parts(record: FinishedRecord) -> dict[int, int]:
+    finished = coordinator_pb2.FinishedItem.FromString(record.parts)
+    return {unit.unit_index: unit.part_count for unit in finished.units}

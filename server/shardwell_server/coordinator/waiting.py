@@ -1,4 +1,4 @@
-"""Signals, shared calls and background tasks for one asyncio event loop. Nothing here is thread-safe."""
+"""Signals, shared calls and background tasks for one asyncio event loop. Not thread-safe."""
 
 from __future__ import annotations
 

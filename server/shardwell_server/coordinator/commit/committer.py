@@ -187,12 +187,11 @@ class Committer:
             other_norm=other.value if other is not None else None,
             skipped=step.skipped,
         )
-        before = run.commits.state
-        state = next_run_state(before, step, proposal.state, prepared.changed_buffers, run.units.layouts)
+        layouts, changed = run.units.layouts, prepared.changed_buffers
+        state = next_run_state(run.commits.state, step, proposal.state, changed, layouts)
         try:
             with run.commits.writing_record():
-                serialized = None if state is None or state is before else state.SerializeToString()
-                await self._state.store(run, self._state.storage.save_commit, record, serialized)
+                await self._state.save_commit(run, record, state)
         except ShardwellError as error:
             self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
             raise

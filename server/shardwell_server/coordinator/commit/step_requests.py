@@ -17,7 +17,6 @@ from shardwell_server.coordinator.runs.gradient_norms import OtherNorm, Prepared
 from shardwell_server.coordinator.runs.members import Member
 from shardwell_server.coordinator.runs.proposals import StepProposal, require_same_proposal, validate_proposal
 from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.run_records import finished_records
 from shardwell_server.coordinator.runs.step import Step, WorkItem
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
@@ -102,7 +101,7 @@ class StepRequests:
     async def _record_finished(self, run: Run, step: Step) -> None:
         """Stores the finished items. Trainers that learn that all items are finished do not report them again."""
         generation = step.generation
-        await self._state.store(run, self._state.storage.save_finished, step.number, finished_records(step))
+        await self._state.save_finished(run, step)
         step.mark_recorded(generation)
 
     # ResetWork
@@ -239,7 +238,7 @@ class StepRequests:
     async def _try_commit(
         self, run: Run, member: Member, step: Step, proposal: StepProposal
     ) -> coordinator_pb2.CommitStepResponse | None:
-        """Commits the step in flight if everything is there. Returns None if not."""
+        """Commits the step if all work is finished and the leader has proposed. Otherwise returns None."""
         self._servers.require_available(run)
         step.check_ready(member.name, proposal)
         if step.all_finished:

@@ -17,7 +17,7 @@ from shardwell_wire.v1 import coordinator_pb2
 logger = logging.getLogger(__name__)
 
 KEPT_EVENTS = 256
-"""Routine events that are kept, other events that are kept, and events that may be pending for one watcher."""
+"""Capacity of the queues of routine events, of other events, and of new events per watcher."""
 
 
 class EventKind(StrEnum):
@@ -73,7 +73,7 @@ _ROUTINE = frozenset(
         EventKind.UPDATE_DELAYED,
     )
 )
-"""Frequent events. They are kept in a queue of their own, because they would evict the rare events within a minute."""
+"""Frequent events. A separate queue stores them, because they would evict the rare events within a minute."""
 
 
 class EventLog:

@@ -8,7 +8,6 @@ import logging
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.placement.ranges import Candidate, place
 from shardwell_server.coordinator.runs.run import Run
-from shardwell_server.coordinator.runs.run_records import unit_record
 from shardwell_server.coordinator.runs.units import Unit, require_same_layout, tensor_noun
 from shardwell_server.coordinator.servers.shard_servers import ShardServers, check_recoverable
 from shardwell_server.coordinator.state import CoordinatorState
@@ -146,7 +145,7 @@ class UnitPlacer:
 
         try:
             responses = await self._servers.call_all(ranges, "ReserveUnit", request)
-            await self._state.store(run, self._state.storage.save_units, [unit_record(Unit(index, layout, shards))])
+            await self._state.save_unit(run, Unit(index, layout, shards))
         except ShardwellError as error:
             await asyncio.gather(*(self._release(run, layout.unit, placement, shard) for shard in shards))
             if isinstance(error, UnavailableError) and any(map(self._has_ended, shards)):
@@ -223,7 +222,7 @@ class UnitPlacer:
             coordinator_epoch=self._state.term,
         )
         await self._servers.call_all(unit.owners, "PublishUnit", lambda _: request)
-        await self._state.store(run, self._state.storage.save_units, [unit_record(unit, published=True)])
+        await self._state.save_unit(run, unit, published=True)
         unit.mark_published()
         self._state.events.add(EventKind.UNIT_PUBLISHED, f"unit {unit.layout.unit!r} is version 0", run=run.name)
 

@@ -34,7 +34,7 @@ class CommitLog:
         self.state: coordinator_pb2.RunState | None = None
         """Tracked objects and buffer versions. None before the first commit that stores any."""
         self.pending_updates: dict[str, PendingUpdate] = {}
-        """Updates that are not acknowledged yet, by server. The next step is prepared only after the last one."""
+        """Updates that are not acknowledged yet, by server. The next step is prepared only when there are none."""
         self.writing = False
         """True while a commit record is being written. It is then too late to reset a work item."""
 
@@ -73,7 +73,7 @@ class CommitLog:
         self.pending_updates = {server: PendingUpdate(record.step, now) for server in servers}
 
     def finish_update(self, server_id: str) -> None:
-        """A server has acknowledged the update, or its memory is gone."""
+        """Removes a pending update: the server has acknowledged it, or its memory is gone."""
         self.pending_updates.pop(server_id, None)
 
     @contextmanager

@@ -21,7 +21,7 @@ MAX_TRANSPORTS = 4096
 
 _MAX_ADDRESS_LENGTH = 300
 _MAX_UNREACHABLE, _MAX_REASON_LENGTH = 64, 300
-"""Limits on what is kept of a trainer's report about unreachable servers."""
+"""Limits of a stored report: number of unreachable servers, and characters per reason."""
 
 
 class MemberState(Enum):
@@ -113,7 +113,7 @@ class Member:
     revoked_because: str = ""
     """Why the lease was revoked although the trainer was sending requests."""
     rpcs_in_progress: int = 0
-    """RPCs of the trainer that are being served. Its lease cannot expire while there is one."""
+    """RPCs of the trainer that are being served. The lease cannot expire while this is above 0."""
 
     @property
     def live(self) -> bool:

@@ -54,7 +54,7 @@ class UnsavedChanges:
     saving: SharedCall[None] = field(default_factory=SharedCall)
 
     def note_saved(self, made: int) -> None:
-        """The first ``made`` changes are durable."""
+        """Records that the first ``made`` changes are durable."""
         self.saved = made
 
 
@@ -210,15 +210,15 @@ class Run:
         self.begin_step(0, {})
 
     def expire_lease(self, member: Member) -> None:
-        """A trainer's lease expired. The trainer keeps its work until another trainer wants it."""
+        """Marks a lease as expired. The trainer keeps its work items until another trainer wants them."""
         self._set_state(member, MemberState.EXPIRED)
 
     def restore_lease(self, member: Member) -> None:
-        """A trainer sent a request after its lease expired. Its work was not reassigned: its epochs are still valid."""
+        """Makes an expired lease valid again. Its work was not reassigned, so its epochs are still valid."""
         self._set_state(member, MemberState.LIVE)
 
     def revoke_lease(self, member: Member) -> None:
-        """Revokes a trainer's lease and work items. The trainer keeps its claim to its ranks by its name.
+        """Revokes a trainer's lease and work items. A trainer that joins under its name gets its ranks back.
 
         The items get new epochs. They must be fenced on the servers before they can be leased again.
         """

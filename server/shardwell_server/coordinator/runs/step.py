@@ -213,7 +213,7 @@ class Step:
         self.recorded = True
 
     def mark_recorded(self, generation: int) -> None:
-        """The finished items of a generation are durable."""
+        """Records that the finished items of a generation are durable."""
         self.recorded = generation == self.generation
 
     def lease(self, item: WorkItem, trainer: str, epoch: int, now: float) -> None:
@@ -247,7 +247,7 @@ class Step:
         self._partition_substitutes.clear()
 
     def mark_fenced(self, fences: Iterable[tuple[WorkItem, int, int]]) -> None:
-        """Every server has fenced these (item, epoch, attempt). An item that changed meanwhile stays unfenced."""
+        """Records that every server has fenced these (item, epoch, attempt). Skips items that have changed since."""
         for item, epoch, attempt in fences:
             if (item.epoch, item.attempt) == (epoch, attempt):
                 item.fenced = True
@@ -273,11 +273,11 @@ class Step:
     # Preparation and proposals
 
     def record_prepared(self, prepared: PreparedGradients) -> None:
-        """Every server has prepared the step."""
+        """Records the result of ``PrepareStep`` on all servers."""
         self.prepared = prepared
 
     def record_failure(self, error: ShardwellError) -> None:
-        """The step cannot be prepared until an item is reset or the gradient is skipped."""
+        """Records why the step cannot be prepared until an item is reset or the gradient is skipped."""
         self.failure = error
 
     def skip(self) -> None:

@@ -29,7 +29,7 @@ class Unit:
         return {shard.server_id for shard in self.shards}
 
     def mark_published(self) -> None:
-        """Version 0 of the unit exists on all its servers."""
+        """Records that version 0 exists on all servers of the unit."""
         self.published = True
 
 

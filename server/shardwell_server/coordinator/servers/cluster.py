@@ -95,11 +95,11 @@ class Server:
         self.unreachable_because = reason
 
     def mark_lost(self) -> None:
-        """The lease expired and the server is unreachable."""
+        """Marks the server as lost: its lease expired and it is unreachable."""
         self.state = ServerState.LOST
 
     def mark_ended(self) -> None:
-        """The process has ended for certain."""
+        """Marks the server as ended for certain."""
         self.state = ServerState.ENDED
 
     def to_record(self) -> ServerRecord:

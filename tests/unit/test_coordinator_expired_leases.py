@@ -1,4 +1,4 @@
-"""A trainer that was silent for its lease goes on where it was, unless somebody has taken its work."""
+"""Trainers with an expired lease continue where they were, unless their work was reassigned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def kinds(cluster: Harness) -> list[str]:
     return [kind for kind, _ in cluster.events()]
 
 
-def test_the_only_trainer_goes_on_under_its_epochs(tmp_path: Path) -> None:
+def test_only_trainer_keeps_its_epochs_after_its_lease_expired(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             (a,) = await cluster.team("a")
@@ -31,12 +31,12 @@ def test_the_only_trainer_goes_on_under_its_epochs(tmp_path: Path) -> None:
             assert (await a.commit(0, wait_s=5)).committed
             assert a.items[0].epoch == before
             assert kinds(cluster).count("trainer_returned") == 1
-            assert all(shard.calls["Fence"] == 0 for shard in cluster.shards.values()), "nobody was shut out"
+            assert all(shard.calls["Fence"] == 0 for shard in cluster.shards.values()), "no trainer was fenced"
 
     run_async(scenario())
 
 
-def test_a_trainer_whose_work_was_taken_is_fenced_for_good(tmp_path: Path) -> None:
+def test_trainer_is_fenced_after_its_work_was_reassigned(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -55,7 +55,7 @@ def test_a_trainer_whose_work_was_taken_is_fenced_for_good(tmp_path: Path) -> No
     run_async(scenario())
 
 
-def test_work_goes_at_once_to_a_trainer_that_waits(tmp_path: Path) -> None:
+def test_work_of_an_expired_trainer_is_leased_to_a_waiting_trainer_at_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -70,7 +70,7 @@ def test_work_goes_at_once_to_a_trainer_that_waits(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_a_trainer_that_cannot_compute_for_others_waits_for_the_silent_one(tmp_path: Path) -> None:
+def test_trainer_that_rejects_reassigned_work_waits_for_the_expired_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -81,14 +81,14 @@ def test_a_trainer_that_cannot_compute_for_others_waits_for_the_silent_one(tmp_p
             assert (await b.finish(0, accept_work=False)).all_finished
             await cluster.pass_time(11, b)
             committed = await asyncio.gather(b.commit(0, wait_s=5), return_exceptions=True)
-            assert committed[0].committed, "the decision is its own now: a is silent"  # type: ignore[union-attr]
+            assert committed[0].committed, "b is the leader now, because a is silent"  # type: ignore[union-attr]
             with pytest.raises(StaleEpochError):
                 await a.commit(0)
 
     run_async(scenario())
 
 
-def test_a_lapsed_trainer_that_was_done_gets_its_next_work(tmp_path: Path) -> None:
+def test_expired_trainer_with_finished_work_gets_its_next_work(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -111,7 +111,7 @@ def test_a_lapsed_trainer_that_was_done_gets_its_next_work(tmp_path: Path) -> No
     run_async(scenario())
 
 
-def test_partitions_of_a_lapsed_trainer_are_fenced_before_another_updates_them(tmp_path: Path) -> None:
+def test_partitions_of_an_expired_trainer_are_fenced_before_another_updates_them(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
@@ -130,7 +130,7 @@ def test_partitions_of_a_lapsed_trainer_are_fenced_before_another_updates_them(t
     run_async(scenario())
 
 
-def test_a_trainer_that_joins_takes_the_place_of_a_lapsed_one(tmp_path: Path) -> None:
+def test_joining_trainer_replaces_an_expired_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = await cluster.team("a", "b")
