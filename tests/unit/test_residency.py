@@ -1,0 +1,174 @@
+"""Decisions of the residency policy: what to prefetch, keep and free."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from typing import Any
+
+import pytest
+
+from shardwell import BackwardPrefetch, ShardingStrategy
+from shardwell.module import residency, strategy
+from shardwell.module.residency import Phase, ResidencyPolicy, ResidentBytes, ResidentUnit, UnitState
+
+SIZE = 100
+
+
+class FakeUnit(ResidentUnit):
+    """A unit of ``SIZE`` bytes without values."""
+
+    def __init__(self, index: int, memory: ResidentBytes) -> None:
+        super().__init__(memory)
+        self.index = index
+
+    @property
+    def size_bytes(self) -> int:
+        return SIZE
+
+    @property
+    def own_bytes(self) -> int:
+        return SIZE
+
+    def enter(self, state: UnitState) -> None:
+        self._set_state(state)
+
+
+def make(count: int = 4, **options: Any) -> tuple[ResidencyPolicy[FakeUnit], list[FakeUnit]]:
+    """Returns a policy, and units whose order it has observed in two steps."""
+    memory = ResidentBytes()
+    limits = {"prefetch_bytes": 0, "keep_bytes": 0, "backward_prefetch": BackwardPrefetch.PRE, **options}
+    policy: ResidencyPolicy[FakeUnit] = ResidencyPolicy(memory, **limits)
+    units = [FakeUnit(index, memory) for index in range(count)]
+    for _ in range(2):
+        for unit in units:
+            policy.order.observe(unit, Phase.FORWARD)
+        for unit in reversed(units):
+            policy.order.observe(unit, Phase.BACKWARD)
+    policy.order.observe(units[0], Phase.FORWARD)
+    return policy, units
+
+
+def prefetched(policy: ResidencyPolicy[FakeUnit], unit: FakeUnit, phase: Phase = Phase.FORWARD) -> list[int]:
+    """Starts all prefetches, as the caller of the policy does, and returns the indices."""
+    indices = []
+    for following in policy.prefetches(unit, phase):
+        following.enter(UnitState.FETCHING)
+        indices.append(following.index)
+    return indices
+
+
+def test_prefetch_stays_within_its_bytes() -> None:
+    for prefetch_bytes, expected in ((0, []), (SIZE, [1]), (2 * SIZE + 1, [1, 2]), (1 << 30, [1, 2, 3])):
+        policy, units = make(prefetch_bytes=prefetch_bytes)
+        assert prefetched(policy, units[0]) == expected
+        assert prefetched(policy, units[0]) == []
+
+
+def test_own_gather_of_a_unit_does_not_count_as_prefetched() -> None:
+    policy, units = make(prefetch_bytes=SIZE)
+    units[0].enter(UnitState.FETCHING)
+    assert prefetched(policy, units[0]) == [1]
+
+
+def test_replicas_do_not_count_as_prefetched() -> None:
+    policy, units = make(prefetch_bytes=SIZE)
+    units[1].settings.strategy = ShardingStrategy.NO_SHARD
+    assert prefetched(policy, units[0]) == [1, 2]
+
+
+def test_chosen_units_replace_the_prediction() -> None:
+    policy, units = make(prefetch_bytes=0)
+    units[0].settings.forward_prefetch = (units[3], units[2])
+    units[2].enter(UnitState.UNSHARDED)
+    assert prefetched(policy, units[0]) == [3]
+
+
+@pytest.mark.parametrize("mode", BackwardPrefetch)
+def test_backward_prefetch_modes(mode: BackwardPrefetch) -> None:
+    policy, units = make(prefetch_bytes=1 << 30, backward_prefetch=mode)
+    for unit in units[1:]:
+        policy.order.observe(unit, Phase.FORWARD)
+    policy.order.observe(units[3], Phase.BACKWARD)
+    assert policy.gathers_before_push(units[2]) is (mode is BackwardPrefetch.POST)
+    assert prefetched(policy, units[3], Phase.BACKWARD) == ([2, 1, 0] if mode is BackwardPrefetch.PRE else [])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "is_root", "expects_backward", "frees"),
+    [
+        (None, False, True, True),
+        (None, True, True, False),
+        (None, True, False, True),
+        (ShardingStrategy.SHARD_GRAD_OP, False, True, False),
+        (ShardingStrategy.SHARD_GRAD_OP, False, False, True),
+        (ShardingStrategy.NO_SHARD, False, False, False),
+    ],
+)
+def test_freeing_after_a_forward(
+    chosen: ShardingStrategy | None, is_root: bool, expects_backward: bool, frees: bool
+) -> None:
+    policy, (unit,) = make(1)
+    unit.settings.strategy = chosen
+    assert policy.frees_after_forward(unit, is_root=is_root, expects_backward=expects_backward) is frees
+
+
+@pytest.mark.parametrize("choice", [True, False])
+def test_reshard_after_forward_overrides_the_default(choice: bool) -> None:
+    policy, (unit,) = make(1)
+    unit.settings.reshard_after_forward = choice
+    for is_root in (True, False):
+        assert policy.frees_after_forward(unit, is_root=is_root, expects_backward=not choice) is choice
+
+
+def test_released_units_are_kept_within_keep_bytes() -> None:
+    policy, units = make(keep_bytes=2 * SIZE)
+    states = []
+    for unit in units:
+        unit.enter(UnitState.UNSHARDED)
+        unit.enter(policy.state_after_release(unit))
+        states.append(unit.state)
+    assert states == [UnitState.KEPT, UnitState.KEPT, UnitState.FREED, UnitState.FREED]
+    assert policy.state_after_release(units[0]) is UnitState.KEPT
+
+
+def test_commit_makes_replicas_stale_and_frees_other_units() -> None:
+    policy, units = make()
+    units[0].settings.strategy = units[1].settings.strategy = ShardingStrategy.NO_SHARD
+    for unit in units[1:]:
+        unit.enter(UnitState.UNSHARDED)
+    for unit in units:
+        unit.enter(policy.state_after_commit(unit))
+    assert [unit.state for unit in units] == [UnitState.FREED, UnitState.STALE, UnitState.FREED, UnitState.FREED]
+    assert policy.gathers_at_step_start(units) == [units[1]]
+
+
+def test_stale_replicas_are_gathered_in_the_order_of_the_last_forward() -> None:
+    policy, units = make()
+    for unit in (units[2], units[0]):
+        policy.order.observe(unit, Phase.BACKWARD)
+    for unit in (units[3], units[1]):
+        policy.order.observe(unit, Phase.FORWARD)
+    for unit in units:
+        unit.enter(UnitState.STALE)
+    assert [unit.index for unit in policy.gathers_at_step_start(units)] == [3, 1, 0, 2]
+
+
+def test_prefetches_that_a_backward_did_not_use_are_freed_except_replicas() -> None:
+    policy, units = make()
+    units[0].settings.strategy = ShardingStrategy.NO_SHARD
+    units[0].enter(UnitState.FETCHING)
+    units[1].enter(UnitState.FETCHING)
+    units[2].enter(UnitState.UNSHARDED)
+    assert list(policy.unused_prefetches(units)) == [units[1]]
+
+
+@pytest.mark.parametrize("module", [residency, strategy])
+def test_the_policy_is_free_of_torch_and_io(module: Any) -> None:
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    }
+    assert imported <= {"__future__", "collections", "dataclasses", "enum", "typing", "shardwell", "shardwell_wire"}
