@@ -46,13 +46,13 @@ NUM_STEPS = 4
 def totals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Records the bytes of weights and idle buffers whenever weights are gathered or freed."""
     seen: list[int] = []
-    take = VectorMemory.take
+    add = VectorMemory.add
 
     def recording(memory: VectorMemory, size_bytes: int) -> None:
-        take(memory, size_bytes)
+        add(memory, size_bytes)
         seen.append(memory.live_bytes + memory.pool.idle_bytes)
 
-    monkeypatch.setattr(VectorMemory, "take", recording)
+    monkeypatch.setattr(VectorMemory, "add", recording)
     return seen
 
 

@@ -73,7 +73,7 @@ class FlatVector:
             self.storage._swap_data_ptr_(self._pooled.untyped_storage())  # type: ignore[attr-defined]
         else:
             self.storage.resize_(self._layout.size_bytes)
-        self._memory.take(self._layout.size_bytes)
+        self._memory.add(self._layout.size_bytes)
 
     def release(self) -> None:
         """Releases the memory."""
@@ -86,7 +86,7 @@ class FlatVector:
             self._pooled = None
         else:
             self.storage.resize_(0)
-        self._memory.take(-self._layout.size_bytes)
+        self._memory.add(-self._layout.size_bytes)
 
     def abandon(self) -> None:
         """Discards what is in the receive buffer."""

@@ -153,7 +153,7 @@ def shard_modules(
     if unit is not None and strategy is not None:
         units.set_strategy(unit, strategy, replica)
     fill_ignored(source, modules)
-    units.contain(modules, unit, name, prefixes)
+    units.register_modules(modules, unit, name, prefixes)
     attach_casts(modules, mp_policy)
     if mp_policy.buffer_dtype is not None:
         cast_buffers(modules, mp_policy.buffer_dtype, lambda part: isinstance(part, ShardedModule))

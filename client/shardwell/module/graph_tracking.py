@@ -135,7 +135,7 @@ class RunningBackward:
         self.units[call.unit] = None
         call.unit.usage.backward_calls.add(call)
         # With create_graph=True, the graph of the backward itself reads the weights later, and it has no hooks.
-        call.unit.usage.pinned |= torch.is_grad_enabled()
+        call.unit.usage.in_backward_graph |= torch.is_grad_enabled()
 
     def end_calls_after(self, node_number: int) -> list[ForwardCall]:
         """Ends and returns the calls that made only newer nodes than the one that runs. See Note: [Node numbers]."""

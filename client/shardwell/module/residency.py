@@ -67,7 +67,7 @@ class ResidentBytes:
     kept_bytes: int = 0
     """Of units in the state KEPT; replicas are not counted."""
 
-    def take(self, size_bytes: int) -> None:
+    def add(self, size_bytes: int) -> None:
         """Counts memory that was allocated, or released if the number is negative."""
         self.live_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -64,17 +64,17 @@ class Usage:
     """Forwards that are running, innermost last."""
     backward_calls: set[ForwardCall] = field(default_factory=set)
     """Forwards whose backward is running."""
-    pinned: bool = False
+    in_backward_graph: bool = False
     """True if the graph of a backward (``create_graph=True``) reads the weights until the end of the work item."""
 
     def clear(self) -> None:
         """Removes all users."""
         self.forward_calls.clear()
         self.backward_calls.clear()
-        self.pinned = False
+        self.in_backward_graph = False
 
     def __bool__(self) -> bool:
-        return bool(self.forward_calls or self.backward_calls or self.pinned)
+        return bool(self.forward_calls or self.backward_calls or self.in_backward_graph)
 
 
 class Unit(ResidentUnit):
@@ -122,7 +122,7 @@ class Unit(ResidentUnit):
         self._gather: Future[int] | None = None
         self._version = -1
         """The version that was gathered last."""
-        self._placed = UnitParameters(layout, found)
+        self._parameter_objects = UnitParameters(layout, found)
         self.index = self._upload(values, memory)
 
     @property
@@ -155,9 +155,9 @@ class Unit(ResidentUnit):
         places = [flat.place(index) for index in range(len(self.parameters))]
         try:
             for index in values.blank:
-                self._placed.place(index, places[index])
+                self._parameter_objects.place(index, places[index])
             if values.elsewhere is None:
-                self._placed.copy_to(places, skip=values.blank)
+                self._parameter_objects.copy_to(places, skip=values.blank)
             values.initialize()
             unit_index = self._store.declare(self.layout, values.elsewhere or FlatValues(flat.send_buffer()))
         except BaseException:
@@ -167,7 +167,7 @@ class Unit(ResidentUnit):
             flat.release()
             self._flat.allocate()
             places = [self._flat.place(index) for index in range(len(self.parameters))]
-        self._placed.place_all(places)
+        self._parameter_objects.place_all(places)
         for index, parameter in enumerate(self.parameters):
             setattr(parameter, OWNER_ATTRIBUTE, Owner(self, index))
         self._release()
@@ -184,7 +184,7 @@ class Unit(ResidentUnit):
             return
         self._flat.use_shared(shared.bytes)
         self._shared = shared
-        self._placed.place_all([self._flat.place(index) for index in range(len(self.parameters))])
+        self._parameter_objects.place_all([self._flat.place(index) for index in range(len(self.parameters))])
 
     def share_on_host(self) -> bool:
         """Moves the values of a freed unit to memory that the trainers of this host share.
@@ -240,10 +240,10 @@ class Unit(ResidentUnit):
         """
         if self.state is UnitState.UNSHARDED:
             return
-        self._placed.check_holders()
+        self._parameter_objects.check_holders()
         if self.state is not UnitState.KEPT:
             self._receive()
-        self._placed.allow()
+        self._parameter_objects.allow()
         self._set_state(UnitState.UNSHARDED)
 
     def _receive(self) -> None:
@@ -278,7 +278,7 @@ class Unit(ResidentUnit):
     def keep(self) -> None:
         """Makes the parameters unusable and keeps the values for the next use in the step."""
         assert self.state is UnitState.UNSHARDED
-        self._placed.forbid()
+        self._parameter_objects.forbid()
         self._set_state(UnitState.KEPT)
 
     def free(self) -> None:
@@ -291,8 +291,8 @@ class Unit(ResidentUnit):
     def expire(self) -> None:
         """Makes a replica stale: the values are old, and the memory stays for the next version."""
         self._end_gather()
-        self._placed.forbid()
-        self._placed.mark_freed()
+        self._parameter_objects.forbid()
+        self._parameter_objects.mark_freed()
         self._flat.abandon()
         self._set_state(UnitState.STALE)
 
@@ -304,13 +304,13 @@ class Unit(ResidentUnit):
     def forget_graphs(self) -> None:
         """Makes all graphs that exist now unusable."""
         self.generation += 1
-        self._placed.forget_graphs()
+        self._parameter_objects.forget_graphs()
         if self.state is UnitState.UNSHARDED:
-            self._placed.allow()
+            self._parameter_objects.allow()
 
     def _release(self) -> None:
-        self._placed.forbid()
-        self._placed.mark_freed()
+        self._parameter_objects.forbid()
+        self._parameter_objects.mark_freed()
         self._flat.release()
         self._set_state(UnitState.FREED)
 
@@ -318,10 +318,10 @@ class Unit(ResidentUnit):
 
     def written_parameter(self) -> str | None:
         """Returns the name of a parameter that was written in place, or given other data, since it was gathered."""
-        if self.state is not UnitState.UNSHARDED or not (changed := self._placed.written()):
+        if self.state is not UnitState.UNSHARDED or not (changed := self._parameter_objects.written()):
             return None
         for index in changed:
-            self._placed.place(index, self._flat.place(index))
+            self._parameter_objects.place(index, self._flat.place(index))
         self.written_page()
         return self.layout.parameters[changed[0]].name
 

@@ -114,7 +114,9 @@ class Units:
         self._set_outermost([*self._outermost, unit])
         return unit
 
-    def contain(self, modules: Sequence[nn.Module], new: Unit | None, name: str, prefixes: Sequence[str]) -> None:
+    def register_modules(
+        self, modules: Sequence[nn.Module], new: Unit | None, name: str, prefixes: Sequence[str]
+    ) -> None:
         """Registers sharded modules. Units of modules inside them are no longer outermost.
 
         Args:

@@ -108,12 +108,12 @@ class _Memory(ResidentBytes):
         self._idle: Counter[int] = Counter()
         self._idle_bytes = self.peak_total_bytes = self.peak_ahead_bytes = self.peak_kept_bytes = 0
 
-    def take(self, size_bytes: int) -> None:
+    def add(self, size_bytes: int) -> None:
         if size_bytes > 0 and self._idle[size_bytes]:
             self._add_idle(size_bytes, -1)
         elif size_bytes < 0 and self._idle_bytes - size_bytes <= self._pool_bytes:
             self._add_idle(-size_bytes, 1)
-        super().take(size_bytes)
+        super().add(size_bytes)
         self.peak_total_bytes = max(self.peak_total_bytes, self.live_bytes + self._idle_bytes)
 
     def _add_idle(self, size_bytes: int, count: int) -> None:
@@ -141,7 +141,7 @@ class _Unit(ResidentUnit):
         if self.needs_gather:
             self.num_gathers += 1
             if self.state is UnitState.FREED:
-                self._counts.take(self.own_bytes)
+                self._counts.add(self.own_bytes)
             self._set_state(UnitState.FETCHING)
 
     def unshard(self) -> None:
@@ -152,7 +152,7 @@ class _Unit(ResidentUnit):
     def enter(self, state: UnitState) -> None:
         """Enters the state that the policy has chosen: KEPT, STALE or FREED."""
         if state is UnitState.FREED and self.state is not UnitState.FREED:
-            self._counts.take(-self.own_bytes)
+            self._counts.add(-self.own_bytes)
         self._set_state(state)
         self._counts.peak_kept_bytes = max(self._counts.peak_kept_bytes, self._counts.kept_bytes)
 
