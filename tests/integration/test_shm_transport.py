@@ -20,7 +20,6 @@ from shardwell_wire.errors import (
     AccessError,
     CapacityError,
     ConflictError,
-    DeadlineError,
     InvalidRequestError,
     NotFoundError,
     ShardwellError,
@@ -28,10 +27,8 @@ from shardwell_wire.errors import (
     StepStateError,
     VersionGoneError,
 )
-from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import (
-    MIXED,
     PLAIN,
     ShardServer,
     assert_all,
@@ -88,20 +85,6 @@ def test_a_shard_is_read_where_it_lies_and_seen_to_change(connected: ConnectedUn
     assert connected.locate().segment.path == connected.locate(1).segment.path
 
 
-def test_locating_waits_for_the_version(connected: ConnectedUnit) -> None:
-    waiting = in_background(partial(connected.locate, 1))
-    connected.server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "somebody waits")
-    train(connected.one, 0)
-    assert next(waiting).version == 1
-
-
-def test_a_version_that_does_not_come_or_is_gone(connected: ConnectedUnit) -> None:
-    error = error_of(lambda: connected.locate(1, timeout_s=0.2))
-    assert isinstance(error, DeadlineError)
-    train(connected.one, 0)
-    assert isinstance(error_of(lambda: connected.locate(0)), VersionGoneError)
-
-
 def test_a_deleted_run_is_seen_in_the_segment(connected: ConnectedUnit) -> None:
     vector, path = connected.vector(), connected.locate().segment.path
     connected.one.drop()
@@ -111,29 +94,6 @@ def test_a_deleted_run_is_seen_in_the_segment(connected: ConnectedUnit) -> None:
 
 
 # Pushing.
-
-
-@pytest.mark.parametrize("layout", [MIXED, PLAIN, EMPTY], ids=["mixed", "plain", "empty"])
-def test_bits_are_those_of_grpc(server: ShardServer, layout: UnitLayout) -> None:
-    """Two parts of two ranks, of which each goes one way in one run and the other way in the other."""
-    generator = torch.Generator().manual_seed(1)
-    results = []
-    gradients: list[list[torch.Tensor]] = []
-    for run in ("streams", "gradient_buffers", "both"):
-        with ConnectedUnit(unit(server, layout, dp=2, run=run)) as connected:
-            one = connected.one
-            gradients = gradients or [
-                [torch.randn(each.shape, generator=generator).to(each.dtype) for each in one.zeros()] for _ in range(4)
-            ]
-            for number, (part, rank) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
-                through_gradient_buffer = run == "gradient_buffers" or (run == "both" and part != rank)
-                push = connected.push if through_gradient_buffer else one.push
-                push(gradients[number], rank=rank, part=part)
-            one.prepare(0, (0, 0, 2), (1, 0, 2))
-            one.update(0)
-            results.append(one.flat(one.gather(1)[1]))
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
 
 
 def test_later_parts_leave_their_gradient_buffer_free(connected: ConnectedUnit) -> None:

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from shardwell.processes.local_cluster import ServerProcess
-from shardwell.transport.base import NEARLY_DONE_BYTES, StreamTransport
-from shardwell.transport.grpc_transport import GrpcTransport, ShardClient
+from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.rpc import Endpoint
 from shardwell.transport.socket_transport import SocketConnection, SocketTransport
-from shardwell_wire import codec, frames
+from shardwell_wire import frames
 from shardwell_wire.credentials import NO_CREDENTIALS
 from shardwell_wire.errors import (
     AccessError,
@@ -121,15 +120,6 @@ def test_a_request_id_is_known_again_over_another_way(connected: ConnectedUnit) 
     assert "request id 'one' was used for another request" in str(error)
 
 
-def test_a_version_is_waited_for(connected: ConnectedUnit) -> None:
-    waiting = in_background(partial(connected.gather, 1))
-    connected.server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "somebody waits")
-    train(connected.one, 0)
-    version, flat = next(waiting)
-    assert version == 1
-    assert_holds(flat, -1.0)
-
-
 def test_waiting_ends_with_the_deadline_and_says_for_what(connected: ConnectedUnit) -> None:
     error = error_of(lambda: connected.gather(3, timeout_s=0.3))
     assert isinstance(error, DeadlineError)
@@ -174,33 +164,6 @@ def test_readers_never_see_a_mixture(server: ShardServer) -> None:
         for reader in readers:
             next(reader)
         server.until(lambda: server.store.memory.pool.taken_bytes == connected.one.size, "every copy is given back")
-
-
-@pytest.mark.parametrize("kind", ["socket", "grpc"])
-def test_a_transfer_tells_when_little_of_it_is_left(big: ConnectedUnit, kind: str) -> None:
-    transport: StreamTransport = big.transport if kind == "socket" else GrpcTransport(big.server.client)
-    told: list[bool] = []
-    ones = torch.ones(BIG.size_bytes // 4)
-    transport.reduce_scatter(
-        big.header(),
-        [codec.memory_at(ones.data_ptr(), ones.nbytes)],
-        timeout_s=20.0,
-        retry_for_s=0.0,
-        nearly_done=lambda: told.append(True),
-    )
-    assert told == [True]
-    big.one.prepare(0)
-    big.one.update(0)
-    flat, told = torch.zeros(BIG.size_bytes // 4), []
-    transport.gather(
-        big.one.gather_request(1),
-        codec.memory_at(flat.data_ptr(), flat.nbytes),
-        timeout_s=20.0,
-        retry_for_s=0.0,
-        nearly_done=lambda: told.append(bool((flat[: -NEARLY_DONE_BYTES // 4] == -1.0).all())),
-    )
-    assert told and all(told)
-    assert_holds(flat, -1.0)
 
 
 # Refusals.

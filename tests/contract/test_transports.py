@@ -1,0 +1,397 @@
+"""The contract of a transport, on a real shard server: the same values, bits and errors over each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.transport.base import (
+    NEARLY_DONE_BYTES,
+    PreparedPush,
+    ShardAddress,
+    SharedTransport,
+    StreamTransport,
+    Transport,
+    ignore,
+)
+from shardwell.transport.grpc_transport import GrpcTransport
+from shardwell.transport.selector import TRANSPORT_NAMES, ServerConnection
+from shardwell.transport.shared_vector import SegmentLocation, SharedVector
+from shardwell.transport.shm_transport import ShmTransport
+from shardwell.transport.socket_transport import SocketTransport
+from shardwell_server.shard.memory.shared_memory import SharedMemory
+from shardwell_wire.codec import memory_at
+from shardwell_wire.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    ShardwellError,
+    StaleEpochError,
+    StepStateError,
+    UnavailableError,
+    VersionGoneError,
+)
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.v1 import common_pb2, shard_pb2
+from tests.support.shard_server import (
+    BIG,
+    MIXED,
+    PLAIN,
+    OneUnit,
+    ShardServer,
+    assert_all,
+    error_of,
+    in_background,
+    layout_of,
+    train,
+    unit,
+)
+from tests.support.transports import Gradients, Target, address_of
+
+EMPTY = layout_of(a=((0,), "float32"))
+SESSIONS = ("shm with socket", "shm with grpc", "socket")
+"""Transports with a session that can end. The second name is the control path of shared memory."""
+STREAMS = ("socket", "grpc")
+
+
+class Opened:
+    """One unit of a server, reached over one transport."""
+
+    def __init__(self, one: OneUnit, name: str) -> None:
+        self.one, self.server = one, one.server
+        self._ends = ExitStack()
+        client, identity = self.server.client, one.identity
+        name, _, control = name.partition(" with ")
+        streams: dict[str, Any] = {
+            "socket": partial(SocketTransport, client, identity),
+            "grpc": partial(GrpcTransport, client),
+        }
+        if name == "shm":
+            path: StreamTransport = self._ends.enter_context(closing(streams[control]()))
+            self.transport: Transport = ShmTransport(client, identity, path.control, timeout_s=20.0)
+        else:
+            self.transport = streams[name]()
+        self._ends.callback(self.transport.close)
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.close()
+
+    def address(self, one: OneUnit | None = None) -> ShardAddress:
+        """The shard, mapped if the transport shares memory."""
+        address = address_of(one or self.one)
+        if isinstance(self.transport, ShmTransport):
+            path = self.transport.locate(address, None, timeout_s=20.0, retry_for_s=0.0).segment.path
+            address.window = SharedVector("u", [SegmentLocation(path, address.start_bytes, address.stop_bytes)])
+        return address
+
+    def fetch(
+        self, version: int | None = None, *, one: OneUnit | None = None, timeout_s: float = 20.0
+    ) -> tuple[int, list[torch.Tensor]]:
+        target = Target(torch.empty(self.one.size, dtype=torch.uint8))
+        address = self.address(one)
+        fetched = self.transport.fetch(address, version, target, timeout_s=timeout_s, retry_for_s=0.0)
+        return fetched, self.one.split(target.bytes)
+
+    def push(
+        self, gradients: Sequence[torch.Tensor], *, step: int = 0, rank: int = 0, epoch: int = 1, **changes: Any
+    ) -> None:
+        fields = {
+            "context": self.one.context(step, epoch),
+            "unit": self.one.layout.unit,
+            "dp_rank": rank,
+            "parameter_indices": [segment.parameter_index for segment in self.one.segments],
+            "start_bytes": self.one.start,
+            "stop_bytes": self.one.stop,
+        }
+        header = shard_pb2.ReduceScatterHeader(**{**fields, **changes})
+        address, part = address_of(self.one), Gradients(self.one, gradients)
+        prepared = PreparedPush(address, header, part)
+        if isinstance(self.transport, SharedTransport):
+            prepared = self.transport.prepare_push(address, header, part)
+        self.transport.push(prepared, timeout_s=20.0, retry_for_s=0.0)
+
+    def contributions(self) -> dict[int, Any]:
+        return self.server.look(lambda: dict(self.one.shard.contributions.by_rank))
+
+
+@pytest.fixture
+def server() -> Iterator[ShardServer]:
+    with closing(SharedMemory()) as shared, ShardServer(shared=shared) as running:
+        yield running
+        running.until(lambda: not running.shm._open, "all sessions are closed")
+
+
+@pytest.fixture(params=(*SESSIONS, "grpc"))
+def opened(server: ShardServer, request: pytest.FixtureRequest) -> Iterator[Opened]:
+    with Opened(unit(server, dp=2), request.param) as made:
+        yield made
+
+
+@pytest.fixture(params=TRANSPORT_NAMES)
+def connection(server: ShardServer, request: pytest.FixtureRequest) -> Iterator[ServerConnection]:
+    one = OneUnit(server, MIXED)
+    one.begin(values_of(one))
+    transports = (request.param, "grpc") if request.param == "shm" else (request.param,)
+    made = ServerConnection(server.client.address, one.identity, transports=transports, chunk_bytes=64 << 10)
+    with closing(made):
+        yield made
+
+
+def values_of(one: OneUnit) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(each.shape, generator=generator).to(each.dtype) for each in one.zeros()]
+
+
+# Weights.
+
+
+def test_fetch_waits_for_the_version(opened: Opened) -> None:
+    waiting = in_background(partial(opened.fetch, 1))
+    opened.server.until(lambda: len(opened.one.shard.values._changed._waiters) == 1, "the fetch waits")
+    train(opened.one, 0)
+    version, values = next(waiting)
+    assert version == 1
+    assert_all(values, -1.0)
+
+
+def test_fetch_without_a_version_returns_the_newest(opened: Opened) -> None:
+    assert opened.fetch()[0] == 0
+    train(opened.one, 0)
+    version, values = opened.fetch()
+    assert version == 1
+    assert_all(values, -1.0)
+
+
+def test_fetch_of_a_missing_version_ends_at_the_deadline(opened: Opened) -> None:
+    error = error_of(lambda: opened.fetch(3, timeout_s=0.3))
+    assert isinstance(error, DeadlineError)
+    assert "version 3 of unit 'u' of run 'r'; the newest is 0" in str(error)
+    assert opened.fetch()[0] == 0
+
+
+def test_fetch_of_a_replaced_version_raises_version_gone(opened: Opened) -> None:
+    train(opened.one, 0)
+    assert isinstance(error_of(lambda: opened.fetch(0)), VersionGoneError)
+    assert opened.fetch(1)[0] == 1
+
+
+def test_fetch_of_an_unknown_unit_raises_not_found(opened: Opened) -> None:
+    other = OneUnit(opened.server, layout_of("other", a=((60_000,), "float32")))
+    assert isinstance(error_of(lambda: opened.fetch(one=other)), NotFoundError)
+
+
+def test_concurrent_fetches_never_return_a_mixture_of_versions(server: ShardServer, opened: Opened) -> None:
+    def read(until: int) -> None:
+        version = -1
+        while version < until:
+            try:
+                version, values = opened.fetch()
+            except VersionGoneError:  # in place: the update came while the values were copied
+                continue
+            assert_all(values, -float(version))
+
+    readers = [in_background(partial(read, 10)) for _ in range(2)]
+    for step in range(10):
+        train(opened.one, step)
+    for reader in readers:
+        next(reader)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_streams_report_that_they_are_nearly_done(server: ShardServer, name: str) -> None:
+    with Opened(unit(server, BIG), name) as opened:
+        transport = opened.transport
+        reported: list[bool] = []
+        header = shard_pb2.ReduceScatterHeader(
+            context=opened.one.context(0), unit="u", parameter_indices=[0], stop_bytes=BIG.size_bytes
+        )
+        assert isinstance(transport, StreamTransport)
+        pushed = PreparedPush(address_of(opened.one), header, Gradients(opened.one, opened.one.filled(1.0)))
+        transport.push(pushed, timeout_s=20.0, retry_for_s=0.0, nearly_done=lambda: reported.append(True))
+        assert reported == [True]
+        opened.one.prepare(0)
+        opened.one.update(0)
+        flat, reported = torch.zeros(BIG.size_bytes // 4), []
+        transport.fetch(
+            address_of(opened.one),
+            1,
+            Target(flat.view(torch.uint8)),
+            timeout_s=20.0,
+            retry_for_s=0.0,
+            nearly_done=lambda: reported.append(bool((flat[: -NEARLY_DONE_BYTES // 4] == -1.0).all())),
+        )
+        assert reported and all(reported)
+        assert_all([flat], -1.0)
+
+
+# Gradients.
+
+
+@pytest.mark.parametrize("layout", [MIXED, PLAIN, EMPTY], ids=["mixed", "plain", "empty"])
+@pytest.mark.parametrize("name", (*SESSIONS, "grpc"))
+def test_pushes_give_the_same_bits_as_rpcs(server: ShardServer, name: str, layout: UnitLayout) -> None:
+    """Two parts of two ranks: all by rpcs, all over the transport, and mixed."""
+    generator = torch.Generator().manual_seed(1)
+    results: list[torch.Tensor] = []
+    gradients: list[list[torch.Tensor]] = []
+    for run in ("rpcs", "transport", "both"):
+        with Opened(unit(server, layout, dp=2, run=run), name) as opened:
+            one = opened.one
+            gradients = gradients or [
+                [torch.randn(each.shape, generator=generator).to(each.dtype) for each in one.zeros()] for _ in range(4)
+            ]
+            for number, (part, rank) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
+                over_transport = run == "transport" or (run == "both" and part != rank)
+                push = opened.push if over_transport else one.push
+                push(gradients[number], rank=rank, part=part)
+            one.prepare(0, (0, 0, 2), (1, 0, 2))
+            one.update(0)
+            results.append(one.flat(one.gather(1)[1]))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_repeated_pushes_count_once(opened: Opened) -> None:
+    ones = opened.one.filled(1.0)
+    opened.push(ones)
+    opened.push(ones)
+    opened.one.push(ones)
+    opened.push(ones, rank=1)
+    opened.one.prepare(0)
+    opened.one.update(0)
+    assert_all(opened.one.gather(1)[1], -1.0)
+    step = opened.server.call("DescribeStep", shard_pb2.DescribeStepRequest(run="r"))
+    assert (step.duplicate_count, step.differing_duplicate_count) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"epoch": 4, "attempt": 3}, StaleEpochError),
+        ({"epoch": 5, "attempt": 2}, StaleEpochError),
+        ({"epoch": 5, "attempt": 3, "step": 1}, StepStateError),
+        ({"epoch": 5, "attempt": 3, "part": 1}, StepStateError),
+    ],
+    ids=["epoch", "attempt", "step", "part"],
+)
+def test_stale_pushes_are_rejected_without_a_trace(
+    opened: Opened, changes: dict[str, Any], error: type[ShardwellError]
+) -> None:
+    opened.one.fence(0, (0, 5, 3))
+    assert type(error_of(lambda: opened.push(opened.one.filled(1.0), **changes))) is error
+    opened.server.until(lambda: not opened.one.shard.streams, "no stream is open")
+    assert opened.contributions() == {}
+    opened.push(opened.one.filled(1.0), epoch=5, attempt=3)
+    assert set(opened.contributions()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"rank": 2}, InvalidRequestError),
+        ({"parameter_indices": [1, 0]}, InvalidRequestError),
+        ({"parameter_indices": [0, 0]}, InvalidRequestError),
+        ({"parameter_indices": [7]}, InvalidRequestError),
+    ],
+)
+def test_malformed_pushes_are_rejected_without_a_trace(
+    opened: Opened, changes: dict[str, Any], error: type[ShardwellError]
+) -> None:
+    assert type(error_of(lambda: opened.push(opened.one.filled(1.0), **changes))) is error
+    opened.server.until(lambda: not opened.one.shard.streams, "no stream is open")
+    assert opened.contributions() == {}
+
+
+def test_pushes_to_a_deleted_run_are_rejected(opened: Opened) -> None:
+    opened.one.drop()
+    assert isinstance(error_of(lambda: opened.push(opened.one.filled(1.0))), ShardwellError)
+
+
+# Sessions.
+
+
+def test_measure_returns_a_bandwidth(opened: Opened) -> None:
+    assert opened.transport.measure(timeout_s=20.0) > 0
+    assert not opened.transport.broke
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_a_closed_transport_is_unusable_but_not_broken(server: ShardServer, name: str) -> None:
+    with Opened(unit(server), name) as opened:
+        opened.transport.close()
+        server.until(lambda: not server.shm._open, "the session is closed")
+        assert isinstance(error_of(lambda: opened.push(opened.one.filled(1.0))), ShardwellError)
+        assert not opened.transport.broke
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_a_transport_breaks_with_its_connection(server: ShardServer, name: str) -> None:
+    with Opened(unit(server), name) as opened:
+        transport: Any = opened.transport
+        transport._rpc._call.cancel()
+        assert transport._rpc.broke_within(20.0)
+        assert transport.broke
+
+
+@pytest.mark.parametrize("name", (*SESSIONS, "grpc"))
+def test_a_stopped_server_fails_all_transfers(name: str) -> None:
+    with closing(SharedMemory()) as shared:
+        with ShardServer(shared=shared) as server:
+            opened = Opened(unit(server), name)
+        assert isinstance(error_of(lambda: opened.fetch(0)), UnavailableError)
+        assert isinstance(error_of(lambda: opened.push(opened.one.filled(1.0))), UnavailableError)
+
+
+# Values, over the selector.
+
+
+@pytest.mark.parametrize("gather_dtype", [0, common_pb2.WIRE_DTYPE_BFLOAT16, common_pb2.WIRE_DTYPE_INT8])
+def test_values_are_rounded_alike(server: ShardServer, connection: ServerConnection, gather_dtype: Any) -> None:
+    one = OneUnit(server, MIXED)
+    results = []
+    for over in (connection, None):
+        reference = over or ServerConnection(
+            server.client.address, one.identity, transports=("grpc",), chunk_bytes=64 << 10
+        )
+        shard = RemoteShard(one.identity, MIXED, reference, one.start, one.stop, Wire(gather_dtype, wait_limit_s=20.0))
+        if (location := shard.locate()) is not None:
+            shard.map(location)
+        flat = torch.zeros(one.size, dtype=torch.uint8)
+        assert shard.fetch(0, memory_at(flat.data_ptr(), flat.numel())) == 0
+        results.append(flat)
+        if over is None:
+            reference.close()
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("push_dtype", [0, common_pb2.WIRE_DTYPE_BFLOAT16, common_pb2.WIRE_DTYPE_INT8])
+def test_gradients_are_rounded_alike(server: ShardServer, connection: ServerConnection, push_dtype: Any) -> None:
+    one = OneUnit(server, MIXED)
+    gradients = dict(enumerate(values_of(one)))
+    shard = RemoteShard(one.identity, MIXED, connection, one.start, one.stop, Wire(0, push_dtype, wait_limit_s=20.0))
+    header = shard_pb2.ReduceScatterHeader(context=one.context(0), unit="u", parameter_indices=sorted(gradients))
+    shard.prepare_push(header, gradients)(ignore)
+    other = OneUnit(server, MIXED, run="reference").begin(values_of(one))
+    with closing(
+        ServerConnection(server.client.address, other.identity, transports=("grpc",), chunk_bytes=64 << 10)
+    ) as reference:
+        shard = RemoteShard(
+            other.identity, MIXED, reference, one.start, one.stop, Wire(0, push_dtype, wait_limit_s=20.0)
+        )
+        header = shard_pb2.ReduceScatterHeader(context=other.context(0), unit="u", parameter_indices=sorted(gradients))
+        shard.prepare_push(header, gradients)(ignore)
+    results = []
+    for each in (one, other):
+        each.prepare(0)
+        each.update(0)
+        results.append(each.flat(each.gather(1)[1]))
+    assert torch.equal(*results)
