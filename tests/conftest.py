@@ -1,4 +1,4 @@
-"""What many tests share: clusters, none of which is to be hurt, and a run of its own for each test."""
+"""Fixtures of many tests: shared clusters, which tests must not damage, and a unique run per test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import shardwell
 
 @pytest.fixture(scope="session", autouse=True)
 def _runtime_folder() -> Iterator[None]:
-    """Local clusters of tests publish their tokens where nothing is left behind, also if their owner is killed."""
+    """Redirects published tokens to a temporary folder, so that killed owners leave nothing behind."""
     with TemporaryDirectory(prefix="shardwell_test-") as folder, pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_RUNTIME_DIR", folder)
         yield
@@ -42,5 +42,5 @@ def cluster_of_three() -> Iterator[shardwell.LocalCluster]:
 
 @pytest.fixture
 def run_name(request: pytest.FixtureRequest) -> str:
-    """A name that no other test's run has."""
+    """A unique name of a run."""
     return f"{request.node.name[:40]}-{uuid.uuid4().hex[:8]}"

@@ -1,4 +1,4 @@
-"""What tests of the shard server share."""
+"""Fixtures of the shard server's tests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from tests.support.shard_server import ShardServer
 
 @pytest.fixture
 def server() -> Iterator[ShardServer]:
-    """A shard server of one test's own."""
+    """A shard server for one test."""
     with ShardServer() as running:
         yield running

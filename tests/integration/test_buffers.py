@@ -19,7 +19,7 @@ from tests.support.cluster import join_options
 
 STEPS = 3
 BIG_ROWS = 720_000
-"""Of 24 bytes: more than fit into one message."""
+"""Rows of 24 bytes: more than one message can carry."""
 
 
 def join(cluster: shardwell.LocalCluster, run: str, dp: int = 2, **options: object) -> shardwell.Session:
@@ -54,7 +54,7 @@ def test_other_trainers_read_changed_buffers(cluster: shardwell.LocalCluster, ru
 
     def work(rank: int) -> None:
         with join(cluster, run_name, min_trainers=2, global_rank=rank, transports="socket") as session:
-            with building:  # torch's generator is the process's
+            with building:  # both trainers use the generator of this process
                 model = Net(20_000, constants_seed=rank)
             shardwell.fully_shard(model, session)
             optimizer = shardwell.optim.SGD(model.parameters(), lr=LR)
@@ -147,13 +147,13 @@ def test_buffers_not_read_after_a_commit_are_read_before_the_next_item(
             for step in session.steps(STEPS):
                 for inputs in step.batches(batch):
                     model(inputs).backward()
-                session._buffers._source = None  # as if another trainer had pushed them
+                session._buffers._source = None  # simulates values that another trainer has pushed
                 optimizer.step()
 
         with monkeypatch.context() as patch, pytest.raises(shardwell.UnavailableError, match="is away"):
             patch.setattr(session.store.buffers, "read", unavailable)
             train()
-        assert session.step == 1, "the step is committed all the same"
+        assert session.step == 1, "the step is committed in spite of the error"
         train()
         assert state_hash(shardwell.full_state_dict(model)) == state_hash(plain_state(2, STEPS))
 

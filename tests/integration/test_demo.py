@@ -1,4 +1,4 @@
-"""What `make demo` runs, in small: it trains, shows what it should, and ends."""
+"""A small `make demo`: trains, prints its report, and ends."""
 
 from __future__ import annotations
 

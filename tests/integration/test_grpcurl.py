@@ -1,4 +1,4 @@
-"""People with grpcurl: reflection lists and describes the services, and every inspection rpc takes JSON."""
+"""grpcurl: reflection lists and describes the services, and every inspection rpc takes JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def coordinator(cluster: shardwell.LocalCluster) -> grpcurl.Grpcurl:
 
 @pytest.fixture
 def shard(coordinator: grpcurl.Grpcurl) -> grpcurl.Grpcurl:
-    """The server that has the unit ``first``, found as a person would find it."""
+    """Returns the server with the unit ``first``, found through ListUnits."""
     (response,) = coordinator.call(f"{COORDINATOR}/ListUnits", {"run": RUN})
     owners = {unit["unit"]: unit["shards"][0]["address"] for unit in response["units"]}
     return grpcurl.at(owners["first"])

@@ -1,4 +1,4 @@
-"""The example of a model larger than a trainer, with one step: what it claims is so."""
+"""The example of a model larger than a trainer, with one step: its claims hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_trainer_with_an_eighth_of_the_state_trains_to_the_bits_of_plain_pytorch
     assert [trainer.ending() for trainer in ours] == ["trained 1 steps"] * 2
     for trainer in ours:
         assert max(line.get("limited", 0) for line in trainer.lines) <= LIMIT_BYTES
-        assert max(line.get("shared", 0) for line in trainer.lines) == 0, "nothing lies where the limit does not count"
+        assert max(line.get("shared", 0) for line in trainer.lines) == 0, "shared memory would not count"
         assert trainer.last("weights") <= 2 * example.IN_FLIGHT_BYTES
     (plain,) = example.run_trainers("plain", ARGUMENTS, "", count=1, limit_mib=0)
     assert plain.last("losses") == ours[0].last("losses")

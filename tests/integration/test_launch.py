@@ -1,4 +1,4 @@
-"""``shardwell launch``: trainers get their place, their output is relayed, and nothing survives it."""
+"""``shardwell launch``: environment, relayed output, restarts, signals and cleanup."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.support.cluster import descendants, wait_gone
 
 SHARDWELL = [sys.executable, "-m", "shardwell"]
 NOWHERE = ["--coordinator", "127.0.0.1:1"]
-"""For scripts that do not join: no cluster is needed."""
+"""Options for scripts that do not join and need no cluster."""
 
-PRINT_PLACE = """
+PRINT_ENVIRONMENT = """
     import os
     keys = ("ADDRESS", "RUN", "TRAINER", "DP", "TP", "PP", "MIN_TRAINERS")
     print(*(os.environ["SHARDWELL_" + key] for key in keys), os.environ["OMP_NUM_THREADS"])
@@ -70,7 +70,7 @@ def write(script: Path, source: str, **values: object) -> str:
 
 @dataclass
 class Done:
-    """How a launch ended, and what it said."""
+    """Exit code and output of a launch."""
 
     returncode: int
     stdout: str
@@ -82,7 +82,7 @@ Launch = Callable[..., Done]
 
 @pytest.fixture
 def launch(capsys: pytest.CaptureFixture[str]) -> Launch:
-    """Launches in this process, which has imported everything, until the trainers have ended."""
+    """Runs the launcher in this process, which has the imports already, until the trainers have ended."""
 
     def run(*arguments: str) -> Done:
         code = main(["launch", *arguments])
@@ -93,7 +93,7 @@ def launch(capsys: pytest.CaptureFixture[str]) -> Launch:
 
 @contextmanager
 def launched(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A launch that goes on; killed at the end if it is still there."""
+    """Starts a launcher process; kills the process when the context ends."""
     with subprocess.Popen(
         [*SHARDWELL, "launch", *arguments],
         env={**os.environ, **environment},
@@ -119,7 +119,7 @@ def wait_for_lines(process: subprocess.Popen[str], text: str, count: int) -> Non
 
 def test_each_trainer_gets_its_environment(launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    done = launch(*NOWHERE, "--num-trainers", "2", "--run", "r", write(script, PRINT_PLACE))
+    done = launch(*NOWHERE, "--num-trainers", "2", "--run", "r", write(script, PRINT_ENVIRONMENT))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         f"[trainer-{index}] 127.0.0.1:1 r trainer-{index} 2 1 1 2 3" for index in range(2)
@@ -130,7 +130,7 @@ def test_run_starts_with_fewer_trainers_than_ranks(
     launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    done = launch(*NOWHERE, "--num-trainers", "1", "--dp", "4", write(script, PRINT_PLACE))
+    done = launch(*NOWHERE, "--num-trainers", "1", "--dp", "4", write(script, PRINT_ENVIRONMENT))
     assert done.stdout == "[trainer-0] 127.0.0.1:1 script trainer-0 4 1 1 1 1\n"
 
 
@@ -211,7 +211,7 @@ def test_second_ctrl_c_kills_trainers_that_ignore_the_first(script: Path) -> Non
 
 
 def test_killed_launch_leaves_no_processes(script: Path, tmp_path: Path) -> None:
-    # It cannot remove its temporary files either.
+    # A killed launcher cannot remove its temporary files.
     with launched("--num-shards", "1", write(script, STUBBORN), TMPDIR=str(tmp_path)) as process:
         wait_for_lines(process, "waiting", 2)
         below = descendants(process.pid)

@@ -1,4 +1,4 @@
-"""``LocalCluster``: real processes that come up together, can be hurt, and never outlive their owner."""
+"""``LocalCluster``: real processes that start together, can be killed, and end with their owner."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_stop_ends_all_processes_and_removes_temporary_files() -> None:
 
 
 def test_servers_end_when_their_owner_is_killed(tmp_path: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # which the owner cannot tidy up
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed owner cannot remove its files
     with subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     ) as owner:
@@ -122,7 +122,7 @@ def test_servers_of_a_cluster_share_the_memory_of_the_machine(cluster: shardwell
 
 
 def shm_folder_of(server: psutil.Process) -> Path:
-    """Where a shard server keeps files that trainers map: it holds the lock in it."""
+    """Returns the folder of the files that trainers map. The shard server holds the folder's lock."""
     descriptors = (os.readlink(path) for path in Path(f"/proc/{server.pid}/fd").iterdir() if path.is_symlink())
     (lock,) = [Path(target) for target in descriptors if target.startswith("/dev/shm/") and target.endswith("/lock")]
     return lock.parent

@@ -1,4 +1,4 @@
-"""What a training loop may leave out, repeat or break off, and what it is told then."""
+"""Training loops that skip, repeat or abandon steps, and the errors they get."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shard(session: shardwell.Session) -> tuple[Any, shardwell.optim.SGD]:
 
 
 def after(*numbers: int) -> dict[str, torch.Tensor]:
-    """Weights of plain PyTorch after a step on each of these batches."""
+    """Returns the weights of plain PyTorch after a step on each of these batches."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
     for number in numbers:
@@ -112,7 +112,7 @@ def test_zero_grad_allows_a_step_without_gradients(session: shardwell.Session) -
         if step.number == 1:
             optimizer.zero_grad()
         else:
-            assert list(step.batches(lambda step, rank: step)) == [2], "a batch that the loop passes over"
+            assert list(step.batches(lambda step, rank: step)) == [2], "the loop ignores this batch"
         optimizer.step()
     assert session.step == 3
     assert_weights(model, after())
@@ -129,7 +129,7 @@ def test_loop_body_declares_the_number_of_optimizer_steps(session: shardwell.Ses
         optimizer.zero_grad()
     seen: list[tuple[int, int]] = []
     for step in session.steps(3, optimizer_steps=2):
-        # The loop begins with the iteration that has a step left: its first step is committed already.
+        # The loop starts with the iteration whose first step is committed and whose second is not.
         for _ in range(2):
             for number in step.batches(lambda step, rank: step):
                 seen.append((session.step, number))

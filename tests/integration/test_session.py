@@ -1,4 +1,4 @@
-"""What a training loop may do with a session, against real servers and plain PyTorch."""
+"""Training loops on a session with real servers, compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_failed_backward_contributes_nothing_to_the_step(join: Callable[..., sha
         if step == 2:
             with pytest.raises(RuntimeError, match="boom"):
                 (exploding_loss(model, inputs(9, 9)) * 100).backward()
-            assert session.stats()["push_count"] > 3 * step, "the last layers were pushed before it failed"
+            assert session.stats()["push_count"] > 3 * step, "the last layers were pushed before the failure"
             optimizer.zero_grad()
         loss_of(model, inputs(step, 0)).backward()
         optimizer.step()
@@ -218,7 +218,7 @@ def test_parameter_groups_with_frozen_and_unused_parameters(join: Callable[..., 
     for step in range(STEPS):
         for net_, optimizer_ in ((plain, plain_optimizer), (model, optimizer)):
             first = net_[1](net_[0](inputs(step, 0)))
-            # Every other step uses the first layers only: the rest has no gradient and must not advance.
+            # Every other step uses the first layers only. The other layers have no gradient and are not updated.
             loss = first.square().mean() if step % 2 else net_[4](net_[3](net_[2](first))).square().mean()
             loss.backward()
             optimizer_.param_groups[0]["lr"] = 0.1 / (step + 1)
@@ -269,7 +269,7 @@ def test_batch_norm_statistics_come_from_rank_0(join: Callable[..., shardwell.Se
         optimizer.step()
     for step in range(STEPS):
         loss_of(plain, inputs(step, 0))
-        # Rank 1 starts from the committed statistics and leaves nothing behind.
+        # Rank 1 starts with the committed statistics, and its changes are undone.
         kept = {name: buffer.clone() for name, buffer in plain.named_buffers()}
         sums: dict[str, torch.Tensor] = {}
         for dp_rank in range(2):
@@ -314,7 +314,7 @@ def test_run_resumes_with_the_state_of_its_scheduler(join: Callable[..., shardwe
     again = join("resumed-run")
     assert again.step == 2
     model, scheduler, norms = train_tracked(again, 5)
-    assert norms == {step: expected_norms[step] for step in range(1, 5)}, "step 1 is gone through again"
+    assert norms == {step: expected_norms[step] for step in range(1, 5)}, "step 1 is repeated"
     assert scheduler.last_epoch == 5
     assert sha256(shardwell.full_state_dict(model)) == expected
 

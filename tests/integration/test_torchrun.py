@@ -1,4 +1,4 @@
-"""A training script under the real ``torchrun``: its ranks train one model on a cluster that they share."""
+"""A training script under the real ``torchrun``: its ranks share a cluster and train one model."""
 
 from __future__ import annotations
 

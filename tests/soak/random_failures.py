@@ -1,11 +1,11 @@
 """Trains under random failures and compares the final weights with plain PyTorch's, bit for bit.
 
 ``python -m tests.soak.random_failures --minutes 10 --seed 1`` repeats rounds until the time is over. A round is one run
-of dp=2 with three trainers (one is a spare) on a coordinator and two shard servers. Every second or two it draws one
+of dp=2 with three trainers (one is a spare) on a coordinator and two shard servers. Every second or two it injects one
 fault: SIGKILL or SIGSTOP of a trainer, SIGKILL or SIGSTOP of the coordinator, SIGSTOP of a shard server, or (as root,
-where iptables is there) dropped packets between one trainer and one shard server. Trainers that end are started again.
-A round fails if the final weights differ, or if no step is committed for 90 seconds. The seed decides which faults are
-drawn and when, but a fault meets the run at a different instruction each time.
+if iptables is installed) dropped packets between one trainer and one shard server. Trainers that end are restarted.
+A round fails if the final weights differ, or if no step is committed for 90 seconds. The seed determines the faults and
+their times, but not the instruction at which a fault hits the run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOST_LASTING = 2
 
 
 class Trainers:
-    """The trainers' processes; each is started again when it has ended."""
+    """The trainer processes. A trainer that has ended is restarted."""
 
     def __init__(self, address: str, folder: Path, *arguments: object) -> None:
         self._address, self._folder, self._arguments = address, folder, tuple(map(str, arguments))
@@ -51,7 +51,7 @@ class Trainers:
         self.start_missing()
 
     def start_missing(self) -> int:
-        """Starts every trainer that does not run; returns how many it started."""
+        """Starts every trainer that does not run; returns the number of started trainers."""
         missing = [name for name in TRAINERS if name not in self.processes or self.processes[name].poll() is not None]
         for name in missing:
             self.processes[name] = self._start(name)
@@ -72,7 +72,7 @@ class Trainers:
         return self._folder / f"{name}.log"
 
     def finish(self) -> set[str]:
-        """Waits for the trainers' ends; returns the hashes that they printed."""
+        """Waits for the end of all trainers; returns the printed hashes."""
         deadline = time.monotonic() + STALLED_AFTER_S
         for process in self.processes.values():
             with suppress(subprocess.TimeoutExpired):
@@ -87,7 +87,7 @@ class Trainers:
 
 
 class Faults:
-    """Draws faults and takes them back when their time is over."""
+    """Injects random faults and ends each after its duration."""
 
     def __init__(self, cluster: shardwell.LocalCluster, trainers: Trainers, rng: random.Random) -> None:
         self._cluster, self._trainers, self._rng = cluster, trainers, rng
@@ -105,7 +105,7 @@ class Faults:
             self._kinds["cut connection"] = self._cut
 
     def draw(self) -> None:
-        """One fault more, of a kind drawn at random, unless enough last already."""
+        """Injects another random fault, unless enough faults are active."""
         if len(self._lasting) >= MOST_LASTING:
             return
         kind = self._rng.choice(list(self._kinds))
@@ -113,7 +113,7 @@ class Faults:
         self.counts[kind] += 1
 
     def end(self, *, now: float) -> None:
-        """Takes back the faults whose time is over."""
+        """Ends the faults whose duration is over."""
         over = [undo for until, undo in self._lasting if until <= now]
         self._lasting = [(until, undo) for until, undo in self._lasting if until > now]
         for undo in over:
@@ -148,7 +148,7 @@ class Faults:
             os.kill(pid, signal.SIGCONT)
 
     def _cut(self) -> None:
-        """Drops what one trainer sends to one shard server on the connections that it has now."""
+        """Drops the packets that one trainer sends to one shard server on its open connections."""
         server = self._rng.choice(self._cluster.shards).pid
         with suppress(psutil.Error):
             ports = {at.laddr.port for at in psutil.Process(server).net_connections("tcp") if at.status == "LISTEN"}
@@ -174,7 +174,7 @@ def _remove(rules: list[list[str]]) -> None:
 
 
 def committed_steps(cluster: shardwell.LocalCluster, former: int) -> int:
-    """Committed steps of the run, or ``former`` if the coordinator does not say."""
+    """Returns the run's committed steps, or ``former`` if the coordinator does not answer."""
     client = CoordinatorClient(cluster.address)
     try:
         request: Any = coordinator_pb2.DescribeRunRequest(run=RUN)
@@ -188,7 +188,7 @@ def committed_steps(cluster: shardwell.LocalCluster, former: int) -> int:
 def train_under_faults(
     cluster: shardwell.LocalCluster, trainers: Trainers, faults: Faults, rng: random.Random, *, steps: int
 ) -> bool:
-    """Draws faults until all steps are committed; False if none was for ``STALLED_AFTER_S``."""
+    """Injects faults until all steps are committed. False if no step was committed for ``STALLED_AFTER_S``."""
     committed, moved_s = 0, time.monotonic()
     while committed < steps:
         time.sleep(rng.uniform(1.0, 4.0))
@@ -207,17 +207,17 @@ def train_under_faults(
 
 @contextmanager
 def round_folder(keep: Path, name: str) -> Iterator[Path]:
-    """A folder for logs, removed unless the round fails."""
+    """Yields a folder for logs. Removes the folder unless the round fails."""
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=keep))
     yield folder
     shutil.rmtree(folder)
 
 
 def run_round(number: int, rng: random.Random, logs: Path, *, steps: int, expected: str) -> None:
-    """One run under random faults.
+    """Trains one run under random faults.
 
     Raises:
-        AssertionError: The weights differ, or the run stalled. The logs stay.
+        AssertionError: The weights differ, or the run stalled. The logs are kept.
     """
     transports = rng.choice(TRANSPORTS)
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""A trainer of a model whose buffers change, as a process of its own; prints its state's hash as one JSON line.
+"""A trainer process with a model whose buffers change. Prints a hash of the final state as one JSON line.
 
 ``python -m tests.support.buffer_trainer --address A --run R --dp 2 --rank 0 --steps 4 [--kill POINT --kill-step K]``
 """
@@ -23,7 +23,7 @@ KILL_POINTS = ("in item", "item ended", "work finished", "committed")
 
 
 class Net(nn.Module):
-    """BatchNorm, a queue that changes in every forward, and a constant that is drawn."""
+    """A model with BatchNorm, a queue that changes in every forward, and a random constant."""
 
     def __init__(self, queue_rows: int = 64, constants_seed: int = 0) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Net(nn.Module):
             self.queue.copy_(self.queue.roll(len(batch), 0))
             self.queue[: len(batch)] = hidden
             self.calls += 1
-            self.unknown.data.neg_()  # the version counter does not tell
+            self.unknown.data.neg_()  # not counted by the version counter
         result: torch.Tensor = self.last(hidden).square().mean()
         return result
 
@@ -59,7 +59,7 @@ def state_hash(state: Mapping[str, torch.Tensor]) -> str:
 
 
 def plain_state(dp: int, steps: int, *, queue_rows: int = 64, write: bool = False) -> Mapping[str, torch.Tensor]:
-    """What plain PyTorch ends with: ranks one after another from the same buffers, of which rank 0's stay."""
+    """Returns the final state of plain PyTorch: ranks start from the same buffers, and rank 0's are kept."""
     model = Net(queue_rows)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, fused=True)
     for step in range(steps):
@@ -116,7 +116,7 @@ def train(
 
 
 def die_at(session: shardwell.Session, point: str, kill_step: int) -> None:
-    """Has this process end at a point of a step."""
+    """Kills this process at a point of a step."""
     end = session.in_flight._committer
 
     def dying(action: Callable[..., Any], *, before: bool) -> Callable[..., Any]:

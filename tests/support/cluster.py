@@ -1,4 +1,4 @@
-"""Small runs on a cluster, and waiting for processes, for tests of what people touch."""
+"""Small runs on a cluster, options of ``join``, and waiting for processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import shardwell
 
 
 def join_options(**options: Any) -> dict[str, Any]:
-    """Arguments of ``shardwell.join`` from a flat set of options; options that are None are left out."""
+    """Returns the arguments of ``shardwell.join`` for options by field name. None stands for an option not given."""
     given = {name: value for name, value in options.items() if value is not None}
     groups = {"transfers": shardwell.TransferOptions, "waits": shardwell.WaitOptions}
     for name, group in groups.items():
@@ -27,14 +27,14 @@ def join_options(**options: Any) -> dict[str, Any]:
 
 
 def build_model() -> nn.Sequential:
-    """Two units' worth of parameters, with an odd size."""
+    """Returns a model of two units with odd sizes."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(17, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
 @contextmanager
 def small_run(address: str, run: str, *, steps: int = 2) -> Iterator[shardwell.Session]:
-    """A run of one trainer that has committed some steps and is still there."""
+    """Yields the session of a run's only trainer after some commits."""
     with shardwell.join(address, run=run, trainer="tester", host="here") as session:
         model = build_model()
         shardwell.fully_shard(model[0], session, name="first")
@@ -48,7 +48,7 @@ def small_run(address: str, run: str, *, steps: int = 2) -> Iterator[shardwell.S
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 20.0) -> None:
-    """Polls until ``condition()``; fails with ``what`` after the deadline."""
+    """Polls until ``condition()`` is true; fails with ``what`` after the deadline."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
@@ -56,12 +56,12 @@ def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 2
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """All processes below one."""
+    """Returns all descendants of a process."""
     return psutil.Process(pid).children(recursive=True)
 
 
 def wait_gone(processes: list[psutil.Process], *, timeout_s: float = 20.0) -> None:
-    """Fails if one of the processes is still there after the deadline."""
+    """Fails if one of the processes still exists after the deadline."""
     wait_until(
         lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes),
         f"end of {processes}",

@@ -1,7 +1,7 @@
-"""``grpcurl``: the real one where it is installed, else its work done from server reflection alone.
+"""``grpcurl``: the installed program, or a stand-in in Python.
 
-The stand-in knows nothing of Shardwell's stubs: like grpcurl it asks the server for its services and
-descriptors, takes JSON and gives JSON.
+The stand-in does not use Shardwell's stubs. Like grpcurl, it reads services and descriptors by server reflection, and
+takes and prints JSON.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ TIMEOUT_S = 20.0
 
 
 class Grpcurl(Protocol):
-    """What the tests do with grpcurl, at one address."""
+    """The calls of grpcurl that the tests use, at one address."""
 
     def list(self) -> list[str]:
-        """``grpcurl ADDRESS list``: the services."""
+        """Returns the services: ``grpcurl ADDRESS list``."""
         ...
 
     def describe(self, service: str) -> list[str]:
-        """``grpcurl ADDRESS describe SERVICE``: its rpcs."""
+        """Returns the rpcs of a service: ``grpcurl ADDRESS describe SERVICE``."""
         ...
 
     def call(self, method: str, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """``grpcurl -d REQUEST ADDRESS SERVICE/RPC``: the responses, fields named as in the proto files.
+        """Returns the responses of ``grpcurl -d REQUEST ADDRESS SERVICE/RPC``, with proto field names.
 
         Raises:
             GrpcurlError: The status is not OK.
@@ -44,16 +44,16 @@ class Grpcurl(Protocol):
 
 
 class GrpcurlError(Exception):
-    """The call ended with a status that is not OK; its name and message are in the text."""
+    """The call failed. The text has the status and its message."""
 
 
 def at(address: str) -> Grpcurl:
-    """The real grpcurl if it is on PATH, else the stand-in."""
+    """Returns the real grpcurl if it is on PATH, else the Python stand-in."""
     return RealGrpcurl(address) if shutil.which("grpcurl") else ReflectionClient(address)
 
 
 class RealGrpcurl:
-    """Runs the program."""
+    """Runs the real program."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -85,12 +85,12 @@ class RealGrpcurl:
 
 
 def _snake_case(name: str) -> str:
-    """Which of the two spellings grpcurl prints depends on the server's descriptors."""
+    """Converts a name to snake case. grpcurl prints JSON names or proto names, depending on the descriptors."""
     return re.sub(r"(?<=[a-z])[A-Z]", lambda letter: f"_{letter[0].lower()}", name)
 
 
 class ReflectionClient:
-    """Does the same in Python."""
+    """Imitates grpcurl in Python."""
 
     def __init__(self, address: str) -> None:
         self._address = address

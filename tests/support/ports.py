@@ -1,4 +1,4 @@
-"""Ports that a test has to name before a server listens there."""
+"""Ports that a test names before a server listens on them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 
 @contextmanager
 def reserved_ports(count: int = 1) -> Iterator[int]:
-    """The first of some ports in a row on 127.0.0.1 that meanwhile go only to who asks for them by number.
+    """Yields the first of ``count`` consecutive ports on 127.0.0.1, which no other process gets by asking for any port.
 
-    A socket that is bound and does not listen keeps a port from those who ask for any, and leaves it to a server,
-    since both allow the address to be used again.
+    A bound socket that does not listen reserves a port. A server can still listen on the port by its number, because
+    both sockets set SO_REUSEADDR.
     """
     for _ in range(100):
         with ExitStack() as stack:

@@ -1,10 +1,10 @@
-"""A trainer as a process of its own, for tests: prints one JSON line per step and a hash at the end.
+"""A trainer process for tests. Prints one JSON line per step and a hash at the end.
 
 ``python -m tests.support.trainer --address A --run R --dp 2 --steps 10 [--kill-at-step K | --stop-at-step K]``
 
-With ``--client-side NAME`` the optimizer is torch's of that name, on the trainers; ``flat_adam`` is the function of
-``tests.support.flat_updates``. With ``--kill-in-update K`` the process ends in mid-update of step K, with ``--after N``
-once N parts of partitions are updated: others are read ahead then, and some of them staged.
+``--client-side NAME`` selects torch's optimizer of that name on the trainers, or ``flat_adam`` of
+``tests.support.flat_updates``. ``--kill-in-update K`` kills the process during the update of step K, with ``--after N``
+after N segments of partitions are updated, while other segments are read ahead and staged.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tests.support.reference import ADAMW, sha256
 
 
 def adamw(parameters: Iterable[torch.nn.Parameter]) -> shardwell.optim.ShardedOptimizer:
-    """What is trained with unless something else is asked for."""
+    """The default optimizer."""
     return shardwell.optim.AdamW(parameters, **ADAMW)
 
 
 def client_side(
     name: str, kill_in_update: int | None, after: int
 ) -> Callable[[Iterable[torch.nn.Parameter]], shardwell.optim.ShardedOptimizer]:
-    """torch's optimizer of that name, or the flat function, on the trainers."""
+    """Returns a client-side optimizer: torch's optimizer of that name, or the flat function."""
     flat = name == flat_adam.__name__
     base: Any = shardwell.FlatClientSide if flat else shardwell.ClientSide
 
@@ -63,7 +63,7 @@ def train(
 ) -> Any:
     """Trains the transformer; returns (losses by step and rank, final state).
 
-    In mid-backward of ``signal_at_step`` this process sends itself the signal ``number``.
+    During the backward of ``signal_at_step`` the process sends the signal ``number`` to itself.
     """
     model = transformer.build()
     for block in model.blocks:

@@ -1,4 +1,4 @@
-"""What join is told: the environment, and explicit arguments over it."""
+"""Options of ``join``: defaults, environment variables, torchrun and arguments, in rising precedence."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""Seeds and batches are functions of (run seed, step, dp_rank) alone."""
+"""Seeds and batches depend on (run seed, step, dp_rank) only."""
 
 import pytest
 

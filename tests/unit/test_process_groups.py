@@ -1,4 +1,4 @@
-"""How trainers of a node come to be a group, or go on without one."""
+"""Forming a node group, and training without one after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users import and what they read: pinned names, docstrings, and a comment on every field."""
+"""The public surface: pinned names with docstrings, and a comment on every proto field."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_public_names_are_unchanged() -> None:
 
 
 def is_imported(module: str, after: str) -> bool:
-    """Whether a new interpreter has imported ``module`` after it ran a program."""
+    """Returns whether a new interpreter has imported ``module`` after it ran a program."""
     program = f"{after}\nimport sys; print({module!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     return done.stdout.splitlines()[-1] == "True"
 
 
 def test_importing_all_public_names_does_not_import_the_torch_compiler() -> None:
-    """It takes as long to import as torch itself."""
+    """Importing the compiler takes as long as importing torch."""
     assert is_imported("torch", after="from shardwell import *; join")
     assert not is_imported("torch._dynamo", after="from shardwell import *; join")
 

@@ -1,4 +1,4 @@
-"""Buffers on a trainer: what an item begins with, what is pushed, and what a commit brings."""
+"""Buffers on a trainer: values at the start of an item, pushed values, and values after a commit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwell_wire.v1 import coordinator_pb2
 
 
 class Store:
-    """A run's buffers in this process; several trainers may use it."""
+    """Stores a run's buffers in this process, for one or several trainers."""
 
     def __init__(self) -> None:
         self.layouts: list[UnitLayout] = []
@@ -57,7 +57,7 @@ class Store:
                 target.view(-1).view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def commit(self, item: WorkItemState) -> coordinator_pb2.RunState:
-        """What rank 0's item pushed is the run's; returns its state."""
+        """Commits the values that rank 0's item pushed; returns the run's state."""
         self.version += 1
         for (unit, index), data in self.pushed.items():
             self.values[unit, index] = data
@@ -125,7 +125,7 @@ def test_rank_0_sets_the_buffers_and_every_item_starts_with_the_same_values() ->
         both.module(torch.randn(8, 3))
 
     both.compute(item(1), second)
-    assert torch.equal(seen[0], torch.zeros(4)), "rank 1 begins with the committed values"
+    assert torch.equal(seen[0], torch.zeros(4)), "rank 1 starts with the committed values"
     assert [store.layouts[0].parameters[index].name for _, index in store.pushed] == [
         "unit.1.running_mean",
         "unit.1.running_var",
@@ -136,7 +136,7 @@ def test_rank_0_sets_the_buffers_and_every_item_starts_with_the_same_values() ->
     both.commit(store.commit(first))
     assert torch.equal(norm.running_mean, after_rank_0)
     assert norm.num_batches_tracked == 1
-    assert not store.reads, "who has pushed them need not read them"
+    assert not store.reads, "the trainer that pushed the values does not read them"
 
 
 def test_joining_trainers_load_the_buffers_and_later_read_the_changed_ones() -> None:
@@ -212,7 +212,7 @@ def test_writes_between_steps_are_kept() -> None:
     one, other = Trainer(store, normalised()), Trainer(store, normalised())
     for step in range(3):
         for trainer in (one, other):
-            trainer.module.constant.data.fill_(step)  # the version counter does not tell
+            trainer.module.constant.data.fill_(step)  # not counted by the version counter
         reports = [trainer.compute(item(rank), lambda: None).written for rank, trainer in enumerate([one, other])]
         assert reports[0] == reports[1]
         assert [buffer.buffer_index for buffer in reports[0]] == [0]
@@ -257,11 +257,11 @@ def test_spare_that_has_fallen_behind_reads_buffers_when_it_gets_work() -> None:
     one, spare = Trainer(store, normalised()), Trainer(store, normalised(1))
     state = store.commit(one.compute(item(0), lambda: one.module(torch.randn(8, 3))))
     one.commit(state)
-    store.version = 2  # it has gone on meanwhile
+    store.version = 2  # other trainers have committed another step
     spare.buffers.commit(state, 0, 1, has_work=False)
     with pytest.raises(VersionGoneError):
         spare.buffers.start_item(1, item(1))
-    spare.module.constant.fill_(1.0)  # as the script does in every step
+    spare.module.constant.fill_(1.0)  # the script does so in every step
     spare.buffers.start_item(2, item(1))
     assert [buffer.buffer_index for buffer in spare.buffers.written()] == [0]
     one.module.constant.fill_(1.0)
@@ -269,7 +269,7 @@ def test_spare_that_has_fallen_behind_reads_buffers_when_it_gets_work() -> None:
 
 
 class Odd(nn.Module):
-    """All kinds of buffers."""
+    """A module with all kinds of buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ def test_all_kinds_of_buffers_are_stored() -> None:
         model = one.module
         model.scalar += 1
         model.strided[1, 1] = float("nan")
-        model.unknown[1] = 0.0  # equal to what was there, but for the sign
+        model.unknown[1] = 0.0  # equal to -0.0, but with other bytes
         model.flags.logical_not_()
         model.brief *= 2
         model.wave *= 1j
@@ -307,13 +307,13 @@ def test_all_kinds_of_buffers_are_stored() -> None:
     store.reads.clear()
     one.commit(state)
     other.commit(state)
-    assert other.module.cache.tolist() == [0.0, 0.0], "what is not persistent is each trainer's own"
+    assert other.module.cache.tolist() == [0.0, 0.0], "buffers that are not persistent are not shared"
     one.module.cache.zero_()
     assert state_of(other.module) == state_of(one.module)
     assert other.module.also_scalar is other.module.scalar
     assert [len(read) for read in store.reads] == [6], "all but the empty one"
     quiet = one.compute(item(0), lambda: None)
-    assert not store.pushed, "NaN is equal to itself"
+    assert not store.pushed, "NaN has the same bytes as before"
     one.commit(store.commit(quiet))
 
 

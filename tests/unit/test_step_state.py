@@ -1,9 +1,11 @@
-"""Which work item a gradient belongs to, in a loop over batches and in a plain loop."""
+"""The state of the step: its phases, and the work item to which a gradient belongs."""
 
 import pytest
 
-from shardwell.session.step_state import StepState
+from shardwell.session.step_commit import StepUpdate
+from shardwell.session.step_state import FinishedStep, StepPhase, StepState
 from shardwell_wire.errors import UsageError
+from shardwell_wire.v1 import common_pb2
 from shardwell_wire.v1.coordinator_pb2 import WorkItem
 
 
@@ -18,6 +20,44 @@ def test_plain_loop_has_one_current_item_until_it_is_finished() -> None:
     assert state.unfinished == []
     with pytest.raises(UsageError, match="after the work of step 3 was finished"):
         state.require_current()
+
+
+def test_phases_lead_to_the_next_step() -> None:
+    state, update = StepState(3, items(1)), StepUpdate(common_pb2.OptimizerStep())
+    state.require_current().record_push(5, [0, 2])
+    state.finish_item()
+    assert state.phase is StepPhase.COMPUTING, "other trainers may have unfinished items"
+    state.finish_work()
+    assert state.phase is StepPhase.WORK_FINISHED
+    state.start_commit(update)
+    assert (state.phase, state.pending_update) == (StepPhase.COMMITTING, update)
+    finished = state.advance(4, items(0, 1))
+    assert finished == FinishedStep(frozenset({1}), frozenset({5}))
+    assert (state.number, state.phase, state.pending_update) == (4, StepPhase.COMPUTING, None)
+    assert sorted(state.items) == [0, 1] and not state.items[1].finished
+
+
+def test_restarted_item_and_abandoned_commit_return_to_the_earlier_phase() -> None:
+    state = StepState(0, items(0))
+    item = state.require_current()
+    item.record_push(5, [1])
+    state.finish_item()
+    state.finish_work()
+    state.start_commit(StepUpdate(common_pb2.OptimizerStep()))
+    state.abandon_commit()
+    assert state.phase is StepPhase.WORK_FINISHED
+    state.restart_item(item, WorkItem(global_rank=0, epoch=7, attempt=1))
+    assert state.phase is StepPhase.COMPUTING
+    assert (item.item.attempt, item.parts, item.pushed) == (1, {}, {})
+
+
+def test_dropped_gradients_are_reported_by_the_next_push() -> None:
+    state = StepState(0, items(0))
+    item = state.require_current()
+    assert item.record_push(5, [0, 1]) == (0, [])
+    state.drop(5, [1])
+    assert item.record_push(5, [2]) == (1, [1])
+    assert item.pushed == {5: {0, 2}}
 
 
 def test_plain_loop_with_several_ranks_is_rejected() -> None:

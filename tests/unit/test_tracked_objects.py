@@ -1,4 +1,4 @@
-"""Tracked objects: what is stored with a commit, and what a joining trainer gets back."""
+"""Tracked objects: the state that a commit stores and a joining trainer restores."""
 
 from typing import Any
 
