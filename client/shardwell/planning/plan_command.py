@@ -103,7 +103,7 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--checkpoint-activations",
         action=argparse.BooleanOptionalAction,
-        help="recompute units in the backward; checkpoints that the example call makes itself are always counted",
+        help="recompute units in the backward; what the example call itself checkpoints is never counted as saved",
     )
     group.add_argument(
         "--offload-to",
