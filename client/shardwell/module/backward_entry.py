@@ -180,7 +180,7 @@ def _freed(unit: str | None, parameter: str | None) -> FreedParameterError:
         else f"parameter {parameter!r}, whose unit {unit!r} is freed"
     )
     return FreedParameterError(
-        f"backward needs {weights}: a tensor was computed from the weights that is not a result of the unit's forward. "
+        f"backward needs {weights}. A tensor that is not a result of the unit's forward was computed from the weights. "
         + _ADVICE,
         unit=unit,
         parameter=parameter,

@@ -257,8 +257,9 @@ def _not_static(unit: GradientUnit, changed: frozenset[int], used: frozenset[int
         for index in sorted(changed)
     )
     return UsageError(
-        f"unit {unit.name!r} was declared with ReplicaOptions(static_graph=True), but unlike in the first work item "
-        f"{changes}. Call optimizer.zero_grad() to drop this work item's gradients, or leave static_graph out",
+        f"unit {unit.name!r} was declared with ReplicaOptions(static_graph=True), but its gradients differ from those "
+        f"of the first work item: {changes}. Call optimizer.zero_grad() to drop this work item's gradients, or leave "
+        "static_graph out",
         unit=unit.name,
     )
 

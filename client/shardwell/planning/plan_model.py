@@ -172,7 +172,9 @@ def _from_callable(target: str, sizes: Mapping[str, int]) -> _Made:
         made = function(**keywords)
     model, *call = made if isinstance(made, tuple) and made else (made,)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{target!r} returned {type(model).__name__}, expected a module, or it and its arguments")
+        raise UsageError(
+            f"{target!r} returned {type(model).__name__}, expected a module, or a tuple of a module and its arguments"
+        )
     return model, *_split_call(call)
 
 
