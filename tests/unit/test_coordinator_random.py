@@ -21,7 +21,7 @@ NAMES = ("a", "b", "c", "d")
 RANKS = 3
 
 
-class Player:
+class TrainerProcess:
     """A trainer process that makes one RPC at a time, and may die between any two RPCs."""
 
     def __init__(self, cluster: Harness, trainer: Trainer) -> None:
@@ -34,7 +34,7 @@ class Player:
             response = await self.trainer.finish(self.step, wait_s=0.02)
             self.all_finished = response.all_finished
         elif chance.random() < 0.1 and self.trainer.items:
-            await self.begin_anew(chance.choice(sorted(self.trainer.items)))
+            await self.reset(chance.choice(sorted(self.trainer.items)))
         else:
             response = await self.trainer.commit(self.step, wait_s=0.02)
             if response.committed:
@@ -43,75 +43,75 @@ class Player:
                 # An item was reset and lost after the other items were finished: one of the others must compute it.
                 self.all_finished = False
 
-    async def begin_anew(self, rank: int) -> None:
+    async def reset(self, rank: int) -> None:
         self.all_finished = False
         await self.trainer.reset(self.step, rank, request_id=str(random.random()))
 
 
-class Story:
+class History:
     """A random history of one run."""
 
     def __init__(self, cluster: Harness, seed: int) -> None:
         self.cluster, self.chance = cluster, random.Random(seed)
-        self.players: dict[str, Player] = {}
+        self.processes: dict[str, TrainerProcess] = {}
         self.epochs: dict[tuple[str, int], set[int]] = {}
 
     async def begin(self) -> None:
         trainers = await self.cluster.team(*NAMES[:RANKS])
         await self.cluster.publish_unit(trainers)
-        self.players = {trainer.name: Player(self.cluster, trainer) for trainer in trainers}
+        self.processes = {trainer.name: TrainerProcess(self.cluster, trainer) for trainer in trainers}
 
-    async def happen(self) -> None:
+    async def execute_event(self) -> None:
         """Executes one random event: mostly the next RPC of a trainer."""
         what = self.chance.random()
         if what < 0.03:
             await self.cluster.restart()
-        elif what < 0.07 and len(self.players) > 1:
-            del self.players[self.chance.choice(sorted(self.players))]
+        elif what < 0.07 and len(self.processes) > 1:
+            del self.processes[self.chance.choice(sorted(self.processes))]
         elif what < 0.12:
-            await self.cluster.pass_time(12, *(player.trainer for player in self.players.values()))
+            await self.cluster.pass_time(12, *(process.trainer for process in self.processes.values()))
         elif what < 0.17:
-            await self.come_back(self.chance.choice(NAMES))
+            await self.join_again(self.chance.choice(NAMES))
         elif what < 0.22:
-            self.flake(self.chance.choice(sorted(self.cluster.shards)))
-        elif self.players:
-            await self.go_on(self.chance.choice(sorted(self.players)))
+            self.fail_for_a_while(self.chance.choice(sorted(self.cluster.shards)))
+        elif self.processes:
+            await self.advance(self.chance.choice(sorted(self.processes)))
 
-    async def go_on(self, name: str) -> None:
-        player = self.players[name]
+    async def advance(self, name: str) -> None:
+        process = self.processes[name]
         try:
-            await player.act(self.chance)
+            await process.act(self.chance)
         except UnavailableError:
             return
         except VersionGoneError:
             # The reset came too late: the step is committed with the former attempt.
-            player.all_finished = True
+            process.all_finished = True
         except StepStateError as error:
             assert "has not finished" in str(error)
-            player.all_finished = False
+            process.all_finished = False
 
-    async def come_back(self, name: str) -> None:
-        if name in self.players:
+    async def join_again(self, name: str) -> None:
+        if name in self.processes:
             return
         try:
             joined = await self.cluster.try_join(name, wait_s=0.02, config=self.config)
         except DuplicateError:
             return
         if joined.started:
-            self.players[name] = Player(self.cluster, Trainer(self.cluster, joined, "r"))
+            self.processes[name] = TrainerProcess(self.cluster, Trainer(self.cluster, joined, "r"))
 
     @property
     def config(self) -> Any:
         return self.cluster.state.runs["r"].settings.to_proto()
 
-    def flake(self, name: str) -> None:
+    def fail_for_a_while(self, name: str) -> None:
         left = self.chance.randint(1, 3)
 
         def fail(rpc_name: str, request: Any) -> None:
             nonlocal left
             left -= 1
             if left >= 0:
-                raise UnavailableError("fake: flaked")
+                raise UnavailableError("fake: temporary failure")
 
         self.cluster.shards[name].fail = fail
 
@@ -130,23 +130,23 @@ class Story:
 def test_random_history_commits_every_step_once(tmp_path: Path, seed: int) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
-            story = Story(cluster, seed)
-            await story.begin()
+            history = History(cluster, seed)
+            await history.begin()
             for _ in range(120):
-                await story.happen()
-                story.check()
+                await history.execute_event()
+                history.check()
             # Without further failures the run must make progress.
-            await cluster.pass_time(12, *(player.trainer for player in story.players.values()))
+            await cluster.pass_time(12, *(process.trainer for process in history.processes.values()))
             target = cluster.state.runs["r"].committed_step + 3
             for _ in range(400):
                 if cluster.state.runs["r"].committed_step >= target:
                     break
-                for name in list(story.players):
-                    await story.go_on(name)
+                for name in list(history.processes):
+                    await history.advance(name)
             stall = await cluster.call("ExplainStall", run="r")
             assert cluster.state.runs["r"].committed_step >= target, stall
             await cluster.settle()
-            story.check()
+            history.check()
 
     run_async(scenario())
 
@@ -154,15 +154,15 @@ def test_random_history_commits_every_step_once(tmp_path: Path, seed: int) -> No
 def test_stale_trainer_stays_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
-            story = Story(cluster, 0)
-            await story.begin()
-            ghost, run = story.players.pop("a"), cluster.state.runs["r"]
-            await cluster.pass_time(12, *(player.trainer for player in story.players.values()))
+            history = History(cluster, 0)
+            await history.begin()
+            stale, run = history.processes.pop("a"), cluster.state.runs["r"]
+            await cluster.pass_time(12, *(process.trainer for process in history.processes.values()))
             while run.step is not None and run.step.items[0].trainer == "a":
-                await story.go_on("b")
+                await history.advance("b")
             for _ in range(60):
-                await story.happen()
+                await history.execute_event()
                 with pytest.raises(StaleEpochError):
-                    await ghost.act(story.chance)
+                    await stale.act(history.chance)
 
     run_async(scenario())

@@ -325,6 +325,7 @@ class CoordinatorServicer:
         known = run.members.by_name.get(request.trainer)
         epoch = context.epoch if membership_epoch or known is None else known.epoch
         member = self._coordinator.trainers.require_member(run, request.trainer, epoch)
+        # After the membership check, so that stale trainers cannot fill the log of request ids.
         self._requests.check(context.request_id, _fingerprint(request))
         return run, member
 

@@ -72,8 +72,10 @@ class Committer:
             ShardwellError: Another error of a server. The next call tries again.
         """
         step = run.step
+        # The shared call may have prepared another norm type or a former generation: check again after each call.
         while step is not None and step is run.step and step.all_finished:
             if step.failure is not None:
+                # A new exception for each caller: raising one instance again would extend its traceback every time.
                 raise type(step.failure)(str(step.failure), **step.failure.data)
             if step.prepared is not None and step.prepared.has(norm_type):
                 return step.prepared
@@ -116,7 +118,8 @@ class Committer:
             )
         await run.wait_until_updated()
         if generation != step.generation or step is not run.step:
-            return  # the manifest would name the contributions of a former attempt
+            # An item was reset and is unfinished. The servers would take an incomplete manifest for a complete one.
+            return
         optimizer = _expected_optimizer(run)
 
         def request(server_id: str) -> shard_pb2.PrepareStepRequest:
@@ -133,7 +136,7 @@ class Committer:
             responses = await self._servers.call_all(run.units.servers, "PrepareStep", request)
         except ShardwellError as error:
             if generation != step.generation or step is not run.step:
-                return
+                return  # the error is about a former attempt
             if not isinstance(error, NonFiniteError | IncompleteStepError):
                 raise
             step.record_failure(error)
@@ -190,13 +193,14 @@ class Committer:
         layouts, changed = run.units.layouts, prepared.changed_buffers
         state = next_run_state(run.commits.state, step, proposal.state, changed, layouts)
         try:
-            with run.commits.writing_record():
+            with run.commits.writing_record():  # resets wait until the record is written
                 await self._state.save_commit(run, record, state)
         except ShardwellError as error:
             self._state.events.add(EventKind.STEP_FAILED, f"step {step.number}: {error}", run=run.name)
             raise
         finally:
             run.changed.notify()
+        # No ``await`` here: once ``writing`` is False, no other request may run before the step has advanced.
         run.advance(record, state)
         outcome = "skipped" if step.skipped else f"gradient norm {prepared.grad_norm:.6g}"
         self._state.events.add(EventKind.STEP_COMMITTED, f"step {step.number}: {outcome}", run=run.name)

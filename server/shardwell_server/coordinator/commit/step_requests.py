@@ -73,6 +73,7 @@ class StepRequests:
             response = await poll(run.changed, check, wait_s)
         finally:
             run.members.stop_waiting_for_work(member.name)
+        # The response may reveal new leases and epochs. They must survive a restart, so store them first.
         await self._state.save(run)
         return response or coordinator_pb2.FinishWorkResponse(waiting_for=step.waiting_for())
 
@@ -142,6 +143,7 @@ class StepRequests:
             run.reset_item(item, request.context.request_id)
             message = f"rank {item.global_rank} of step {number}: trainer {member.name!r} starts attempt {item.attempt}"
             self._state.events.add(EventKind.WORK_RESET, message, run=run.name)
+        # Store the attempt before any server sees it: a restarted coordinator must not reuse its number.
         await self._state.save(run)
         await self._trainers.fence(run, [item])
         self._trainers.start_fencing(run)

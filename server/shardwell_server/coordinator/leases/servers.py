@@ -65,6 +65,7 @@ class ServerLeases:
             former = cluster.servers.get(server_id)
             if former is not None and former.may_be_alive and former.incarnation != incarnation:
                 await self._require_ended(former)
+            # Store the server before units can be placed on it: every owner of shards must survive a restart.
             await self._state.storage.save_server(server.to_record())
             cluster.register(server)
         message = f"server {server_id!r} at {address} with {budget_bytes} bytes, epoch {server.epoch}"
@@ -96,6 +97,7 @@ class ServerLeases:
             )
         if server.state is ServerState.LEFT:
             return
+        # Mark the server before storing it, so that no unit is placed on it meanwhile.
         self._state.cluster.deregister(server)
         await self._state.storage.save_server(server.to_record())
         message = f"server {server_id!r} at {server.address} was stopped and left the cluster{self._losses(server)}"
@@ -224,6 +226,7 @@ class ServerLeases:
     async def _forget(self, server: Server) -> None:
         cluster = self._state.cluster
         await self._state.storage.delete_server(server.server_id, cluster.last_epoch)
+        # Another process may have registered under the id while the deletion was stored.
         if cluster.servers.get(server.server_id) is server:
             cluster.forget(server)
 

@@ -238,6 +238,7 @@ class TrainerLeases:
 
     async def _fence_all(self, run: Run) -> None:
         while not run.deleted and run.step is not None and (items := run.step.unfenced):
+            # Store the new epochs before any server sees them: a restarted coordinator must not issue them again.
             await self._state.save_or_retry(run)
             try:
                 await self.fence(run, items)

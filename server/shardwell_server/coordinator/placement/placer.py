@@ -54,6 +54,7 @@ class UnitPlacer:
                 if unit is not None:
                     require_same_layout(unit.layout, layout)
                 await self._wait_for_servers(run, wait_s)
+                # Concurrent declarations of one unit share one placement.
                 placing = run.units.placing.setdefault(layout.unit, SharedCall())
                 try:
                     unit = await placing(lambda: self._place(run, layout))

@@ -53,6 +53,10 @@ class UnsavedChanges:
     saved: int = 0
     saving: SharedCall[None] = field(default_factory=SharedCall)
 
+    def note_made(self) -> None:
+        """Counts a change."""
+        self.made += 1
+
     def note_saved(self, made: int) -> None:
         """Records that the first ``made`` changes are durable."""
         self.saved = made
@@ -121,7 +125,7 @@ class Run:
 
     def touch(self) -> None:
         """Marks the run as changed, so that the next ``save`` stores it."""
-        self.unsaved.made += 1
+        self.unsaved.note_made()
 
     def next_epoch(self) -> int:
         """Returns a new epoch, higher than all former ones."""

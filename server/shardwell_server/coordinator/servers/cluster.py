@@ -184,6 +184,7 @@ class Cluster:
                 state=ServerState.LIVE,
                 unreachable_because="",
             )
+        # If the server cannot be stored, this epoch is skipped. It is never reused.
         self.last_epoch += 1
         return Server(server_id, address, incarnation, self.last_epoch, budget_bytes, self._clock(), process)
 
