@@ -40,7 +40,7 @@ class FlatVector:
 
     Args:
         layout: Position of each parameter.
-        device: Where the memory is.
+        device: The device of the memory.
         memory: Provides and counts the memory.
     """
 

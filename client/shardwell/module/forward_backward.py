@@ -135,7 +135,7 @@ class ForwardBackward:
     def _use(self, unit: Unit, phase: Phase) -> None:
         self.start_gather(unit)
         self._policy.order.observe(unit, phase)
-        self._prefetch(unit, phase)
+        self._prefetch(unit, phase)  # before the wait for this unit, so that the gathers overlap
         unit.unshard()
         if self._max_in_flight:  # the unit's own gather was one of those in flight
             self._prefetch(unit, phase)

@@ -173,6 +173,7 @@ class RunningBackwards:
         if task not in self._by_task:
             keep_freed_memory()
             self._by_task[task] = RunningBackward()
+            # Autograd calls this after the last node of the backward, and never if the backward raises: see `clear`.
             Variable._execution_engine.queue_callback(lambda: self._end(task))
         return self._by_task[task]
 

@@ -28,6 +28,7 @@ def hook_modules(unit: Unit, units: Units) -> None:
     for module in unit.modules:
         before = torch.compiler.disable(hooks.before_forward)  # type: ignore[no-untyped-call]
         after = torch.compiler.disable(hooks.after_forward)  # type: ignore[no-untyped-call]
+        # Prepended, so that the user's own pre-hooks find the parameters gathered. always_call covers exceptions.
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True, always_call=True)
 

@@ -129,7 +129,7 @@ def layout_in(layout: UnitLayout, dtype: torch.dtype) -> UnitLayout:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Returns a value with a cast of the floating-point tensors in its lists, tuples, dicts and dataclasses."""
+    """Casts the floating-point tensors in a value's lists, tuples, dicts and dataclasses."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -182,8 +182,8 @@ class ResidencyPolicy(Generic[UnitT]):
     """Decides when the units of one trainer are gathered, kept and freed.
 
     Attributes:
-        prefetch_bytes: How much may be gathered ahead of its use, beyond the units in use.
-        keep_bytes: How much may stay between its uses in a step.
+        prefetch_bytes: Bytes that may be gathered ahead of their use, beyond the units in use.
+        keep_bytes: Bytes that may stay between two uses in a step.
         backward_prefetch: When the next unit of a backward is gathered.
         order: The order of uses seen so far.
 

@@ -32,7 +32,7 @@ from shardwell_wire.layout import UnitLayout
 class ForwardCall:
     """One call of a unit's forward. Hooks on the autograd nodes that were made during the call refer to this object.
 
-    A group of operations that read the unit's weights outside of every forward has such an object too.
+    A group of operations outside of every forward that read the unit's weights also gets such an object.
 
     Args:
         unit: The unit.
@@ -253,7 +253,7 @@ class Unit(ResidentUnit):
             self._version = self._gather.result()
             self.is_current = True
             self._flat.receive()
-        except Exception:
+        except Exception:  # not KeyboardInterrupt: then the gather continues, and the next use waits for it
             self.free()
             raise
         self._gather = None

@@ -36,9 +36,9 @@ class Units:
 
     Args:
         store: Holds the parameters.
-        prefetch_bytes: How much may be gathered ahead of its use, beyond the units in use. The same amount of memory of
-            freed units is kept for reuse and, unless it is 0, the memory of one larger unit.
-        keep_bytes: How much may stay between its uses in a step.
+        prefetch_bytes: Bytes that may be gathered ahead of their use, beyond the units in use. The same amount of
+            memory of freed units is kept for reuse and, unless the limit is 0, the memory of one larger unit.
+        keep_bytes: Bytes that may stay between two uses in a step.
         max_gathers_in_flight: Limit of gathers that run at once; 0: no limit.
         backward_prefetch: When the next unit of a backward is gathered.
         name_prefix: Prefix of the names of all units and parameters. Distinguishes pipeline stages and tensor-parallel
@@ -292,6 +292,7 @@ class Units:
     def _end_graphs(
         self, written: Sequence[tuple[Unit, str]], leave: Callable[[Unit], None], stale: Iterable[Unit]
     ) -> None:
+        # `written` was computed before: forget_graphs takes new fingerprints of the parameters, which hides writes.
         self._forget_graphs(list(stale))
         self.passes.abort(Unit.free if written else leave)
         self.policy.order.end_forward()

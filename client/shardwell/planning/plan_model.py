@@ -192,7 +192,7 @@ def _split_call(call: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def _locating_errors(action: str) -> Iterator[None]:
-    """Context that adds to an error where the user's code raised it."""
+    """Context that adds the location in the user's code to errors."""
     try:
         yield
     except Exception as error:
