@@ -48,6 +48,7 @@ lint: install check-protos  ## Check formatting, style, types, imports and stubs
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m pytest -q tests/unit/test_structure.py
 
 lint-protos:  ## Check the .proto files with buf (needs npm; not part of lint)
 	@cd protos && npx --yes $(BUF) lint
