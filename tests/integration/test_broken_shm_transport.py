@@ -1,5 +1,4 @@
-"""A transport through shared memory breaks while a gradient lies in its gradient buffer: the step goes on, with the
-same bits."""
+"""Tests of shared-memory sessions that break while a gradient is in a buffer: the step completes with the same bits."""
 
 from __future__ import annotations
 
@@ -69,13 +68,13 @@ class Trainer:
         assert isinstance(shared, ShmTransport)
         return shared
 
-    def break_transport(self) -> None:
-        """As if its connection had been lost; returns when the server knows, and has forgotten the transport."""
+    def break_session(self) -> None:
+        """Simulates a lost connection; returns when the server has closed the session."""
         self.transport._rpc._call.cancel()
         self.server.until(lambda: not self.server.shm._open, "the transport is closed")
 
-    def lay(self, step: int, part: int) -> Callable[[], None]:
-        """Lays a part of the next gradient in a gradient buffer; returns what hands it over."""
+    def prepare(self, step: int, part: int) -> Callable[[], None]:
+        """Writes a part of the next gradient to a buffer; returns a function that pushes it."""
         header = shard_pb2.ReduceScatterHeader(
             context=self.one.context(step, 1, f"{self.one.run}, step {step}, part {part}"),
             unit=self.one.layout.unit,
@@ -101,27 +100,25 @@ def undisturbed(server: ShardServer, layout: UnitLayout, steps: int) -> torch.Te
     with Trainer(server, run="undisturbed", layout=layout) as trainer:
         for step in range(steps):
             for part in range(PARTS):
-                trainer.lay(step, part)()
+                trainer.prepare(step, part)()
             trainer.end(step)
         return trainer.weights(steps)
 
 
 def assert_nothing_is_left(trainer: Trainer) -> None:
-    """No gradient buffer counts against the budget once the transports are closed."""
+    """Checks that no gradient buffer counts against the budget once the sessions are closed."""
     trainer.connection.close()
     server, one = trainer.server, trainer.one
-    server.until(
-        lambda: not server.shm._open, "the transports are closed"
-    )  # an empty gradient buffer has no bytes to wait for
+    server.until(lambda: not server.shm._open, "the transports are closed")  # an empty buffer has no bytes to wait for
     others = sum(shard.size_bytes for run in server.store.runs.values() for shard in run.shards.values())
-    server.until(lambda: server.store.memory._shared_bytes == others, "gradient buffers are given back")
+    server.until(lambda: server.store.memory._shared_bytes == others, "gradient buffers are released")
     assert (server.taken_bytes(), server.staged_bytes()) == (0, 0)
     assert server.look(lambda: one.shard.contribution_quota._free_count) == one.dp
 
 
 @pytest.mark.parametrize("layout", [MIXED, EMPTY], ids=["mixed", "empty"])
 @pytest.mark.parametrize("broken_part", range(PARTS))
-def test_a_gradient_in_a_gradient_buffer_of_a_transport_that_is_gone(
+def test_gradient_of_a_broken_session_is_pushed_over_the_next(
     server: ShardServer, layout: UnitLayout, broken_part: int
 ) -> None:
     expected = undisturbed(server, layout, 2)
@@ -129,11 +126,11 @@ def test_a_gradient_in_a_gradient_buffer_of_a_transport_that_is_gone(
     with Trainer(server, layout=layout) as trainer:
         for step in range(2):
             for part in range(PARTS):
-                hand_over = trainer.lay(step, part)
+                push = trainer.prepare(step, part)
                 if part == broken_part:
                     before = trainer.transport
-                    trainer.break_transport()
-                hand_over()
+                    trainer.break_session()
+                push()
             assert trainer.transport is not before
             trainer.end(step)
         assert trainer.connection.copies_gradients
@@ -142,7 +139,7 @@ def test_a_gradient_in_a_gradient_buffer_of_a_transport_that_is_gone(
 
 
 def break_once(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """Has the transport break while the server answers the next ReduceGradientBuffer."""
+    """Breaks the session while the server answers the next ReduceGradientBuffer."""
     adopt, shm, calls = Push.adopt, trainer.server.shm, [trainer.transport._rpc._call]
 
     async def breaking(push: Push, gradient_buffer: SharedGradientBuffer) -> bool:
@@ -163,7 +160,7 @@ def break_once(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, when: str) -> 
 
 @pytest.mark.parametrize("when", ["the request is lost", "the push meets a closed transport", "the answer is lost"])
 @pytest.mark.parametrize("broken_part", range(PARTS))
-def test_a_transport_that_breaks_while_a_gradient_buffer_is_handed_over(
+def test_session_that_breaks_during_a_push_is_replaced(
     server: ShardServer, monkeypatch: pytest.MonkeyPatch, broken_part: int, when: str
 ) -> None:
     expected = undisturbed(server, MIXED, 2)
@@ -174,7 +171,7 @@ def test_a_transport_that_breaks_while_a_gradient_buffer_is_handed_over(
                 if part == broken_part:
                     before = trainer.transport
                     break_once(trainer, monkeypatch, when)
-                trainer.lay(step, part)()
+                trainer.prepare(step, part)()
                 monkeypatch.undo()
             assert trainer.transport is not before
             trainer.end(step)
@@ -186,7 +183,7 @@ def test_a_transport_that_breaks_while_a_gradient_buffer_is_handed_over(
 
 @pytest.mark.parametrize("refused", ["a gradient buffer", "an shm session"])
 @pytest.mark.parametrize("when", ["nothing was sent", "the request is lost", "the answer is lost"])
-def test_without_room_for_it_in_another_gradient_buffer_it_is_streamed(
+def test_gradient_of_a_broken_session_is_streamed_when_memory_is_full(
     server: ShardServer,
     shared: SharedMemory,
     caplog: pytest.LogCaptureFixture,
@@ -203,55 +200,55 @@ def test_without_room_for_it_in_another_gradient_buffer_it_is_streamed(
 
     server.until(lambda: not server.shm._open, "the other trainer is gone")
     with Trainer(server, transports="shm,grpc") as trainer:
-        hand_over = trainer.lay(0, 0)
+        push = trainer.prepare(0, 0)
         if when == "nothing was sent":
-            trainer.break_transport()
+            trainer.break_session()
         else:
             break_once(trainer, monkeypatch, when)
         monkeypatch.setattr(shared, "create", full)
-        hand_over()
+        push()
         assert not trainer.connection.copies_gradients
-        trainer.lay(0, 1)()
+        trainer.prepare(0, 1)()
         trainer.end(0)
         assert torch.equal(trainer.weights(1), expected)
         assert_nothing_is_left(trainer)
     assert "no shared memory for gradients, sending them over grpc: the shared memory is full" in caplog.text
 
 
-def test_a_transport_that_breaks_while_a_gradient_buffer_is_opened(
+def test_session_that_breaks_while_a_buffer_is_opened_is_replaced(
     server: ShardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Trainer(server) as trainer:
         first = trainer.transport
 
         def breaking(name: str) -> Any:
-            trainer.break_transport()
+            trainer.break_session()
             return first._open_gradient_buffer(name)
 
         monkeypatch.setattr(first._gradient_buffers, "_create", breaking)
         for part in range(PARTS):
-            trainer.lay(0, part)()
+            trainer.prepare(0, part)()
         trainer.end(0)
         assert trainer.transport is not first
         assert trainer.one.gather()[0] == 1
         assert_nothing_is_left(trainer)
 
 
-def test_a_transport_that_breaks_while_a_version_is_looked_for(server: ShardServer) -> None:
+def test_session_that_breaks_during_locate_is_replaced(server: ShardServer) -> None:
     with Trainer(server) as trainer:
         first, seen = trainer.transport, []
 
         def locate(transport: ShmTransport) -> int:
             seen.append(transport)
             if transport is first:
-                trainer.break_transport()
+                trainer.break_session()
             return transport.locate(trainer.shard.address, 0, timeout_s=20.0, retry_for_s=0.0).version
 
         assert trainer.connection._over_shared(locate) == 0
         assert seen == [first, trainer.transport]
 
 
-def test_what_is_refused_on_a_transport_that_stands_is_not_tried_again(
+def test_error_on_an_intact_session_is_not_retried(
     server: ShardServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardwell.transport.selector._NOTICE_S", 0.0)

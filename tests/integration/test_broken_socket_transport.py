@@ -1,4 +1,4 @@
-"""The socket transport and who may not connect, bytes that are wrong, and connections that break."""
+"""Tests of the socket transport: unauthorised connections, malformed bytes and broken connections."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def connected(server: ShardServer) -> Iterator[ConnectedUnit]:
 
 @pytest.fixture
 def big(server: ShardServer) -> Iterator[ConnectedUnit]:
-    """More than a connection's buffers hold."""
+    """A unit larger than the buffers of a connection."""
     with closing_transport(ConnectedUnit(server, BIG)) as made:
         yield made
 
@@ -72,7 +72,7 @@ def big(server: ShardServer) -> Iterator[ConnectedUnit]:
         (b"shrdlane" + struct.pack("<I", 7) + bytes(32), InvalidRequestError),
     ],
 )
-def test_who_has_no_token_is_told_and_cut_off(
+def test_connection_without_token_is_rejected_and_closed(
     connected: ConnectedUnit, hello: bytes, error: type[ShardwellError]
 ) -> None:
     with Peer(connected, hello=hello) as peer:
@@ -81,7 +81,7 @@ def test_who_has_no_token_is_told_and_cut_off(
     assert connected.gather()[0] == 0
 
 
-def test_a_token_is_worth_nothing_once_its_transport_is_closed(connected: ConnectedUnit) -> None:
+def test_token_of_a_closed_session_is_rejected(connected: ConnectedUnit) -> None:
     other = SocketTransport(connected.server.client, connected.one.identity)
     hello = frames.hello(other._offer.token)
     with Peer(connected, hello=hello) as peer:
@@ -94,14 +94,14 @@ def test_a_token_is_worth_nothing_once_its_transport_is_closed(connected: Connec
     assert connected.gather()[0] == 0
 
 
-def test_who_says_nothing_is_cut_off(connected: ConnectedUnit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connection_is_closed(connected: ConnectedUnit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket_transport, "HELLO_LIMIT_S", 0.05)
     with Peer(connected, hello=b"shrd") as peer:
         assert "no token within 0.05 s" in str(peer.error())
         assert peer.is_closed()
 
 
-def test_opening_is_given_up_in_time() -> None:
+def test_opening_ends_at_the_deadline() -> None:
     silent = socket.create_server(("127.0.0.1", 0))
     with silent, closing(ShardClient(f"127.0.0.1:{silent.getsockname()[1]}")) as client:
         error = error_of(lambda: SocketTransport(client, RunIdentity("r", "id-of-r"), timeout_s=0.1))
@@ -109,19 +109,17 @@ def test_opening_is_given_up_in_time() -> None:
     assert "did not answer OpenTransport within 0.1 s" in str(error)
 
 
-def test_a_port_out_of_reach_is_noticed_when_the_transport_is_opened(
-    server: ShardServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreachable_port_fails_the_opening(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     one = unit(server)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         monkeypatch.setattr(server.sockets, "_port", nobody.getsockname()[1])
         error = error_of(lambda: SocketTransport(server.client, one.identity))
     assert isinstance(error, UnavailableError)
-    server.until(lambda: not server.sockets._sessions, "the transport is closed")
+    server.until(lambda: not server.sockets._sessions, "the session is closed")
 
 
-def test_a_transport_needs_a_run(server: ShardServer) -> None:
+def test_opening_for_an_unknown_run_is_rejected(server: ShardServer) -> None:
     assert isinstance(error_of(lambda: SocketTransport(server.client, RunIdentity("nowhere", "id"))), NotFoundError)
 
 
@@ -139,7 +137,7 @@ def test_a_transport_needs_a_run(server: ShardServer) -> None:
         (bytes(range(256)) * 512, "a frame of kind 4: expected GATHER or REDUCE_SCATTER"),
     ],
 )
-def test_garbage_closes_its_connection_and_no_other(connected: ConnectedUnit, sent: bytes, complaint: str) -> None:
+def test_garbage_closes_only_its_connection(connected: ConnectedUnit, sent: bytes, complaint: str) -> None:
     with Peer(connected) as peer:
         peer.send(sent)
         error = peer.error()
@@ -149,7 +147,7 @@ def test_garbage_closes_its_connection_and_no_other(connected: ConnectedUnit, se
     assert connected.gather()[0] == 0
 
 
-def test_an_endless_name_is_refused_in_few_words(connected: ConnectedUnit) -> None:
+def test_long_name_is_rejected_with_a_short_error(connected: ConnectedUnit) -> None:
     with Peer(connected) as peer:
         peer.push(connected, context=common_pb2.RequestContext(run="r" * 2_000_000))
         error = peer.error()
@@ -174,7 +172,7 @@ RIGHT = bytes(PLAIN.size_bytes)
     ],
     ids=["short", "long", "empty frame", "large frame", "checksum", "request within"],
 )
-def test_nothing_is_kept_of_a_stream_that_is_wrong(
+def test_malformed_stream_leaves_no_trace(
     connected: ConnectedUnit, stream: bytes, error: type[ShardwellError], complaint: str, known: bool
 ) -> None:
     if known:
@@ -196,9 +194,7 @@ def test_nothing_is_kept_of_a_stream_that_is_wrong(
 @pytest.mark.parametrize(
     "sent", [b"", struct.pack("<IB", 4096, Kind.DATA)[:3], struct.pack("<IB", 4096, Kind.DATA), data(bytes(64))]
 )
-def test_a_push_that_falls_silent_is_given_up(
-    connected: ConnectedUnit, monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
+def test_stalled_push_is_cancelled(connected: ConnectedUnit, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     with Peer(connected) as peer:
         monkeypatch.setattr(streams, "IDLE_LIMIT_S", 0.05)
         peer.push(connected, sent)
@@ -208,17 +204,17 @@ def test_a_push_that_falls_silent_is_given_up(
     connected.assert_nothing_came()
 
 
-def test_a_reader_that_falls_silent_is_cut_off(big: ConnectedUnit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_reader_is_disconnected(big: ConnectedUnit, monkeypatch: pytest.MonkeyPatch) -> None:
     before = big.connections()
     with Peer(big) as peer:
         assert big.connections() == before + 1
         monkeypatch.setattr(streams, "IDLE_LIMIT_S", 0.05)
         peer.request(Kind.GATHER, big.one.gather_request(0))
-        big.server.until(lambda: len(big.server.sockets._connections) == before, "the connection is given up")
+        big.server.until(lambda: len(big.server.sockets._connections) == before, "the connection is closed")
 
 
 def with_connection(scenario: Callable[[Connection, socket.socket], Coroutine[Any, Any, None]]) -> None:
-    """Runs a scenario with the server's end of a connection, and the peer's, which blocks."""
+    """Runs a scenario with both ends of a connection. The peer's end blocks."""
 
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -230,7 +226,7 @@ def with_connection(scenario: Callable[[Connection, socket.socket], Coroutine[An
     asyncio.run(run())
 
 
-def test_a_push_over_a_slow_link_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_over_a_slow_link_is_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_s = 0.4
     monkeypatch.setattr(streams, "IDLE_LIMIT_S", limit_s)
     sent, received = bytes([1]) * 300, bytearray(300)
@@ -251,7 +247,7 @@ def test_a_push_over_a_slow_link_is_not_silent(monkeypatch: pytest.MonkeyPatch) 
     assert received == sent
 
 
-def test_many_small_frames_leave_others_their_turn() -> None:
+def test_many_small_frames_do_not_block_other_connections() -> None:
     count = 4000
     sent, received = bytes(count), bytearray(count)
 
@@ -268,7 +264,7 @@ def test_many_small_frames_leave_others_their_turn() -> None:
 
 
 @pytest.mark.parametrize("sent", [0, 1, 3 << 20])
-def test_a_push_cut_in_mid_stream_leaves_no_trace(big: ConnectedUnit, sent: int) -> None:
+def test_push_aborted_in_mid_stream_leaves_no_trace(big: ConnectedUnit, sent: int) -> None:
     with Peer(big) as peer:
         peer.push(big, data(bytes(4 << 20))[: frames.HEAD_BYTES + sent])
         big.server.until(lambda: len(big.one.shard.streams) == 1, "the stream is open")
@@ -276,23 +272,23 @@ def test_a_push_cut_in_mid_stream_leaves_no_trace(big: ConnectedUnit, sent: int)
     assert not big.push(big.one.filled(1.0)).duplicate
 
 
-def test_a_reader_that_vanishes_releases_what_it_read(big: ConnectedUnit) -> None:
+def test_disconnected_reader_releases_its_version(big: ConnectedUnit) -> None:
     with Peer(big) as peer:
         peer.request(Kind.GATHER, big.one.gather_request())
         assert peer.frame()[0] is Kind.GATHERING
         parameters = big.one.shard.values.current
         assert parameters is not None
         assert big.server.look(lambda: parameters.readers) == 1
-    big.server.until(lambda: parameters.readers == 0, "nobody reads")
+    big.server.until(lambda: parameters.readers == 0, "no reader is left")
 
 
-def test_a_deadline_within_a_frame_ends_the_connection_and_nothing_else(big: ConnectedUnit) -> None:
+def test_deadline_within_a_frame_closes_only_the_connection(big: ConnectedUnit) -> None:
     with Peer(big) as slow:
         slow.send(frames.encode_request(Kind.GATHER, big.one.gather_request(), 1.0))
         assert slow.frame()[0] is Kind.GATHERING
         parameters = big.one.shard.values.current
         assert parameters is not None
-        big.server.until(lambda: parameters.readers == 0, "nobody reads")
+        big.server.until(lambda: parameters.readers == 0, "no reader is left")
         rest = slow.read(big.one.size)
         frame_bytes = frames.HEAD_BYTES + frames.DATA_BYTES
         heads = {
@@ -304,31 +300,33 @@ def test_a_deadline_within_a_frame_ends_the_connection_and_nothing_else(big: Con
 
 
 def cut(connected: ConnectedUnit) -> None:
-    """Has the server drop every connection."""
+    """Makes the server drop every connection."""
     connected.server.look(lambda: [task.cancel() for task in connected.server.sockets._connections])
 
 
-def test_a_connection_that_broke_while_idle_is_replaced(connected: ConnectedUnit) -> None:
+def test_connection_that_broke_while_idle_is_replaced(connected: ConnectedUnit) -> None:
     connected.gather()
     cut(connected)
     connected.server.until(lambda: not connected.server.sockets._connections, "every connection is closed")
     assert connected.gather()[0] == 0
 
 
-def test_a_connection_that_breaks_is_tried_again_for_as_long_as_asked(connected: ConnectedUnit) -> None:
+def test_broken_connection_is_retried_for_retry_for_s(connected: ConnectedUnit) -> None:
     for retry_for_s, outcome in ((0.0, "fails"), (20.0, "succeeds")):
         waiting = in_background(partial(connected.gather, 1, retry_for_s=retry_for_s))
-        connected.server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "somebody waits")
+        connected.server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "a request waits")
         cut(connected)
         if outcome == "fails":
             assert isinstance(error_of(partial(next, waiting)), UnavailableError)
             continue
-        connected.server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "it waits again")
+        connected.server.until(
+            lambda: len(connected.one.shard.values._changed._waiters) == 1, "the request waits again"
+        )
         train(connected.one, 0)
         assert next(waiting)[0] == 1
 
 
-def test_a_server_that_does_not_answer_is_given_up_in_time() -> None:
+def test_unresponsive_server_raises_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         connect = partial(SocketConnection, LOCAL, port, bytes(32), peer="socket transport", timeout_s=0.1)

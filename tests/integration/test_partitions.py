@@ -1,5 +1,4 @@
-"""Partitions over real gRPC: read between prepare and update, staged by value, applied with the commit or not at
-all."""
+"""Tests of optimizer partitions over gRPC: read between prepare and update, staged, and applied with the commit."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def stage(one: OneUnit, part: PartitionSegment, rank: int = 0, *, step: int = 0,
 
 
 def prepared(server: ShardServer, layout: Any = PLAIN, *, gradient: float = 3.0, **options: Any) -> OneUnit:
-    """A unit whose first step is prepared."""
+    """Returns a unit whose first step is prepared."""
     one = unit(server, layout, **options)
     for rank in range(one.dp):
         one.push(one.filled(gradient), rank=rank)
@@ -70,7 +69,7 @@ def descend(part: PartitionSegment) -> PartitionSegment:
     return part
 
 
-def test_a_step_by_value(server: ShardServer) -> None:
+def test_staged_values_are_applied_by_the_update(server: ShardServer) -> None:
     one = prepared(server, dp=2)
     for rank in range(2):
         part = read(one, rank)
@@ -99,7 +98,7 @@ def test_a_step_by_value(server: ShardServer) -> None:
         assert_all([at["average"] for at in part.state.values()], -6.0)
 
 
-def test_mixed_dtypes_and_parameters_without_gradient(server: ShardServer) -> None:
+def test_partition_has_mixed_dtypes_and_parameters_without_gradient(server: ShardServer) -> None:
     one = unit(server, MIXED)
     gradients: list[torch.Tensor | None] = list(one.filled(2.0))
     gradients[1] = None
@@ -123,7 +122,7 @@ def test_mixed_dtypes_and_parameters_without_gradient(server: ShardServer) -> No
     assert again[0]["empty"].shape == (0, 4)
 
 
-def test_nothing_is_updated_while_a_partition_is_missing(server: ShardServer) -> None:
+def test_update_with_a_missing_partition_is_rejected(server: ShardServer) -> None:
     one = prepared(server, dp=3)
     for rank in (0, 2):
         stage(one, descend(read(one, rank)), rank)
@@ -139,7 +138,7 @@ def test_nothing_is_updated_while_a_partition_is_missing(server: ShardServer) ->
     assert_all(one.gather(1)[1], -3.0)
 
 
-def test_before_prepare_and_after_update(server: ShardServer) -> None:
+def test_partition_can_be_read_and_staged_only_between_prepare_and_update(server: ShardServer) -> None:
     one = unit(server)
     assert isinstance(error_of(lambda: read(one)), StepStateError)
     one.push(one.filled(1.0))
@@ -153,8 +152,8 @@ def test_before_prepare_and_after_update(server: ShardServer) -> None:
     assert_all(one.gather(1)[1], -1.0)
 
 
-def test_work_begun_anew_voids_what_was_staged(server: ShardServer) -> None:
-    """A partition computed from the former gradient is refused even when the step is prepared again."""
+def test_restarted_work_item_invalidates_staged_values(server: ShardServer) -> None:
+    """Values computed from the former gradient are rejected even after the step is prepared again."""
     one = prepared(server, gradient=5.0)
     part = descend(read(one))
     stage(one, part)
@@ -172,7 +171,7 @@ def test_work_begun_anew_voids_what_was_staged(server: ShardServer) -> None:
     assert_all(one.gather(1)[1], -1.0)
 
 
-def test_a_later_lease_replaces_and_an_older_one_is_refused(server: ShardServer) -> None:
+def test_later_lease_replaces_values_and_older_lease_is_rejected(server: ShardServer) -> None:
     one = prepared(server)
     old, new = read(one), read(one)
     for index in new.values:
@@ -203,7 +202,7 @@ def messages(one: OneUnit, data: bytes, **changes: Any) -> list[bytes]:
 
 
 SIZE = 4 * 60_000
-"""Bytes of the values of PLAIN, without padding."""
+"""Size of the values of PLAIN, without padding."""
 
 
 @pytest.mark.parametrize(
@@ -251,7 +250,7 @@ SIZE = 4 * 60_000
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_and_leaves_no_trace(
+def test_malformed_stage_request_leaves_no_trace(
     server: ShardServer, size: int, changes: dict[str, Any], kind: type[ShardwellError], text: str
 ) -> None:
     one = prepared(server)
@@ -263,7 +262,7 @@ def test_what_does_not_fit_is_refused_and_leaves_no_trace(
     assert isinstance(error_of(lambda: confirm(one)), IncompleteStepError)
 
 
-def test_values_that_are_not_finite_are_refused(server: ShardServer) -> None:
+def test_non_finite_values_are_rejected(server: ShardServer) -> None:
     one = prepared(server)
     part = descend(read(one))
     part.values[1][17] = float("nan")
@@ -273,8 +272,8 @@ def test_values_that_are_not_finite_are_refused(server: ShardServer) -> None:
     assert server.staged_bytes() == 0
 
 
-def test_memory_is_taken_from_the_budget_and_given_back() -> None:
-    """Staged partitions need room beyond what is reserved; the state counts as the optimizer's afterwards."""
+def test_staged_memory_counts_against_the_budget_until_it_is_released() -> None:
+    """Staged partitions need memory beyond the reservation. Their state then counts as optimizer state."""
     with ShardServer(budget_bytes=6 * PLAIN.size_bytes) as small:
         one = prepared(small)
         part = descend(read(one))

@@ -1,4 +1,4 @@
-"""A rogue shard server names files of the trainer's user: the trainer does not map them, and streams instead."""
+"""Tests of a rogue shard server that names files of the trainer's user: the trainer does not map them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def server() -> Iterator[ShardServer]:
 
 @pytest.fixture(params=["elsewhere", "a folder with a server's name", "linked"])
 def victim(request: pytest.FixtureRequest, tmp_path: Path, server: ShardServer) -> tuple[Path, str]:
-    """A file of this user's, of the size that the trainer expects, and the path under which a rogue names it."""
+    """Returns a file of this user with the expected size, and the path under which a rogue server names it."""
     folder = tmp_path / ("shardwell-a" if request.param == "a folder with a server's name" else "work")
     folder.mkdir(mode=0o700)
     path = folder / "thesis"
@@ -54,7 +54,7 @@ def push(connection: ServerConnection, one: OneUnit) -> None:
     shard.prepare_push(header, flats)(ignore)
 
 
-def test_a_gradient_buffer_that_is_another_file(
+def test_gradient_buffer_outside_the_servers_folder_is_not_mapped(
     server: ShardServer, victim: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, named = victim
@@ -70,7 +70,7 @@ def test_a_gradient_buffer_that_is_another_file(
     assert path.read_bytes() == before
 
 
-def test_a_shard_that_is_another_file(
+def test_shard_outside_the_servers_folder_is_not_mapped(
     server: ShardServer, victim: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ConnectedUnit(unit(server)) as connected, monkeypatch.context() as patched:
@@ -79,10 +79,10 @@ def test_a_shard_that_is_another_file(
             connected.vector()
 
 
-def test_a_proof_that_is_another_file(
+def test_proof_outside_the_servers_folder_is_rejected(
     server: ShardServer, victim: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its beginning can be known to the rogue, so it proves nothing by itself."""
+    """The rogue may know the start of the file, so matching bytes alone prove nothing."""
     path, named = victim
     if path.parent.name.startswith("shardwell-"):
         path.parent.chmod(0o755)

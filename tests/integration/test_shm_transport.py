@@ -1,5 +1,4 @@
-"""The transport through shared memory on a real server: the same bits and errors as over gRPC, and nothing left
-behind."""
+"""Tests of the shared-memory transport on a real server: buffers, sessions, rejections and released memory."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def shared() -> Iterator[SharedMemory]:
 def server(shared: SharedMemory) -> Iterator[ShardServer]:
     with ShardServer(shared=shared) as running:
         yield running
-        running.until(lambda: not running.shm._open, "the transports are closed")
+        running.until(lambda: not running.shm._open, "the sessions are closed")
 
 
 @pytest.fixture(params=["grpc", "socket"])
@@ -64,7 +63,7 @@ def connected(server: ShardServer, request: pytest.FixtureRequest) -> Iterator[C
 
 
 def fill(path: str, value: float) -> None:
-    """Fills a gradient buffer as a trainer does."""
+    """Fills a gradient buffer."""
     size = Path(path).stat().st_size
     torch.from_file(path, shared=True, size=size, dtype=torch.uint8).view(torch.float32).fill_(value)
 
@@ -72,7 +71,7 @@ def fill(path: str, value: float) -> None:
 # Reading.
 
 
-def test_a_shard_is_read_where_it_lies_and_seen_to_change(connected: ConnectedUnit) -> None:
+def test_mapped_shard_shows_updates_in_place(connected: ConnectedUnit) -> None:
     one = connected.one
     vector = connected.vector()
     assert vector.shows(0)
@@ -85,7 +84,7 @@ def test_a_shard_is_read_where_it_lies_and_seen_to_change(connected: ConnectedUn
     assert connected.locate().segment.path == connected.locate(1).segment.path
 
 
-def test_a_deleted_run_is_seen_in_the_segment(connected: ConnectedUnit) -> None:
+def test_segment_of_a_deleted_run_shows_no_version(connected: ConnectedUnit) -> None:
     vector, path = connected.vector(), connected.locate().segment.path
     connected.one.drop()
     assert not vector.shows(0)
@@ -96,7 +95,7 @@ def test_a_deleted_run_is_seen_in_the_segment(connected: ConnectedUnit) -> None:
 # Pushing.
 
 
-def test_later_parts_leave_their_gradient_buffer_free(connected: ConnectedUnit) -> None:
+def test_buffers_of_later_parts_are_reused(connected: ConnectedUnit) -> None:
     for part in range(4):
         connected.push(connected.one.filled(1.0), part=part)
     assert sorted(gradient_buffer.claimed for gradient_buffer in connected.gradient_buffers()) == [False, True]
@@ -107,7 +106,7 @@ def test_later_parts_leave_their_gradient_buffer_free(connected: ConnectedUnit) 
     assert [gradient_buffer.claimed for gradient_buffer in connected.gradient_buffers()] == [False, False]
 
 
-def test_gradient_buffers_are_used_again_in_the_next_step(connected: ConnectedUnit) -> None:
+def test_buffers_are_reused_in_the_next_step(connected: ConnectedUnit) -> None:
     for step in range(3):
         for rank in (0, 1):
             connected.push(connected.one.filled(1.0), step=step, rank=rank)
@@ -118,7 +117,7 @@ def test_gradient_buffers_are_used_again_in_the_next_step(connected: ConnectedUn
     assert_all(connected.one.gather(3)[1], -3.0)
 
 
-def test_a_gradient_buffer_that_is_never_handed_over_is_used_again(connected: ConnectedUnit) -> None:
+def test_buffer_of_an_interrupted_push_is_reused(connected: ConnectedUnit) -> None:
     class Interrupting(Gradients):
         def write_to(self, memory: memoryview) -> None:
             raise KeyboardInterrupt
@@ -134,7 +133,7 @@ def test_a_gradient_buffer_that_is_never_handed_over_is_used_again(connected: Co
     assert len(connected.gradient_buffers()) == 2
 
 
-def test_a_duplicate_is_acknowledged_and_its_gradient_buffer_stays_free(connected: ConnectedUnit) -> None:
+def test_buffer_of_a_duplicate_push_stays_free(connected: ConnectedUnit) -> None:
     connected.one.push(connected.one.filled(1.0))
     gradient_buffer = connected.open_gradient_buffer()
     fill(gradient_buffer.path, 5.0)
@@ -147,7 +146,7 @@ def test_a_duplicate_is_acknowledged_and_its_gradient_buffer_stays_free(connecte
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_the_same_again_after_the_answer_was_lost(connected: ConnectedUnit, part: int) -> None:
+def test_repeated_request_returns_the_same_answer(connected: ConnectedUnit, part: int) -> None:
     for number in range(part):
         connected.one.push(connected.one.filled(1.0), part=number)
     gradient_buffer = connected.open_gradient_buffer()
@@ -161,7 +160,7 @@ def test_the_same_again_after_the_answer_was_lost(connected: ConnectedUnit, part
     assert_all(connected.one.gather(1)[1], -(part + 1) / 2)
 
 
-def test_a_gradient_buffer_is_one_contribution_only(connected: ConnectedUnit) -> None:
+def test_buffer_with_a_contribution_rejects_other_contributions(connected: ConnectedUnit) -> None:
     gradient_buffer = connected.open_gradient_buffer()
     assert connected.reduce(gradient_buffer.gradient_buffer_id).adopted
     for changes in ({"rank": 1}, {"part": 1}, {"attempt": 1}):
@@ -172,7 +171,7 @@ def test_a_gradient_buffer_is_one_contribution_only(connected: ConnectedUnit) ->
     assert connected.reduce(gradient_buffer.gradient_buffer_id, attempt=1).adopted
 
 
-def test_stale_epochs_attempts_and_steps_are_refused_and_change_nothing(connected: ConnectedUnit) -> None:
+def test_stale_requests_are_rejected_without_a_trace(connected: ConnectedUnit) -> None:
     one = connected.one
     one.fence(0, (0, 5, 3))
     gradient_buffer = connected.open_gradient_buffer()
@@ -196,7 +195,7 @@ def test_stale_epochs_attempts_and_steps_are_refused_and_change_nothing(connecte
     )
 
 
-def test_a_gradient_buffer_of_another_unit_or_transport(connected: ConnectedUnit) -> None:
+def test_buffer_of_another_unit_or_session_is_rejected(connected: ConnectedUnit) -> None:
     server, gradient_buffer = connected.server, connected.open_gradient_buffer()
     with ConnectedUnit(unit(server, layout_of("other", a=((60_000,), "float32")), index=1)) as other:
         error = error_of(
@@ -208,7 +207,7 @@ def test_a_gradient_buffer_of_another_unit_or_transport(connected: ConnectedUnit
     assert connected.server.look(lambda: connected.one.shard.contributions.by_rank) == {}
 
 
-def test_a_transport_is_for_one_run(connected: ConnectedUnit) -> None:
+def test_requests_for_another_run_are_rejected(connected: ConnectedUnit) -> None:
     with ConnectedUnit(unit(connected.server, run="other")) as other:
         for use in (
             lambda: connected.open_gradient_buffer(run="other", run_id="id-of-other"),
@@ -243,7 +242,7 @@ def test_a_transport_is_for_one_run(connected: ConnectedUnit) -> None:
         ({"part": 1}, StepStateError),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_malformed_requests_are_rejected(
     connected: ConnectedUnit, changes: dict[str, Any], error: type[ShardwellError]
 ) -> None:
     gradient_buffer = connected.open_gradient_buffer()
@@ -253,7 +252,7 @@ def test_what_does_not_fit_is_refused(
     assert [each.claimed for each in connected.gradient_buffers()] == [False]
 
 
-def test_nothing_at_all_is_refused(connected: ConnectedUnit) -> None:
+def test_empty_requests_are_rejected(connected: ConnectedUnit) -> None:
     for rpc_name, request in (
         ("ReduceGradientBuffer", shard_pb2.ReduceGradientBufferRequest()),
         ("OpenGradientBuffer", shard_pb2.OpenGradientBufferRequest()),
@@ -264,20 +263,20 @@ def test_nothing_at_all_is_refused(connected: ConnectedUnit) -> None:
         assert isinstance(error, InvalidRequestError)
 
 
-# The end of a transport.
+# The end of a session.
 
 
-def test_closing_the_transport_gives_the_gradient_buffers_back(connected: ConnectedUnit) -> None:
+def test_close_releases_the_buffers(connected: ConnectedUnit) -> None:
     paths = [connected.open_gradient_buffer().path for _ in range(3)]
     assert shared_bytes(connected.server) == 4 * connected.one.size
-    assert connected.server.staged_bytes() == connected.one.size, "two are covered by the reservation"
+    assert connected.server.staged_bytes() == connected.one.size, "the reservation covers two buffers"
     connected.transport.close()
     assert_only_parameters(connected.one)
     assert not any(Path(path).exists() for path in paths)
     assert isinstance(error_of(connected.open_gradient_buffer), ConflictError)
 
 
-def test_many_transports_take_one_file_which_ends_with_the_last(connected: ConnectedUnit) -> None:
+def test_sessions_share_one_proof_file_removed_with_the_last(connected: ConnectedUnit) -> None:
     server, one = connected.server, connected.one
     memory, folder = server.store.memory, Path(server.look(lambda: server.shm._proof.path)).parent  # type: ignore[union-attr]
     request = shard_pb2.OpenTransportRequest(
@@ -291,14 +290,14 @@ def test_many_transports_take_one_file_which_ends_with_the_last(connected: Conne
     for transport in transports:
         transport.end()
     connected.transport.close()
-    server.until(lambda: not server.shm._open, "all transports are closed")
+    server.until(lambda: not server.shm._open, "all sessions are closed")
     assert (server.look(lambda: memory.used_bytes), len(list(folder.iterdir()))) == (
         before - PROOF_FILE_BYTES,
         count - 1,
     )
 
 
-def test_a_contribution_outlives_its_transport(connected: ConnectedUnit) -> None:
+def test_contribution_outlives_its_session(connected: ConnectedUnit) -> None:
     one = connected.one
     connected.push(one.filled(3.0))
     (path,) = [gradient_buffer.path for gradient_buffer in connected.gradient_buffers()]
@@ -312,8 +311,8 @@ def test_a_contribution_outlives_its_transport(connected: ConnectedUnit) -> None
     assert_only_parameters(one)
 
 
-def test_a_transport_that_closes_while_its_push_waits_its_turn(connected: ConnectedUnit) -> None:
-    """The push is void, and its gradient buffer is given back once."""
+def test_push_that_waits_when_its_session_closes_is_rejected(connected: ConnectedUnit) -> None:
+    """The buffer is released once."""
     one, server = connected.one, connected.server
     gradient_buffer, run = connected.open_gradient_buffer(), server.store.run("r")
 
@@ -324,14 +323,14 @@ def test_a_transport_that_closes_while_its_push_waits_its_turn(connected: Connec
     pushing = in_background(lambda: connected.reduce(gradient_buffer.gradient_buffer_id))
     server.until(lambda: bool(run._lock._waiters), "the push waits")
     connected.transport.close()
-    server.until(lambda: not server.shm._open, "the transport is closed")
+    server.until(lambda: not server.shm._open, "the session is closed")
     server.look(run._lock.release)
     assert type(error_of(partial(next, pushing))) is ConflictError
     assert server.look(lambda: one.shard.contributions.by_rank) == {}
     assert_only_parameters(one)
 
 
-def test_a_run_is_deleted_under_open_transports(connected: ConnectedUnit) -> None:
+def test_deleted_run_releases_the_memory_of_open_sessions(connected: ConnectedUnit) -> None:
     one, server = connected.one, connected.server
     connected.push(one.filled(1.0))
     connected.open_gradient_buffer()
@@ -345,13 +344,13 @@ def test_a_run_is_deleted_under_open_transports(connected: ConnectedUnit) -> Non
     assert server.look(lambda: server.store.memory.reserved_bytes) == 0
 
 
-def test_a_gradient_buffer_of_a_run_that_is_not_here(server: ShardServer) -> None:
+def test_push_to_an_unknown_run_raises_not_found(server: ShardServer) -> None:
     with ConnectedUnit(unit(server)) as connected:
         context = common_pb2.RequestContext(run="nowhere", run_id="id", epoch=1)
         assert type(error_of(lambda: connected.reduce(1, context=context))) is NotFoundError
 
 
-def test_a_connection_goes_on_after_a_refusal_and_hands_over_for_its_own_run_only(server: ShardServer) -> None:
+def test_control_connection_survives_rejections_and_serves_its_own_run_only(server: ShardServer) -> None:
     with ConnectedUnit(unit(server), "socket") as connected, ConnectedUnit(unit(server, run="other")) as other:
         mine, theirs = connected.open_gradient_buffer(), other.open_gradient_buffer()
         assert type(error_of(lambda: connected.reduce(99))) is ConflictError
@@ -368,7 +367,7 @@ def test_a_connection_goes_on_after_a_refusal_and_hands_over_for_its_own_run_onl
         assert server.look(lambda: len(server.sockets._connections)) == 1
 
 
-def test_a_server_without_shared_memory_refuses_gradient_buffers_over_a_socket() -> None:
+def test_server_without_shared_memory_rejects_control_messages() -> None:
     with ShardServer() as server:
         one = unit(server)
         with closing(SocketTransport(server.client, one.identity)) as transport:
@@ -380,11 +379,11 @@ def test_a_server_without_shared_memory_refuses_gradient_buffers_over_a_socket()
     assert "server 'here' does not offer the shm transport" in str(error)
 
 
-def test_a_gradient_buffer_beyond_the_budget_is_refused() -> None:
+def test_buffer_beyond_the_budget_raises_capacity_error() -> None:
     need = PLAIN.size_bytes * 4
     with closing(SharedMemory()) as shared, ShardServer(need + PLAIN.size_bytes, shared) as server:
         with ConnectedUnit(unit(server)) as connected:
-            for _ in range(2):  # one that is reserved for, and one in the staging room
+            for _ in range(2):  # one within the reservation, and one in staging memory
                 connected.open_gradient_buffer()
             error = error_of(connected.open_gradient_buffer)
             assert isinstance(error, CapacityError)

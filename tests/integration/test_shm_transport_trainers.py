@@ -1,4 +1,4 @@
-"""What trainers make of a server's shared memory: where it offers less, and where several share it."""
+"""Tests of trainers on a server with shared memory: fallbacks where it is missing, and several trainers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def connected(server: ShardServer) -> Iterator[ConnectedUnit]:
         yield made
 
 
-# What a trainer makes of a server that offers less.
+# Fallbacks.
 
 
 def connect(one: OneUnit, transports: str = "shm,grpc") -> ServerConnection:
@@ -70,7 +70,7 @@ def flats(one: OneUnit, value: float) -> dict[int, torch.Tensor]:
     return dict(enumerate(one.filled(value)))
 
 
-def test_no_room_for_gradient_buffers_is_said_once_and_gradients_are_streamed(
+def test_gradients_are_streamed_with_one_warning_when_memory_is_full(
     connected: ConnectedUnit, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -91,17 +91,17 @@ def test_no_room_for_gradient_buffers_is_said_once_and_gradients_are_streamed(
     assert_only_parameters(one)
 
 
-def test_a_server_without_shared_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_server_without_shared_memory_is_reached_over_grpc(caplog: pytest.LogCaptureFixture) -> None:
     with ShardServer() as server, closing(connect(one := unit(server))) as connection:
         assert (connection.transport.name, connection.copies_gradients) == ("grpc", False)
         assert "does not offer transport kind" in caplog.text
         assert isinstance(error_of(lambda: connect(one, "shm")), UnavailableError)
 
 
-def test_another_file_where_the_proof_should_be(
+def test_wrong_proof_file_falls_back_to_grpc(
     server: ShardServer, shared: SharedMemory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a host of the same name, or with another /dev/shm."""
+    """Simulates a host of the same name, or another /dev/shm."""
     real, one = shared.create, unit(server)
 
     def elsewhere(size_bytes: int, what: str) -> Any:
@@ -115,10 +115,10 @@ def test_another_file_where_the_proof_should_be(
         assert connection.transport.name == "grpc"
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "is another file here" in warning
-    server.until(lambda: not server.shm._open, "the transport that was of no use is closed")
+    server.until(lambda: not server.shm._open, "the unusable session is closed")
 
 
-def test_a_shard_that_found_no_room_in_shared_memory(
+def test_shard_outside_shared_memory_cannot_be_located(
     server: ShardServer, shared: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -142,7 +142,7 @@ def test_a_shard_that_found_no_room_in_shared_memory(
 # Several trainers.
 
 
-def test_two_trainers_and_one_that_plays_two_ranks(server: ShardServer) -> None:
+def test_trainers_with_one_and_two_ranks_share_a_server(server: ShardServer) -> None:
     one = unit(server, dp=3)
     with ExitStack() as stack:
         first, second = (stack.enter_context(ConnectedUnit(one)) for _ in range(2))
@@ -161,9 +161,9 @@ def test_two_trainers_and_one_that_plays_two_ranks(server: ShardServer) -> None:
     assert_only_parameters(one)
 
 
-def test_a_trainer_that_gives_ranks_up_gives_their_gradient_buffers_back() -> None:
-    """Else whoever plays the ranks from now on finds no room where a server has none to spare."""
-    budget = PLAIN.size_bytes * 2 * 6 + PLAIN.size_bytes  # two units, and one more buffer
+def test_free_memory_releases_the_buffers_of_lost_ranks() -> None:
+    """Otherwise the trainer that plays the ranks next finds no memory on a full server."""
+    budget = PLAIN.size_bytes * 2 * 6 + PLAIN.size_bytes  # two units and one more buffer
     second = layout_of("v", a=((40_000,), "float32"), b=((20_000,), "float32"))
     with closing(SharedMemory()) as shared, ShardServer(budget, shared) as server:
         units = [unit(server, PLAIN, dp=2), unit(server, second, dp=2, index=1)]

@@ -1,5 +1,4 @@
-"""The socket transport on a real server: the same bits, checks and errors as over gRPC, and nothing left of what
-broke."""
+"""Tests of the socket transport on a real server: streams, rejections and connections."""
 
 from __future__ import annotations
 
@@ -60,16 +59,16 @@ def connected(server: ShardServer) -> Iterator[ConnectedUnit]:
 
 @pytest.fixture
 def big(server: ShardServer) -> Iterator[ConnectedUnit]:
-    """More than a connection's buffers hold."""
+    """A unit larger than the buffers of a connection."""
     with closing_transport(ConnectedUnit(server, BIG)) as made:
         yield made
 
 
-# The same as over gRPC.
+# Transfers.
 
 
 @pytest.mark.parametrize("layout", [MIXED, PLAIN, layout_of(a=((0,), "float32"))], ids=["mixed", "plain", "empty"])
-def test_bits_are_those_of_grpc(server: ShardServer, layout: UnitLayout) -> None:
+def test_contributions_have_the_bits_and_checksums_of_grpc(server: ShardServer, layout: UnitLayout) -> None:
     generator = torch.Generator().manual_seed(1)
 
     def random(like: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -92,7 +91,7 @@ def test_bits_are_those_of_grpc(server: ShardServer, layout: UnitLayout) -> None
         assert all(map(torch.equal, one.split(flat), expected))
 
 
-def test_part_of_a_shard_can_be_gathered(server: ShardServer) -> None:
+def test_gather_of_a_range_returns_part_of_a_shard(server: ShardServer) -> None:
     with closing_transport(ConnectedUnit(server, BIG)) as connected:
         connected.push([torch.arange(BIG.size_bytes // 4, dtype=torch.float32)])
         connected.one.prepare(0)
@@ -102,7 +101,7 @@ def test_part_of_a_shard_can_be_gathered(server: ShardServer) -> None:
         assert torch.equal(part, whole[4096 : (3 << 20) + 4])
 
 
-def test_a_push_is_known_again_over_another_way(connected: ConnectedUnit) -> None:
+def test_duplicate_push_over_another_transport_is_detected(connected: ConnectedUnit) -> None:
     ones = connected.one.filled(1.0)
     connected.one.push(ones)
     assert connected.push(ones).duplicate
@@ -112,7 +111,7 @@ def test_a_push_is_known_again_over_another_way(connected: ConnectedUnit) -> Non
     assert (step.duplicate_count, step.differing_duplicate_count) == (3, 1)
 
 
-def test_a_request_id_is_known_again_over_another_way(connected: ConnectedUnit) -> None:
+def test_reused_request_id_over_another_transport_is_detected(connected: ConnectedUnit) -> None:
     ones = connected.one.filled(1.0)
     connected.one.push(ones, request_id="one")
     assert connected.push(ones, context=connected.one.context(request_id="one")).duplicate
@@ -120,7 +119,7 @@ def test_a_request_id_is_known_again_over_another_way(connected: ConnectedUnit) 
     assert "request id 'one' was used for another request" in str(error)
 
 
-def test_waiting_ends_with_the_deadline_and_says_for_what(connected: ConnectedUnit) -> None:
+def test_deadline_error_names_the_missing_version(connected: ConnectedUnit) -> None:
     error = error_of(lambda: connected.gather(3, timeout_s=0.3))
     assert isinstance(error, DeadlineError)
     assert "version 3 of unit 'u' of run 'r'; the newest is 0" in str(error)
@@ -128,20 +127,20 @@ def test_waiting_ends_with_the_deadline_and_says_for_what(connected: ConnectedUn
     assert connected.connections() == 1
 
 
-def test_a_deadline_may_be_years_away(connected: ConnectedUnit) -> None:
+def test_deadline_of_years_is_accepted(connected: ConnectedUnit) -> None:
     version, flat = connected.gather(0, timeout_s=1e9)
     assert version == 0
     assert_holds(flat, 0.0)
 
 
-def test_waiting_ends_with_the_connection(connected: ConnectedUnit) -> None:
+def test_server_stops_waiting_when_the_connection_closes(connected: ConnectedUnit) -> None:
     with Peer(connected) as peer:
         peer.request(Kind.GATHER, connected.one.gather_request(1))
-        connected.server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "somebody waits")
-    connected.server.until(lambda: len(connected.one.shard.values._changed._waiters) == 0, "nobody waits")
+        connected.server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "a request waits")
+    connected.server.until(lambda: len(connected.one.shard.values._changed._waiters) == 0, "no request waits")
 
 
-def test_two_gathers_at_once_are_not_mixed_up(big: ConnectedUnit) -> None:
+def test_concurrent_gathers_use_separate_connections(big: ConnectedUnit) -> None:
     gathers = [in_background(big.gather) for _ in range(2)]
     for version, flat in map(next, gathers):
         assert version == 0
@@ -149,7 +148,7 @@ def test_two_gathers_at_once_are_not_mixed_up(big: ConnectedUnit) -> None:
     assert big.connections() <= 2
 
 
-def test_readers_never_see_a_mixture(server: ShardServer) -> None:
+def test_concurrent_readers_never_see_a_mixture(server: ShardServer) -> None:
     with closing_transport(ConnectedUnit(server, layout_of(a=((1 << 19,), "float32")))) as connected:
 
         def read(until: int) -> None:
@@ -163,20 +162,20 @@ def test_readers_never_see_a_mixture(server: ShardServer) -> None:
             train(connected.one, step)
         for reader in readers:
             next(reader)
-        server.until(lambda: server.store.memory.pool.taken_bytes == connected.one.size, "every copy is given back")
+        server.until(lambda: server.store.memory.pool.taken_bytes == connected.one.size, "every copy is released")
 
 
-# Refusals.
+# Rejections.
 
 
-def test_a_version_that_is_gone_is_said_to_be(connected: ConnectedUnit) -> None:
+def test_gather_of_a_replaced_version_keeps_the_connection(connected: ConnectedUnit) -> None:
     train(connected.one, 0)
     assert isinstance(error_of(lambda: connected.gather(0)), VersionGoneError)
     assert connected.gather(1)[0] == 1
     assert connected.connections() == 1
 
 
-def test_a_slow_reader_learns_that_its_version_is_gone(big: ConnectedUnit) -> None:
+def test_slow_reader_of_a_replaced_version_gets_version_gone(big: ConnectedUnit) -> None:
     server, one = big.server, big.one
     with Peer(big) as slow:
         slow.request(Kind.GATHER, one.gather_request())
@@ -190,10 +189,10 @@ def test_a_slow_reader_learns_that_its_version_is_gone(big: ConnectedUnit) -> No
             received += frame[1]
         assert frame[0] is Kind.END
         assert_holds(torch.frombuffer(bytearray(received), dtype=torch.uint8), -1.0)
-    server.until(lambda: server.store.memory.pool.taken_bytes == one.size, "the old version is given back")
+    server.until(lambda: server.store.memory.pool.taken_bytes == one.size, "the old version is released")
 
 
-def test_bytes_that_moved_under_a_reader_are_not_vouched_for(big: ConnectedUnit) -> None:
+def test_parameters_moved_during_a_gather_raise_version_gone(big: ConnectedUnit) -> None:
     with Peer(big) as peer:
         peer.request(Kind.GATHER, big.one.gather_request())
         assert peer.frame()[0] is Kind.GATHERING
@@ -207,14 +206,14 @@ def test_bytes_that_moved_under_a_reader_are_not_vouched_for(big: ConnectedUnit)
         assert isinstance(peer.error(), VersionGoneError)
 
 
-def test_a_stale_push_is_refused_before_it_is_received(big: ConnectedUnit) -> None:
+def test_stale_push_is_rejected_before_it_is_received(big: ConnectedUnit) -> None:
     big.one.fence(0, (0, 5, 0))
     assert isinstance(error_of(lambda: big.push(big.one.filled(1.0), epoch=4)), StaleEpochError)
     big.assert_nothing_came()
     assert not big.push(big.one.filled(1.0), epoch=5).duplicate
 
 
-def test_a_refused_push_is_not_sent_to_its_end() -> None:
+def test_client_stops_sending_a_rejected_push() -> None:
     refusal = frames.encode(Kind.ERROR, to_status_details(StaleEpochError("too late", newest=7)))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -223,7 +222,7 @@ def test_a_refused_push_is_not_sent_to_its_end() -> None:
         )
         peer, _ = listener.accept()
         with peer:
-            peer.sendall(frames.encode(Kind.WELCOME) + refusal)  # and reads nothing
+            peer.sendall(frames.encode(Kind.WELCOME) + refusal)  # without reading
             with closing(next(connecting)) as connection:
                 much = memoryview(bytearray(64 << 20))
                 header = shard_pb2.ReduceScatterHeader()
@@ -231,7 +230,7 @@ def test_a_refused_push_is_not_sent_to_its_end() -> None:
     assert (type(error), error.data) == (StaleEpochError, {"newest": "7"})
 
 
-def test_a_newer_stream_ends_an_older_one(big: ConnectedUnit) -> None:
+def test_newer_push_cancels_an_older_stream(big: ConnectedUnit) -> None:
     with Peer(big) as older:
         older.push(big, data(bytes(1 << 20)))
         big.server.until(lambda: len(big.one.shard.streams) == 1, "the stream is open")
@@ -249,7 +248,7 @@ def test_a_newer_stream_ends_an_older_one(big: ConnectedUnit) -> None:
         ({"wire_dtype": 99}, InvalidRequestError),
     ],
 )
-def test_a_push_that_does_not_fit_is_refused(
+def test_malformed_push_is_rejected(
     connected: ConnectedUnit, changes: dict[str, Any], error: type[ShardwellError]
 ) -> None:
     assert type(error_of(lambda: connected.push(connected.one.filled(1.0), **changes))) is error
@@ -265,7 +264,7 @@ def test_a_push_that_does_not_fit_is_refused(
         ({"wire_dtype": 99}, InvalidRequestError),
     ],
 )
-def test_a_gather_that_does_not_fit_is_refused(
+def test_malformed_gather_is_rejected(
     connected: ConnectedUnit, fields: dict[str, Any], error: type[ShardwellError]
 ) -> None:
     request = connected.one.gather_request()
@@ -277,7 +276,7 @@ def test_a_gather_that_does_not_fit_is_refused(
     assert connected.connections() == 1
 
 
-def test_a_target_of_another_size_is_noticed(connected: ConnectedUnit) -> None:
+def test_target_of_another_size_raises_chunk_error(connected: ConnectedUnit) -> None:
     for size in (connected.one.size - 64, connected.one.size + 64):
         target = memoryview(bytearray(size))
         error = error_of(
@@ -287,17 +286,17 @@ def test_a_target_of_another_size_is_noticed(connected: ConnectedUnit) -> None:
     assert connected.gather()[0] == 0
 
 
-# The end of a transport.
+# The end of a session.
 
 
-def test_closing_the_transport_closes_its_connections_and_ends_what_is_in_flight(server: ShardServer) -> None:
+def test_close_ends_connections_and_requests_in_flight(server: ShardServer) -> None:
     with (
         closing_transport(ConnectedUnit(server)) as connected,
         closing_transport(ConnectedUnit(server)) as other,
         Peer(connected) as peer,
     ):
         waiting = in_background(partial(connected.gather, 1, retry_for_s=20.0))
-        server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "somebody waits")
+        server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "a request waits")
         connected.transport.close()
         assert isinstance(error_of(partial(next, waiting)), UnavailableError)
         assert peer.is_closed()
@@ -309,16 +308,16 @@ def test_closing_the_transport_closes_its_connections_and_ends_what_is_in_flight
         assert other.gather()[0] == 0
 
 
-def test_a_transport_that_the_server_closed_fails_at_once() -> None:
+def test_transport_closed_by_the_server_fails_at_once() -> None:
     with ShardServer() as server:
         connected = ConnectedUnit(server)
         waiting = in_background(partial(connected.gather, 1, retry_for_s=1000.0))
-        server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "somebody waits")
+        server.until(lambda: len(connected.one.shard.values._changed._waiters) == 1, "a request waits")
     assert isinstance(error_of(partial(next, waiting)), UnavailableError)
     assert isinstance(error_of(lambda: connected.gather(retry_for_s=1000.0)), UnavailableError)
 
 
-def test_a_server_process_offers_the_transport_and_stops_under_it(tmp_path: Path) -> None:
+def test_server_process_offers_the_transport_and_stops_cleanly(tmp_path: Path) -> None:
     deadline = time.monotonic() + 60.0
     coordinator = ServerProcess("coordinator", ["coordinator", "--listen", "127.0.0.1:0"], tmp_path / "coordinator")
     processes = [coordinator]

@@ -1,4 +1,4 @@
-"""Partitions in shared memory, and what a trainer keeps of those it streams: nothing stale counts, nothing is lost."""
+"""Tests of partitions in shared staging buffers and of cached partitions: nothing stale is used, nothing is lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def server() -> Iterator[ShardServer]:
 
 
 class Trainer:
-    """One trainer's way to partitions of a unit; each has transports of its own."""
+    """One trainer of a unit, with a connection of its own."""
 
     def __init__(self, one: OneUnit, transports: tuple[str, ...] = ("shm", "grpc")) -> None:
         self._one, self._partitions = one, {}
@@ -69,7 +69,7 @@ class Trainer:
         self.partition(rank).stage(lambda: self._one.context(step, epoch, uuid.uuid4().hex), part, cache=cache)
 
     def update(self, step: int = 0, rank: int = 0, epoch: int = 1) -> PartitionSegment:
-        """Descends along the gradient, and sums up gradients in the state."""
+        """Subtracts the gradient from the values, and adds it to a sum in the state."""
         part = self.read(step, rank, epoch)
         descend(part)
         self.stage(part, step, rank, epoch)
@@ -124,8 +124,8 @@ def files(shared: ShardServer) -> set[Path]:
 
 
 @pytest.mark.parametrize(("layout", "dp"), [(PLAIN, 2), (MIXED, 1)], ids=["plain", "mixed"])
-def test_steps_on_a_staging_buffer(server: ShardServer, layout: Any, dp: int) -> None:
-    """The first step streams the state; from then on it changes place between two files."""
+def test_steps_update_values_and_state_in_the_staging_buffer(server: ShardServer, layout: Any, dp: int) -> None:
+    """The first step streams the state. Later steps alternate between two files."""
     one = unit(server, layout, dp=dp)
     with trainer(one) as own:
         paths = []
@@ -137,14 +137,14 @@ def test_steps_on_a_staging_buffer(server: ShardServer, layout: Any, dp: int) ->
             paths.append(frozenset(files(server)))
         assert all(state["count"] == 4 for part in parts for state in part.state.values())
         assert sums(parts[0]) == {4.0}
-        assert paths[2] == paths[3], "nothing is made anew once the state is there"
+        assert paths[2] == paths[3], "no file is created once the state exists"
         assert_all([value for value in one.gather(4)[1] if value.numel()], -4.0)
         one.drop()
     assert server.staged_bytes() == 0
     assert server.look(lambda: server.store.memory.used_bytes) == 0
 
 
-def test_nothing_changes_before_the_update_and_the_state_only_with_it(server: ShardServer) -> None:
+def test_values_and_state_change_only_with_the_update(server: ShardServer) -> None:
     one = unit(server)
     with trainer(one) as own, trainer(one, "grpc") as other:
         for step in range(2):
@@ -156,8 +156,8 @@ def test_nothing_changes_before_the_update_and_the_state_only_with_it(server: Sh
             commit(one, step)
 
 
-def test_what_is_staged_stays_so_while_its_staging_buffer_is_asked_for_again(server: ShardServer) -> None:
-    """As by a trainer whose coordinator was restarted; the step may be about to commit, or be in its update."""
+def test_staged_values_survive_another_read_of_the_partition(server: ShardServer) -> None:
+    """Simulates a trainer whose coordinator restarted, while the step commits or updates."""
     one = unit(server)
     with trainer(one) as own:
         for step in range(3):
@@ -184,7 +184,7 @@ def test_what_is_staged_stays_so_while_its_staging_buffer_is_asked_for_again(ser
     assert server.look(lambda: server.store.memory.used_bytes) == 0
 
 
-def test_work_begun_anew_voids_what_lies_on_a_staging_buffer(server: ShardServer) -> None:
+def test_restarted_work_item_invalidates_the_staging_buffer(server: ShardServer) -> None:
     one = unit(server)
     with trainer(one) as own:
         prepare(one, 0)
@@ -205,10 +205,8 @@ def test_work_begun_anew_voids_what_lies_on_a_staging_buffer(server: ShardServer
 
 
 @pytest.mark.parametrize("transports", [("shm", "grpc"), ("grpc",)])
-def test_a_trainer_that_dies_once_its_staging_buffer_is_staged(
-    server: ShardServer, transports: tuple[str, ...]
-) -> None:
-    """What it staged counts; the next trainer finds the state, and its own staging buffer."""
+def test_values_staged_by_a_lost_trainer_are_applied(server: ShardServer, transports: tuple[str, ...]) -> None:
+    """The next trainer finds the state and gets a staging buffer of its own."""
     one = unit(server)
     with trainer(one) as lost:
         for step in range(2):
@@ -216,7 +214,7 @@ def test_a_trainer_that_dies_once_its_staging_buffer_is_staged(
             lost.update(step)
             if step == 0:
                 commit(one, step)
-    server.until(lambda: not one.shard.partitions._staging_buffers, "the end of the lost trainer's transport")
+    server.until(lambda: not one.shard.partitions._staging_buffers, "the lost trainer's session is closed")
     commit(one, 1)
     with trainer(one, *transports) as heir:
         for step in (2, 3):
@@ -229,7 +227,7 @@ def test_a_trainer_that_dies_once_its_staging_buffer_is_staged(
     assert server.look(lambda: server.store.memory.used_bytes) == 0
 
 
-def test_a_trainer_that_dies_before_it_stages_leaves_nothing(server: ShardServer) -> None:
+def test_trainer_lost_before_staging_leaves_no_trace(server: ShardServer) -> None:
     one = unit(server)
     with trainer(one) as lost:
         prepare(one, 0)
@@ -247,7 +245,7 @@ def test_a_trainer_that_dies_before_it_stages_leaves_nothing(server: ShardServer
     assert_all(one.gather(2)[1], -2.0)
 
 
-def test_one_that_was_taken_for_lost_changes_nothing(server: ShardServer) -> None:
+def test_fenced_trainer_cannot_change_values(server: ShardServer) -> None:
     one = unit(server)
     with trainer(one) as lost, trainer(one) as heir:
         prepare(one, 0)
@@ -272,7 +270,7 @@ def test_one_that_was_taken_for_lost_changes_nothing(server: ShardServer) -> Non
         assert_all(one.gather(3)[1], -3.0)
 
 
-def test_kept_values_and_state_are_not_sent_again(server: ShardServer) -> None:
+def test_cached_values_and_state_are_not_fetched_again(server: ShardServer) -> None:
     one = unit(server)
     with trainer(one, "grpc") as own:
         prepare(one, 0)
@@ -294,7 +292,7 @@ def test_kept_values_and_state_are_not_sent_again(server: ShardServer) -> None:
 
 
 @pytest.mark.parametrize("transports", [("shm", "grpc"), ("grpc",)])
-def test_what_was_kept_is_stale_once_another_trainer_stood_in(server: ShardServer, transports: tuple[str, ...]) -> None:
+def test_cache_is_stale_after_another_trainers_update(server: ShardServer, transports: tuple[str, ...]) -> None:
     one = unit(server)
     with trainer(one, "grpc") as own, trainer(one, *transports) as other:
         prepare(one, 0)
@@ -310,7 +308,7 @@ def test_what_was_kept_is_stale_once_another_trainer_stood_in(server: ShardServe
         assert_all(one.gather(3)[1], -7.0)
 
 
-def test_what_was_kept_is_stale_if_it_was_staged_but_void(server: ShardServer) -> None:
+def test_cache_of_an_invalidated_update_is_stale(server: ShardServer) -> None:
     one = unit(server)
     with trainer(one, "grpc") as own:
         prepare(one, 0)
@@ -327,8 +325,7 @@ def test_what_was_kept_is_stale_if_it_was_staged_but_void(server: ShardServer) -
 
 
 def test_without_room_for_a_staging_buffer_partitions_are_streamed() -> None:
-    """Parameters, two moments, a contribution, and room for a shard more: not for gradients and values on a staging
-    buffer."""
+    """The budget has no memory for a staging buffer."""
     with closing(SharedMemory()) as shared, ShardServer(5 * PLAIN.size_bytes, shared) as small:
         one = unit(small)
         with trainer(one) as own:
@@ -340,7 +337,7 @@ def test_without_room_for_a_staging_buffer_partitions_are_streamed() -> None:
         assert_all(one.gather(1)[1], 0.0)
 
 
-def test_a_staging_buffer_is_given_up_when_room_is_needed(server: ShardServer) -> None:
+def test_staging_buffer_is_released_when_memory_is_needed(server: ShardServer) -> None:
     one = unit(server)
     with trainer(one) as own:
         for step in range(2):
@@ -353,7 +350,7 @@ def test_a_staging_buffer_is_given_up_when_room_is_needed(server: ShardServer) -
         assert server.staged_bytes() == 0
         descend(part)
         own.stage(part, 2)
-        assert server.staged_bytes() > 0, "it was streamed"
+        assert server.staged_bytes() > 0, "the values were streamed"
         commit(one, 2)
         prepare(one, 3)
         part = own.update(3)
@@ -363,8 +360,8 @@ def test_a_staging_buffer_is_given_up_when_room_is_needed(server: ShardServer) -
         assert_all(one.gather(4)[1], -4.0)
 
 
-def test_a_staging_buffer_that_is_given_up_for_its_own_state_leaves_nothing() -> None:
-    """There is room for gradients and values, or for the state, but not for both."""
+def test_staging_buffer_released_for_its_own_state_leaves_no_memory() -> None:
+    """There is memory for gradients and values, or for the state, but not for both."""
     size = 4096
     with closing(SharedMemory()) as shared:
         memory = Memory(8 * size)
@@ -383,7 +380,7 @@ def test_a_staging_buffer_that_is_given_up_for_its_own_state_leaves_nothing() ->
         assert set(Path(shared._directory).iterdir()) == before - {Path(staging_buffer.path)}
 
 
-def test_what_is_refused(server: ShardServer) -> None:
+def test_invalid_reads_and_stages_are_rejected(server: ShardServer) -> None:
     one = unit(server)
     with trainer(one) as own:
         prepare(one, 0)

@@ -13,7 +13,7 @@ FLAT_ADAM: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "wei
 def flat_adam(
     values: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Keeps two tensors and a number."""
+    """Adam with a state of two tensors and a number."""
     if not state:
         state.update(average=torch.zeros_like(values), square=torch.zeros_like(values), count=0)
     if group["weight_decay"]:

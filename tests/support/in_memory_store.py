@@ -1,4 +1,4 @@
-"""A ``ParameterStore`` in this process that does what the servers do, and counts."""
+"""A ``ParameterStore`` within the test's process that computes as the servers do, and counts calls."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ Part = Sequence[tuple[int, torch.Tensor]]
 
 
 def fused_adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """The kernel that servers use; also for the plain model that is compared with."""
+    """Returns AdamW with the kernel of the servers, also for the plain model of a comparison."""
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True)
 
 
 @dataclass
 class StoredUnit:
-    """One unit: its values, shard by shard, and the contributions to its next version."""
+    """One unit: the values of its shards, and the contributions to its next version."""
 
     layout: UnitLayout
     shards: list[tuple[int, int, torch.Tensor]]
     """``(start, stop, bytes)`` of each shard."""
     parts: list[Part] = field(default_factory=list)
-    """Of the work item in progress."""
+    """Parts of the current work item."""
     contributions: list[list[Part]] = field(default_factory=list)
-    """Of finished work items, in rank order."""
+    """Contributions of finished work items, in rank order."""
     segments: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """Views of the shards that the optimizer updates, by parameter index and first element."""
 
 
 class InMemoryStore:
-    """Shards are cut and reduced as the servers do; all work items of a step are played one after another.
+    """Cuts and reduces shards as the servers do. The work items of a step run one after another.
 
     Args:
         num_shards: Into how many shards each unit is cut.
@@ -150,13 +150,13 @@ class InMemoryStore:
             assert tuple(gradient.shape) == spec.shape and str(gradient.dtype) == f"torch.{spec.dtype}"
             assert gradient.is_contiguous() and not gradient.requires_grad
             self.pushed_bytes += spec.size_bytes
-        # The tensors are the store's now: they are read at the step only, so a caller's later change would show.
+        # Not copied: the tensors are read at the step only, so a later change by the caller would be detected.
         unit.parts.append(gradients)
         self.pushes[unit.layout.unit] += 1
         self.events.append(f"push {unit.layout.unit}")
 
     def drain(self) -> None:
-        """Nothing is ever in flight."""
+        """Returns at once: nothing is in flight."""
 
     def may_keep(self, unit_index: int) -> bool:
         return False
@@ -172,13 +172,13 @@ class InMemoryStore:
     # The run.
 
     def finish_item(self) -> None:
-        """The next pushes are the next rank's."""
+        """Ends a work item: later pushes belong to the next rank."""
         for unit in self.units:
             unit.contributions.append(unit.parts)
             unit.parts = []
 
     def step(self, *, dp: int = 1) -> None:
-        """Commits: adds parts in order, ranks in order, divides by ``dp``, updates."""
+        """Commits the step: adds parts in order, then ranks in order, divides by ``dp``, updates."""
         if any(unit.parts for unit in self.units) or not self.units[0].contributions:
             self.finish_item()
         assert len(self.units[0].contributions) == dp
@@ -206,7 +206,7 @@ class InMemoryStore:
         return {index: gradient / dp if dp > 1 else gradient for index, gradient in total.items()}
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Every parameter's current value by name and alias."""
+        """Returns the current value of every parameter by name and alias."""
         found = {}
         for unit in self.units:
             flat = torch.cat([shard for _, _, shard in unit.shards]) if unit.layout.size_bytes else None

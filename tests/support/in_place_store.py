@@ -1,4 +1,4 @@
-"""A ``ParameterStore`` whose units are read in place, and whose server can move on at any moment."""
+"""A ``ParameterStore`` whose units are read in place, and whose server can make a new version at any moment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FakeVector:
 
 
 class InPlaceStore(InMemoryStore):
-    """Keeps each unit in one piece; trainers read it where it lies."""
+    """Stores each unit in one piece, which trainers read in place."""
 
     def __init__(self) -> None:
         super().__init__(num_shards=1)
@@ -49,7 +49,7 @@ class InPlaceStore(InMemoryStore):
         return done
 
     def overwrite(self, unit_index: int = 0) -> None:
-        """The server makes the next version, which this trainer has not heard of."""
+        """Makes the next version on the server, without telling this trainer."""
         vector = self.vectors[unit_index]
         vector.version += 1
         vector.bytes.view(torch.float32).add_(1)

@@ -1,8 +1,8 @@
-"""What a node group saves and costs: trainers of one host that share their gathers, and that do not.
+"""Measures a node group: trainers of one host with and without shared gathers.
 
-``python -m tests.support.node_group_probe --backend gloo [--trainers 2] [--rounds 2]`` starts a cluster and, in round,
-trainers with and without the group; no shared memory is used, as if the servers were elsewhere. With ``--backend
-nccl`` trainer N computes on GPU N.
+``python -m tests.support.node_group_probe --backend gloo [--trainers 2] [--rounds 2]`` starts a cluster and, in each
+round, trainers with and without the group. Shared memory is disabled, as if the servers were on other hosts. With
+``--backend nccl`` trainer N computes on GPU N.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shardwell.data_plane.node_group import BACKENDS
 from tests.support.reference import sha256
 
 WIDTH, LAYERS, ROWS, STEPS = 1021, 8, 64, 6
-"""Of the model: a prime, so that parts are uneven; and steps of a run, the first of which is not counted."""
+"""Size of the model, and steps of a run. The prime width makes parts uneven. The first step is not counted."""
 
 
 def train(address: str, run: str, rank: int, num_trainers: int, backend: str, group: str) -> dict[str, Any]:
-    """One trainer; returns what it measured."""
+    """Runs one trainer; returns its measurements."""
     torch.set_num_threads(1)
     device = torch.device(BACKENDS[backend], rank if backend == "nccl" else None)
     if backend == "nccl":
@@ -69,7 +69,7 @@ def train(address: str, run: str, rank: int, num_trainers: int, backend: str, gr
 
 
 def run_all(address: str, num_trainers: int, backend: str, group: str) -> list[dict[str, Any]]:
-    """A run of one trainer per rank, each a process; what they measured."""
+    """Runs one trainer process per rank; returns their measurements."""
     run, command = uuid.uuid4().hex, [sys.executable, "-m", "tests.support.node_group_probe", "--backend", backend]
     command += ["--trainers", str(num_trainers), "--address", address, "--run", run, "--group", group]
     trainers = [

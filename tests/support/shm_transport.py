@@ -1,4 +1,4 @@
-"""Units reached over a shm transport."""
+"""Units of a shard server, reached over the shared-memory transport."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def header(
 
 
 class ConnectedUnit:
-    """One unit of a server, reached over a shm transport.
+    """One unit of a server, reached over the shared-memory transport.
 
     Args:
         one: The unit.
@@ -102,23 +102,23 @@ class ConnectedUnit:
         return self._control(request)
 
     def gradient_buffers(self) -> list[SharedGradientBuffer]:
-        """Those that the server has for the transport."""
+        """Returns the server's gradient buffers of the session."""
         return self.server.look(lambda: list(self.server.shm._open[self.transport._session]._gradient_buffers.values()))
 
 
 def shared_bytes(server: ShardServer) -> int:
-    """What shards and gradient buffers take, without the file that all transports share."""
+    """Returns the size of shards and gradient buffers, without the proof file that all sessions share."""
     return server.look(lambda: _bytes_of_units(server))
 
 
 def _bytes_of_units(server: ShardServer) -> int:
-    """As ``shared_bytes``, on the server's event loop."""
+    """See ``shared_bytes``. Called on the server's event loop."""
     return server.store.memory._shared_bytes - bool(server.shm._open) * PROOF_FILE_BYTES
 
 
 def assert_only_parameters(one: OneUnit) -> None:
-    """No gradient buffer counts against the budget, and nothing is staged."""
+    """Checks that no gradient buffer counts against the budget, and that nothing is staged."""
     server = one.server
-    server.until(lambda: _bytes_of_units(server) == one.size, "gradient buffers are given back")
+    server.until(lambda: _bytes_of_units(server) == one.size, "gradient buffers are released")
     assert (server.taken_bytes(), server.staged_bytes()) == (0, 0)
     assert server.look(lambda: one.shard.contribution_quota._free_count) == one.dp

@@ -1,4 +1,4 @@
-"""Units reached over a socket transport, and a peer of the server that says what a test has it say."""
+"""Units of a shard server, reached over the socket transport, and a peer that sends arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.shard_server import (
 
 
 class ConnectedUnit:
-    """One unit of a server, reached over a socket transport."""
+    """One unit of a server, reached over the socket transport."""
 
     def __init__(self, server: ShardServer, layout: UnitLayout = PLAIN, **options: Any) -> None:
         self.server, self.one = server, unit(server, layout, **options)
@@ -60,7 +60,7 @@ class ConnectedUnit:
         return self.server.look(lambda: len(self.server.sockets._connections))
 
     def assert_nothing_came(self) -> None:
-        """Nothing is kept of a push, and none is under way."""
+        """Checks that the server keeps nothing of a push, and that none is in flight."""
         shard = self.one.shard
         self.server.until(lambda: len(shard.streams) == 0, "no stream is open")
         assert self.server.look(lambda: shard.contributions.by_rank) == {}
@@ -77,7 +77,7 @@ class closing_transport(closing[Any]):
 
 
 class Peer:
-    """A client that says whatever a test has it say."""
+    """A client that sends the bytes that a test chooses."""
 
     def __init__(self, connected: ConnectedUnit, *, hello: bytes | None = None) -> None:
         offer = connected.transport._offer
@@ -113,7 +113,7 @@ class Peer:
         return Kind(kind), self.read(size)
 
     def error(self) -> ShardwellError:
-        """What the server says, which must be an error; DATA before it is skipped."""
+        """Returns the next error of the server, skipping DATA."""
         for kind, payload in iter(self.frame, None):
             if kind is Kind.ERROR:
                 return from_status_details(payload, "server")
@@ -138,5 +138,5 @@ def end_of(payload: bytes) -> bytes:
 
 
 def assert_holds(flat: torch.Tensor, value: float) -> None:
-    """Every 32-bit float is the value."""
+    """Checks that every 32-bit float has a value."""
     assert bool((flat.view(torch.float32) == value).all())

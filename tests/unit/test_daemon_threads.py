@@ -1,4 +1,4 @@
-"""Background threads: calls begin in order, none is lost, and the process does not wait for them."""
+"""Tests of background threads: calls start in order, none is lost, and the process exits without waiting."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def threads() -> Iterator[DaemonThreads]:
         yield made
 
 
-def test_results_and_errors_come_back(threads: DaemonThreads) -> None:
+def test_futures_have_results_and_errors(threads: DaemonThreads) -> None:
     assert threads.submit(divmod, 7, 2).result(20) == (3, 1)
     assert threads.submit(sorted, [1, 2], reverse=True).result(20) == [2, 1]
     assert isinstance(threads.submit(divmod, 7, 0).exception(20), ZeroDivisionError)
 
 
-def test_calls_begin_in_order() -> None:
+def test_calls_start_in_order() -> None:
     begun = list[int]()
     with DaemonThreads(1, "test") as threads:
         for number in range(50):
@@ -51,7 +51,7 @@ def test_calls_begin_in_order() -> None:
     assert begun == list(range(50))
 
 
-def test_no_more_calls_are_under_way_than_there_are_threads(threads: DaemonThreads) -> None:
+def test_calls_in_flight_do_not_exceed_the_threads(threads: DaemonThreads) -> None:
     gate, begun = threading.Event(), threading.Semaphore(0)
 
     def call() -> None:
@@ -66,14 +66,14 @@ def test_no_more_calls_are_under_way_than_there_are_threads(threads: DaemonThrea
         each.result(20)
 
 
-def test_a_thread_that_has_nothing_to_do_is_used_again(threads: DaemonThreads) -> None:
+def test_idle_thread_is_reused(threads: DaemonThreads) -> None:
     for _ in range(20):
         threads.submit(int).result(20)
-        wait_until(lambda: threads._idle_count == 1, "the thread has taken the result back")
+        wait_until(lambda: threads._idle_count == 1, "the thread is idle again")
     assert len(threads._threads) == 1
 
 
-def test_where_the_system_gives_no_more_threads_those_there_are_do_it_all(
+def test_existing_threads_run_all_calls_at_the_thread_limit(
     threads: DaemonThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
@@ -86,25 +86,25 @@ def test_where_the_system_gives_no_more_threads_those_there_are_do_it_all(
     second = threads.submit(int)
     gate.set()
     assert first.result(20) and second.result(20) == 0
-    nobody = DaemonThreads(3, "nobody")
+    threadless = DaemonThreads(3, "threadless")
     with pytest.raises(RuntimeError, match="can't start"):
-        nobody.submit(int)
+        threadless.submit(int)
 
 
-def test_after_shutdown_what_waits_is_done_or_cancelled_and_the_threads_end() -> None:
+def test_shutdown_runs_or_cancels_waiting_calls_and_ends_threads() -> None:
     for cancel in (False, True):
         threads, gate, begun = DaemonThreads(1, "test"), threading.Event(), threading.Event()
-        under_way = threads.submit(lambda: begun.set() or gate.wait(20))  # noqa: B023
+        running = threads.submit(lambda: begun.set() or gate.wait(20))  # noqa: B023
         assert begun.wait(20)
         waiting = threads.submit(int)
         threads.shutdown(wait=False, cancel_futures=cancel)
         with pytest.raises(RuntimeError, match="shut down"):
             threads.submit(int)
         threads.join(0.01)
-        assert threads._threads[0].is_alive(), "a call is under way"
+        assert threads._threads[0].is_alive(), "a call is running"
         gate.set()
         threads.join(20)
-        assert not threads._threads[0].is_alive() and under_way.result(0)
+        assert not threads._threads[0].is_alive() and running.result(0)
         if cancel:
             with pytest.raises(CancelledError):
                 waiting.result(0)
@@ -112,7 +112,7 @@ def test_after_shutdown_what_waits_is_done_or_cancelled_and_the_threads_end() ->
             assert waiting.result(0) == 0
 
 
-def test_a_process_that_ends_does_not_wait_for_them() -> None:
+def test_process_exits_without_waiting_for_the_threads() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", INTERRUPTED], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )

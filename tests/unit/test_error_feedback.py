@@ -1,4 +1,4 @@
-"""Error feedback: nothing is lost but one push's rounding, and a work item begun anew pushes the same bits."""
+"""Tests of error feedback: only one rounding error is lost, and a restarted work item pushes the same bits."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ def feedback_of(wire_dtype: WireDtype) -> ErrorFeedback:
 def push(
     feedback: ErrorFeedback, value: torch.Tensor, *, dp_rank: int = 0, unit: int = 0, index: int = WEIGHT
 ) -> bytes:
-    """What is pushed: the encoded bytes."""
+    """Returns the encoded bytes of a push."""
     encoded = feedback.encode(unit, LAYOUT, dp_rank, {index: value.view(-1)})
     assert encoded is not None
     assert (encoded.indices, encoded.stored_bytes) == ((index,), value.nbytes)
     stream = bytes(encoded.stream)
-    encoded.stream[:] = b"\xff" * len(stream)  # it is used again: whoever finds the old bytes there is lucky
+    encoded.stream[:] = b"\xff" * len(stream)  # the memory is reused: later reads must not depend on the old bytes
     encoded.release()
     return stream
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
-def test_every_push_is_the_gradient_and_what_the_one_before_left_out(wire_dtype: WireDtype) -> None:
+def test_push_encodes_gradient_plus_previous_residual(wire_dtype: WireDtype) -> None:
     feedback, left_out = feedback_of(wire_dtype), torch.zeros(37, 41)
     for step in range(5):
         value = gradient(step)
@@ -87,7 +87,7 @@ def test_every_push_is_the_gradient_and_what_the_one_before_left_out(wire_dtype:
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
-def test_the_sum_of_what_arrives_follows_the_sum_of_the_gradients(wire_dtype: WireDtype) -> None:
+def test_sum_of_pushes_follows_sum_of_gradients(wire_dtype: WireDtype) -> None:
     feedback, value = feedback_of(wire_dtype), gradient(0) + 3
     one_error = 2 * (value - arrived(on_the_wire(value, wire_dtype), wire_dtype)).abs().max().double()
     with_feedback, without, exact = (torch.zeros(37, 41, dtype=torch.float64) for _ in range(3))
@@ -101,7 +101,7 @@ def test_the_sum_of_what_arrives_follows_the_sum_of_the_gradients(wire_dtype: Wi
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
-def test_a_work_item_begun_anew_pushes_the_same_bits(wire_dtype: WireDtype) -> None:
+def test_restarted_work_item_pushes_the_same_bits(wire_dtype: WireDtype) -> None:
     feedback = feedback_of(wire_dtype)
     push(feedback, gradient(0))
     feedback.commit()
@@ -117,7 +117,7 @@ def test_a_work_item_begun_anew_pushes_the_same_bits(wire_dtype: WireDtype) -> N
     assert push(feedback, gradient(3)) == push(never_reset, gradient(3))
 
 
-def test_a_reset_before_the_first_commit_leaves_nothing() -> None:
+def test_reset_before_the_first_commit_clears_the_residuals() -> None:
     feedback = feedback_of(WIRE_DTYPE_INT8)
     push(feedback, gradient(0))
     feedback.reset(0)
@@ -125,7 +125,7 @@ def test_a_reset_before_the_first_commit_leaves_nothing() -> None:
     assert push(feedback, gradient(1)) == on_the_wire(gradient(1), WIRE_DTYPE_INT8)
 
 
-def test_a_parameter_that_only_a_withdrawn_push_had_begins_with_nothing_left_out() -> None:
+def test_parameter_pushed_only_before_a_reset_starts_without_residual() -> None:
     feedback = feedback_of(WIRE_DTYPE_INT8)
     push(feedback, gradient(0, BIAS), index=BIAS)
     feedback.reset(0)
@@ -135,18 +135,18 @@ def test_a_parameter_that_only_a_withdrawn_push_had_begins_with_nothing_left_out
 
 
 def after_one(first: torch.Tensor, second: torch.Tensor) -> bytes:
-    """What int8 makes of a gradient that is pushed after another one."""
+    """Returns the int8 bytes of a gradient that is pushed after another one."""
     lost = first - arrived(on_the_wire(first, WIRE_DTYPE_INT8), WIRE_DTYPE_INT8)
     return on_the_wire(second + lost, WIRE_DTYPE_INT8)
 
 
-def test_parts_of_one_step_follow_each_other() -> None:
+def test_parts_of_one_step_share_residuals_in_order() -> None:
     feedback = feedback_of(WIRE_DTYPE_INT8)
     push(feedback, gradient(0))
     assert push(feedback, gradient(1)) == after_one(gradient(0), gradient(1))
 
 
-def test_ranks_and_units_are_apart() -> None:
+def test_ranks_and_units_have_separate_residuals() -> None:
     feedback, alone = feedback_of(WIRE_DTYPE_INT8), feedback_of(WIRE_DTYPE_INT8)
     push(feedback, gradient(0))
     push(alone, gradient(0))
@@ -159,7 +159,7 @@ def test_ranks_and_units_are_apart() -> None:
     assert push(feedback, gradient(4), dp_rank=1) == on_the_wire(gradient(4), WIRE_DTYPE_INT8)
 
 
-def test_a_rank_without_a_push_in_a_step_is_forgotten_and_a_parameter_without_one_is_not() -> None:
+def test_rank_without_a_push_is_dropped_but_parameter_is_kept() -> None:
     feedback = feedback_of(WIRE_DTYPE_INT8)
     push(feedback, gradient(0))
     push(feedback, gradient(1), dp_rank=1)
@@ -171,7 +171,7 @@ def test_a_rank_without_a_push_in_a_step_is_forgotten_and_a_parameter_without_on
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
-def test_what_the_servers_refuse_does_not_spoil_the_next_step(bad: float) -> None:
+def test_non_finite_push_does_not_spoil_the_next_step(bad: float) -> None:
     feedback, value = feedback_of(WIRE_DTYPE_FLOAT16), gradient(0)
     value[0, 0] = bad
     assert not arrived(push(feedback, value), WIRE_DTYPE_FLOAT16)[0, 0].isfinite()
@@ -182,7 +182,7 @@ def test_what_the_servers_refuse_does_not_spoil_the_next_step(bad: float) -> Non
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
-def test_parameters_pushed_together_give_the_bits_of_each_pushed_alone(wire_dtype: WireDtype) -> None:
+def test_joint_push_has_the_bits_of_separate_pushes(wire_dtype: WireDtype) -> None:
     together, alone = feedback_of(wire_dtype), feedback_of(wire_dtype)
     for step in range(3):
         gradients = {index: gradient(10 * step + index, index) for index in (WEIGHT, BIAS, DOUBLE)}
@@ -198,7 +198,7 @@ def test_parameters_pushed_together_give_the_bits_of_each_pushed_alone(wire_dtyp
 
 
 @pytest.mark.parametrize("wire_dtype", [WIRE_DTYPE_UNSPECIFIED, *LOSSY])
-def test_what_travels_as_it_is_stored_is_left_alone(wire_dtype: WireDtype) -> None:
+def test_gradients_that_travel_as_stored_are_unchanged(wire_dtype: WireDtype) -> None:
     assert feedback_of(wire_dtype).encode(0, LAYOUT, 0, {DOUBLE: gradient(0, DOUBLE).view(-1)}) is None
     assert (feedback_of(wire_dtype).encode(0, LAYOUT, 0, {WEIGHT: gradient(0).view(-1)}) is None) == (
         wire_dtype == WIRE_DTYPE_UNSPECIFIED

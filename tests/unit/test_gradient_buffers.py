@@ -1,4 +1,4 @@
-"""Gradient buffers on both sides: which may be written to, which are contributions, what is given back and when."""
+"""Tests of shared gradient buffers on both sides: reuse, contributions, and memory in use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.shard_server import PLAIN, layout_of
 
 
 class Made:
-    """Gradient buffers made so far, and the bookkeeping under test."""
+    """The buffers created so far, and the object under test."""
 
     def __init__(self) -> None:
         self.made: list[client.GradientBuffer] = []
@@ -34,7 +34,7 @@ class Made:
         return self.made[-1]
 
 
-def test_a_gradient_buffer_that_was_given_back_is_taken_again() -> None:
+def test_released_buffer_is_reused() -> None:
     made = Made()
     first = made.gradient_buffers.acquire("u", 0)
     assert made.gradient_buffers.acquire("u", 0) is not first
@@ -44,14 +44,14 @@ def test_a_gradient_buffer_that_was_given_back_is_taken_again() -> None:
     assert made.gradient_buffers.acquire("u", 1) not in made.made[:2]
 
 
-def test_units_do_not_share_gradient_buffers() -> None:
+def test_units_do_not_share_buffers() -> None:
     made = Made()
     made.gradient_buffers.release(made.gradient_buffers.acquire("u", 0))
     assert bytes(made.gradient_buffers.acquire("v", 0).memory) == b"v"
     assert len(made.made) == 2
 
 
-def test_what_was_taken_and_not_given_back_is_free_when_the_step_is_committed() -> None:
+def test_release_rank_without_a_rank_frees_all_buffers() -> None:
     made = Made()
     taken = [made.gradient_buffers.acquire(unit, rank) for unit, rank in (("u", 0), ("u", 1), ("v", 0))]
     for _ in range(2):
@@ -61,7 +61,7 @@ def test_what_was_taken_and_not_given_back_is_free_when_the_step_is_committed() 
     assert len(made.made) == 3
 
 
-def test_withdrawing_a_rank_frees_its_gradient_buffers_only() -> None:
+def test_release_rank_frees_only_the_buffers_of_the_rank() -> None:
     made = Made()
     for unit, rank in (("u", 0), ("u", 1), ("v", 1)):
         made.gradient_buffers.acquire(unit, rank)
@@ -73,7 +73,7 @@ def test_withdrawing_a_rank_frees_its_gradient_buffers_only() -> None:
     assert made.made[0] in [made.gradient_buffers.acquire("u", 0) for _ in range(3)]
 
 
-def test_what_is_laid_in_a_gradient_buffer_is_in_the_file_that_the_server_maps(tmp_path: Path) -> None:
+def test_writes_to_a_buffer_reach_the_file_of_the_server(tmp_path: Path) -> None:
     path = tmp_path / "gradient_buffer"
     path.write_bytes(b"\xff" * 8192)
     gradient_buffer = client.GradientBuffer.open(7, str(path), 8192)
@@ -81,8 +81,8 @@ def test_what_is_laid_in_a_gradient_buffer_is_in_the_file_that_the_server_maps(t
     assert path.read_bytes() == b"\xff" * 256 + b"abcd" + b"\xff" * 7932
 
 
-def test_an_open_gradient_buffer_keeps_no_file_open(tmp_path: Path) -> None:
-    """Those of a large model would be more than a process may have."""
+def test_mapped_buffer_keeps_no_file_open(tmp_path: Path) -> None:
+    """A large model has more buffers than a process may have open files."""
     path = tmp_path / "gradient_buffer"
     path.write_bytes(bytes(8192))
     gradient_buffer = client.GradientBuffer.open(7, str(path), 8192)
@@ -96,7 +96,7 @@ def test_an_open_gradient_buffer_keeps_no_file_open(tmp_path: Path) -> None:
 
 
 class Serving:
-    """A shard, and gradient buffers for it."""
+    """A shard and its gradient buffers."""
 
     def __init__(self, shared: SharedMemory, dp: int = 1) -> None:
         self.memory, self._shared = Memory(1 << 30), shared
@@ -119,7 +119,7 @@ class Serving:
 
     @property
     def used(self) -> tuple[int, int, int]:
-        """Of shared memory, staging room, and the reservation."""
+        """Returns the used bytes of shared memory, of staging memory and of the reservation."""
         return (
             self.memory._shared_bytes // self.shard.size_bytes,
             self.memory.unreserved.used_bytes // self.shard.size_bytes,
@@ -133,7 +133,7 @@ def serving() -> Iterator[Serving]:
         yield Serving(shared)
 
 
-def test_a_gradient_buffer_counts_until_it_is_closed(serving: Serving) -> None:
+def test_buffer_counts_against_the_budget_until_it_is_closed(serving: Serving) -> None:
     covered, staged = serving.gradient_buffer(), serving.gradient_buffer()
     assert serving.used == (2, 1, 1)
     staged.close()
@@ -143,7 +143,7 @@ def test_a_gradient_buffer_counts_until_it_is_closed(serving: Serving) -> None:
     assert not Path(covered.path).exists()
 
 
-def test_a_contribution_is_covered_as_soon_as_that_is_possible(serving: Serving) -> None:
+def test_contribution_moves_to_the_reservation_when_there_is_room(serving: Serving) -> None:
     covered, staged = serving.gradient_buffer(), serving.gradient_buffer()
     covered.close()
     staged.claim()
@@ -153,7 +153,7 @@ def test_a_contribution_is_covered_as_soon_as_that_is_possible(serving: Serving)
     assert serving.used == (0, 0, 0)
 
 
-def test_a_contribution_cannot_become_another_one(serving: Serving) -> None:
+def test_adopted_buffer_cannot_become_another_contribution(serving: Serving) -> None:
     gradient_buffer = serving.gradient_buffer()
     gradient_buffer.check_adoptable(serving.shard)
     assert gradient_buffer.claim() is gradient_buffer.buffer
@@ -163,16 +163,16 @@ def test_a_contribution_cannot_become_another_one(serving: Serving) -> None:
     gradient_buffer.release()
     gradient_buffer.check_adoptable(serving.shard)
     assert not gradient_buffer.claimed
-    assert serving.used == (1, 0, 1), "it stays open"
+    assert serving.used == (1, 0, 1), "the buffer stays open"
 
 
-def test_a_gradient_buffer_is_for_one_shard(serving: Serving) -> None:
+def test_buffer_of_another_shard_is_rejected(serving: Serving) -> None:
     for other in (serving.of("other"), serving.of(PLAIN.unit)):
         with pytest.raises(InvalidRequestError, match="the gradient buffer belongs to unit 'u'"):
             serving.gradient_buffer().check_adoptable(other)
 
 
-def test_a_contribution_that_is_closed_is_freed_when_it_is_used_up(serving: Serving) -> None:
+def test_closed_buffer_is_freed_with_its_contribution(serving: Serving) -> None:
     gradient_buffer = serving.gradient_buffer()
     kept = gradient_buffer.claim().fill_(5)
     gradient_buffer.close()
@@ -184,7 +184,7 @@ def test_a_contribution_that_is_closed_is_freed_when_it_is_used_up(serving: Serv
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_a_closed_gradient_buffer_takes_nothing_any_more(serving: Serving, held: bool) -> None:
+def test_closed_buffer_rejects_contributions(serving: Serving, held: bool) -> None:
     gradient_buffer = serving.gradient_buffer()
     if held:
         gradient_buffer.claim()

@@ -1,4 +1,4 @@
-"""The cache of a host: fetched once, never a mixture, nothing left behind, whoever dies."""
+"""Tests of the host cache: each version is fetched once, never mixed, and nothing remains when processes die."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fetch(target):
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder of a memory file system, for one test."""
+    """A folder of a memory file system."""
     with TemporaryDirectory(dir=MEMORY, prefix="shardwell_test-") as path:
         yield Path(path)
 
@@ -127,7 +127,7 @@ cache.close()
 # Within one process.
 
 
-def test_the_first_fetches_and_the_others_find(memory: Path) -> None:
+def test_first_trainer_fetches_and_others_hit(memory: Path) -> None:
     caches, calls = [join(memory), join(memory)], list[bytes]()
     first, second = (admit(cache) for cache in caches)
     assert content(first, 3, filling(b"a", calls)) == content(second, 3, filling(b"b", calls)) == b"a"
@@ -154,7 +154,7 @@ def test_threads_of_one_process_fetch_once(memory: Path) -> None:
     cache.close()
 
 
-def test_shards_of_servers_and_of_the_cache_lie_side_by_side(memory: Path) -> None:
+def test_server_and_cache_segments_are_mapped_side_by_side(memory: Path) -> None:
     cache, size = join(memory), SIZE + 100
     shards = {0: CacheKey(0, 0, SIZE, "float32"), 2: CacheKey(0, SIZE + BLOCK_BYTES, size + BLOCK_BYTES, "float32")}
     admitted = cache.admit("u", shards)
@@ -168,11 +168,11 @@ def test_shards_of_servers_and_of_the_cache_lie_side_by_side(memory: Path) -> No
     vector.check(5)
     assert bytes(vector.bytes.tolist()) == b"a" * SIZE + b"s" * BLOCK_BYTES + b"b" * 100
     vector.bytes[0] = 0
-    assert content(admitted[0], 5, failing) == b"a", "what a trainer writes stays its own"
+    assert content(admitted[0], 5, failing) == b"a", "writes of a trainer are private"
     cache.close()
 
 
-def test_a_failed_fetch_shows_nothing_and_the_next_tries_again(memory: Path) -> None:
+def test_failed_fetch_shows_no_version_and_is_retried(memory: Path) -> None:
     cache = join(memory)
     shard = admit(cache)
     vector = SharedVector("u", [shard.location])
@@ -185,7 +185,7 @@ def test_a_failed_fetch_shows_nothing_and_the_next_tries_again(memory: Path) -> 
     cache.close()
 
 
-def test_a_trainer_that_is_behind_notices(memory: Path) -> None:
+def test_late_trainer_gets_version_gone(memory: Path) -> None:
     cache = join(memory)
     shard = admit(cache)
     vector = SharedVector("u", [shard.location])
@@ -196,11 +196,11 @@ def test_a_trainer_that_is_behind_notices(memory: Path) -> None:
         vector.check(1)
     with pytest.raises(VersionGoneError, match=r"version 1 of unit 'unit 0' was replaced"):
         shard.ensure(1, filling(b"c"))
-    assert content(shard, 2, failing) == b"b", "it brought nothing old back"
+    assert content(shard, 2, failing) == b"b", "the older version was not restored"
     cache.close()
 
 
-def test_an_old_version_does_not_come_back_after_a_newer_one_failed(memory: Path) -> None:
+def test_older_version_is_rejected_after_a_newer_fetch_failed(memory: Path) -> None:
     cache = join(memory)
     shard = admit(cache)
     shard.ensure(1, filling(b"a"))
@@ -211,9 +211,7 @@ def test_an_old_version_does_not_come_back_after_a_newer_one_failed(memory: Path
     cache.close()
 
 
-def test_a_version_that_is_replaced_while_it_is_copied_is_noticed(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_replaced_during_a_copy_is_detected(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = join(memory)
     shard = admit(cache)
     monkeypatch.setattr(shard, "count_hit", lambda: shard.ensure(2, filling(b"b")))
@@ -223,7 +221,7 @@ def test_a_version_that_is_replaced_while_it_is_copied_is_noticed(
     cache.close()
 
 
-def test_the_wait_for_another_has_an_end(memory: Path) -> None:
+def test_wait_for_another_fetch_ends_at_the_limit(memory: Path) -> None:
     patient, hasty = join(memory), join(memory, wait_limit_s=0.02)
     slow, other = admit(patient), admit(hasty)
 
@@ -240,7 +238,7 @@ def test_the_wait_for_another_has_an_end(memory: Path) -> None:
     hasty.close()
 
 
-def test_who_leaves_waits_no_longer(memory: Path) -> None:
+def test_close_stops_waiting_threads(memory: Path) -> None:
     patient, leaving = join(memory), join(memory, wait_limit_s=1000)
     slow, other = admit(patient), admit(leaving)
 
@@ -259,7 +257,7 @@ def test_who_leaves_waits_no_longer(memory: Path) -> None:
 # What is in the cache.
 
 
-def test_the_budget_is_shared_and_the_first_to_come_decides(memory: Path) -> None:
+def test_budget_of_the_first_trainer_applies_to_all(memory: Path) -> None:
     first, second = join(memory, 2 * SIZE), join(memory, 2 * SIZE)
     admit(first, 0)
     assert refuses(first, 1, 2 * SIZE)
@@ -271,7 +269,7 @@ def test_the_budget_is_shared_and_the_first_to_come_decides(memory: Path) -> Non
         cache.close()
 
 
-def test_a_trainer_with_a_smaller_budget_uses_what_is_there(memory: Path) -> None:
+def test_trainer_with_a_smaller_budget_uses_cached_units(memory: Path) -> None:
     large, small = join(memory), join(memory, 1)
     assert refuses(small, 0)
     admit(large, 0).ensure(1, filling(b"a"))
@@ -281,7 +279,7 @@ def test_a_trainer_with_a_smaller_budget_uses_what_is_there(memory: Path) -> Non
     small.close()
 
 
-def test_a_unit_is_taken_in_as_a_whole_or_not_at_all(memory: Path) -> None:
+def test_unit_is_admitted_whole_or_not_at_all(memory: Path) -> None:
     cache = join(memory, 3 * SIZE)
     halves = {number: CacheKey(0, number * 2 * SIZE, (number + 1) * 2 * SIZE, "float32") for number in range(2)}
     assert not cache.admit("u", halves)
@@ -289,7 +287,7 @@ def test_a_unit_is_taken_in_as_a_whole_or_not_at_all(memory: Path) -> None:
     cache.close()
 
 
-def test_other_runs_and_other_dtypes_are_kept_apart(memory: Path) -> None:
+def test_runs_and_dtypes_have_separate_files(memory: Path) -> None:
     former, again = join(memory), join(memory, run=(*RUN[:2], 18))
     admit(former).ensure(0, filling(b"a"))
     assert content(admit(again), 0, filling(b"b")) == b"b"
@@ -298,7 +296,7 @@ def test_other_runs_and_other_dtypes_are_kept_apart(memory: Path) -> None:
     again.close()
 
 
-def test_full_memory_is_said_once_and_changes_nothing_else(
+def test_full_memory_warns_once_and_keeps_cached_units(
     memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache, allocate = join(memory, 1 << 40), os.posix_fallocate
@@ -317,14 +315,14 @@ def test_full_memory_is_said_once_and_changes_nothing_else(
     assert [f"unit 'unit 1' does not fit into {memory}" in record.message for record in caplog.records] == [True]
     assert [file.name for file in memory.rglob("*.shard")] == [f"0-0-{SIZE}-float32.shard"]
     assert not list(memory.rglob("new"))
-    assert content(admit(cache, 0), 0, filling(b"a")) == b"a", "what was there before is used"
+    assert content(admit(cache, 0), 0, filling(b"a")) == b"a", "cached units are still used"
     cache.close()
 
 
 # Other processes.
 
 
-def test_two_processes_at_once_fetch_once(memory: Path) -> None:
+def test_concurrent_processes_fetch_once(memory: Path) -> None:
     cache = join(memory)
     shard = admit(cache)
     with Trainer(memory, FETCH_ONE) as other:
@@ -340,7 +338,7 @@ def test_two_processes_at_once_fetch_once(memory: Path) -> None:
     assert not list(memory.iterdir())
 
 
-def test_who_is_killed_in_the_middle_of_a_fetch_is_replaced(memory: Path) -> None:
+def test_fetch_of_a_killed_process_is_taken_over(memory: Path) -> None:
     cache = join(memory)
     shard = admit(cache)
     with Trainer(memory, FETCH_ONE) as other:
@@ -353,7 +351,7 @@ def test_who_is_killed_in_the_middle_of_a_fetch_is_replaced(memory: Path) -> Non
     assert not list(memory.iterdir())
 
 
-def test_a_process_forked_during_a_fetch_keeps_no_lock(memory: Path) -> None:
+def test_process_forked_during_a_fetch_holds_no_lock(memory: Path) -> None:
     caches = join(memory), join(memory, wait_limit_s=0.02)
     first, second = (admit(cache) for cache in caches)
     children: list[int] = []
@@ -379,7 +377,7 @@ def test_a_process_forked_during_a_fetch_keeps_no_lock(memory: Path) -> None:
 # The folder.
 
 
-def test_only_this_user_can_look(memory: Path) -> None:
+def test_files_are_private_to_the_user(memory: Path) -> None:
     cache = join(memory)
     admit(cache)
     (folder,) = memory.iterdir()
@@ -388,7 +386,7 @@ def test_only_this_user_can_look(memory: Path) -> None:
     cache.close()
 
 
-def test_a_folder_that_others_could_write_to_is_not_used(memory: Path) -> None:
+def test_folder_writable_by_others_is_rejected(memory: Path) -> None:
     with_name = HostFolder("key", memory)
     with_name.close()
     with_name.path.mkdir()
@@ -397,12 +395,12 @@ def test_a_folder_that_others_could_write_to_is_not_used(memory: Path) -> None:
         HostFolder("key", memory)
 
 
-def test_no_shared_memory_is_said(tmp_path: Path) -> None:
+def test_missing_shared_memory_raises(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError):
         HostFolder("key", tmp_path / "missing")
 
 
-def test_the_last_to_leave_removes_it(memory: Path) -> None:
+def test_last_process_removes_the_folder(memory: Path) -> None:
     folders = [HostFolder("key", memory) for _ in range(3)]
     for folder in folders:
         assert list(memory.iterdir()) == [folders[0].path]
@@ -410,13 +408,13 @@ def test_the_last_to_leave_removes_it(memory: Path) -> None:
     assert not list(memory.iterdir())
 
 
-def test_whoever_leaves_and_comes_at_once_something_is_there_or_nothing_is_left(memory: Path) -> None:
+def test_folder_exists_while_used_under_concurrent_entering_and_leaving(memory: Path) -> None:
     def come_and_go(number: int) -> None:
         for turn in range(50):
             folder = HostFolder("key", memory)
             own = folder.path / f"{number}-{turn}"
             own.touch()
-            assert own.exists(), "removed while somebody was in it"
+            assert own.exists(), "removed while in use"
             folder.close()
 
     with ThreadPoolExecutor(4) as threads:
@@ -424,11 +422,11 @@ def test_whoever_leaves_and_comes_at_once_something_is_there_or_nothing_is_left(
     assert not list(memory.iterdir())
 
 
-def test_what_killed_trainers_left_is_removed_by_the_next_of_any_run(memory: Path) -> None:
+def test_folders_of_killed_trainers_are_removed_by_any_run(memory: Path) -> None:
     with Trainer(memory, "say('here'); sys.stdin.readline()") as other:
         assert other.hear() == "here"
         alive = join(memory, run=("another",))
-        assert len(list(memory.iterdir())) == 2, "of those who live nothing is removed"
+        assert len(list(memory.iterdir())) == 2, "folders in use are not removed"
         other.process.send_signal(signal.SIGKILL)
         other.process.wait(30)
     (memory / f"shardwell_cache-{os.geteuid()}-emptied").mkdir(mode=0o700)
@@ -440,12 +438,12 @@ def test_what_killed_trainers_left_is_removed_by_the_next_of_any_run(memory: Pat
     assert [path.name for path in memory.iterdir()] == ["not ours"]
 
 
-def test_a_removal_cut_short_is_finished_by_the_next(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aborted_removal_is_resumed(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = HostFolder("key", memory)
     (folder.path / "file").touch()
 
     def cut(path: Path) -> None:
-        raise OSError(errno.EIO, "cut short")
+        raise OSError(errno.EIO, "aborted")
 
     with monkeypatch.context() as patched:
         patched.setattr(host_cache, "_remove_empty", cut)

@@ -1,4 +1,4 @@
-"""Gathers that members of a node share: every byte in its place and fetched once, whatever the others do."""
+"""Tests of gathers shared by the members of a node: each byte is right and fetched once, whatever the others do."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHORT_S, LONG_S = 0.2, 60.0
 
 
 class Server(FakeStream):
-    """A connection to a server with values of each version; counts what is read, and can fail."""
+    """A transport with the values of each version. It counts received bytes and can fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Server(FakeStream):
 
 
 def bytes_of(version: int) -> torch.Tensor:
-    """A unit's flat vector at a version. [LAYOUT.size_bytes]"""
+    """Returns the flat vector of a version. [LAYOUT.size_bytes]"""
     generator = torch.Generator().manual_seed(version)
     return torch.randn(LAYOUT.size_bytes // 4, generator=generator).view(torch.uint8)
 
@@ -86,7 +86,7 @@ class Vector:
 
 
 class Member:
-    """A trainer of the node, with servers of its own that count for it alone."""
+    """A trainer of the node, with a server of its own."""
 
     def __init__(self, group: NodeGroup, patience_s: float, wire: Wire) -> None:
         self.server, self.traffic = Server(), Traffic(push_bytes=1)
@@ -98,7 +98,7 @@ class Member:
         self.gathers = NodeGathers(group, self.traffic, patience_s=patience_s)
 
     def gather(self, version: int, *, index: int = 0, vector: Vector | None = None) -> Vector:
-        """Gathers a unit, and checks it if it was gathered as it is stored."""
+        """Gathers a unit, and checks its bytes if they have the stored dtypes."""
         vector = vector or Vector()
         unit = replace(self.unit, index=index)
         target = memory_at(vector.bytes.data_ptr(), vector.bytes.numel())
@@ -117,7 +117,7 @@ MakeMembers = Callable[..., list[Member]]
 
 @pytest.fixture
 def make() -> Iterator[MakeMembers]:
-    """Makes the members of a group, connected over gloo."""
+    """Creates the members of a group, connected over gloo."""
     made: list[Member] = []
 
     def make_members(size: int, *, patience_s: float = LONG_S) -> list[Member]:
@@ -158,7 +158,7 @@ def test_each_byte_is_fetched_by_one_member(make: MakeMembers, size: int) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("size", [2, 3])
-def test_other_dtypes_are_exchanged_as_they_are_computed_with(make: MakeMembers, size: int, dtype: torch.dtype) -> None:
+def test_other_dtypes_are_exchanged_after_the_cast(make: MakeMembers, size: int, dtype: torch.dtype) -> None:
     members, layout = make(size), layout_in(LAYOUT, dtype)
     stored = Vector()
     stored.bytes = bytes_of(1)
@@ -169,13 +169,13 @@ def test_other_dtypes_are_exchanged_as_they_are_computed_with(make: MakeMembers,
     assert sum(member.server.received_bytes for member in members) == LAYOUT.size_bytes
 
 
-def test_who_asks_for_another_unit_gets_it_and_meets_the_others_in_the_next_version(
+def test_different_units_are_fetched_whole_until_the_next_version(
     make: MakeMembers, caplog: pytest.LogCaptureFixture
 ) -> None:
     members = make(2)
     with caplog.at_level(logging.WARNING):
         vectors = all_do(members, lambda member: member.gather(0, index=members.index(member)))
-        # What follows in the version is fetched whole, and nobody waits for anybody.
+        # Later units of the version are fetched whole, and no member waits.
         vectors += [member.gather(0) for member in members for _ in range(2)]
     assert not any(vector.exchanged for vector in vectors)
     assert [record.message for record in caplog.records] == [
@@ -185,7 +185,7 @@ def test_who_asks_for_another_unit_gets_it_and_meets_the_others_in_the_next_vers
     assert all(vector.exchanged for vector in all_do(members, lambda member: member.gather(1)))
 
 
-def test_who_waits_in_vain_fetches_everything_and_stops_trying(
+def test_group_is_disabled_after_consecutive_cancelled_rounds(
     make: MakeMembers, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = make(2, patience_s=SHORT_S)
@@ -198,7 +198,7 @@ def test_who_waits_in_vain_fetches_everything_and_stops_trying(
     assert "member 0 of 2 is gone" in caplog.text
 
 
-def test_failures_that_are_not_in_a_row_are_forgiven(make: MakeMembers) -> None:
+def test_separate_cancelled_rounds_do_not_disable_the_group(make: MakeMembers) -> None:
     members = make(2, patience_s=SHORT_S)
     for version in range(0, 3 * MAX_FAILURES, 3):
         members[0].gather(version)
@@ -207,14 +207,14 @@ def test_failures_that_are_not_in_a_row_are_forgiven(make: MakeMembers) -> None:
     assert all(vector.exchanged for vector in all_do(members, lambda member: member.gather(99)))
 
 
-def test_a_member_that_leaves_is_not_waited_for(make: MakeMembers) -> None:
+def test_gather_after_a_member_left_fetches_the_whole_unit(make: MakeMembers) -> None:
     first, second = make(2)
     second.close()
     assert not first.gather(0).exchanged
     assert first.server.received_bytes == LAYOUT.size_bytes + LAYOUT.size_bytes // 2 // 64 * 64
 
 
-def test_a_fetch_that_fails_raises_for_its_member_only(make: MakeMembers) -> None:
+def test_failed_fetch_raises_only_for_its_member(make: MakeMembers) -> None:
     members = make(2)
     members[1].server.error = CapacityError("no")
 
@@ -230,31 +230,29 @@ def test_a_fetch_that_fails_raises_for_its_member_only(make: MakeMembers) -> Non
     assert all(vector.exchanged for vector in all_do(members, lambda member: member.gather(1)))
 
 
-def test_a_member_that_dies_at_an_exchange_leaves_no_wrong_byte(
-    make: MakeMembers, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_death_during_an_exchange_leaves_no_wrong_byte(make: MakeMembers, caplog: pytest.LogCaptureFixture) -> None:
     members = make(2)
     gone = threading.Event()
 
     class Dying(Vector):
         def complete(self, start_bytes: int, stop_bytes: int, exchange: Exchange, limit_s: float) -> None:
-            members[1].gathers._group.close()  # its connections, too
+            members[1].gathers._group.close()  # also closes its connections
             gone.set()
-            raise RuntimeError("as good as dead")
+            raise RuntimeError("dead")
 
     class Surviving(Vector):
         def complete(self, start_bytes: int, stop_bytes: int, exchange: Exchange, limit_s: float) -> None:
-            self.bytes.fill_(255)  # what a collective that breaks off may leave
+            self.bytes.fill_(255)  # as an aborted collective may leave them
             assert gone.wait(LONG_S)
             exchange(self.bytes)
 
     with caplog.at_level(logging.WARNING):
         all_do(members, lambda member: member.gather(0, vector=(Surviving, Dying)[members.index(member)]()))
         assert not any(member.gather(1).exchanged for member in members)
-    assert len(caplog.records) == 2, "one line for each"
+    assert len(caplog.records) == 2, "one line per member"
 
 
-def test_an_error_that_nobody_thought_of_does_not_keep_the_training_thread_waiting(
+def test_unexpected_error_of_an_exchange_falls_back_to_whole_units(
     make: MakeMembers, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(Vector):
@@ -267,7 +265,7 @@ def test_an_error_that_nobody_thought_of_does_not_keep_the_training_thread_waiti
     assert caplog.messages == ["node group: every unit is fetched whole from now on: AssertionError"] * 2
 
 
-def test_only_the_training_thread_is_seen_to_wait(make: MakeMembers) -> None:
+def test_only_the_training_thread_counts_waiting_time(make: MakeMembers) -> None:
     member, _ = make(2, patience_s=SHORT_S)
     vector, fetched = Vector(), threading.Event()
     target = memory_at(vector.bytes.data_ptr(), vector.bytes.numel())
@@ -284,7 +282,7 @@ def test_only_the_training_thread_is_seen_to_wait(make: MakeMembers) -> None:
     assert member.traffic.stats.gather_wait_s == 0.0
 
 
-def test_what_cannot_be_shared_is_fetched_whole_without_asking_anybody(make: MakeMembers) -> None:
+def test_units_that_cannot_be_shared_are_fetched_whole(make: MakeMembers) -> None:
     member, _ = make(2)
     assert not member.gather(0, vector=Vector(device_type="cuda")).exchanged
     assert member.server.received_bytes == LAYOUT.size_bytes
@@ -292,12 +290,12 @@ def test_what_cannot_be_shared_is_fetched_whole_without_asking_anybody(make: Mak
     assert member.gathers._group.part(tiny.size_bytes) is None, "64 bytes for two"
 
 
-def test_a_session_that_closes_fails_what_is_on_its_way(make: MakeMembers) -> None:
+def test_close_fails_gathers_in_flight(make: MakeMembers) -> None:
     member, _ = make(2)
     vector = Vector()
     target = memory_at(vector.bytes.data_ptr(), vector.bytes.numel())
     future = member.gathers.gather(member.unit, 0, target, LAYOUT, vector)
-    wait_until(lambda: member.server.received_bytes > 0, "the fetch of its part; then it waits for the other")
+    wait_until(lambda: member.server.received_bytes > 0, "the fetch of the part, after which the member waits")
     member.close()
     with pytest.raises(UnavailableError, match="the session was closed"):
         future.result(LONG_S)

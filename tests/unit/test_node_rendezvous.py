@@ -1,4 +1,4 @@
-"""The rendezvous of a node: a round ends the same way for everybody, and nobody waits for who is not there."""
+"""Tests of the node rendezvous: all members see the same outcome, and none waits for a missing member."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MakeRendezvous = Callable[[int], list[NodeRendezvous]]
 
 @pytest.fixture
 def make() -> Iterator[MakeRendezvous]:
-    """Makes the rendezvous of a group in which everybody is there."""
+    """Creates the rendezvous of a group whose members are all present."""
     made: list[NodeRendezvous] = []
 
     def make_rendezvous(size: int) -> list[NodeRendezvous]:
@@ -43,26 +43,26 @@ def decide_all(rendezvous_points: list[NodeRendezvous], this_round: Round, what:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_who_wants_the_same_goes_together(make: MakeRendezvous, size: int) -> None:
+def test_members_with_the_same_unit_exchange(make: MakeRendezvous, size: int) -> None:
     rendezvous_points = make(size)
     for this_round in (CONNECTED, Round(0, 0), Round(0, 1), Round(1, 0)):
         assert decide_all(rendezvous_points, this_round, [0] * size) == [Outcome.EXCHANGE] * size
 
 
-def test_who_wants_different_things_goes_apart(make: MakeRendezvous) -> None:
+def test_members_with_different_units_cancel_the_round(make: MakeRendezvous) -> None:
     rendezvous_points = make(3)
     assert decide_all(rendezvous_points, Round(0, 0), [4, 5, 4]) == [Outcome.CANCELLED] * 3
     assert decide_all(rendezvous_points, Round(1, 0), [4, 4, 4]) == [Outcome.EXCHANGE] * 3
 
 
-def test_who_comes_too_late_finds_that_the_turn_is_off(make: MakeRendezvous) -> None:
+def test_late_member_finds_the_round_cancelled(make: MakeRendezvous) -> None:
     first, second = make(2)
     assert first.decide(Round(0, 0), 7, SHORT_S) is Outcome.CANCELLED
     assert second.decide(Round(0, 0), 7, LONG_S) is Outcome.CANCELLED
     assert decide_all([first, second], Round(1, 0), [7, 7]) == [Outcome.EXCHANGE] * 2
 
 
-def test_who_waits_for_one_that_is_further_goes_on(make: MakeRendezvous) -> None:
+def test_member_at_a_lower_round_does_not_wait(make: MakeRendezvous) -> None:
     rendezvous_points = make(2)
     rounds = (Round(0, 3), Round(1, 0))
     with ThreadPoolExecutor(2) as threads:
@@ -72,19 +72,19 @@ def test_who_waits_for_one_that_is_further_goes_on(make: MakeRendezvous) -> None
     assert (behind, ahead) == (Outcome.CANCELLED, Outcome.CANCELLED)
 
 
-def test_a_turn_that_is_called_off_needs_no_waiting(make: MakeRendezvous) -> None:
+def test_cancelled_round_returns_at_once(make: MakeRendezvous) -> None:
     first, second = make(2)
     assert first.cancel(Round(0, 0)) is Outcome.CANCELLED
     assert second.decide(Round(0, 0), 7, LONG_S) is Outcome.CANCELLED
 
 
-def test_a_turn_that_all_have_come_to_cannot_be_called_off(make: MakeRendezvous) -> None:
+def test_complete_round_cannot_be_cancelled(make: MakeRendezvous) -> None:
     rendezvous_points = make(2)
     assert decide_all(rendezvous_points, Round(0, 0), [7, 7]) == [Outcome.EXCHANGE] * 2
     assert rendezvous_points[0].cancel(Round(0, 0)) is Outcome.EXCHANGE
 
 
-def test_nobody_waits_for_one_that_left(make: MakeRendezvous) -> None:
+def test_member_that_left_is_detected(make: MakeRendezvous) -> None:
     rendezvous_points = make(3)
     rendezvous_points[1].close()
     with pytest.raises(MemberGoneError, match="member 1 of 3 is gone"):
@@ -102,7 +102,7 @@ sys.stdin.read()
 """
 
 
-def test_nobody_waits_for_one_that_was_killed() -> None:
+def test_killed_member_is_detected() -> None:
     key = uuid.uuid4().hex
     rendezvous = NodeRendezvous(HostFolder(key), 0, 2)
     process = subprocess.Popen([sys.executable, "-c", _COME, key], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -117,7 +117,7 @@ def test_nobody_waits_for_one_that_was_killed() -> None:
         rendezvous.close()
 
 
-def test_a_meeting_ends_when_somebody_does_not_come(make: MakeRendezvous) -> None:
+def test_meet_returns_false_without_all_members(make: MakeRendezvous) -> None:
     (alone,) = make(1)
     other = NodeRendezvous(HostFolder(uuid.uuid4().hex), 0, 2)
     assert alone.meet(SHORT_S)
@@ -125,7 +125,7 @@ def test_a_meeting_ends_when_somebody_does_not_come(make: MakeRendezvous) -> Non
     other.close()
 
 
-def test_two_processes_cannot_be_the_same_member(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_process_with_the_same_rank_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwell.data_plane.node_group._LOCK_LIMIT_S", SHORT_S)
     key = uuid.uuid4().hex
     rendezvous, folder = NodeRendezvous(HostFolder(key), 0, 2), HostFolder(key)
@@ -135,7 +135,7 @@ def test_two_processes_cannot_be_the_same_member(monkeypatch: pytest.MonkeyPatch
     rendezvous.close()
 
 
-def test_who_looks_while_another_writes_sees_no_half_of_it(make: MakeRendezvous) -> None:
+def test_concurrent_reads_see_whole_records(make: MakeRendezvous) -> None:
     rendezvous, _ = make(2)
     with rendezvous._changing() as record:
         record.version, record.number, record.unit, record.num_arrived = 7, 3, 5, 1

@@ -1,5 +1,4 @@
-"""Partitions are read ahead, updated and staged behind: how much may stay here, and that an interrupt waits for
-nobody."""
+"""Tests of partition updates: the limit of cached bytes, and interrupts."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ PART_BYTES, LONG_S = BLOCK_BYTES, 60.0
 
 
 class Server:
-    """A connection to a server of another host, which answers what is staged once ``answers`` is set."""
+    """A connection to a server of another host. Staging returns when ``answers`` is set."""
 
     def __init__(self, answers: threading.Event) -> None:
         self._answers = answers
@@ -45,7 +44,7 @@ class Server:
 
 @contextmanager
 def updates(server_answers: threading.Event) -> Iterator[tuple[PartitionUpdates, RemoteUnit]]:
-    """Updates of a unit whose server takes in what is staged once ``server_answers`` is set."""
+    """Returns updates of a unit. Staging returns when ``server_answers`` is set."""
 
     server: Any = Server(server_answers)
     cuts = [(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES) for number in range(NUM_SHARDS)]
@@ -59,12 +58,12 @@ def updates(server_answers: threading.Event) -> Iterator[tuple[PartitionUpdates,
 
 
 @pytest.mark.parametrize("room_for", [0, 1, 2, NUM_SHARDS])
-def test_what_is_being_staged_counts_as_kept(room_for: int) -> None:
+def test_segments_being_staged_count_as_cached(room_for: int) -> None:
     server_answers, updated = threading.Event(), []
 
     def update(unit_index: int, part: PartitionSegment) -> None:
         updated.append(unit_index)
-        if len(updated) == partition_updates._BEHIND_COUNT:  # as many are being staged as can be
+        if len(updated) == partition_updates._BEHIND_COUNT:  # the maximum is being staged
             server_answers.set()
 
     with updates(server_answers) as (running, unit):
@@ -73,7 +72,7 @@ def test_what_is_being_staged_counts_as_kept(room_for: int) -> None:
     assert sum(each.cached_bytes for each in partitions) == room_for * PART_BYTES and len(partitions) == NUM_SHARDS
 
 
-def test_an_interrupt_does_not_wait_for_a_server() -> None:
+def test_interrupt_does_not_wait_for_a_server() -> None:
     server_answers, updated = threading.Event(), []
 
     def update(unit_index: int, part: PartitionSegment) -> None:

@@ -1,4 +1,4 @@
-"""What a server's log says of requests that it refuses."""
+"""Tests of the server's log lines about rejected requests."""
 
 from __future__ import annotations
 

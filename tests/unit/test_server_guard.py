@@ -1,4 +1,4 @@
-"""What becomes of an operation on a shard server that fails: repeated, explained by the coordinator, or given up."""
+"""Tests of failed operations on a shard server: retried, explained by the coordinator, or raised."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwell_wire.errors import (
 
 
 class Coordinator:
-    """Says nothing for a while, then what it knows."""
+    """A coordinator that raises an error from a certain question on."""
 
     def __init__(self, knows: ShardwellError | None = None, silent_for: int = 0) -> None:
         self.knows, self.silent_for, self.asked = knows, silent_for, 0
@@ -67,16 +67,14 @@ FOREVER = 1 << 30
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_whatever_a_trainer_meets_it_says_what_the_coordinator_knows(
-    met: ShardwellError, knows: ShardwellError
-) -> None:
+def test_errors_are_replaced_by_the_coordinators_error(met: ShardwellError, knows: ShardwellError) -> None:
     guard = ServerGuard("s:1", Coordinator(knows).ask, wait_limit_s=60)
     with pytest.raises(type(knows)) as caught:
         guard.run("a transfer", failing(met, FOREVER))
     assert caught.value is knows
 
 
-def test_a_server_out_of_reach_is_tried_again() -> None:
+def test_unavailable_server_is_retried() -> None:
     coordinator = Coordinator()
     guard = ServerGuard("s:1", coordinator.ask, wait_limit_s=60)
     assert guard.run("a transfer", failing(UnavailableError("refused"), 3)) == "done"
@@ -84,7 +82,7 @@ def test_a_server_out_of_reach_is_tried_again() -> None:
     assert guard.waiting_since is None
 
 
-def test_it_is_given_up_after_the_limit_and_named() -> None:
+def test_error_after_the_limit_names_the_server() -> None:
     guard = ServerGuard("s:1", Coordinator().ask, wait_limit_s=0.2)
     message = r"a transfer: the shard server at s:1 could not be reached for 0\.\d s: refused\. The coordinator"
     with pytest.raises(UnavailableError, match=message) as caught:
@@ -92,7 +90,7 @@ def test_it_is_given_up_after_the_limit_and_named() -> None:
     assert caught.value.data == {"peer": "p", "address": "s:1"}
 
 
-def test_a_server_that_was_started_again_is_asked_about_until_it_has_registered() -> None:
+def test_coordinator_is_asked_until_a_restarted_server_has_registered() -> None:
     lost = ConflictError("server 's1' was restarted and has lost its shards")
     guard = ServerGuard("s:1", Coordinator(lost, silent_for=3).ask, wait_limit_s=60)
     with pytest.raises(ConflictError) as caught:
@@ -100,7 +98,7 @@ def test_a_server_that_was_started_again_is_asked_about_until_it_has_registered(
     assert caught.value is lost
 
 
-def test_what_the_coordinator_knows_nothing_about_stays_as_it_is() -> None:
+def test_unexplained_error_is_unchanged() -> None:
     gone = VersionGoneError("version 3 is gone")
     coordinator = Coordinator()
     with pytest.raises(VersionGoneError) as caught:
@@ -109,7 +107,7 @@ def test_what_the_coordinator_knows_nothing_about_stays_as_it_is() -> None:
     assert coordinator.asked == 1
 
 
-def test_nothing_is_repeated_once_the_session_is_closed() -> None:
+def test_close_stops_retries() -> None:
     guard, refused = ServerGuard("s:1", Coordinator().ask, wait_limit_s=600), threading.Event()
 
     def action() -> None:

@@ -1,4 +1,4 @@
-"""A flat vector made of servers' segments: seen as it changes, and written to without changing it."""
+"""Tests of flat vectors mapped from segments of servers: updates are visible, and writes stay private."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shared() -> Iterator[SharedMemory]:
 
 
 class Shards:
-    """Segments that lie side by side, filled with numbers."""
+    """Consecutive segments, filled with numbers."""
 
     def __init__(self, shared: SharedMemory, *sizes: int, start_bytes: int = 0, version: int = 0) -> None:
         self.segments: list[ShardFile] = []
@@ -53,7 +53,7 @@ def numbers(start: int, stop: int) -> torch.Tensor:
 
 
 def maps_of(paths: Sequence[str]) -> int:
-    """How many mappings of these files the process has."""
+    """Returns how many mappings of these files the process has."""
     return sum(any(path in line for path in paths) for line in Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -62,14 +62,14 @@ SIZES = [(1,), (BLOCK_BYTES,), (BLOCK_BYTES, BLOCK_BYTES, 777), (3 * BLOCK_BYTES
 
 @pytest.mark.parametrize("start_blocks", [0, 5])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_segments_lie_side_by_side(shared: SharedMemory, sizes: tuple[int, ...], start_blocks: int) -> None:
+def test_segments_are_mapped_side_by_side(shared: SharedMemory, sizes: tuple[int, ...], start_blocks: int) -> None:
     start = start_blocks * BLOCK_BYTES
     vector = Shards(shared, *sizes, start_bytes=start).vector()
     assert torch.equal(vector.bytes, numbers(start, start + sum(sizes)))
     assert vector.forget_writes() is None
 
 
-def test_an_update_in_place_is_seen(shared: SharedMemory) -> None:
+def test_update_in_place_is_visible(shared: SharedMemory) -> None:
     shards = Shards(shared, BLOCK_BYTES, 100)
     vector = shards.vector()
     assert torch.equal(vector.bytes, numbers(0, BLOCK_BYTES + 100))
@@ -78,7 +78,7 @@ def test_an_update_in_place_is_seen(shared: SharedMemory) -> None:
     assert set(vector.bytes.tolist()) == {200}
 
 
-def test_a_version_is_shown_only_if_every_segment_shows_it(shared: SharedMemory) -> None:
+def test_version_is_shown_only_if_every_segment_shows_it(shared: SharedMemory) -> None:
     shards = Shards(shared, BLOCK_BYTES, 0, 100, version=3)
     vector = shards.vector()
     assert vector.shows(3)
@@ -89,14 +89,14 @@ def test_a_version_is_shown_only_if_every_segment_shows_it(shared: SharedMemory)
         with pytest.raises(VersionGoneError, match="version 3 of unit 'u' was overwritten while this trainer read it"):
             vector.check(3)
     assert vector.shows(4)
-    shards.show(4, UPDATING, 4)  # of an empty shard nothing is read
+    shards.show(4, UPDATING, 4)  # an empty shard has no bytes to read
     assert vector.shows(4)
     for segment in shards.segments:
         segment.close()
     assert not vector.shows(4)
 
 
-def test_writes_stay_with_who_wrote(shared: SharedMemory) -> None:
+def test_writes_are_private_to_the_process(shared: SharedMemory) -> None:
     shards = Shards(shared, BLOCK_BYTES, 2 * BLOCK_BYTES, 100)
     vector, other, before = shards.vector(), shards.vector(), shards.in_files()
     vector.bytes.fill_(255)
@@ -108,21 +108,21 @@ def test_writes_stay_with_who_wrote(shared: SharedMemory) -> None:
 
 
 @pytest.mark.parametrize("at", [0, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 99])
-def test_one_byte_that_was_written_is_found_and_forgotten(shared: SharedMemory, at: int) -> None:
+def test_forget_writes_finds_and_discards_a_written_byte(shared: SharedMemory, at: int) -> None:
     vector = Shards(shared, BLOCK_BYTES, 2 * BLOCK_BYTES, 100).vector()
-    parameter = torch.nn.Parameter(vector.bytes.float())  # read, which is no write
+    parameter = torch.nn.Parameter(vector.bytes.float())  # reading must not count as a write
     assert vector.forget_writes() is None
     view = vector.bytes[at : at + 1]
     version = view._version
     view.data.add_(1)
-    assert view._version == version, "torch does not count it"
+    assert view._version == version, "torch does not count the write"
     assert vector.forget_writes() == at // BLOCK_BYTES * BLOCK_BYTES
     assert torch.equal(vector.bytes.float(), parameter.detach())
     assert vector.forget_writes() is None
 
 
-def test_a_write_of_the_same_value_is_a_write(shared: SharedMemory) -> None:
-    """Else the page would stay as it is when the server updates it."""
+def test_write_of_the_same_value_is_detected(shared: SharedMemory) -> None:
+    """Otherwise the private page would hide later updates of the server."""
     shards = Shards(shared, BLOCK_BYTES)
     vector = shards.vector()
     vector.bytes.copy_(numbers(0, BLOCK_BYTES))
@@ -132,7 +132,7 @@ def test_a_write_of_the_same_value_is_a_write(shared: SharedMemory) -> None:
     assert set(vector.bytes.tolist()) == {1}
 
 
-def test_the_memory_is_unmapped_with_the_last_view(shared: SharedMemory) -> None:
+def test_memory_is_unmapped_with_the_last_view(shared: SharedMemory) -> None:
     shards = Shards(shared, BLOCK_BYTES, 100)
     paths = [segment.path for segment in shards.segments]
     servers = maps_of(paths)
@@ -148,7 +148,7 @@ def test_the_memory_is_unmapped_with_the_last_view(shared: SharedMemory) -> None
     assert maps_of(paths) == servers
 
 
-def test_a_segment_that_cannot_be_opened(shared: SharedMemory) -> None:
+def test_segment_that_cannot_be_opened_raises(shared: SharedMemory) -> None:
     shards = Shards(shared, BLOCK_BYTES, 100)
     paths = [segment.path for segment in shards.segments]
     before = maps_of(paths)

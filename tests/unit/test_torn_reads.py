@@ -1,4 +1,4 @@
-"""Weights that are read in place and change meanwhile: nothing computed with them reaches the user."""
+"""Tests of weights that change while they are read in place: no result computed from them is returned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.in_place_store import InPlaceStore
 
 
 class Overwritten(nn.Module):
-    """A layer during whose forward the server moves on, if told."""
+    """A layer during whose forward the server makes the next version, on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ MODES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("settings", CHOICES)
 @pytest.mark.parametrize("training", [True, False])
-def test_a_forward_does_not_return_a_mixture(store: InPlaceStore, settings: str, mode: str, training: bool) -> None:
+def test_forward_with_replaced_weights_raises(store: InPlaceStore, settings: str, mode: str, training: bool) -> None:
     model, _ = shard(store, **CHOICES[settings])
     model.train(training)
     model.meanwhile = store.overwrite
@@ -69,8 +69,8 @@ def test_a_forward_does_not_return_a_mixture(store: InPlaceStore, settings: str,
 
 
 @pytest.mark.parametrize("settings", CHOICES)
-def test_a_forward_with_kept_weights_does_not_return_a_mixture(store: InPlaceStore, settings: str) -> None:
-    """As between the end of ``step.batches`` and ``optimizer.step()``."""
+def test_forward_with_replaced_kept_weights_raises(store: InPlaceStore, settings: str) -> None:
+    """Simulates a forward between the end of ``step.batches`` and ``optimizer.step()``."""
     model, units = shard(store, **CHOICES[settings])
     model(torch.ones(8)).sum().backward()
     units.finish_item()
@@ -80,7 +80,7 @@ def test_a_forward_with_kept_weights_does_not_return_a_mixture(store: InPlaceSto
 
 
 @pytest.mark.parametrize("settings", CHOICES)
-def test_a_backward_does_not_end_after_the_weights_changed(store: InPlaceStore, settings: str) -> None:
+def test_backward_with_replaced_weights_raises(store: InPlaceStore, settings: str) -> None:
     model, _ = shard(store, **CHOICES[settings])
     loss = model(torch.ones(8, requires_grad=True)).sum()
     store.overwrite()
@@ -88,8 +88,8 @@ def test_a_backward_does_not_end_after_the_weights_changed(store: InPlaceStore, 
         loss.backward()
 
 
-def test_a_backward_of_another_unit_does_not_end_after_the_weights_changed(store: InPlaceStore) -> None:
-    """A node that no unit watches may have read them, such as one that a penalty made."""
+def test_backward_of_another_unit_with_replaced_weights_raises(store: InPlaceStore) -> None:
+    """A node that no unit watches may have read the weights, for example a node of a penalty."""
     model, units = shard(store, strategy=ShardingStrategy.NO_SHARD)
     other = shardwell.fully_shard(Overwritten(), SimpleNamespace(units=units))
     model(torch.ones(8))
@@ -100,7 +100,7 @@ def test_a_backward_of_another_unit_does_not_end_after_the_weights_changed(store
         loss.backward()
 
 
-def test_the_next_version_is_read_after_the_error(store: InPlaceStore) -> None:
+def test_next_version_is_read_after_the_error(store: InPlaceStore) -> None:
     model, _ = shard(store, strategy=ShardingStrategy.NO_SHARD)
     model.meanwhile = store.overwrite
     with torch.no_grad(), pytest.raises(VersionGoneError):

@@ -1,4 +1,4 @@
-"""Background gathers and pushes: every byte in its place, bounded in flight, failures not lost."""
+"""Tests of background gathers and pushes: ranges, order, limits in flight, errors and interrupts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FakeServer(FakeStream):
         self.gate = threading.Event()
         self.gate.set()
         self.begun = threading.Semaphore(0)
-        """Released by every push that comes."""
+        """Released by every push that starts."""
         self.error: Exception | None = None
 
     def gather(self, request: Any, target: memoryview, **_: float) -> int:
@@ -80,7 +80,7 @@ def gradients() -> list[tuple[int, torch.Tensor]]:
     return [(0, torch.arange(3000.0)), (1, torch.ones(7))]
 
 
-def test_gather_fills_every_shards_range(client: FakeServer) -> None:
+def test_gather_fills_the_range_of_every_shard(client: FakeServer) -> None:
     traffic, target = Traffic(push_bytes=1 << 20), bytearray(LAYOUT.size_bytes)
     assert traffic.gather(unit_on(client), 4, memoryview(target)).result(5) == 4
     assert target == bytes([0]) * CUT + bytes([CUT % 251]) * (LAYOUT.size_bytes - CUT)
@@ -88,7 +88,7 @@ def test_gather_fills_every_shards_range(client: FakeServer) -> None:
     traffic.close()
 
 
-def test_a_failed_gather_raises(client: FakeServer) -> None:
+def test_failed_gather_raises(client: FakeServer) -> None:
     traffic = Traffic(push_bytes=1 << 20)
     client.error = CapacityError("no")
     future: Future[int] = traffic.gather(unit_on(client), 0, memoryview(bytearray(LAYOUT.size_bytes)))
@@ -97,9 +97,7 @@ def test_a_failed_gather_raises(client: FakeServer) -> None:
     traffic.close()
 
 
-def test_a_gather_that_is_interrupted_as_it_begins_leaves_nobody_writing(
-    client: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_gather_returns_after_its_last_write(client: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     traffic, target, submit = Traffic(push_bytes=1), bytearray(LAYOUT.size_bytes), TransferQueue.submit
 
     def interrupted(queue: TransferQueue[int], size_bytes: int, work: Any) -> Future[int]:
@@ -123,7 +121,7 @@ def test_a_gather_that_is_interrupted_as_it_begins_leaves_nobody_writing(
     traffic.close()
 
 
-def test_push_sends_each_server_its_part(client: FakeServer) -> None:
+def test_push_sends_its_range_to_each_server(client: FakeServer) -> None:
     traffic = Traffic(push_bytes=1 << 20)
     traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
     traffic.drain()
@@ -136,19 +134,19 @@ def test_push_sends_each_server_its_part(client: FakeServer) -> None:
 
 
 def encoded(give_back: Callable[[], None]) -> EncodedGradients:
-    """Both gradients as int8, of the whole unit."""
+    """Returns both gradients of the unit, encoded as int8."""
     plan = StreamPlan(LAYOUT, LAYOUT.segments(0, LAYOUT.size_bytes), WIRE_DTYPE_INT8)
     stream = memoryview(bytearray(plan.size_bytes))
     plan.encode(InParameters(dict(gradients())), stream)
     return EncodedGradients((0, 1), WIRE_DTYPE_INT8, stream, 3007 * 4, give_back)
 
 
-def test_encoded_gradients_are_cut_between_the_servers(client: FakeServer) -> None:
+def test_encoded_gradients_are_split_between_the_servers(client: FakeServer) -> None:
     traffic, given = Traffic(push_bytes=1 << 20), threading.Event()
     unit, pushed = unit_on(client), encoded(given.set)
     client.gate.clear()
     traffic.push_encoded(unit, shard_pb2.ReduceScatterHeader(part=0), pushed)
-    assert not given.is_set(), "they are still being read"
+    assert not given.is_set(), "the gradients are still being read"
     client.gate.set()
     traffic.drain()
     assert given.is_set()
@@ -164,7 +162,7 @@ def test_encoded_gradients_are_cut_between_the_servers(client: FakeServer) -> No
     traffic.close()
 
 
-def test_encoded_gradients_are_given_back_also_when_they_could_not_be_pushed(client: FakeServer) -> None:
+def test_encoded_gradients_are_released_after_a_failed_push(client: FakeServer) -> None:
     traffic, given = Traffic(push_bytes=1 << 20), threading.Event()
     client.error = CapacityError("no room")
     traffic.push_encoded(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), encoded(given.set))
@@ -184,7 +182,7 @@ def test_parts_reach_each_server_in_order(client: FakeServer) -> None:
     traffic.close()
 
 
-def test_push_waits_while_too_much_is_in_flight(client: FakeServer) -> None:
+def test_push_waits_while_the_byte_limit_is_exceeded(client: FakeServer) -> None:
     traffic = Traffic(push_bytes=20_000)
     client.gate.clear()
     traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
@@ -202,7 +200,7 @@ def test_push_waits_while_too_much_is_in_flight(client: FakeServer) -> None:
     traffic.close()
 
 
-def test_a_failed_push_is_raised_once_by_drain(client: FakeServer) -> None:
+def test_drain_raises_a_failed_push_once(client: FakeServer) -> None:
     traffic = Traffic(push_bytes=1 << 20)
     client.error = CapacityError("no room")
     traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
@@ -212,14 +210,14 @@ def test_a_failed_push_is_raised_once_by_drain(client: FakeServer) -> None:
     traffic.close()
 
 
-@pytest.mark.parametrize("begun", [[], [0]])
-def test_a_push_that_is_interrupted_as_it_begins_is_not_waited_for(
-    client: FakeServer, monkeypatch: pytest.MonkeyPatch, begun: list[int]
+@pytest.mark.parametrize("started", [[], [0]])
+def test_drain_does_not_wait_for_an_interrupted_push(
+    client: FakeServer, monkeypatch: pytest.MonkeyPatch, started: list[int]
 ) -> None:
     prepare_push = RemoteShard.prepare_push
 
     def interrupt(shard: RemoteShard, *arguments: Any) -> Callable[..., None]:
-        if shard.start_bytes not in begun:
+        if shard.start_bytes not in started:
             raise KeyboardInterrupt
         return prepare_push(shard, *arguments)
 
@@ -230,13 +228,13 @@ def test_a_push_that_is_interrupted_as_it_begins_is_not_waited_for(
     drained = threading.Thread(target=traffic.drain, daemon=True)
     drained.start()
     drained.join(5)
-    assert not drained.is_alive(), "it waits for parts that were never begun"
-    assert [header.start_bytes for header, _ in client.pushes] == begun
+    assert not drained.is_alive(), "drain waits for parts that were never started"
+    assert [header.start_bytes for header, _ in client.pushes] == started
     traffic.close()
 
 
-@pytest.mark.parametrize("error", [CapacityError("no room"), RuntimeError("nobody thought of this")])
-def test_a_push_that_failed_is_forgotten_with_its_work(client: FakeServer, error: Exception) -> None:
+@pytest.mark.parametrize("error", [CapacityError("no room"), RuntimeError("unexpected")])
+def test_discard_drops_the_error_of_a_failed_push(client: FakeServer, error: Exception) -> None:
     traffic = Traffic(push_bytes=1 << 20)
     client.error = error
     traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
@@ -245,14 +243,14 @@ def test_a_push_that_failed_is_forgotten_with_its_work(client: FakeServer, error
     traffic.close()
 
 
-def test_closed_traffic_can_be_waited_for(client: FakeServer) -> None:
+def test_join_waits_for_transfers_in_flight(client: FakeServer) -> None:
     traffic = Traffic(push_bytes=1 << 20)
     client.gate.clear()
     traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
     assert client.begun.acquire(timeout=10)
     traffic.close()
     traffic.join(0.01)
-    assert not client.pushes, "it is under way, and the limit is over"
+    assert not client.pushes, "the push is in flight, and the limit has passed"
     client.gate.set()
     traffic.join(20)
     assert client.pushes
@@ -282,18 +280,18 @@ raise KeyboardInterrupt
 """
 
 
-def test_a_process_whose_training_was_interrupted_does_not_wait_for_servers() -> None:
+def test_interrupted_process_exits_without_waiting_for_servers() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", WAITING], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.stdout == "closed at exit\n" and "KeyboardInterrupt" in ended.stderr
 
 
-def test_interrupts_at_any_instant_of_a_push_leave_nothing_to_wait_for(client: FakeServer) -> None:
-    """Each round interrupts one line later, in the functions of the data plane and of ``threading``."""
+def test_drain_returns_after_an_interrupt_at_any_line_of_a_push(client: FakeServer) -> None:
+    """Interrupts one line later in each round, in functions of the data plane and of ``threading``."""
 
     def push_after(line_count: int) -> bool:
-        """Pushes, with SIGINT before the line of that number; returns whether there were so many."""
+        """Pushes, with SIGINT before a line; returns False if the push has fewer lines."""
         lines = 0
 
         def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -316,7 +314,7 @@ def test_interrupts_at_any_instant_of_a_push_leave_nothing_to_wait_for(client: F
 
     before = sys.gettrace()
     traffic = Traffic(push_bytes=1)
-    gc.disable()  # the collector runs callbacks of `threading` at any line, and cannot pass an interrupt on
+    gc.disable()  # the collector runs callbacks of `threading` at any line and swallows their interrupts
     try:
         for line_count in itertools.count(1):
             was_interrupted = push_after(line_count)

@@ -1,4 +1,4 @@
-"""Transfers with one server: few at once, in order, none forgotten."""
+"""Tests of the transfers of one server: a few at a time, in order, none lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 class Transfers:
-    """Transfers that begin when the queue says so, and come near and end when the test does."""
+    """Transfers that the queue starts, and that the test makes nearly done and done."""
 
     def __init__(self, queue: TransferQueue[int]) -> None:
         self.begun: list[int] = []
@@ -39,14 +39,14 @@ class Transfers:
 
         return self._queue.submit(size_bytes, work)
 
-    def come_near(self, number: int) -> None:
+    def make_nearly_done(self, number: int) -> None:
         self._nearly[number]()
 
     def finish(self, *numbers: int) -> None:
         for number in numbers:
             self._gates[number].set()
 
-    def await_begun(self, *numbers: int) -> None:
+    def await_started(self, *numbers: int) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: sorted(self.begun) == sorted(numbers), 20), self.begun
 
@@ -57,37 +57,37 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def test_a_transfer_begins_when_one_of_two_is_nearly_done(threads: ThreadPoolExecutor) -> None:
+def test_transfer_starts_when_one_of_two_is_nearly_done(threads: ThreadPoolExecutor) -> None:
     transfers = Transfers(TransferQueue(threads))
     asked = [transfers.ask(number, 100 * MIB) for number in range(5)]
-    transfers.await_begun(0, 1)
-    transfers.come_near(0)
-    transfers.await_begun(0, 1, 2)
-    transfers.come_near(0)  # no news
-    transfers.finish(0)  # neither is this
+    transfers.await_started(0, 1)
+    transfers.make_nearly_done(0)
+    transfers.await_started(0, 1, 2)
+    transfers.make_nearly_done(0)  # reported before
+    transfers.finish(0)  # no room more than before
     assert asked[0].result(20) == 0
     assert sorted(transfers.begun) == [0, 1, 2]
-    transfers.finish(1)  # without having come near
-    transfers.await_begun(0, 1, 2, 3)
-    transfers.come_near(2)
-    transfers.await_begun(0, 1, 2, 3, 4)
+    transfers.finish(1)  # without having been nearly done
+    transfers.await_started(0, 1, 2, 3)
+    transfers.make_nearly_done(2)
+    transfers.await_started(0, 1, 2, 3, 4)
     transfers.finish(2, 3, 4)
     assert [future.result(20) for future in asked] == [0, 1, 2, 3, 4]
 
 
-def test_small_transfers_are_more_at_once(threads: ThreadPoolExecutor) -> None:
+def test_more_small_transfers_are_active_at_once(threads: ThreadPoolExecutor) -> None:
     transfers = Transfers(TransferQueue(threads))
     size_bytes = NEARLY_DONE_BYTES // 2
     asked = [transfers.ask(number, size_bytes // 2) for number in range(4)]
     asked += [transfers.ask(4, 1), transfers.ask(5, 0)]
-    transfers.await_begun(0, 1, 2, 3)  # the next would be too much, and the last does not overtake it
-    transfers.come_near(1)
-    transfers.await_begun(0, 1, 2, 3, 4, 5)
+    transfers.await_started(0, 1, 2, 3)  # the next exceeds the limit, and the last does not overtake it
+    transfers.make_nearly_done(1)
+    transfers.await_started(0, 1, 2, 3, 4, 5)
     transfers.finish(0, 1, 2, 3, 4, 5)
     assert [future.result(20) for future in asked] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_transfer_that_fails_makes_room_for_the_next(threads: ThreadPoolExecutor) -> None:
+def test_failed_transfer_makes_room_for_the_next(threads: ThreadPoolExecutor) -> None:
     queue = TransferQueue[int](threads)
 
     def fail(_: NearlyDone) -> int:
@@ -98,14 +98,14 @@ def test_a_transfer_that_fails_makes_room_for_the_next(threads: ThreadPoolExecut
     assert all(isinstance(future.exception(20), ValueError) for future in failing)
 
 
-def test_closing_fails_what_waits_and_nothing_else(threads: ThreadPoolExecutor) -> None:
+def test_close_fails_only_waiting_transfers(threads: ThreadPoolExecutor) -> None:
     queue = TransferQueue[int](threads)
     transfers = Transfers(queue)
     asked = [transfers.ask(number, 100 * MIB) for number in range(4)]
-    transfers.await_begun(0, 1)
+    transfers.await_started(0, 1)
     queue.close()
     assert all(isinstance(future.exception(20), UnavailableError) for future in asked[2:])
-    transfers.come_near(1)
+    transfers.make_nearly_done(1)
     transfers.finish(0, 1)
     assert [future.result(20) for future in asked[:2]] == [0, 1]
     assert sorted(transfers.begun) == [0, 1]
@@ -113,11 +113,11 @@ def test_closing_fails_what_waits_and_nothing_else(threads: ThreadPoolExecutor) 
         queue.submit(1, lambda _: 0)
 
 
-def test_a_transfer_asked_for_meanwhile_does_not_overtake_one_that_is_about_to_begin() -> None:
+def test_concurrent_submit_does_not_overtake_a_starting_transfer() -> None:
     begun = list[int]()
 
     class Threads(ThreadPoolExecutor):
-        """Slow to take the first transfer, while another thread asks for the second."""
+        """Blocks in the submission of the first transfer, while another thread submits the second."""
 
         other: threading.Thread | None = None
 
