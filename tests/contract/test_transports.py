@@ -120,7 +120,7 @@ class Opened:
         self.transport.push(prepared, timeout_s=20.0, retry_for_s=0.0)
 
     def contributions(self) -> dict[int, Any]:
-        return self.server.look(lambda: dict(self.one.shard.contributions.by_rank))
+        return self.server.evaluate(lambda: dict(self.one.shard.contributions.by_rank))
 
 
 @pytest.fixture

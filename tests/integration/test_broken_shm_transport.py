@@ -112,8 +112,8 @@ def assert_nothing_is_left(trainer: Trainer) -> None:
     server.until(lambda: not server.shm._open, "the transports are closed")  # an empty buffer has no bytes to wait for
     others = sum(shard.size_bytes for run in server.store.runs.values() for shard in run.shards.values())
     server.until(lambda: server.store.memory._shared_bytes == others, "gradient buffers are released")
-    assert (server.taken_bytes(), server.staged_bytes()) == (0, 0)
-    assert server.look(lambda: one.shard.contribution_quota._free_count) == one.dp
+    assert (server.taken_bytes(), server.unreserved_bytes()) == (0, 0)
+    assert server.evaluate(lambda: one.shard.contribution_quota._free_count) == one.dp
 
 
 @pytest.mark.parametrize("layout", [MIXED, EMPTY], ids=["mixed", "empty"])
@@ -176,7 +176,7 @@ def test_session_that_breaks_during_a_push_is_replaced(
             assert trainer.transport is not before
             trainer.end(step)
         run = server.store.run("r")
-        assert server.look(lambda: run.duplicate_count) == (2 if when == "the answer is lost" else 0)
+        assert server.evaluate(lambda: run.duplicate_count) == (2 if when == "the answer is lost" else 0)
         assert torch.equal(trainer.weights(2), expected)
         assert_nothing_is_left(trainer)
 

@@ -278,7 +278,7 @@ def test_disconnected_reader_releases_its_version(big: ConnectedUnit) -> None:
         assert peer.frame()[0] is Kind.GATHERING
         parameters = big.one.shard.values.current
         assert parameters is not None
-        assert big.server.look(lambda: parameters.readers) == 1
+        assert big.server.evaluate(lambda: parameters.readers) == 1
     big.server.until(lambda: parameters.readers == 0, "no reader is left")
 
 
@@ -301,7 +301,7 @@ def test_deadline_within_a_frame_closes_only_the_connection(big: ConnectedUnit) 
 
 def cut(connected: ConnectedUnit) -> None:
     """Makes the server drop every connection."""
-    connected.server.look(lambda: [task.cancel() for task in connected.server.sockets._connections])
+    connected.server.evaluate(lambda: [task.cancel() for task in connected.server.sockets._connections])
 
 
 def test_connection_that_broke_while_idle_is_replaced(connected: ConnectedUnit) -> None:

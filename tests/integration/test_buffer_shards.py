@@ -146,7 +146,7 @@ def test_buffers_beyond_the_budget_are_rejected_at_reservation() -> None:
         big = UnitLayout("buffers:0", (Parameter("queue", (500,), "float32"),), kind="buffers")
         with pytest.raises(CapacityError, match=r"6144 bytes on this server \(2048 of buffers, and as many .* of 3000"):
             OneUnit(server, big).reserve()
-        assert not server.look(lambda: server.store.runs)
+        assert not server.evaluate(lambda: server.store.runs)
 
 
 def test_drawing_initial_buffers_is_rejected(server: ShardServer) -> None:

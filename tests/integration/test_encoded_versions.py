@@ -115,7 +115,7 @@ def test_update_discards_the_encoding(server: ShardServer, encodings: Encodings)
     one = unit(server)
     before = gather(one)
     train(one, 0)
-    assert server.staged_bytes() == 0
+    assert server.unreserved_bytes() == 0
     after = gather(one)
     assert (before[0], after[0], encodings.count) == (0, 1, 2)
     assert torch.equal(after[1], encode(one, one.flat(one.filled(-1.0)), BFLOAT16))
@@ -125,8 +125,8 @@ def test_update_discards_the_encoding(server: ShardServer, encodings: Encodings)
 def test_encoding_without_readers_is_evicted(server: ShardServer, encodings: Encodings) -> None:
     one = unit(server)
     first = gather(one)[1]
-    server.look(server.store.memory.unreserved.evict)
-    assert server.staged_bytes() == 0
+    server.evaluate(server.store.memory.unreserved.evict)
+    assert server.unreserved_bytes() == 0
     assert torch.equal(gather(one)[1], first)
     assert encodings.count == 2
 
@@ -138,9 +138,9 @@ def test_slow_reader_finishes_a_discarded_encoding(server: ShardServer) -> None:
     request = one.gather_request(wire_dtype=BFLOAT16, chunk_bytes=1 << 20)
     messages = iter(server.client.byte_response_stub("Gather")(request, timeout=20.0))
     received = [next(messages)]
-    server.look(server.store.memory.unreserved.evict)
+    server.evaluate(server.store.memory.unreserved.evict)
     train(one, 0)
-    assert server.staged_bytes() >= encoded_size(one, BFLOAT16), "it still has a reader"
+    assert server.unreserved_bytes() >= encoded_size(one, BFLOAT16), "it still has a reader"
     received.extend(messages)
     data = b"".join(shard_pb2.GatherResponse.FromString(message).chunk.payload for message in received)
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.uint8), expected)
@@ -152,7 +152,7 @@ def test_deleted_run_releases_its_encodings(server: ShardServer) -> None:
     for wire_dtype in (BFLOAT16, INT8):
         gather(one, wire_dtype)
     one.drop()
-    assert (server.staged_bytes(), server.taken_bytes()) == (0, 0)
+    assert (server.unreserved_bytes(), server.taken_bytes()) == (0, 0)
 
 
 def test_gradient_buffer_evicts_an_encoding_without_readers() -> None:
@@ -166,4 +166,4 @@ def test_gradient_buffer_evicts_an_encoding_without_readers() -> None:
                     run=one.run, run_id=one.identity.run_id, unit=one.layout.unit, transport_id=transport._session
                 )
                 server.call("OpenGradientBuffer", request)
-            assert server.staged_bytes() == one.size
+            assert server.unreserved_bytes() == one.size

@@ -87,7 +87,7 @@ def test_staged_values_are_applied_by_the_update(server: ShardServer) -> None:
     confirm(one)
     update(one)
     assert_all(one.gather(1)[1], -3.0)
-    assert server.staged_bytes() == 0
+    assert server.unreserved_bytes() == 0
 
     for rank in range(2):
         one.push(one.filled(1.0), step=1, rank=rank)
@@ -158,7 +158,7 @@ def test_restarted_work_item_invalidates_staged_values(server: ShardServer) -> N
     part = descend(read(one))
     stage(one, part)
     one.fence(0, (0, 1, 1))
-    assert server.staged_bytes() == 0
+    assert server.unreserved_bytes() == 0
     one.push(one.filled(1.0), attempt=1)
     assert isinstance(error_of(lambda: stage(one, part)), StepStateError)
     one.prepare(0, (0, 1, 1))
@@ -182,7 +182,7 @@ def test_later_lease_replaces_values_and_older_lease_is_rejected(server: ShardSe
     one.fence(0, (0, 3, 0))
     for action in (lambda: stage(one, old, epoch=2), lambda: read(one, epoch=2)):
         assert isinstance(error_of(action), StaleEpochError)
-    assert server.staged_bytes() == one.size
+    assert server.unreserved_bytes() == one.size
     update(one)
     assert_all(one.gather(1)[1], 9.0)
 
@@ -258,7 +258,7 @@ def test_malformed_stage_request_leaves_no_trace(
     error = error_of(lambda: stub(iter(messages(one, bytes(size), **changes)), timeout=20))
     assert type(error) is kind
     assert text in str(error)
-    assert server.staged_bytes() == 0
+    assert server.unreserved_bytes() == 0
     assert isinstance(error_of(lambda: confirm(one)), IncompleteStepError)
 
 
@@ -269,7 +269,7 @@ def test_non_finite_values_are_rejected(server: ShardServer) -> None:
     error = error_of(lambda: stage(one, part))
     assert isinstance(error, NonFiniteError)
     assert error.data["parameter"] == "u.b"
-    assert server.staged_bytes() == 0
+    assert server.unreserved_bytes() == 0
 
 
 def test_staged_memory_counts_against_the_budget_until_it_is_released() -> None:
@@ -279,12 +279,12 @@ def test_staged_memory_counts_against_the_budget_until_it_is_released() -> None:
         part = descend(read(one))
         part.state = {index: {"large": torch.zeros(8 * value.numel())} for index, value in part.values.items()}
         assert isinstance(error_of(lambda: stage(one, part)), CapacityError)
-        assert small.staged_bytes() == 0
+        assert small.unreserved_bytes() == 0
         part.state = {index: {"average": value.clone()} for index, value in part.values.items()}
         stage(one, part)
-        assert small.staged_bytes() == 2 * SIZE
+        assert small.unreserved_bytes() == 2 * SIZE
         update(one)
-        assert small.staged_bytes() == 0
-        assert small.look(lambda: one.shard.optimizer_bytes) == SIZE
+        assert small.unreserved_bytes() == 0
+        assert small.evaluate(lambda: one.shard.optimizer_bytes) == SIZE
         one.drop()
-        assert small.look(lambda: small.store.memory.used_bytes) == 0
+        assert small.evaluate(lambda: small.store.memory.used_bytes) == 0

@@ -23,7 +23,7 @@ from tests.support.shard_server import (
 
 
 @contextmanager
-def held(one: OneUnit, version: int) -> Iterator[shard_pb2.PinVersionResponse]:
+def pinned(one: OneUnit, version: int) -> Iterator[shard_pb2.PinVersionResponse]:
     request = shard_pb2.PinVersionRequest(run="r", version=version, wait_s=20.0)
     standing = one.server.client.open("PinVersion", request, timeout_s=20.0)
     yield standing.answer
@@ -32,10 +32,10 @@ def held(one: OneUnit, version: int) -> Iterator[shard_pb2.PinVersionResponse]:
 
 def test_pinned_version_is_readable_until_unpinned(server: ShardServer) -> None:
     one = unit(server, PLAIN)
-    with held(one, 0) as answer:
+    with pinned(one, 0) as answer:
         assert (answer.version, answer.shard_count) == (0, 1)
         train(one, 0)
-        with held(one, 1):
+        with pinned(one, 1):
             for step in (1, 2):
                 train(one, step)
             for version, value in ((0, 0.0), (1, -1.0), (3, -3.0)):
@@ -43,7 +43,7 @@ def test_pinned_version_is_readable_until_unpinned(server: ShardServer) -> None:
                 assert got == version
                 assert_all(values, value)
             assert isinstance(error_of(lambda: one.gather(2)), VersionGoneError)
-            assert server.staged_bytes() == 2 * one.size
+            assert server.unreserved_bytes() == 2 * one.size
     server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "nothing is pinned")
     for version in (0, 1):
         error = error_of(lambda version=version: one.gather(version))
@@ -52,7 +52,7 @@ def test_pinned_version_is_readable_until_unpinned(server: ShardServer) -> None:
 
 def test_pin_waits_for_a_future_version(server: ShardServer) -> None:
     one = unit(server, PLAIN)
-    holding = in_background(lambda: held(one, 1).__enter__())
+    holding = in_background(lambda: pinned(one, 1).__enter__())
     server.until(lambda: len(one.shard.values._changed._waiters) == 1, "a reader waits")
     train(one, 0)
     assert next(holding).version == 1
@@ -62,7 +62,7 @@ def test_deleted_run_ends_its_pins() -> None:
     with closing(SharedMemory()) as shared, ShardServer(shared=shared) as server:
         one = unit(server, PLAIN)
         values = weakref.ref(one.shard.values.current)
-        with held(one, 0):
+        with pinned(one, 0):
             one.drop()
             server.until(lambda: values() is None, "the memory is released while the caller is still connected")
 
@@ -84,12 +84,12 @@ def test_error_names_a_version_that_cannot_be_pinned(server: ShardServer) -> Non
 def test_pinned_version_is_evicted_by_training_but_not_by_readers() -> None:
     with ShardServer(budget_bytes=BIG.size_bytes * 5) as server:
         one = unit(server, BIG)
-        with held(one, 0):
+        with pinned(one, 0):
             train(one, 0)
             reader = iter(one.open_gather())
             next(reader)
             train(one, 1)
             assert isinstance(error_of(lambda: list(reader)), VersionGoneError)
             assert_all(one.gather(0)[1], 0.0)
-            server.look(server.store.memory.unreserved.evict)
+            server.evaluate(server.store.memory.unreserved.evict)
             assert isinstance(error_of(lambda: one.gather(0)), VersionGoneError)

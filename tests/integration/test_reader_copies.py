@@ -53,15 +53,15 @@ def test_memory_pressure_evicts_snapshots_of_older_versions_only(server: ShardSe
     one = unit(server, BIG)
     train(one, 0)
     reader = SlowReader(one, reading)
-    held = server.staged_bytes()
-    server.look(server.store.memory.unreserved.evict)
-    assert server.staged_bytes() == held > 0, "it has the newest version"
+    before = server.unreserved_bytes()
+    server.evaluate(server.store.memory.unreserved.evict)
+    assert server.unreserved_bytes() == before > 0, "it has the newest version"
     train(one, 1)
-    assert server.staged_bytes() == held, "no request waits for the memory"
+    assert server.unreserved_bytes() == before, "no request waits for the memory"
     for part in range(2):
         one.push(one.filled(1.0), step=2, part=part)  # the second part needs the memory
     assert isinstance(error_of(reader.received_bytes), VersionGoneError)
-    assert (server.staged_bytes(), server.taken_bytes()) == (0, 2 * one.size), "values and a contribution"
+    assert (server.unreserved_bytes(), server.taken_bytes()) == (0, 2 * one.size), "values and a contribution"
 
 
 def test_slow_reader_finishes_an_older_version_without_memory_pressure(
@@ -70,9 +70,9 @@ def test_slow_reader_finishes_an_older_version_without_memory_pressure(
     one = unit(server, BIG)
     train(one, 0)
     reader = SlowReader(one, reading)
-    held = server.staged_bytes()
+    before = server.unreserved_bytes()
     train(one, 1)
-    assert reader.received_bytes() == held
+    assert reader.received_bytes() == before
     server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "it is released")
 
 
@@ -87,7 +87,7 @@ def test_update_evicts_snapshots_for_a_waiting_push(server: ShardServer, reading
     one.update(1)
     error = error_of(lambda: next(late))
     assert isinstance(error, VersionGoneError)
-    assert "step 1 of unit 'u' of run 'r': the step is committed" in str(error), "it was received, for there was room"
+    assert "step 1 of unit 'u' of run 'r': the step is committed" in str(error), "there was memory for it"
     assert isinstance(error_of(reader.received_bytes), VersionGoneError)
 
 
@@ -99,4 +99,4 @@ def test_deleted_run_ends_slow_reads(server: ShardServer, reading: dict[str, Any
     error = error_of(reader.received_bytes)
     assert isinstance(error, NotFoundError)
     assert "run 'r' was deleted" in str(error)
-    assert (server.staged_bytes(), server.taken_bytes()) == (0, 0)
+    assert (server.unreserved_bytes(), server.taken_bytes()) == (0, 0)

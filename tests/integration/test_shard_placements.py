@@ -24,7 +24,7 @@ def release(one: OneUnit, placement: int) -> int:
 
 def test_released_reservation_leaves_no_trace(server: ShardServer) -> None:
     one = OneUnit(server, PLAIN)
-    free_bytes = server.look(lambda: server.store.memory.free_bytes)
+    free_bytes = server.evaluate(lambda: server.store.memory.free_bytes)
     one.reserve(placement=3)
     uploading = one.open_initialize().send(*one.initialize_messages(one.filled(1.0))[:-1])
     server.until(lambda: len(one.shard.streams) == 1, "values are being received")
@@ -50,7 +50,7 @@ def test_later_placement_replaces_an_earlier_one(server: ShardServer) -> None:
     assert_all(moved.gather()[1], 1.0)
     other = OneUnit(server, layout_of("other", a=((64,), "float32")))
     other.reserve(placement=3)
-    assert list(server.look(lambda: one.server.store.run("r").shards)) == ["other"], "it now has the index"
+    assert list(server.evaluate(lambda: one.server.store.run("r").shards)) == ["other"], "it now has the index"
 
 
 def test_updated_unit_cannot_be_released(server: ShardServer) -> None:

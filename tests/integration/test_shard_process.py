@@ -111,7 +111,7 @@ def test_second_server_with_an_id_fails_unless_the_first_crashed() -> None:
         with server_process(*arguments) as second:
             output, errors = second.communicate(timeout=60)
         assert (second.returncode, output) == (1, "")
-        assert "server 'twin': another process, at 127.0.0.1:" in errors
+        assert "server 'twin': another process at 127.0.0.1:" in errors
         assert "has this id and is alive: give every server its own id (--id, SHARDWELL_ID)" in errors
         assert "Traceback" not in errors
         assert first.poll() is None

@@ -80,12 +80,12 @@ def test_slow_reader_gets_one_version_during_updates(server: ShardServer) -> Non
     first = next(reading)
     train(one, 0)
     assert server.taken_bytes() == 2 * one.size
-    assert server.staged_bytes() == one.size
+    assert server.unreserved_bytes() == one.size
     receiver, flat = StreamOf(one), torch.empty(one.size, dtype=torch.uint8)
     assert receiver.take([first, *reading], flat) == 0
     assert_all(one.split(flat), 0.0)
     server.until(lambda: server.store.memory.pool.taken_bytes == one.size, "the old version is released")
-    assert (server.staged_bytes(), one.gather()[0]) == (0, 1)
+    assert (server.unreserved_bytes(), one.gather()[0]) == (0, 1)
 
 
 class StreamOf:
@@ -131,15 +131,15 @@ def test_updates_and_pushes_evict_snapshots() -> None:
         one.update(0)
         assert isinstance(error_of(lambda: list(reader)), VersionGoneError)
         half.cancel()
-        server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "room")
+        server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "the memory is released")
         reader = iter(one.open_gather())
         next(reader)
         train(one, 1)
-        assert server.staged_bytes() == one.size
+        assert server.unreserved_bytes() == one.size
         one.push(one.filled(1.0), step=2)
         one.push(one.filled(1.0), step=2, part=1)
         assert isinstance(error_of(lambda: list(reader)), VersionGoneError)
-        assert (server.staged_bytes(), server.taken_bytes()) == (0, 2 * one.size)
+        assert (server.unreserved_bytes(), server.taken_bytes()) == (0, 2 * one.size)
 
 
 def test_readers_are_revoked_if_a_snapshot_cannot_be_allocated(
@@ -157,7 +157,7 @@ def test_readers_are_revoked_if_a_snapshot_cannot_be_allocated(
     one.update(0)
     assert isinstance(error_of(lambda: list(reader)), VersionGoneError)
     assert_all(one.gather(1)[1], -1.0)
-    assert server.staged_bytes() == 0
+    assert server.unreserved_bytes() == 0
 
 
 def test_gather_never_mixes_versions(server: ShardServer) -> None:
@@ -178,7 +178,7 @@ def test_gather_never_mixes_versions(server: ShardServer) -> None:
     stop.set()
     assert all(next(reader) > 0 for reader in readers)
     server.until(lambda: server.store.memory.pool.taken_bytes == one.size, "every snapshot is released")
-    assert server.staged_bytes() == 0
+    assert server.unreserved_bytes() == 0
 
 
 def test_disconnected_reader_releases_its_version(server: ShardServer) -> None:
@@ -206,15 +206,15 @@ def test_deleting_a_run_ends_its_streams_and_waits(server: ShardServer) -> None:
     next(reading)
     pushing = one.open_push().send(*one.push_messages(one.filled(1.0))[:-1])
     uploading = two.open_initialize().send(*two.initialize_messages(two.filled(1.0))[:-1])
-    server.until(lambda: len(one.shard.streams) == len(two.shard.streams) == 1, "both streams have begun")
+    server.until(lambda: len(one.shard.streams) == len(two.shard.streams) == 1, "both streams have started")
     one.drop()
     for outcome in (lambda: next(waiting), lambda: list(reading), pushing.result, uploading.result):
         error = error_of(outcome)
         assert isinstance(error, NotFoundError)
         assert "run 'r' was deleted" in str(error)
     server.until(lambda: server.store.memory.used_bytes == 0, "all memory is released")
-    assert server.staged_bytes() == 0
-    assert (server.look(lambda: server.store.memory.reserved_bytes), list(server.store.runs)) == (0, [])
+    assert server.unreserved_bytes() == 0
+    assert (server.evaluate(lambda: server.store.memory.reserved_bytes), list(server.store.runs)) == (0, [])
     unit(server, PLAIN, run_id="the-next")
 
 
@@ -224,24 +224,24 @@ def test_work_queued_behind_a_deletion_reports_the_deletion(
     one = unit(server)
     one.push(one.filled(1.0))
     one.prepare(0)
-    begun, go_on, step = threading.Event(), threading.Event(), ShardOptimizer.step
+    started, resume, step = threading.Event(), threading.Event(), ShardOptimizer.step
 
     def slowly(self: ShardOptimizer, *arguments: Any) -> None:
-        begun.set()
-        assert go_on.wait(20)
+        started.set()
+        assert resume.wait(20)
         step(self, *arguments)
 
     monkeypatch.setattr(ShardOptimizer, "step", slowly)
     updating = in_background(lambda: one.update(0))
-    assert begun.wait(20)
+    assert started.wait(20)
     dropping = in_background(one.drop)
     server.until(lambda: len(server.store.run("r")._lock._waiters or ()) == 1, "the deletion waits")
     preparing = in_background(lambda: one.prepare(1, (0, 0, 0)))
     server.until(lambda: len(server.store.run("r")._lock._waiters or ()) == 2, "the next step waits")
-    go_on.set()
+    resume.set()
     assert (next(updating).version, next(dropping).freed_bytes > 0) == (1, True)
     assert isinstance(error_of(lambda: next(preparing)), NotFoundError)
-    assert server.look(lambda: server.store.memory.used_bytes) == 0
+    assert server.evaluate(lambda: server.store.memory.used_bytes) == 0
 
 
 # Shapes and dtypes.
@@ -321,7 +321,7 @@ def test_descriptions_report_runs_shards_and_step(server: ShardServer) -> None:
     one.update(0, algorithm="adamw")
     [summary] = server.call("ListShards", shard_pb2.ListShardsRequest(run="r")).shards
     assert (summary.version, summary.contribution_bytes) == (1, 0)
-    assert summary.optimizer_bytes == server.look(lambda: server.store.memory.used_bytes) - one.size > 0
+    assert summary.optimizer_bytes == server.evaluate(lambda: server.store.memory.used_bytes) - one.size > 0
 
 
 def test_peek_returns_values_gradients_and_state(server: ShardServer) -> None:
@@ -363,7 +363,7 @@ def test_unread_messages_stay_within_limits_and_other_readers_are_served(server:
     one, sending = unit(server, BIG), server.store.memory.sending
     stalled = [one.open_gather() for _ in range(200)]
     server.until(lambda: len(sending._waiting) > 100, "the streams wait for memory")
-    assert server.look(lambda: sending.used_bytes) == sending.peer_limit_bytes, "one connection gets a quarter"
+    assert server.evaluate(lambda: sending.used_bytes) == sending.peer_limit_bytes, "one connection gets a quarter"
     with closing(ShardClient(server.client.address)) as other:
         flat = torch.empty(one.size, dtype=torch.uint8)
         target = codec.memory_at(flat.data_ptr(), one.size)

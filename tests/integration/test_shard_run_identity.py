@@ -112,7 +112,7 @@ def test_delayed_reservation_of_a_deleted_run_is_rejected(server: ShardServer) -
     old.drop()
     new = unit(server, run_id="new")
     assert isinstance(error_of(old.reserve), RunDeletedError)
-    assert list(server.look(lambda: server.store.runs)) == ["new"]
+    assert list(server.evaluate(lambda: server.store.runs)) == ["new"]
     assert new.gather()[0] == 0
 
 
@@ -133,8 +133,8 @@ def test_session_of_a_deleted_run_ends_and_cannot_serve_its_successor(server: Sh
         open_shm = partial(ShmTransport, control=server.client.control, timeout_s=20.0)
         for open_transport in (open_shm, SocketTransport):
             assert isinstance(error_of(lambda: open_transport(server.client, old.identity)), RunDeletedError)  # noqa: B023
-        assert server.look(lambda: new.shard.contributions.by_rank) == {}
-        assert server.look(lambda: server.store.memory._shared_bytes) == new.size
+        assert server.evaluate(lambda: new.shard.contributions.by_rank) == {}
+        assert server.evaluate(lambda: server.store.memory._shared_bytes) == new.size
 
 
 def test_socket_session_serves_its_own_run_only(server: ShardServer) -> None:
@@ -160,10 +160,10 @@ def test_heartbeat_answer_drops_deleted_runs() -> None:
             )
         reserved_bytes = store.memory.reserved_bytes
         registration = Registration("127.0.0.1:1", "s", store)
-        told: list[list[str]] = []
+        reported: list[list[str]] = []
 
         async def call(rpc_name: str, request: Any) -> Any:
-            told.append(list(request.run_ids))
+            reported.append(list(request.run_ids))
             return coordinator_pb2.HeartbeatServerResponse(coordinator_epoch=term, deleted_run_ids=["old", "unknown"])
 
         registration._call = call
@@ -174,7 +174,7 @@ def test_heartbeat_answer_drops_deleted_runs() -> None:
         term = 4
         await registration._beat()
         await asyncio.gather(*registration._tasks)
-        assert told == [["old", "new"]] * 2
+        assert reported == [["old", "new"]] * 2
         assert list(store.runs) == ["new"]
         assert store.memory.reserved_bytes < reserved_bytes
         await registration._channel.close()

@@ -95,7 +95,7 @@ def test_broken_push_leaves_no_trace(server: ShardServer, how: str) -> None:
     messages, expected = broken_streams(one.push_messages(one.filled(1.0)), longer)[how]
     assert type(one.open_push().send(*messages).finish().error()) is expected
     server.until(lambda: one.shard.contributions.by_rank == {}, "no contribution")
-    assert (server.taken_bytes(), server.staged_bytes()) == (before, 0)
+    assert (server.taken_bytes(), server.unreserved_bytes()) == (before, 0)
     assert one.push(one.filled(1.0)).duplicate is False
 
 
@@ -119,7 +119,7 @@ def test_broken_duplicate_is_rejected(server: ShardServer, how: str) -> None:
     one.push(one.filled(1.0))
     messages, _ = broken_streams(one.push_messages(one.filled(1.0)), [])[how]
     assert isinstance(one.open_push().send(*messages).finish().error(), InvalidRequestError)
-    assert server.look(lambda: server.store.run("r").duplicate_count) == 0
+    assert server.evaluate(lambda: server.store.run("r").duplicate_count) == 0
 
 
 # Wrong names, ranges and numbers.
@@ -180,7 +180,7 @@ def test_gather_outside_the_shard_is_rejected(server: ShardServer, start: int, s
     assert isinstance(error_of(lambda: list(stub(request, timeout=5))), InvalidRequestError)
     too_large = one.gather_request(chunk_bytes=codec.MAX_CHUNK_BYTES + 1)
     assert isinstance(error_of(lambda: list(stub(too_large, timeout=5))), InvalidRequestError)
-    assert server.look(lambda: one.shard.values.current is not None and one.shard.values.current.readers) == 0
+    assert server.evaluate(lambda: one.shard.values.current is not None and one.shard.values.current.readers) == 0
 
 
 def test_reservation_is_validated_and_idempotent(server: ShardServer) -> None:
@@ -197,7 +197,7 @@ def test_reservation_is_validated_and_idempotent(server: ShardServer) -> None:
     for changes in ({"start_bytes": 5}, {"stop_bytes": 5}, {"start_bytes": 4096, "stop_bytes": 0}, {"dp": 0}):
         invalid = OneUnit(server, layout_of("w", a=((4096,), "float32")), index=7)
         assert isinstance(error_of(partial(invalid.reserve, **changes)), InvalidRequestError)
-    assert server.look(lambda: server.store.memory.free_bytes) == free
+    assert server.evaluate(lambda: server.store.memory.free_bytes) == free
 
 
 def test_reservation_beyond_the_budget_is_rejected_and_stores_nothing() -> None:
@@ -219,13 +219,13 @@ def test_reservation_for_the_largest_world_is_fast_and_a_larger_one_is_rejected(
     empty = OneUnit(server, layout_of("empty", w=((0,), "float32")), run="wide", dp=MAX_WORLD_SIZE)
     # With a cost per pair of ranks, this took hours and blocked the event loop.
     empty.reserve()
-    server.look(lambda: empty.shard.partitions.bounds(MAX_WORLD_SIZE - 1))
+    server.evaluate(lambda: empty.shard.partitions.bounds(MAX_WORLD_SIZE - 1))
     for dp in (0, MAX_WORLD_SIZE + 1, (1 << 32) - 1):
         context = common_pb2.RequestContext(run="other", run_id="other", epoch=1)
         error = error_of(partial(empty.reserve, dp=dp, context=context))
         assert isinstance(error, InvalidRequestError)
         assert f"dp is {dp}: expected 1 to {MAX_WORLD_SIZE}" in str(error)
-    assert "other" not in server.look(lambda: list(server.store.runs))
+    assert "other" not in server.evaluate(lambda: list(server.store.runs))
 
 
 def test_reused_request_id_with_other_content_is_rejected(server: ShardServer) -> None:
@@ -294,7 +294,7 @@ def test_fenced_epochs_and_attempts_are_rejected(server: ShardServer) -> None:
     assert one.push(one.filled(1.0), epoch=7).duplicate is False, "the lost trainer's contribution is replaced"
     assert one.push(one.filled(1.0), epoch=7).duplicate is True
     one.fence(0, (0, 7, 2))
-    assert server.look(lambda: list(one.shard.contributions.by_rank)) == [1]
+    assert server.evaluate(lambda: list(one.shard.contributions.by_rank)) == [1]
     assert isinstance(error_of(lambda: one.push(one.filled(1.0), epoch=8, attempt=1)), StaleEpochError)
     one.push(one.filled(1.0), epoch=8, attempt=2)
     one.fence(0, (0, 8, 2))
@@ -328,12 +328,12 @@ def test_newer_attempt_replaces_the_older_when_complete(server: ShardServer) -> 
     one.push(one.filled(1.0))
     before = server.taken_bytes()
     half = one.open_push().send(*one.push_messages(one.filled(5.0), attempt=1)[:-1])
-    server.until(lambda: len(one.shard.streams) == 1, "the stream has begun")
+    server.until(lambda: len(one.shard.streams) == 1, "the stream has started")
     half.cancel()
     server.until(lambda: len(one.shard.streams) == 0, "the stream has ended")
-    assert server.look(lambda: one.shard.contributions.attempt(0)) == 0
+    assert server.evaluate(lambda: one.shard.contributions.attempt(0)) == 0
     one.push(one.filled(5.0), attempt=1)
-    assert (server.taken_bytes(), server.staged_bytes()) == (before, 0)
+    assert (server.taken_bytes(), server.unreserved_bytes()) == (before, 0)
     assert isinstance(error_of(lambda: one.push(one.filled(1.0))), StaleEpochError)
     one.prepare(0, (0, 1, 1))
     one.update(0)
@@ -366,7 +366,7 @@ def test_initial_values_of_a_higher_epoch_replace_others_until_publication(serve
     answer = one.initialize(one.filled(9.0), epoch=5)
     assert (answer.HasField("version"), answer.version) == (True, 0)
     assert_all(one.gather(0)[1], 2.0)
-    assert (server.taken_bytes(), server.staged_bytes()) == (one.size, 0)
+    assert (server.taken_bytes(), server.unreserved_bytes()) == (one.size, 0)
 
 
 def test_only_the_newest_unfinished_upload_uses_memory(server: ShardServer) -> None:
@@ -391,8 +391,8 @@ def test_upload_that_ends_after_publication_is_ignored(server: ShardServer) -> N
     one.initialize(one.filled(1.0))
     messages = one.initialize_messages(one.filled(2.0))
     half = one.open_initialize().send(*messages[:-1])
-    server.until(lambda: len(one.shard.streams) == 1, "the upload has begun")
+    server.until(lambda: len(one.shard.streams) == 1, "the upload has started")
     one.publish()
     assert half.send(messages[-1]).finish().result().version == 0
     assert_all(one.gather(0)[1], 1.0)
-    assert (server.taken_bytes(), server.staged_bytes()) == (one.size, 0)
+    assert (server.taken_bytes(), server.unreserved_bytes()) == (one.size, 0)

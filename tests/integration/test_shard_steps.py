@@ -69,7 +69,7 @@ def test_parts_are_added_in_order_in_one_buffer(server: ShardServer) -> None:
     one.push([None, one.filled(2.0)[1]], part=1)
     one.push(one.filled(4.0), part=2)
     one.push([None, None], part=3)
-    assert (server.taken_bytes() - before, server.staged_bytes()) == (one.size, 0)
+    assert (server.taken_bytes() - before, server.unreserved_bytes()) == (one.size, 0)
     one.prepare(0, (0, 0, 4))
     one.update(0)
     a, b = one.gather(1)[1]
@@ -85,7 +85,7 @@ def test_pushes_for_other_steps_and_after_prepare_are_rejected(server: ShardServ
     one.publish()
     assert isinstance(error_of(lambda: one.push(one.filled(1.0), step=1)), StepStateError)
     half = one.open_push().send(*(messages := one.push_messages(one.filled(1.0)))[:-1])
-    server.until(lambda: len(one.shard.streams) == 1, "the push has begun")
+    server.until(lambda: len(one.shard.streams) == 1, "the push has started")
     one.prepare(0, (0, 0, 0))
     assert isinstance(error_of(lambda: one.push(one.filled(1.0))), StepStateError)
     assert isinstance(half.send(messages[-1]).finish().error(), StepStateError), "a push that ends after prepare"
@@ -136,13 +136,13 @@ def test_rejected_requests_keep_a_prepared_step(server: ShardServer) -> None:
     one = unit(server)
     one.push(one.filled(1.0))
     one.prepare(0)
-    for refused in (
+    for rejected in (
         lambda: one.prepare(0, dp=2),
         lambda: one.prepare(0, (0, 0, 2)),
         lambda: one.prepare(1),
         lambda: one.prepare(0, norm_type=math.nan),
     ):
-        error_of(refused)
+        error_of(rejected)
     one.update(0)
     assert_all(one.gather(1)[1], -1.0)
 
@@ -153,20 +153,20 @@ def test_cancelled_norm_keeps_a_prepared_step(server: ShardServer, monkeypatch: 
     one = unit(server)
     one.push(one.filled(1.0))
     one.prepare(0)
-    begun, go_on = threading.Event(), threading.Event()
+    started, resume = threading.Event(), threading.Event()
 
     def slowly(*_: Any) -> list[float]:
-        begun.set()
-        assert go_on.wait(20)
+        started.set()
+        assert resume.wait(20)
         return [1.0]
 
     monkeypatch.setattr(Reduced, "power_partials", slowly)
     call: Any = server.client._channel.unary_unary(f"/{SERVICE.full_name}/PrepareStep")
     future = call.future(one.prepare_request(0, norm_type=3.0).SerializeToString())
-    assert begun.wait(20)
+    assert started.wait(20)
     future.cancel()
     updating = in_background(lambda: one.update(0))
-    go_on.set()
+    resume.set()
     assert next(updating).version == 1
 
 
@@ -230,7 +230,7 @@ def test_newer_stream_of_a_rank_replaces_the_older(server: ShardServer) -> None:
     before = server.taken_bytes()
     messages = one.push_messages(one.filled(1.0))
     older = one.open_push().send(*messages[:-1])
-    server.until(lambda: len(one.shard.streams) == 1, "the older has begun")
+    server.until(lambda: len(one.shard.streams) == 1, "the older has started")
     newer = one.open_push().send(*messages[:-1])
     assert isinstance(older.error(), StaleEpochError)
     stale = one.open_push().send(*one.push_messages(one.filled(1.0), epoch=0)[:-1])
@@ -246,7 +246,7 @@ def test_newer_stream_of_a_rank_replaces_the_older(server: ShardServer) -> None:
 def test_fence_ends_stale_streams(server: ShardServer) -> None:
     one = unit(server)
     half = one.open_push().send(*one.push_messages(one.filled(1.0))[:-1])
-    server.until(lambda: len(one.shard.streams) == 1, "the push has begun")
+    server.until(lambda: len(one.shard.streams) == 1, "the push has started")
     one.fence(0, (0, 2, 0))
     assert isinstance(half.error(), StaleEpochError)
     assert server.taken_bytes() == one.size
@@ -260,10 +260,10 @@ def test_disconnected_push_releases_its_memory(server: ShardServer, part: int) -
     before = server.taken_bytes()
     half = one.open_push().send(*one.push_messages(one.filled(1.0), part=part)[:-1])
     server.until(lambda: server.store.memory.pool.taken_bytes > before, "the stream is being received")
-    assert server.staged_bytes() == part * one.size
+    assert server.unreserved_bytes() == part * one.size
     half.cancel()
     server.until(lambda: server.store.memory.pool.taken_bytes == before, "its memory is released")
-    assert server.staged_bytes() == 0
+    assert server.unreserved_bytes() == 0
     assert one.push(one.filled(1.0), part=part).duplicate is False
 
 
@@ -300,7 +300,9 @@ def test_streams_wait_for_memory_in_order_and_time_out() -> None:
         assert [stream.result().duplicate for stream in (first, second)] == [False, False]
         server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "all memory is released")
         assert server.taken_bytes() == 6 * size
-        assert server.look(lambda: server.store.memory.used_bytes + server.store.memory.pool.idle_bytes) <= size * 13
+        assert (
+            server.evaluate(lambda: server.store.memory.used_bytes + server.store.memory.pool.idle_bytes) <= size * 13
+        )
 
 
 def test_encoded_part_needs_no_extra_memory() -> None:
@@ -314,7 +316,7 @@ def test_encoded_part_needs_no_extra_memory() -> None:
         one.prepare(0, (0, 0, 2))
         one.update(0)
         assert_all(one.gather(1)[1], -2.0)
-        assert server.staged_bytes() == 0
+        assert server.unreserved_bytes() == 0
 
 
 # Updates.
@@ -455,7 +457,7 @@ def test_failed_update_is_unreadable_until_its_repetition(server: ShardServer, m
     assert_all(next(waiting)[1], -0.5)
     assert_all(one.gather(1)[1], -0.5)
     one.drop()
-    assert (server.taken_bytes(), server.staged_bytes()) == (0, 0)
+    assert (server.taken_bytes(), server.unreserved_bytes()) == (0, 0)
 
 
 def test_update_without_threads_changes_nothing(server: ShardServer) -> None:
@@ -463,20 +465,20 @@ def test_update_without_threads_changes_nothing(server: ShardServer) -> None:
     one.push(one.filled(1.0))
     one.prepare(0)
     values, in_thread = one.shard.values, server.store.in_thread
-    held = server.look_at(lambda: values.pin(0, 1.0))
+    pinned = server.evaluate_async(lambda: values.pin(0, 1.0))
 
     async def no_thread(_: object) -> Any:
         raise RuntimeError("cannot schedule new futures after shutdown")
 
-    server.look(lambda: setattr(server.store, "in_thread", no_thread))
+    server.evaluate(lambda: setattr(server.store, "in_thread", no_thread))
     assert isinstance(error_of(lambda: one.update(0)), InternalError)
     assert_all(one.gather(0)[1], 0.0)
-    server.look(lambda: setattr(server.store, "in_thread", in_thread))
+    server.evaluate(lambda: setattr(server.store, "in_thread", in_thread))
     one.update(0)
     assert_all(one.gather(0)[1], 0.0)
     assert_all(one.gather(1)[1], -1.0)
-    server.look(lambda: values.unpin(held))
-    assert server.staged_bytes() == 0
+    server.evaluate(lambda: values.unpin(pinned))
+    assert server.unreserved_bytes() == 0
 
 
 def test_memory_for_an_update_is_allocated_before_the_commit(
@@ -487,7 +489,7 @@ def test_memory_for_an_update_is_allocated_before_the_commit(
     assert not one.prepare(0).update_ready, "no optimizer was named"
     adam = one.update_request(0, algorithm="adamw").optimizer
     memory = server.store.memory
-    reserved, used = server.look(lambda: (memory.reserved_bytes, memory.used_bytes))
+    reserved, used = server.evaluate(lambda: (memory.reserved_bytes, memory.used_bytes))
 
     def no_memory(*_: object) -> torch.Tensor:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
@@ -498,9 +500,9 @@ def test_memory_for_an_update_is_allocated_before_the_commit(
         assert isinstance(error, CapacityError)
         assert "for the optimizer's state of unit 'u'" in str(error)
         assert not one.prepare(0, optimizer=adam).update_ready
-        assert server.look(lambda: (memory.reserved_bytes, memory.used_bytes)) == (reserved, used)
+        assert server.evaluate(lambda: (memory.reserved_bytes, memory.used_bytes)) == (reserved, used)
     assert one.prepare(0, optimizer=adam).update_ready
-    assert server.look(lambda: memory.used_bytes) > used
+    assert server.evaluate(lambda: memory.used_bytes) > used
     one.prepare_update(0, algorithm="adamw")
     monkeypatch.setattr(torch, "zeros_like", no_memory)
     one.update(0, algorithm="adamw")
@@ -529,22 +531,22 @@ def test_update_finishes_after_its_caller_disconnects(server: ShardServer, monke
     one = unit(server)
     one.push(one.filled(1.0))
     one.prepare(0)
-    begun, go_on, step = threading.Event(), threading.Event(), ShardOptimizer.step
+    started, resume, step = threading.Event(), threading.Event(), ShardOptimizer.step
 
     def slowly(self: ShardOptimizer, *arguments: Any) -> None:
-        begun.set()
-        assert go_on.wait(20)
+        started.set()
+        assert resume.wait(20)
         step(self, *arguments)
 
     monkeypatch.setattr(ShardOptimizer, "step", slowly)
     channel = grpc.insecure_channel(server.client.address)
     call: Any = channel.unary_unary(f"/{SERVICE.full_name}/Update")
     future = call.future(one.update_request(0).SerializeToString())
-    assert begun.wait(20)
+    assert started.wait(20)
     future.cancel()
     channel.close()
     waiting = in_background(lambda: one.update(0))
-    go_on.set()
+    resume.set()
     assert next(waiting).version == 1
     assert_all(one.gather(1)[1], -1.0)
 
@@ -554,17 +556,17 @@ def test_cancelled_prepare_leaves_no_trace(server: ShardServer, monkeypatch: pyt
 
     one = unit(server, dp=2)
     before = server.taken_bytes()
-    begun, go_on, reduce_shard = threading.Event(), threading.Event(), unit_shard.reduce_shard
+    started, resume, reduce_shard = threading.Event(), threading.Event(), unit_shard.reduce_shard
 
     def slowly(*arguments: Any, **options: Any) -> Any:
-        begun.set()
-        assert go_on.wait(20)
+        started.set()
+        assert resume.wait(20)
         return reduce_shard(*arguments, **options)
 
     monkeypatch.setattr(unit_shard, "reduce_shard", slowly)
     one.push(one.filled(1.0))
     one.push(one.filled(3.0), rank=1)
-    assert begun.wait(20), "the mean is computed ahead of prepare"
+    assert started.wait(20), "the mean is computed ahead of prepare"
 
     def num_waiting() -> int:
         return len(server.store.run("r")._lock._waiters or ())
@@ -576,7 +578,7 @@ def test_cancelled_prepare_leaves_no_trace(server: ShardServer, monkeypatch: pyt
     server.until(lambda: num_waiting() == 0, "it is cancelled")
     fencing = in_background(lambda: one.fence(0, (0, 1, 1)))
     server.until(lambda: num_waiting() == 1, "the fence waits for the thread")
-    go_on.set()
+    resume.set()
     assert next(fencing) is None
     server.until(lambda: server.store.memory.pool.taken_bytes == before + one.size, "only rank 1's gradient is left")
     one.push(one.filled(1.0), attempt=1)
@@ -588,10 +590,10 @@ def test_cancelled_prepare_leaves_no_trace(server: ShardServer, monkeypatch: pyt
 def test_amsgrad_enabled_later_is_counted_in_the_reservation(server: ShardServer) -> None:
     one = unit(server)
     train(one, 0, algorithm="adamw")
-    reserved = server.look(lambda: server.store.memory.reserved_bytes)
+    reserved = server.evaluate(lambda: server.store.memory.reserved_bytes)
     train(one, 1, algorithm="adamw", amsgrad=1.0)
-    assert server.look(lambda: server.store.memory.reserved_bytes) >= reserved + one.size - 1024
+    assert server.evaluate(lambda: server.store.memory.reserved_bytes) >= reserved + one.size - 1024
     shard = server.call("DescribeShard", shard_pb2.DescribeShardRequest(run="r", unit="u"))
     assert list(shard.optimizer_state) == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
     one.drop()
-    assert server.look(lambda: (server.store.memory.used_bytes, server.store.memory.reserved_bytes)) == (0, 0)
+    assert server.evaluate(lambda: (server.store.memory.used_bytes, server.store.memory.reserved_bytes)) == (0, 0)

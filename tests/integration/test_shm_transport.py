@@ -183,7 +183,7 @@ def test_stale_requests_are_rejected_without_a_trace(connected: ConnectedUnit) -
     ]
     for kind, changes in refused:
         assert type(error_of(partial(connected.reduce, gradient_buffer.gradient_buffer_id, **changes))) is kind
-    assert connected.server.look(lambda: one.shard.contributions.by_rank) == {}
+    assert connected.server.evaluate(lambda: one.shard.contributions.by_rank) == {}
     assert connected.reduce(gradient_buffer.gradient_buffer_id, epoch=5, attempt=3).adopted
     one.push(one.filled(1.0), rank=1)
     one.prepare(0, (0, 3, 1), (1, 0, 1))
@@ -204,7 +204,7 @@ def test_buffer_of_another_unit_or_session_is_rejected(connected: ConnectedUnit)
         assert isinstance(error, InvalidRequestError)
         assert "belongs to unit 'u' of run 'r', not to unit 'other'" in str(error)
         assert isinstance(error_of(lambda: other.reduce(gradient_buffer.gradient_buffer_id)), ConflictError)
-    assert connected.server.look(lambda: connected.one.shard.contributions.by_rank) == {}
+    assert connected.server.evaluate(lambda: connected.one.shard.contributions.by_rank) == {}
 
 
 def test_requests_for_another_run_are_rejected(connected: ConnectedUnit) -> None:
@@ -248,7 +248,7 @@ def test_malformed_requests_are_rejected(
     gradient_buffer = connected.open_gradient_buffer()
     assert type(error_of(lambda: connected.reduce(gradient_buffer.gradient_buffer_id, **changes))) is error
     assert type(error_of(lambda: connected.reduce(gradient_buffer.gradient_buffer_id + 1))) is ConflictError
-    assert connected.server.look(lambda: connected.one.shard.contributions.by_rank) == {}
+    assert connected.server.evaluate(lambda: connected.one.shard.contributions.by_rank) == {}
     assert [each.claimed for each in connected.gradient_buffers()] == [False]
 
 
@@ -269,7 +269,7 @@ def test_empty_requests_are_rejected(connected: ConnectedUnit) -> None:
 def test_close_releases_the_buffers(connected: ConnectedUnit) -> None:
     paths = [connected.open_gradient_buffer().path for _ in range(3)]
     assert shared_bytes(connected.server) == 4 * connected.one.size
-    assert connected.server.staged_bytes() == connected.one.size, "the reservation covers two buffers"
+    assert connected.server.unreserved_bytes() == connected.one.size, "the reservation covers two buffers"
     connected.transport.close()
     assert_only_parameters(connected.one)
     assert not any(Path(path).exists() for path in paths)
@@ -278,20 +278,20 @@ def test_close_releases_the_buffers(connected: ConnectedUnit) -> None:
 
 def test_sessions_share_one_proof_file_removed_with_the_last(connected: ConnectedUnit) -> None:
     server, one = connected.server, connected.one
-    memory, folder = server.store.memory, Path(server.look(lambda: server.shm._proof.path)).parent  # type: ignore[union-attr]
+    memory, folder = server.store.memory, Path(server.evaluate(lambda: server.shm._proof.path)).parent  # type: ignore[union-attr]
     request = shard_pb2.OpenTransportRequest(
         run=one.run, run_id=one.identity.run_id, kind=common_pb2.TRANSPORT_KIND_SHM
     )
-    before, count = server.look(lambda: memory.used_bytes), len(list(folder.iterdir()))
+    before, count = server.evaluate(lambda: memory.used_bytes), len(list(folder.iterdir()))
     transports = [server.client.open("OpenTransport", request, timeout_s=20.0) for _ in range(20)]
     assert len({transport.answer.transport_id for transport in transports}) == 20
-    assert {transport.answer.shm.path for transport in transports} == {server.look(lambda: server.shm._proof.path)}  # type: ignore[union-attr]
-    assert (server.look(lambda: memory.used_bytes), len(list(folder.iterdir()))) == (before, count)
+    assert {transport.answer.shm.path for transport in transports} == {server.evaluate(lambda: server.shm._proof.path)}  # type: ignore[union-attr]
+    assert (server.evaluate(lambda: memory.used_bytes), len(list(folder.iterdir()))) == (before, count)
     for transport in transports:
         transport.end()
     connected.transport.close()
     server.until(lambda: not server.shm._open, "all sessions are closed")
-    assert (server.look(lambda: memory.used_bytes), len(list(folder.iterdir()))) == (
+    assert (server.evaluate(lambda: memory.used_bytes), len(list(folder.iterdir()))) == (
         before - PROOF_FILE_BYTES,
         count - 1,
     )
@@ -324,9 +324,9 @@ def test_push_that_waits_when_its_session_closes_is_rejected(connected: Connecte
     server.until(lambda: bool(run._lock._waiters), "the push waits")
     connected.transport.close()
     server.until(lambda: not server.shm._open, "the session is closed")
-    server.look(run._lock.release)
+    server.evaluate(run._lock.release)
     assert type(error_of(partial(next, pushing))) is ConflictError
-    assert server.look(lambda: one.shard.contributions.by_rank) == {}
+    assert server.evaluate(lambda: one.shard.contributions.by_rank) == {}
     assert_only_parameters(one)
 
 
@@ -338,10 +338,10 @@ def test_deleted_run_releases_the_memory_of_open_sessions(connected: ConnectedUn
     assert isinstance(error_of(lambda: connected.push(one.filled(1.0), rank=1)), ShardwellError)
     again = unit(server, dp=2, run_id="the-next")
     assert_only_parameters(again)
-    assert server.look(lambda: again.shard.contributions.by_rank) == {}
+    assert server.evaluate(lambda: again.shard.contributions.by_rank) == {}
     again.drop()
-    assert shared_bytes(server) == server.staged_bytes() == server.taken_bytes() == 0
-    assert server.look(lambda: server.store.memory.reserved_bytes) == 0
+    assert shared_bytes(server) == server.unreserved_bytes() == server.taken_bytes() == 0
+    assert server.evaluate(lambda: server.store.memory.reserved_bytes) == 0
 
 
 def test_push_to_an_unknown_run_raises_not_found(server: ShardServer) -> None:
@@ -364,7 +364,7 @@ def test_control_connection_survives_rejections_and_serves_its_own_run_only(serv
             in str(error)
         )
         assert connected.reduce(mine.gradient_buffer_id).adopted
-        assert server.look(lambda: len(server.sockets._connections)) == 1
+        assert server.evaluate(lambda: len(server.sockets._connections)) == 1
 
 
 def test_server_without_shared_memory_rejects_control_messages() -> None:

@@ -98,7 +98,7 @@ def closing_transports(made: Trainer) -> Iterator[Trainer]:
 
 
 def newest_epoch(one: OneUnit, rank: int) -> int:
-    return max(1, one.server.look(lambda: one.server.store.run(one.run).fences.epoch(rank)))
+    return max(1, one.server.evaluate(lambda: one.server.store.run(one.run).fences.epoch(rank)))
 
 
 def prepare(one: OneUnit, step: int, gradient: float = 1.0) -> None:
@@ -140,8 +140,8 @@ def test_steps_update_values_and_state_in_the_staging_buffer(server: ShardServer
         assert paths[2] == paths[3], "no file is created once the state exists"
         assert_all([value for value in one.gather(4)[1] if value.numel()], -4.0)
         one.drop()
-    assert server.staged_bytes() == 0
-    assert server.look(lambda: server.store.memory.used_bytes) == 0
+    assert server.unreserved_bytes() == 0
+    assert server.evaluate(lambda: server.store.memory.used_bytes) == 0
 
 
 def test_values_and_state_change_only_with_the_update(server: ShardServer) -> None:
@@ -180,8 +180,8 @@ def test_staged_values_survive_another_read_of_the_partition(server: ShardServer
         prepare(one, 3)
         assert sums(own.read(3)) == {3.0}
         one.drop()
-    assert server.staged_bytes() == 0
-    assert server.look(lambda: server.store.memory.used_bytes) == 0
+    assert server.unreserved_bytes() == 0
+    assert server.evaluate(lambda: server.store.memory.used_bytes) == 0
 
 
 def test_restarted_work_item_invalidates_the_staging_buffer(server: ShardServer) -> None:
@@ -224,7 +224,7 @@ def test_values_staged_by_a_lost_trainer_are_applied(server: ShardServer, transp
         assert sums(part) == {4.0}
         assert_all(one.gather(4)[1], -4.0)
         one.drop()
-    assert server.look(lambda: server.store.memory.used_bytes) == 0
+    assert server.evaluate(lambda: server.store.memory.used_bytes) == 0
 
 
 def test_trainer_lost_before_staging_leaves_no_trace(server: ShardServer) -> None:
@@ -346,11 +346,11 @@ def test_staging_buffer_is_released_when_memory_is_needed(server: ShardServer) -
             commit(one, step)
         prepare(one, 2)
         part = own.read(2)
-        server.look(one.shard.evict)
-        assert server.staged_bytes() == 0
+        server.evaluate(one.shard.evict)
+        assert server.unreserved_bytes() == 0
         descend(part)
         own.stage(part, 2)
-        assert server.staged_bytes() > 0, "the values were streamed"
+        assert server.unreserved_bytes() > 0, "the values were streamed"
         commit(one, 2)
         prepare(one, 3)
         part = own.update(3)

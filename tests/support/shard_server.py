@@ -87,48 +87,48 @@ class ShardServer:
         self.sockets = transports.find(SocketTransport)
         if self._shared is not None:
             self.shm = transports.find(ShmTransport)
-        self._term = CoordinatorTerm(self._tell_term)
+        self._term = CoordinatorTerm(self._confirm_term)
         add_service(self._server, SERVICE, ShardServicer("here", "1", self.store, self._term, transports))
         await self._accepting.enter_async_context(transports.serving())
         port: int = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         return port
 
-    async def _tell_term(self) -> None:
+    async def _confirm_term(self) -> None:
         self._term.learn(self.coordinator_term)
 
     async def _stop(self) -> None:
         await self._server.stop(0)
         await self._accepting.aclose()
 
-    def look(self, at: Callable[[], Result]) -> Result:
+    def evaluate(self, function: Callable[[], Result]) -> Result:
         """Evaluates a function on the server's event loop."""
 
         async def evaluate() -> Result:
-            return at()
+            return function()
 
         return asyncio.run_coroutine_threadsafe(evaluate(), self._loop).result(20)
 
-    def look_at(self, what: Callable[[], Awaitable[Result]]) -> Result:
+    def evaluate_async(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """Awaits a coroutine on the server's event loop."""
 
         async def evaluate() -> Result:
-            return await what()
+            return await work()
 
         return asyncio.run_coroutine_threadsafe(evaluate(), self._loop).result(20)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Polls a condition on the server's event loop until it is true."""
         deadline = time.monotonic() + 20.0
-        while not self.look(condition):
+        while not self.evaluate(condition):
             assert time.monotonic() < deadline, f"timeout while waiting until {what}"
             time.sleep(0.002)
 
     def taken_bytes(self) -> int:
-        return self.look(lambda: self.store.memory.pool.taken_bytes)
+        return self.evaluate(lambda: self.store.memory.pool.taken_bytes)
 
-    def staged_bytes(self) -> int:
-        return self.look(lambda: self.store.memory.unreserved.used_bytes)
+    def unreserved_bytes(self) -> int:
+        return self.evaluate(lambda: self.store.memory.unreserved.used_bytes)
 
     def call(self, rpc_name: str, request: Any, *, timeout_s: float = 20.0) -> Any:
         return self.client.call(rpc_name, request, timeout_s=timeout_s)

@@ -103,12 +103,12 @@ class ConnectedUnit:
 
     def gradient_buffers(self) -> list[SharedGradientBuffer]:
         """Returns the server's gradient buffers of the session."""
-        return self.server.look(lambda: list(self.server.shm._open[self.transport._session]._gradient_buffers.values()))
+        return self.server.evaluate(lambda: list(self.server.shm._open[self.transport._session]._gradient_buffers.values()))
 
 
 def shared_bytes(server: ShardServer) -> int:
     """Returns the size of shards and gradient buffers, without the proof file that all sessions share."""
-    return server.look(lambda: _bytes_of_units(server))
+    return server.evaluate(lambda: _bytes_of_units(server))
 
 
 def _bytes_of_units(server: ShardServer) -> int:
@@ -120,5 +120,5 @@ def assert_only_parameters(one: OneUnit) -> None:
     """Checks that no gradient buffer counts against the budget, and that nothing is staged."""
     server = one.server
     server.until(lambda: _bytes_of_units(server) == one.size, "gradient buffers are released")
-    assert (server.taken_bytes(), server.staged_bytes()) == (0, 0)
-    assert server.look(lambda: one.shard.contribution_quota._free_count) == one.dp
+    assert (server.taken_bytes(), server.unreserved_bytes()) == (0, 0)
+    assert server.evaluate(lambda: one.shard.contribution_quota._free_count) == one.dp

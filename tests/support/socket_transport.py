@@ -57,14 +57,14 @@ class ConnectedUnit:
         return self.transport.reduce_scatter(self.header(**changes), pieces, timeout_s=20.0, retry_for_s=0.0)
 
     def connections(self) -> int:
-        return self.server.look(lambda: len(self.server.sockets._connections))
+        return self.server.evaluate(lambda: len(self.server.sockets._connections))
 
     def assert_nothing_came(self) -> None:
         """Checks that the server keeps nothing of a push, and that none is in flight."""
         shard = self.one.shard
         self.server.until(lambda: len(shard.streams) == 0, "no stream is open")
-        assert self.server.look(lambda: shard.contributions.by_rank) == {}
-        assert (self.server.taken_bytes(), self.server.staged_bytes()) == (self.one.size, 0)
+        assert self.server.evaluate(lambda: shard.contributions.by_rank) == {}
+        assert (self.server.taken_bytes(), self.server.unreserved_bytes()) == (self.one.size, 0)
 
 
 class closing_transport(closing[Any]):

@@ -14,21 +14,21 @@ from shardwell_wire.errors import StaleEpochError
 
 def test_uninterrupted_work_finishes_before_the_cancellation() -> None:
     async def scenario() -> None:
-        begun, go_on, finished = asyncio.Event(), asyncio.Event(), []
+        started, resume, finished = asyncio.Event(), asyncio.Event(), []
 
         async def work() -> None:
-            begun.set()
-            await go_on.wait()
+            started.set()
+            await resume.wait()
             finished.append(True)
             raise ValueError("nobody is left to hear this")
 
         task = asyncio.ensure_future(uninterrupted(work()))
-        await begun.wait()
+        await started.wait()
         for _ in range(3):
             task.cancel()
             await asyncio.sleep(0)
         assert not task.done()
-        go_on.set()
+        resume.set()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert finished == [True]
@@ -38,21 +38,21 @@ def test_uninterrupted_work_finishes_before_the_cancellation() -> None:
 
 def test_cancelled_caller_waits_for_its_thread() -> None:
     async def scenario() -> None:
-        begun, go_on = threading.Event(), threading.Event()
+        started, resume = threading.Event(), threading.Event()
 
         def work() -> None:
-            begun.set()
-            assert go_on.wait(20)
+            started.set()
+            assert resume.wait(20)
 
         with ThreadPoolExecutor(1) as pool:
             task = asyncio.ensure_future(in_threads_of(pool)(work))
-            while not begun.is_set():
+            while not started.is_set():
                 await asyncio.sleep(0)
             task.cancel()
             for _ in range(10):
                 await asyncio.sleep(0)
             assert not task.done()
-            go_on.set()
+            resume.set()
             with pytest.raises(asyncio.CancelledError):
                 await task
 

@@ -21,12 +21,12 @@ def contribution(
 
 
 def test_parts_are_added_to_present_gradients_and_copied_to_absent_ones() -> None:
-    held = contribution()
-    held.views[0].fill_(1.0)
-    held.views[1].fill_(float("nan"))  # a reused buffer with undefined bytes
-    held.compute_add([torch.full((2,), 2.0), torch.full((2,), 5.0)], [0, 1])
-    assert [held.views[number].tolist() for number in (0, 1)] == [[3.0, 3.0], [5.0, 5.0]]
-    assert held.gradient(1) is held.views[1]
+    target = contribution()
+    target.views[0].fill_(1.0)
+    target.views[1].fill_(float("nan"))  # a reused buffer with undefined bytes
+    target.compute_add([torch.full((2,), 2.0), torch.full((2,), 5.0)], [0, 1])
+    assert [target.views[number].tolist() for number in (0, 1)] == [[3.0, 3.0], [5.0, 5.0]]
+    assert target.gradient(1) is target.views[1]
 
 
 def test_segment_without_gradient_returns_none() -> None:
@@ -34,39 +34,44 @@ def test_segment_without_gradient_returns_none() -> None:
 
 
 def test_only_older_attempts_are_dropped() -> None:
-    held, given_back = Contributions(), list[int]()
-    held.by_rank = {
-        0: contribution(attempt=2, give_back=lambda: given_back.append(0)),
-        1: contribution(give_back=lambda: given_back.append(1)),
+    contributions, released = Contributions(), list[int]()
+    contributions.by_rank = {
+        0: contribution(attempt=2, give_back=lambda: released.append(0)),
+        1: contribution(give_back=lambda: released.append(1)),
     }
-    assert not held.drop_older(0, 2)
-    assert held.drop_older(0, 3)
-    assert (list(held.by_rank), held.attempt(0), held.part_count(1, 1, 0), held.part_count(1, 1, 1)) == ([1], 0, 1, 0)
-    assert held.part_count(1, 2, 0) == 0, "another lease pushed it"
-    assert held.size_bytes == 16
-    held.clear()
-    assert (held.size_bytes, given_back) == (0, [0, 1])
+    assert not contributions.drop_older(0, 2)
+    assert contributions.drop_older(0, 3)
+    assert (
+        list(contributions.by_rank),
+        contributions.attempt(0),
+        contributions.part_count(1, 1, 0),
+        contributions.part_count(1, 1, 1),
+    ) == ([1], 0, 1, 0)
+    assert contributions.part_count(1, 2, 0) == 0, "another lease pushed it"
+    assert contributions.size_bytes == 16
+    contributions.clear()
+    assert (contributions.size_bytes, released) == (0, [0, 1])
 
 
 def test_completeness_expects_the_parts_of_the_last_step() -> None:
-    held = Contributions()
-    assert not held.seem_complete(2)
-    held.by_rank = {0: contribution()}
-    assert not held.seem_complete(2)
-    held.by_rank = {0: contribution(parts=3), 1: contribution()}
-    assert held.seem_complete(2)
-    held.end_step()
-    held.by_rank = {0: contribution(parts=2), 1: contribution()}
-    assert not held.seem_complete(2), "rank 0 pushed three parts"
-    held.by_rank = {0: contribution(parts=3), 1: contribution()}
-    assert held.seem_complete(2)
+    contributions = Contributions()
+    assert not contributions.seem_complete(2)
+    contributions.by_rank = {0: contribution()}
+    assert not contributions.seem_complete(2)
+    contributions.by_rank = {0: contribution(parts=3), 1: contribution()}
+    assert contributions.seem_complete(2)
+    contributions.end_step()
+    contributions.by_rank = {0: contribution(parts=2), 1: contribution()}
+    assert not contributions.seem_complete(2), "rank 0 pushed three parts"
+    contributions.by_rank = {0: contribution(parts=3), 1: contribution()}
+    assert contributions.seem_complete(2)
 
 
 def test_differences_name_every_deviation_from_a_manifest() -> None:
-    held = Contributions()
-    held.by_rank = {0: contribution(), 1: contribution(attempt=1), 2: contribution(parts=2), 5: contribution()}
-    assert held.differences({0: (0, 1), 1: (1, 1), 2: (0, 2), 5: (0, 1)}) == []
-    assert held.differences({0: (0, 1), 1: (2, 1), 2: (0, 1), 3: (0, 1)}) == [
+    contributions = Contributions()
+    contributions.by_rank = {0: contribution(), 1: contribution(attempt=1), 2: contribution(parts=2), 5: contribution()}
+    assert contributions.differences({0: (0, 1), 1: (1, 1), 2: (0, 2), 5: (0, 1)}) == []
+    assert contributions.differences({0: (0, 1), 1: (2, 1), 2: (0, 1), 3: (0, 1)}) == [
         "rank 1: expected 1 parts of attempt 2, have 1 of attempt 1",
         "rank 2: expected 1 parts of attempt 0, have 2 of attempt 0",
         "rank 3: expected 1 parts of attempt 0, have none",

@@ -15,18 +15,18 @@ class Reader:
     """A stream of messages to one client, which reads one per ``read`` call.
 
     Args:
-        room: Counts the messages.
+        limits: Counts the messages.
         size_bytes: Size of each message.
         peer: The client's connection.
         wait_s: Seconds that the stream waits for memory.
     """
 
-    def __init__(self, room: Sending, size_bytes: int, peer: str = "a", wait_s: float = 5.0) -> None:
+    def __init__(self, limits: Sending, size_bytes: int, peer: str = "a", wait_s: float = 5.0) -> None:
         self._taken, self.count = asyncio.Event(), 0
 
         async def stream() -> None:
             while True:
-                async with room.message(size_bytes, peer, wait_s):
+                async with limits.message(size_bytes, peer, wait_s):
                     self.count += 1
                     await self._taken.wait()
                     self._taken.clear()
@@ -50,33 +50,33 @@ async def end(*readers: Reader) -> None:
 
 def test_stalled_readers_stay_within_the_limits_in_total_and_per_connection() -> None:
     async def scenario() -> None:
-        room = Sending(40)
-        stalled = [Reader(room, 2, "a") for _ in range(50)]
+        limits = Sending(40)
+        stalled = [Reader(limits, 2, "a") for _ in range(50)]
         await turns()
-        assert room.used_bytes == 10, "a quarter"
-        others = [Reader(room, 2, f"b{number}") for number in range(100)]
+        assert limits.used_bytes == 10, "a quarter"
+        others = [Reader(limits, 2, f"b{number}") for number in range(100)]
         await turns()
-        assert room.used_bytes == 40
+        assert limits.used_bytes == 40
         await end(*stalled)
         await turns()
-        assert room.used_bytes == 40
+        assert limits.used_bytes == 40
         await end(*others)
-        assert (room.used_bytes, room._used_by, room._waiting_by) == (0, {}, {})
+        assert (limits.used_bytes, limits._used_by, limits._waiting_by) == (0, {}, {})
 
     asyncio.run(scenario())
 
 
 def test_active_readers_are_served_beside_stalled_readers() -> None:
     async def scenario() -> None:
-        room = Sending(40)
-        stalled = [Reader(room, 2, "a") for _ in range(50)]
-        reading = [Reader(room, 10, f"b{number}") for number in range(6)]
+        limits = Sending(40)
+        stalled = [Reader(limits, 2, "a") for _ in range(50)]
+        reading = [Reader(limits, 10, f"b{number}") for number in range(6)]
         for _ in range(60):
             await turns()
             for reader in reading:
                 reader.read()
         assert min(reader.count for reader in reading) > 10
-        assert room.used_bytes <= 40
+        assert limits.used_bytes <= 40
         await end(*stalled, *reading)
 
     asyncio.run(scenario())
@@ -84,8 +84,8 @@ def test_active_readers_are_served_beside_stalled_readers() -> None:
 
 def test_message_larger_than_the_limits_is_sent_alone() -> None:
     async def scenario() -> None:
-        room = Sending(4)
-        first, second = Reader(room, 100), Reader(room, 100)
+        limits = Sending(4)
+        first, second = Reader(limits, 100), Reader(limits, 100)
         await turns()
         assert (first.count, second.count) == (1, 0)
         await end(first)
@@ -109,11 +109,11 @@ def test_stalled_connection_is_closed_when_other_streams_wait(monkeypatch: pytes
             stalled.task.cancel()  # as gRPC does
             return True
 
-        room = Sending(4, close)
-        stalled = Reader(room, 4)
+        limits = Sending(4, close)
+        stalled = Reader(limits, 4)
         await asyncio.sleep(0.1)
         assert not closed, "no stream waits for its memory"
-        wanting = Reader(room, 4, "b")
+        wanting = Reader(limits, 4, "b")
         await asyncio.wait({stalled.task}, timeout=20)
         await turns()
         assert (closed, wanting.count) == (["a"], 1)
@@ -124,15 +124,15 @@ def test_stalled_connection_is_closed_when_other_streams_wait(monkeypatch: pytes
 
 def test_errors_name_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        room = Sending(4)
-        stalled, late = Reader(room, 4), Reader(room, 4, "b", wait_s=0.01)
+        limits = Sending(4)
+        stalled, late = Reader(limits, 4), Reader(limits, 4, "b", wait_s=0.01)
         with pytest.raises(CapacityError, match=r"clients have not read 4 bytes yet, 0 .*; the limits are 4 and 1"):
             await late.task
         monkeypatch.setattr(sending, "_MAX_WAITING_PER_PEER", 1)
-        waiting, refused = Reader(room, 4, "b"), Reader(room, 4, "b")
+        waiting, rejected = Reader(limits, 4, "b"), Reader(limits, 4, "b")
         with pytest.raises(CapacityError, match="limits are 4096 and 1: read the open streams"):
-            await refused.task
+            await rejected.task
         await end(stalled, waiting)
-        assert room.used_bytes == 0
+        assert limits.used_bytes == 0
 
     asyncio.run(scenario())

@@ -35,7 +35,7 @@ def fence(run: HostedRun, request: shard_pb2.FenceRequest) -> None:
             oldest = (run.fences.epoch(rank), run.fences.attempt(rank, step))
             shard.streams.end(rank, oldest, StaleEpochError(f"{shard.what}, rank {rank}: the lease or attempt is over"))
     if risen and run.is_prepared(step):
-        run.set_prepared(None)
+        run.clear_prepared()
 
 
 async def prepare(
@@ -82,7 +82,7 @@ async def _prepare(
         answer = await _reduced(run, in_thread, request)
     except BaseException:
         if run.prepared is not former:
-            run.set_prepared(None)
+            run.clear_prepared()
         raise
     run.set_prepared(PreparedStep(step, manifest, request.norm_type, answer))
     return answer
@@ -163,7 +163,7 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
         shard.check_update(step, request.optimizer, groups.get(shard.index))
     for shard in waiting:
         await shard.update(in_thread, step, request.optimizer, groups.get(shard.index), clip, key)
-    run.set_prepared(None)
+    run.clear_prepared()
     return step + 1
 
 

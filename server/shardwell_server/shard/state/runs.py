@@ -110,9 +110,13 @@ class HostedRun:
         """True if a step is prepared or is being prepared. Such a step accepts no more gradients."""
         return self.prepared is not None and self.prepared.step == step
 
-    def set_prepared(self, prepared: PreparedStep | None) -> None:
-        """Sets the prepared step. None lets the contributions of the step in flight change again."""
+    def set_prepared(self, prepared: PreparedStep) -> None:
+        """Records that a step is prepared or is being prepared."""
         self.prepared = prepared
+
+    def clear_prepared(self) -> None:
+        """Records that no step is prepared: gradients are accepted again."""
+        self.prepared = None
 
     def count_duplicate(self, *, differs: bool) -> None:
         """Counts a gradient that was pushed again, and whether its bytes differ from the accepted ones."""
