@@ -103,7 +103,9 @@ class ConnectedUnit:
 
     def gradient_buffers(self) -> list[SharedGradientBuffer]:
         """Returns the server's gradient buffers of the session."""
-        return self.server.evaluate(lambda: list(self.server.shm._open[self.transport._session]._gradient_buffers.values()))
+        return self.server.evaluate(
+            lambda: list(self.server.shm._open[self.transport._session]._gradient_buffers.values())
+        )
 
 
 def shared_bytes(server: ShardServer) -> int:
