@@ -261,7 +261,7 @@ def test_invalid_arguments_are_rejected(ended: Training, export: Command, tmp_pa
 def test_invalid_sizes_are_rejected(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["export", "gpt", "out", f"--max-shard-size={text}"])
-    assert f"{text!r} is no size: expected one such as 5GB or 500MiB" in capsys.readouterr().err
+    assert f"{text!r} is not a size: expected a size such as 5GB or 500MiB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

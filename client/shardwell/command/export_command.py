@@ -99,7 +99,7 @@ def parse_size(text: str) -> int:
     """Parses a number of bytes such as ``5GB``, ``500MiB`` or ``1000000``."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].upper() not in _UNITS or float(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: expected one such as 5GB or 500MiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: expected a size such as 5GB or 500MiB")
     return max(1, int(float(found[1]) * _UNITS[found[2].upper()]))
 
 
@@ -139,7 +139,7 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
     if free_bytes < needed_bytes:
         raise CapacityError(
             f"the weights are {format_size(needed_bytes)}, but the disk of {folder} has {format_size(free_bytes)} "
-            "free: nothing was written. --dtype bfloat16 halves what is stored in float32"
+            "free: nothing was written. --dtype bfloat16 halves the size of float32 tensors"
         )
 
 
@@ -194,5 +194,5 @@ def _report(
 def _explain(folder: Path, error: OSError) -> str:
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        reason += " (--dtype bfloat16 halves what is stored in float32)"
+        reason += " (--dtype bfloat16 halves the size of float32 tensors)"
     return f"cannot write to {folder}: {reason}"

@@ -323,7 +323,7 @@ class ShardedOptimizer(Optimizer):
         """Returns the other optimizers of the session, with which this one alternates."""
         session = self._session
         others = [other for other in session.optimizers if other is not self and other._combined is None]
-        session.in_flight.several_optimizers = bool(others)
+        session.in_flight.share_between_optimizers(bool(others))
         return others
 
     def _own_parameters(self) -> dict[int, set[int]]:

@@ -70,7 +70,7 @@ class RunBuffers:
         self._item_started = False
         """True if an item of the step started on this trainer."""
         self._undisturbed = False
-        """True if the model's buffers are known to have the values ``present``."""
+        """True if no buffer of the model can have changed since it had the value ``RunBuffer.present``."""
 
     def declare(self, step: int, *, has_work: bool) -> None:
         """Declares the model's new buffers in the run, and sets them to the run's values.
@@ -231,7 +231,7 @@ class RunBuffers:
         except VersionGoneError as error:
             if has_work:
                 raise
-            logger.info("buffers of version %d are read later: %s", version, error)  # the run continues without us
+            logger.info("buffers of version %d are read later: %s", version, error)  # the run goes on
             return
         self._version = version
 

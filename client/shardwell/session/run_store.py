@@ -52,7 +52,7 @@ class RunStore:
         self._traffic = Traffic(push_bytes=config.transfers.push_bytes)
         self._kept_units: set[int] | None = set() if not state.number else None
         """Units of which the servers may hold gradients of earlier steps. None: any unit, because this trainer joined
-        a running run."""
+        after the first step."""
         self._former_ranks = frozenset(state.items)
         """Logical ranks whose work items this trainer held in the previous step."""
         self._partition_updates = PartitionUpdates(membership.world.dp, config.waits.wait_limit_s)

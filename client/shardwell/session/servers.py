@@ -40,12 +40,12 @@ class ShardServers:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes received from all servers, as they travelled."""
+        """Bytes received from all servers, in wire dtypes."""
         return sum(server.counter.received_bytes for server in self._connections.values())
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to all servers, as they travelled."""
+        """Bytes sent to all servers, in wire dtypes."""
         return sum(server.counter.sent_bytes for server in self._connections.values())
 
     def describe(self) -> list[dict[str, Any]]:

@@ -252,7 +252,7 @@ class Session:
         Returns:
             ``gather_count``, ``gathered_bytes`` (copied to this trainer; weights read in place do not count),
             ``gather_wait_s`` (the training thread waited for weights), ``push_count``, ``pushed_bytes``,
-            ``push_wait_s``, ``received_bytes`` and ``sent_bytes`` (as they travelled), ``cache_hit_bytes`` (found in
+            ``push_wait_s``, ``received_bytes`` and ``sent_bytes`` (in wire dtypes), ``cache_hit_bytes`` (found in
             the host cache), ``node_shared_bytes`` (fetched by other trainers of the node group), ``finish_wait_s``
             (waited for other trainers' work), ``commit_wait_s``, ``live_unit_bytes`` and ``peak_unit_bytes`` (memory of
             gathered weights).
@@ -273,7 +273,7 @@ class Session:
 
         Returns:
             ``server`` (host:port), ``transport`` (``shm``, ``socket`` or ``grpc``), ``bytes_per_s`` (measured when the
-            transport was opened), ``received_bytes`` and ``sent_bytes`` (streamed, as they travelled).
+            transport was opened), ``received_bytes`` and ``sent_bytes`` (streamed, in wire dtypes).
         """
         return self.store.transports
 

@@ -25,8 +25,6 @@ class StepInFlight:
 
     Attributes:
         state: State of the step.
-        several_optimizers: True if several optimizers update the session's parameters in turn. A commit then leaves
-            the autograd graphs of other optimizers' units usable.
 
     Args:
         state: State of the first step.
@@ -49,13 +47,20 @@ class StepInFlight:
         self.state = state
         self._committer, self._store, self._units = committer, store, units
         self._buffers, self._tracked = buffers, tracked
-        self.several_optimizers = False
+        self._several_optimizers = False
         units.passes.before_use = self.settle
 
     @property
     def wait_s(self) -> dict[str, float]:
         """Seconds that the training thread has waited for other trainers' work and for commits."""
         return self._committer.stats
+
+    def share_between_optimizers(self, several: bool) -> None:
+        """Sets whether several optimizers update the session's parameters in turn.
+
+        If so, a commit leaves the autograd graphs of the other optimizers' units usable.
+        """
+        self._several_optimizers = several
 
     # ---- work items ----
 
@@ -87,7 +92,7 @@ class StepInFlight:
     def end_item(self) -> None:
         """Ends the current item: sends its remaining gradients and, for rank 0, its buffers."""
         current = self.state.current
-        self._units.finish_item(keeps_graphs=self.several_optimizers and not self.state.in_batches)
+        self._units.finish_item(keeps_graphs=self._several_optimizers and not self.state.in_batches)
         if current is not None:
             self._store.push_drops(current)
             self._buffers.end_item(self.state.number, current)
@@ -227,7 +232,7 @@ class StepInFlight:
         kept = [unit.unit_index for unit in optimizer.units if KEPT_GROUP in unit.group_indices]
         updated = [unit.unit_index for unit in optimizer.units if _updates(unit)]
         try:
-            self._units.invalidate(updated if self.several_optimizers else None)
+            self._units.invalidate(updated if self._several_optimizers else None)
         finally:  # the step is committed, even if a parameter was written in place
             finished = self.state.advance(response.next_work.step, response.next_work.items)
             self._store.start_step(finished, kept)
@@ -250,7 +255,7 @@ class StepInFlight:
 
     def _uses_kept_gradients(self, optimizer: common_pb2.OptimizerStep) -> bool:
         """True if the servers may hold gradients of earlier steps for the optimizer."""
-        return self.several_optimizers and any(
+        return self._several_optimizers and any(
             self._store.may_keep(unit.unit_index) and _updates(unit) for unit in optimizer.units
         )
 

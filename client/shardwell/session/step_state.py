@@ -102,9 +102,9 @@ class WorkItemState:
 class StepState:
     """The step in flight on one trainer.
 
-    This object owns the state: other classes read it and call its methods. A session has one, which ``advance`` moves
-    to the next step. The phases follow each other as in ``StepPhase``; ``restart_item`` returns to COMPUTING, and
-    ``abandon_commit`` to the phase before ``start_commit``.
+    This object owns the state: other classes read it and call its methods. Each session has one such object, which
+    ``advance`` moves to the next step. The phases follow each other as in ``StepPhase``; ``restart_item`` returns to
+    COMPUTING, and ``abandon_commit`` to the phase before ``start_commit``.
 
     Used by the training thread, and by autograd's threads while the training thread waits for a backward.
 
