@@ -54,7 +54,7 @@ class BufferPool:
     def acquire(self, size_bytes: int) -> torch.Tensor:
         """Returns a buffer of arbitrary content, to pass to ``release`` later. uint8. [size_bytes]"""
         with self._lock:
-            larger, self._larger = self._larger, None
+            larger, self._larger = self._larger, None  # in any case: it must not stay idle beside another buffer
             if larger is not None and larger.numel() == size_bytes:
                 return larger
             if idle := self._idle.get(size_bytes):

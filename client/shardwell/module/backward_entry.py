@@ -77,6 +77,7 @@ def _install() -> None:
                 raise
             raise explanation from error
 
+    # torch imports the function under two names. The compiler must not trace the search.
     skipped = torch.compiler.disable(run_backward, recursive=False)  # type: ignore[no-untyped-call]
     for module in (graph, torch.autograd):
         setattr(module, _RUN_BACKWARD, skipped)
@@ -88,6 +89,7 @@ def hook_loose_nodes(units: Units, roots: Iterable[Any]) -> None:
     if not graphs.made_by_this_thread:
         return
     found = _search(units, roots)
+    # Consecutive nodes that read the same unit share one call, so the unit is gathered once for all of them.
     open_groups: dict[Unit, ForwardCall] = {}
     for number in sorted(found):
         node, readers = found[number]
@@ -110,7 +112,7 @@ def _search(units: Units, roots: Iterable[Any]) -> dict[int, tuple[Any, list[Uni
         if _is_leaf(node):
             continue
         readers = {unit: None for child, _ in node.next_functions for unit in _read_by(child, reads, units)}
-        if readers and node.name().startswith(_VIEWS):
+        if readers and node.name().startswith(_VIEWS):  # children have lower numbers, so their entries exist
             reads[node] = list(readers)
         if (call := graphs.calls.find(number)) is not None:
             graphs.watch(node, number, call)

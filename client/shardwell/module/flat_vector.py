@@ -99,6 +99,7 @@ class FlatVector:
         spec, start = self._layout.parameters[index], self._layout.starts[index]
         dtype = getattr(torch, spec.dtype)
         strides = torch.empty(spec.shape, dtype=dtype, device="meta").stride()
+        # set_ and not a slice of one base tensor: slices would share a version counter.
         tensor = torch.empty(0, dtype=dtype, device=self._device)
         return tensor.set_(self.storage, start // spec.item_size, spec.shape, strides)
 

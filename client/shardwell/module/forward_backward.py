@@ -101,6 +101,7 @@ class ForwardBackward:
         backward = self._backwards.current()
         ended = backward.end_calls_after(node_number)
         if self._policy.gathers_before_push(unit):
+            # Free first, so that one unit is held at a time; gather next, so that the pushes below hide the gather.
             for other in ended:
                 self._free_after_backward(other.unit)
             self.start_gather(unit)
@@ -124,7 +125,7 @@ class ForwardBackward:
         """
         for unit in self._units:
             unit.check_version()
-        for unit in units:
+        for unit in units:  # again for units that have ended: a tied parameter's gradient may have come later
             self._post_backward(unit, whole=True)
         if not self._backwards and self.is_last_backward:
             for unit in self._policy.unused_prefetches(self._units):
@@ -150,7 +151,7 @@ class ForwardBackward:
         """Starts to gather a unit, unless a gather is running or done; waits while too many gathers are running."""
         if not unit.needs_gather:
             return
-        while not self._has_room():
+        while not self._has_room():  # a gather that is needed now waits; prefetches are skipped instead
             wait(self._in_flight, return_when=FIRST_COMPLETED)
         unit.start_gather()
         if self._max_in_flight and unit.in_flight is not None:

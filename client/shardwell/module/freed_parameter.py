@@ -133,8 +133,10 @@ class FreedParameter(torch.Tensor):
         if func not in _NEEDS_NO_VALUES:
             _raise_freed(func, args, kwargs or {})
         if func in _GRAD_ACCESS:
+            # torch calls this method from C, so the frame above is the code that uses the parameter.
             _check_grad_access(args[0], writes=func != _GET_GRAD, caller=sys._getframe(1).f_code)
         with torch._C.DisableTorchFunctionSubclass():
+            # Under mixed precision the placed tensor has the compute dtype, also while freed.
             if func in _DEPENDS_ON_DTYPE and args and isinstance(args[0], FreedParameter):
                 args = (_with_stored_dtype(args[0]), *args[1:])
             return func(*args, **(kwargs or {}))

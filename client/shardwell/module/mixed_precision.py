@@ -110,7 +110,7 @@ class Precision:
         if gradient is not None:
             if total is None:
                 total = gradient if self._reduce_dtype is None else gradient.to(self._reduce_dtype)
-            else:
+            else:  # in the dtype of the sum
                 total += gradient
         if total is None or total.dtype == self._stored_dtypes[index]:
             return total

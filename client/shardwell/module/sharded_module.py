@@ -198,6 +198,7 @@ def sharding_of(module: nn.Module) -> Sharding:
     return sharding
 
 
+# One class for all modules of a class, so that `type(a) is type(b)` stays true for two blocks.
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 

@@ -150,11 +150,12 @@ class Unit(ResidentUnit):
     def _upload(self, values: NewValues, memory: VectorMemory) -> int:
         """Gives the initial values to the store, in the dtypes of the servers, and frees the parameters."""
         casts = self.precision.casts
+        # With mixed precision, the values are uploaded from a second vector in the dtypes of the servers.
         flat = FlatVector(self.layout, self._device, memory) if casts else self._flat
         flat.allocate()
         places = [flat.place(index) for index in range(len(self.parameters))]
         try:
-            for index in values.blank:
+            for index in values.blank:  # parameters from the meta device get memory here
                 self._parameter_objects.place(index, places[index])
             if values.elsewhere is None:
                 self._parameter_objects.copy_to(places, skip=values.blank)
@@ -240,7 +241,7 @@ class Unit(ResidentUnit):
         """
         if self.state is UnitState.UNSHARDED:
             return
-        self._parameter_objects.check_holders()
+        self._parameter_objects.check_holders()  # first: a replaced parameter would be computed with unnoticed
         if self.state is not UnitState.KEPT:
             self._receive()
         self._parameter_objects.allow()
@@ -320,7 +321,7 @@ class Unit(ResidentUnit):
         """Returns the name of a parameter that was written in place, or given other data, since it was gathered."""
         if self.state is not UnitState.UNSHARDED or not (changed := self._parameter_objects.written()):
             return None
-        for index in changed:
+        for index in changed:  # parameters that were given other data return to the flat vector
             self._parameter_objects.place(index, self._flat.place(index))
         self.written_page()
         return self.layout.parameters[changed[0]].name

@@ -99,6 +99,7 @@ class UnitParameters:
 
     def allow(self) -> None:
         """Makes the parameters usable, also by autograd. ``written`` reports writes from now on."""
+        # Counters first, class next, fingerprints last: these contain the counters.
         self._counters.mark_valid()
         for parameter, original, _ in self._classes:
             parameter.__class__ = original

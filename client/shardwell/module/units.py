@@ -235,6 +235,7 @@ class Units:
                 withdraws the gradients.
             VersionGoneError: Bytes that are read in place changed while in use.
         """
+        # Check before the push: gradients of weights that changed in use must not reach the servers.
         for unit in self:
             unit.check_version()
             self._pushes.push(unit)

@@ -109,6 +109,7 @@ class _Memory(ResidentBytes):
         self._idle_bytes = self.peak_total_bytes = self.peak_ahead_bytes = self.peak_kept_bytes = 0
 
     def add(self, size_bytes: int) -> None:
+        # As in BufferPool: an allocation reuses an idle buffer of its size, a release keeps the buffer up to the limit.
         if size_bytes > 0 and self._idle[size_bytes]:
             self._add_idle(size_bytes, -1)
         elif size_bytes < 0 and self._idle_bytes - size_bytes <= self._pool_bytes:
@@ -214,6 +215,7 @@ class _Trainer:
             self._release(call.unit)
 
     def _backward(self, call: _Call) -> None:
+        # Autograd runs calls in reverse order, so a call has ended when one begins that is not inside it.
         ended = [other for other in self._in_backward if call not in other.inside()]
         self._in_backward = [other for other in self._in_backward if other not in ended]
         for other in ended:
