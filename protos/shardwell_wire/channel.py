@@ -1,4 +1,4 @@
-"""Channel and server options that both ends share."""
+"""gRPC channels, and the channel and server options that both ends share."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import grpc.aio
 from shardwell_wire.errors import UsageError
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""Largest message either end accepts: four times the largest chunk."""
+"""Largest message that either end accepts: four times the largest chunk."""
 
 _FRAME_BYTES = 4 << 20
-"""Large HTTP/2 frames make 1 MiB chunks twice as fast as the default of 16 KiB."""
+"""Size of HTTP/2 frames. 1 MiB chunks are twice as fast as with the default of 16 KiB."""
 
 _PROXY_VARIABLE = "grpc_proxy"
 
 _LONGEST_BACKOFF_MS = 1_000
 
 RECONNECT_S = 1.2 * _LONGEST_BACKOFF_MS / 1000
-"""Who lost a connection has tried again so long after the peer is back: gRPC varies its pauses by a fifth."""
+"""Longest time until a channel reconnects to a peer that is available again, in seconds. gRPC varies its pauses by a
+fifth."""
 
 _SHARED_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -39,9 +40,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_reconnect_backoff_ms", _LONGEST_BACKOFF_MS),
     ("grpc.use_local_subchannel_pool", 1),
 ]
-"""Options of every channel, beside those of ``_channel_options``. A dead peer is noticed within 15 s even on an idle
-connection; a restarted one within about 1 s. One that is busy gets 5 s to answer a connection attempt (gRPC calls that
-the least backoff)."""
+"""Options of every channel, in addition to ``_channel_options``. A channel detects a dead peer within 15 s, also on an
+idle connection, and reconnects to a restarted peer within about 1 s. A busy peer has 5 s to answer a connection attempt
+(in gRPC's terms, the minimum backoff)."""
 
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *_SHARED_OPTIONS,
@@ -54,31 +55,32 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 
 
 def open_channel(address: str) -> grpc.Channel:
-    """A blocking channel to ``host:port``; it connects when first used. Raises as ``check_address`` does."""
+    """Returns a blocking channel to ``host:port``, which connects on first use. Raises UsageError like
+    ``check_address``."""
     check_address(address)
     return grpc.insecure_channel(address, options=_channel_options())
 
 
 def open_aio_channel(address: str) -> grpc.aio.Channel:
-    """An asyncio channel to ``host:port``; it connects when first used. Raises as ``check_address`` does."""
+    """Returns an asyncio channel to ``host:port``, which connects on first use. Raises UsageError like
+    ``check_address``."""
     check_address(address)
     return grpc.aio.insecure_channel(address, options=_channel_options())
 
 
 def _channel_options() -> list[tuple[str, int]]:
-    """``CHANNEL_OPTIONS``, and whether to use a proxy.
+    """Returns ``CHANNEL_OPTIONS`` and the proxy option.
 
-    ``http_proxy`` and ``https_proxy`` are meant for the web: such a proxy rarely reaches members of a cluster. Only
-    ``grpc_proxy``, gRPC's own variable, makes a channel use one.
+    Only gRPC's own variable ``grpc_proxy`` makes a channel use a proxy. The proxies in ``http_proxy`` and
+    ``https_proxy`` rarely reach members of a cluster.
     """
     return [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(bool(os.environ.get(_PROXY_VARIABLE))))]
 
 
 def check_address(address: str) -> None:
-    """Refuses what gRPC would take for a name to look up, for as long as somebody waits.
+    """Raises UsageError unless an address has the form ``host:port``.
 
-    Raises:
-        UsageError: It is not ``host:port``.
+    gRPC would try to resolve any other string as a name until the caller's deadline.
     """
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:

@@ -1,10 +1,9 @@
-"""Chunk streams: the only (de)serialiser of tensor bytes.
+"""Chunk streams: serializes and parses the tensor bytes of streaming rpcs.
 
-Every streamed message of the data plane is a protobuf message whose last field is a ``Chunk``, whose
-last field in turn is the payload. The hot path never hands the payload to protobuf: on sending, the
-small head is serialised and joined with the payload once; on receiving, the head is found by walking
-the few fields before the payload, which is then used in place, as a memoryview. Any order of fields
-that protobuf allows is understood; the one that the encoder writes is fast.
+Every streamed message is a protobuf message whose last field is a ``Chunk``, whose last field is the payload. protobuf
+does not process the payload on the fast path. The sender serializes the fields before the payload and joins them with
+the payload once. The receiver walks the few fields before the payload and uses the payload in place, as a memoryview.
+Messages with any other valid order of fields are parsed on a slow path.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ from shardwell_wire.errors import ChunkError, CorruptDataError, InvalidRequestEr
 from shardwell_wire.v1 import common_pb2
 
 DEFAULT_CHUNK_BYTES = 1 << 20
-"""Payload per message; with large HTTP/2 frames the fastest of the sizes measured."""
+"""Payload per message. The fastest of the measured sizes with large HTTP/2 frames."""
 
 MAX_CHUNK_BYTES = 4 << 20
-"""Larger payloads are refused: they bound what one message can make a server hold."""
+"""Largest accepted payload. Bounds the memory that one message can occupy on a server."""
 
 _LENGTH_DELIMITED = 2
 _CHUNK_TAG = bytes([15 << 3 | _LENGTH_DELIMITED])
-"""Field 15 of a streamed message is its chunk; field 15 of a chunk is its payload."""
+"""Tag of field 15: the chunk of a streamed message, and the payload of a chunk."""
 
 Buffer = bytes | bytearray | memoryview
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 def memory_at(address: int, size_bytes: int, owner: object = None) -> memoryview:
-    """A writable view of raw memory, such as a tensor's at ``data_ptr()``.
+    """Returns a writable view of raw memory, such as a tensor's at ``data_ptr()``.
 
-    Unlike ``Tensor.numpy`` it leaves the storage resizable, and writing through it does not bump the tensor's
+    Unlike ``Tensor.numpy``, the view leaves the storage resizable, and writes through it do not increment the tensor's
     version counter.
 
     Args:
-        address: Of the first byte.
-        size_bytes: How many.
-        owner: What the memory is of; kept as long as the view, or a part of it. Without one the caller keeps it.
+        address: Address of the first byte.
+        size_bytes: Size of the view.
+        owner: Object that owns the memory. The view and its slices keep it alive. None: the caller keeps it alive.
     """
     if size_bytes == 0:
         return memoryview(bytearray())
@@ -65,7 +64,7 @@ class _Streamed(Protocol):
 
 @dataclass(slots=True)
 class ChunkView:
-    """A received chunk; ``payload`` is a view of the received message."""
+    """A received chunk. ``payload`` is a view of the received message."""
 
     offset_bytes: int
     checksum: int | None
@@ -73,11 +72,11 @@ class ChunkView:
 
 
 class StreamEncoder:
-    """Serialises one stream of bytes, message by message.
+    """Serializes one stream of bytes, message by message.
 
     Args:
-        first: The first message, without its chunk: it carries the header.
-        total_bytes: Of the whole stream.
+        first: The first message without its chunk; contains the header.
+        total_bytes: Size of the whole stream.
     """
 
     def __init__(self, first: _Streamed, total_bytes: int) -> None:
@@ -85,7 +84,7 @@ class StreamEncoder:
         self._hasher = xxhash.xxh3_64()
 
     def encode(self, parts: Sequence[Buffer]) -> bytes:
-        """The next message: a copy of its payload, which may lie in several places."""
+        """Returns the next message, with a copy of its payload, which may consist of several buffers."""
         size = sum(len(part) for part in parts)
         for part in parts:
             self._hasher.update(part)
@@ -105,16 +104,16 @@ def encode_stream(
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     total_bytes: int | None = None,
 ) -> Iterator[bytes]:
-    """Serialises a stream of bytes as messages.
+    """Serializes a stream of bytes as messages.
 
     Args:
-        first: The first message, without its chunk: it carries the header.
-        pieces: The stream, as consecutive buffers; small neighbours share a message.
+        first: The first message without its chunk; contains the header.
+        pieces: The stream, as consecutive buffers. Small buffers share a message.
         chunk_bytes: Payload per message.
-        total_bytes: Of all pieces; must be given if they are made one after another as they are sent.
+        total_bytes: Size of all pieces. Required if ``pieces`` generates them on demand.
 
     Yields:
-        Serialised messages; at least one, also for an empty stream. Each is one copy of its payload.
+        Serialized messages, each with one copy of its payload. An empty stream has one message.
     """
     if total_bytes is None:
         pieces = list(pieces)
@@ -124,7 +123,7 @@ def encode_stream(
 
 
 def batches(pieces: Iterable[Buffer], chunk_bytes: int) -> Iterator[list[Buffer]]:
-    """Cuts consecutive buffers into lists of views of ``chunk_bytes`` together; at least one, perhaps empty."""
+    """Cuts consecutive buffers into lists of views with ``chunk_bytes`` in total. Yields at least one list."""
     batch: list[Buffer] = []
     room, sent = chunk_bytes, False
     for piece in pieces:
@@ -141,14 +140,14 @@ def batches(pieces: Iterable[Buffer], chunk_bytes: int) -> Iterator[list[Buffer]
 
 
 def decode_message(data: bytes, message_type: type[AnyMessage]) -> tuple[AnyMessage, ChunkView]:
-    """Splits a received message into its head and its chunk, without copying the payload.
+    """Splits a received message into the message without its chunk, and the chunk. Does not copy the payload.
 
     Args:
-        data: The serialised message.
-        message_type: Its type; a message whose field 15 is a ``Chunk``.
+        data: The serialized message.
+        message_type: Type of the message, whose field 15 is a ``Chunk``.
 
     Raises:
-        InvalidRequestError: The bytes are not such a message, or have no chunk.
+        InvalidRequestError: The bytes are no such message, or have no chunk.
     """
     view = memoryview(data)
     try:
@@ -170,7 +169,7 @@ def decode_message(data: bytes, message_type: type[AnyMessage]) -> tuple[AnyMess
 def _decode_slowly(data: bytes, message_type: type[AnyMessage]) -> tuple[AnyMessage, ChunkView]:
     message = message_type.FromString(data)
     if not message.HasField("chunk"):
-        raise InvalidRequestError(f"{message_type.DESCRIPTOR.full_name} without a chunk")
+        raise InvalidRequestError(f"{message_type.DESCRIPTOR.full_name} has no chunk: every streamed message needs one")
     chunk: common_pb2.Chunk = message.chunk  # type: ignore[attr-defined]
     checksum = chunk.checksum if chunk.HasField("checksum") else None
     view = ChunkView(chunk.offset_bytes, checksum, memoryview(chunk.payload))
@@ -179,7 +178,7 @@ def _decode_slowly(data: bytes, message_type: type[AnyMessage]) -> tuple[AnyMess
 
 
 def _split_last_field(view: memoryview) -> tuple[memoryview, memoryview | None]:
-    """Walks fields up to number 15; returns what precedes it and its content if it ends the view."""
+    """Returns the bytes before field 15 and the content of field 15, or None if field 15 does not end the view."""
     position, end = 0, len(view)
     while position < end:
         field_start = position
@@ -227,11 +226,11 @@ def _varint(value: int) -> bytes:
 
 @dataclass
 class StreamReceiver:
-    """Checks the chunks of one stream and copies them to where they belong.
+    """Checks the chunks of one stream and copies them to their targets.
 
     Args:
         targets: Memory that receives the stream, as consecutive views.
-        what: Names the stream in errors.
+        what: Description of the stream, for errors.
     """
 
     targets: Sequence[memoryview]
@@ -239,7 +238,7 @@ class StreamReceiver:
     received_bytes: int = 0
     complete: bool = False
     checksum: int = 0
-    """Of the whole stream; valid once it is complete."""
+    """Checksum of the whole stream. Valid once the stream is complete."""
     _index: int = 0
     _position: int = 0
     _hasher: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
@@ -248,11 +247,11 @@ class StreamReceiver:
         self.total_bytes = sum(len(target) for target in self.targets)
 
     def feed(self, chunk: ChunkView) -> None:
-        """Takes the next chunk.
+        """Processes the next chunk.
 
         Raises:
-            ChunkError: It is too large, leaves a gap, overlaps, exceeds the total, or a checksum is
-                missing at the end or present before it.
+            ChunkError: The chunk is too large, leaves a gap, overlaps or exceeds the stream, the last chunk has no
+                checksum, or an earlier chunk has one.
             CorruptDataError: The stream is complete and its checksum does not match.
         """
         size = len(chunk.payload)
@@ -265,20 +264,22 @@ class StreamReceiver:
 
     def _check_place(self, chunk: ChunkView, size: int) -> None:
         if self.complete:
-            raise ChunkError(f"{self.what}: a chunk after the end of {self.total_bytes} bytes")
+            raise ChunkError(f"{self.what}: a chunk follows the end of the stream at {self.total_bytes} bytes")
         if size > MAX_CHUNK_BYTES:
-            raise ChunkError(f"{self.what}: a chunk of {size} bytes; at most {MAX_CHUNK_BYTES} are allowed")
+            raise ChunkError(f"{self.what}: a chunk has {size} bytes, expected at most {MAX_CHUNK_BYTES}")
         if chunk.offset_bytes != self.received_bytes:
             kind = "gap" if chunk.offset_bytes > self.received_bytes else "overlap"
             raise ChunkError(
                 f"{self.what}: {kind}: expected a chunk at byte {self.received_bytes}, got {chunk.offset_bytes}"
             )
         if self.received_bytes + size > self.total_bytes:
-            raise ChunkError(f"{self.what}: {self.received_bytes + size} bytes or more, expected {self.total_bytes}")
+            raise ChunkError(
+                f"{self.what}: the stream has {self.received_bytes + size} bytes or more, expected {self.total_bytes}"
+            )
         if size == 0 and self.total_bytes:
-            raise ChunkError(f"{self.what}: an empty chunk at byte {chunk.offset_bytes}")
+            raise ChunkError(f"{self.what}: the chunk at byte {chunk.offset_bytes} is empty")
         if (chunk.checksum is not None) != (self.received_bytes + size == self.total_bytes):
-            raise ChunkError(f"{self.what}: the checksum belongs on the last chunk and nowhere else")
+            raise ChunkError(f"{self.what}: expected a checksum on the last chunk and on no other")
 
     def _copy(self, payload: memoryview) -> None:
         taken = 0
@@ -294,10 +295,10 @@ class StreamReceiver:
         self.complete, self.checksum = True, self._hasher.intdigest()
         if chunk.checksum != self.checksum:
             raise CorruptDataError(
-                f"{self.what}: checksum {chunk.checksum:#018x} was announced, the bytes give {self.checksum:#018x}"
+                f"{self.what}: the bytes have checksum {self.checksum:#018x}, expected {chunk.checksum:#018x}"
             )
 
     def require_complete(self) -> None:
         """Raises ChunkError if the stream ended early."""
         if not self.complete:
-            raise ChunkError(f"{self.what}: ended after {self.received_bytes} of {self.total_bytes} bytes")
+            raise ChunkError(f"{self.what}: the stream ended after {self.received_bytes} of {self.total_bytes} bytes")

@@ -1,6 +1,6 @@
-"""What a process shows to be admitted to a cluster: a token that every rpc carries as ``authorization: Bearer TOKEN``.
+"""Credentials of a cluster: a token that every rpc carries as ``authorization: Bearer TOKEN``.
 
-Both ends keep it in one ``Credentials`` object, and nothing else in Shardwell knows what it consists of.
+Only the ``Credentials`` class knows what credentials consist of. Both ends use it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwell_wire.errors import UsageError
 from shardwell_wire.shared_files import opened
 
 TOKEN_FILE_VARIABLE = "SHARDWELL_TOKEN_FILE"
-"""Environment variable that names the file with the cluster's token."""
+"""Environment variable with the path of the cluster's token file."""
 
 _HEADER, _SCHEME = "authorization", "Bearer"
 _TOKEN_BYTES, _MAX_FILE_BYTES = 32, 1024
@@ -26,26 +26,26 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What the members of one cluster have in common. Without a token everybody is admitted."""
+    """The secret that all members of a cluster share. Without a token, every caller is admitted."""
 
     token: str = field(default="", repr=False)
-    """A secret of the cluster. Empty: the cluster has none."""
+    """The token of the cluster. Empty: the cluster has none."""
 
     def __bool__(self) -> bool:
         return bool(self.token)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata that a client sends with every rpc."""
+        """Metadata that clients send with every rpc."""
         return ((_HEADER, f"{_SCHEME} {self.token}"),) if self.token else ()
 
     @property
     def header(self) -> str:
-        """The metadata as other programs take it, such as ``grpcurl -H``."""
+        """The metadata as one header line, for other programs such as ``grpcurl -H``."""
         return ", ".join(f"{name}: {value}" for name, value in self.metadata)
 
     def problem(self, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-        """What is wrong with the metadata of an rpc that a server got; None: the caller is admitted."""
+        """Returns why the metadata of an rpc is rejected; None if the caller is admitted."""
         if not self.token:
             return None
         shown = [value for name, value in metadata if name == _HEADER]
@@ -63,7 +63,7 @@ NO_CREDENTIALS = Credentials()
 
 
 def new_credentials() -> Credentials:
-    """Credentials with a fresh random token."""
+    """Returns credentials with a new random token."""
     return Credentials(secrets.token_urlsafe(_TOKEN_BYTES))
 
 
@@ -71,10 +71,10 @@ def read_token_file(path: str | os.PathLike[str]) -> Credentials:
     """Reads the token of a cluster from a file.
 
     Args:
-        path: A file of this user or of root, which nobody else can read. May be a symbolic link.
+        path: A file that belongs to this user or to root and that no other user can read. May be a symbolic link.
 
     Raises:
-        UsageError: The file cannot be read, others can read it, or it does not contain a token.
+        UsageError: The file cannot be read, other users can read it, or it does not contain a token.
     """
     try:
         with opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)) as descriptor:
@@ -85,10 +85,10 @@ def read_token_file(path: str | os.PathLike[str]) -> Credentials:
     except OSError as error:
         raise UsageError(f"token file {os.fspath(path)} cannot be read: {error.strerror}") from error
     if not _TOKEN.fullmatch(text):
-        # The text itself is not shown: it may be a secret with a typing error.
+        # The message does not show the text, which may be a secret with a typing error.
         raise UsageError(
             f"token file {os.fspath(path)}: expected one line with a token of 16 to 512 letters, digits or "
-            "characters of '._~+/=-'; `openssl rand -hex 32` makes one"
+            "characters of '._~+/=-'; `openssl rand -hex 32` creates one"
         )
     return Credentials(text)
 
@@ -99,7 +99,7 @@ def _file_problem(found: os.stat_result) -> str | None:
         return "expected a regular file"
     if user != 0 and found.st_uid not in (user, 0):
         return f"it belongs to user {found.st_uid}, expected user {user} or root"
-    # The group of a file of root's is of root's choice, as of a secret that Kubernetes mounts.
+    # root chose the group of its file, for example of a secret that Kubernetes mounts.
     if found.st_mode & (0o077 if found.st_uid == user else 0o027):
-        return f"other users may use it (mode {stat.S_IMODE(found.st_mode):04o}): run chmod 600 on it"
+        return f"other users can access it (mode {stat.S_IMODE(found.st_mode):04o}): run chmod 600 on it"
     return None

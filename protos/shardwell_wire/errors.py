@@ -1,37 +1,36 @@
-"""The exception tree and the one table between exceptions and gRPC statuses.
+"""The exceptions of Shardwell, and the table that maps them to gRPC statuses.
 
 ::
 
     ShardwellError
-    +-- InvalidRequestError            INVALID_ARGUMENT     malformed, wrong shape, dtype or range
-    |   +-- ChunkError                 INVALID_ARGUMENT     gap, overlap, excess or short stream
-    |   +-- WorldError                 INVALID_ARGUMENT     a world that does not fit (a ValueError)
-    +-- NotFoundError                  NOT_FOUND            unknown run, unit, parameter, ...
-    |   +-- RunDeletedError            NOT_FOUND            the run was deleted; its name may be another's
-    +-- ConflictError                  FAILED_PRECONDITION  contradicts what the run already is
+    +-- InvalidRequestError            INVALID_ARGUMENT     malformed request or impossible value
+    |   +-- ChunkError                 INVALID_ARGUMENT     gap, overlap, or wrong stream size
+    |   +-- WorldError                 INVALID_ARGUMENT     impossible world (also a ValueError)
+    +-- NotFoundError                  NOT_FOUND            unknown run, unit, parameter or server
+    |   +-- RunDeletedError            NOT_FOUND            the run was deleted
+    +-- ConflictError                  FAILED_PRECONDITION  contradicts the current state
     |   +-- RunMismatchError           FAILED_PRECONDITION  same run name, another world or seed
     |   +-- UnitMismatchError          FAILED_PRECONDITION  same unit name, another layout
-    |   +-- HyperparameterMismatchError  FAILED_PRECONDITION  ranks disagree
-    |   +-- StepStateError             FAILED_PRECONDITION  not in this phase of the step
+    |   +-- HyperparameterMismatchError  FAILED_PRECONDITION  ranks propose different hyper-parameters
+    |   +-- StepStateError             FAILED_PRECONDITION  wrong phase of the step
     |   +-- IncompleteStepError        FAILED_PRECONDITION  contributions are missing
     +-- NonFiniteError                 FAILED_PRECONDITION  NaN or infinity in values or gradients
-    +-- DuplicateError                 ALREADY_EXISTS       request id, trainer or rank taken
-    +-- StaleEpochError                ABORTED              lease or term is over
-    +-- VersionGoneError               OUT_OF_RANGE         overwritten by a newer version
-    +-- CapacityError                  RESOURCE_EXHAUSTED   does not fit the memory budget
+    +-- DuplicateError                 ALREADY_EXISTS       request id, trainer or rank already in use
+    +-- StaleEpochError                ABORTED              lease or coordinator term has ended
+    +-- VersionGoneError               OUT_OF_RANGE         version overwritten by a newer one
+    +-- CapacityError                  RESOURCE_EXHAUSTED   memory budget exceeded
     +-- CorruptDataError               DATA_LOSS            checksum mismatch
-    +-- DeadlineError                  DEADLINE_EXCEEDED    waited too long; names for what
-    +-- UnavailableError               UNAVAILABLE          peer is gone or not there yet
-    +-- AccessError                    PERMISSION_DENIED    not allowed
+    +-- DeadlineError                  DEADLINE_EXCEEDED    a wait took too long
+    +-- UnavailableError               UNAVAILABLE          peer unreachable or not ready
+    +-- AccessError                    PERMISSION_DENIED    caller is not allowed to do this
     |   +-- UnauthenticatedError       UNAUTHENTICATED      the cluster's token is missing or wrong
-    +-- InternalError                  INTERNAL             a defect; details in the server's log
+    +-- InternalError                  INTERNAL             a defect; the server's log has details
     +-- UsageError                     (client only)        a mistake in training code
-        +-- FreedParameterError        (client only)        a parameter used while it is freed
+        +-- FreedParameterError        (client only)        a freed parameter was used
         +-- TiedParameterError         (client only)        one parameter in two units
 
-An exception crosses the wire as its status, its message, and a ``google.rpc.ErrorInfo`` whose
-reason is the class name and whose metadata are the exception's data, so both ends see the same
-class with the same attributes.
+An exception is sent as its status, its message, and a ``google.rpc.ErrorInfo`` whose reason is the name of the class
+and whose metadata is the exception's data. Both ends therefore see the same class with the same attributes.
 """
 
 from __future__ import annotations
@@ -50,17 +49,16 @@ STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 MAX_MESSAGE_LENGTH = 1200
 MAX_FACT_LENGTH = 200
-"""Characters of a message, and of each of an error's data, that cross the wire. gRPC may refuse trailing metadata of
-more than 8 KiB: the caller would learn that instead, and a connection over which far more came would be closed."""
+"""Maximum number of characters of a message and of a data value that are sent. gRPC may reject trailing metadata of
+more than 8 KiB: the caller would get that error instead, or lose the connection."""
 
 
 class ShardwellError(Exception):
     """Base of every error that Shardwell raises.
 
     Args:
-        message: What happened, to which thing, expected and got, and what to do about it.
-        **data: Facts for programs, such as ``unit="blocks.0"``; kept in ``data``, crossing the
-            wire as strings.
+        message: What happened, to which object, expected and actual values, and what to do.
+        **data: Facts for programs, such as ``unit="blocks.0"``. Stored in ``data`` and sent as strings.
     """
 
     status: ClassVar[grpc.StatusCode | None] = grpc.StatusCode.UNKNOWN
@@ -71,53 +69,53 @@ class ShardwellError(Exception):
 
 
 class InvalidRequestError(ShardwellError):
-    """A request is malformed or names impossible values."""
+    """A request is malformed or contains impossible values."""
 
     status = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class ChunkError(InvalidRequestError):
-    """A chunk stream has a gap, an overlap, too many or too few bytes."""
+    """A chunk stream has a gap, an overlap, or too many or too few bytes."""
 
 
 class WorldError(InvalidRequestError, ValueError):
-    """A world is impossible or does not fit the trainers or the layers."""
+    """A world is impossible, or contradicts the number of trainers or layers."""
 
 
 class NotFoundError(ShardwellError):
-    """A run, unit, parameter, trainer or server is not known."""
+    """A run, unit, parameter, trainer or server does not exist."""
 
     status = grpc.StatusCode.NOT_FOUND
 
 
 class RunDeletedError(NotFoundError):
-    """The run that a request names was deleted; another run may have its name now."""
+    """The run of a request was deleted. A new run may have the same name."""
 
 
 class ConflictError(ShardwellError):
-    """A request contradicts what is already settled."""
+    """A request contradicts the current state."""
 
     status = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class RunMismatchError(ConflictError):
-    """A run of that name exists with another world, seed or number of trainers."""
+    """A run of the same name exists with another world, seed or number of trainers."""
 
 
 class UnitMismatchError(ConflictError):
-    """A unit of that name exists with another layout."""
+    """A unit of the same name exists with another layout."""
 
 
 class HyperparameterMismatchError(ConflictError):
-    """Two ranks handed in different hyper-parameters for one step."""
+    """Two ranks proposed different hyper-parameters for one step."""
 
 
 class StepStateError(ConflictError):
-    """The step is in a phase in which the request makes no sense."""
+    """The request is not possible in the current phase of the step."""
 
 
 class IncompleteStepError(ConflictError):
-    """Contributions that the step needs are missing."""
+    """Contributions to the step are missing."""
 
 
 class NonFiniteError(ShardwellError):
@@ -127,37 +125,37 @@ class NonFiniteError(ShardwellError):
 
 
 class DuplicateError(ShardwellError):
-    """A request id, trainer name or rank is taken by something else."""
+    """A request id, trainer name or rank is already in use."""
 
     status = grpc.StatusCode.ALREADY_EXISTS
 
 
 class StaleEpochError(ShardwellError):
-    """A lease or a coordinator's term is over; its holder may change nothing any more."""
+    """A lease or a coordinator's term has ended. Its holder can no longer change anything."""
 
     status = grpc.StatusCode.ABORTED
 
 
 class VersionGoneError(ShardwellError):
-    """The version asked for has been overwritten by a newer one."""
+    """The requested version was overwritten by a newer one."""
 
     status = grpc.StatusCode.OUT_OF_RANGE
 
 
 class CapacityError(ShardwellError):
-    """A request does not fit a memory budget."""
+    """A request exceeds a memory budget."""
 
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class CorruptDataError(ShardwellError):
-    """Bytes arrived that do not match their checksum."""
+    """Received bytes do not match their checksum."""
 
     status = grpc.StatusCode.DATA_LOSS
 
 
 class DeadlineError(ShardwellError, TimeoutError):
-    """A wait took too long; the message names what was waited for."""
+    """A wait took too long. The message says what was waited for."""
 
     status = grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -169,35 +167,35 @@ class UnavailableError(ShardwellError, ConnectionError):
 
 
 class AccessError(ShardwellError):
-    """The caller may not do this."""
+    """The caller is not allowed to do this."""
 
     status = grpc.StatusCode.PERMISSION_DENIED
 
 
 class UnauthenticatedError(AccessError):
-    """The caller did not show the cluster's token."""
+    """The caller did not send the cluster's token."""
 
     status = grpc.StatusCode.UNAUTHENTICATED
 
 
 class InternalError(ShardwellError):
-    """A defect in Shardwell; the peer's log has the details."""
+    """A defect in Shardwell. The log of the peer has details."""
 
     status = grpc.StatusCode.INTERNAL
 
 
 class UsageError(ShardwellError, RuntimeError):
-    """A mistake in training code; never crosses the wire."""
+    """A mistake in training code. Raised on the client only, never sent."""
 
     status = None
 
 
 class FreedParameterError(UsageError):
-    """A parameter was used while its unit is freed."""
+    """A parameter was used while its unit was freed."""
 
 
 class TiedParameterError(UsageError, ValueError):
-    """One parameter was put into two units."""
+    """A parameter belongs to two units."""
 
 
 def _subclasses(root: type[ShardwellError]) -> list[type[ShardwellError]]:
@@ -205,7 +203,7 @@ def _subclasses(root: type[ShardwellError]) -> list[type[ShardwellError]]:
 
 
 BY_REASON: dict[str, type[ShardwellError]] = {cls.__name__: cls for cls in _subclasses(ShardwellError) if cls.status}
-"""Every error that crosses the wire, by the reason it crosses under."""
+"""Every error that can be sent, by its reason in ``ErrorInfo``."""
 
 BY_STATUS: dict[grpc.StatusCode, type[ShardwellError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
@@ -225,13 +223,13 @@ BY_STATUS: dict[grpc.StatusCode, type[ShardwellError]] = {
     grpc.StatusCode.INTERNAL: InternalError,
     grpc.StatusCode.UNKNOWN: InternalError,
 }
-"""What a status without a reason means: it came from gRPC itself or from another program."""
+"""Error class of a status without a reason, which comes from gRPC itself or from another program."""
 
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def wire_message(error: ShardwellError) -> str:
-    """What peers are told; an overlong message, as of what names very many ranks, has lost its middle."""
+    """Returns the message that is sent. The middle of an overlong message is omitted."""
     return _shortened(str(error), MAX_MESSAGE_LENGTH)
 
 
@@ -242,7 +240,7 @@ def _shortened(text: str, length: int) -> str:
 
 
 def to_status_details(error: ShardwellError) -> bytes:
-    """Serialises an error as the ``google.rpc.Status`` that gRPC tools print."""
+    """Serializes an error as a ``google.rpc.Status``, which gRPC tools print."""
     facts = {key: _shortened(value, MAX_FACT_LENGTH) for key, value in error.data.items()}
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=facts)
     detail = any_pb2.Any()
@@ -254,11 +252,11 @@ def to_status_details(error: ShardwellError) -> bytes:
 
 
 def from_status_details(serialized: bytes, peer: str) -> ShardwellError:
-    """Rebuilds the exception that ``to_status_details`` serialised.
+    """Returns the exception that ``to_status_details`` serialized.
 
     Args:
         serialized: A ``google.rpc.Status``.
-        peer: Who sent it, for errors that another program made.
+        peer: Name of the sender, for errors of other programs.
     """
     status = status_pb2.Status.FromString(serialized)
     code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
@@ -266,11 +264,11 @@ def from_status_details(serialized: bytes, peer: str) -> ShardwellError:
 
 
 def from_rpc_error(error: grpc.RpcError, peer: str) -> ShardwellError:
-    """Rebuilds the exception that a peer raised.
+    """Returns the exception that a peer raised.
 
     Args:
-        error: What grpc raised on the client; it is also a ``grpc.Call``.
-        peer: Who was called, for errors that come from gRPC itself.
+        error: The error from grpc, which is also a ``grpc.Call``.
+        peer: Name of the peer, for errors from gRPC itself.
     """
     message: str = error.details() or ""
     for key, value in error.trailing_metadata() or ():
@@ -280,7 +278,7 @@ def from_rpc_error(error: grpc.RpcError, peer: str) -> ShardwellError:
 
 
 def _named(status: status_pb2.Status, message: str) -> ShardwellError | None:
-    """The exception whose class the details name."""
+    """Returns an exception of the class in the details; None if they have no such class."""
     for detail in status.details:
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info) and info.domain == DOMAIN and info.reason in BY_REASON:
@@ -290,5 +288,5 @@ def _named(status: status_pb2.Status, message: str) -> ShardwellError | None:
 
 def _unnamed(code: grpc.StatusCode, message: str, peer: str) -> ShardwellError:
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        message = "what listens there does not serve this: is it the address of another server?"
+        message = "the server does not implement this rpc: check that the address belongs to the right kind of server"
     return BY_STATUS.get(code, InternalError)(f"{peer}: {message or code.name}", peer=peer)

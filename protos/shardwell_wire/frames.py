@@ -1,8 +1,8 @@
-"""What travels on the connections of a socket transport, byte for byte.
+"""The protocol of socket transports, byte for byte.
 
-A connection begins with a hello: who speaks, which protocol, and the transport's token. From then on both
-sides send frames: payload length (4 bytes, little-endian), kind (1 byte), payload. The client sends a
-request and reads the whole answer before the next one::
+A connection starts with a hello: magic bytes, protocol number and the transport's token. Then both sides send frames:
+payload length (4 bytes, little-endian), kind (1 byte), payload. The client sends a request and reads the whole response
+before the next request::
 
     client                             server
     hello                          ->
@@ -11,12 +11,12 @@ request and reads the whole answer before the next one::
                                    <-  GATHERING, DATA ..., END
     REDUCE_SCATTER, DATA ..., END  ->
                                    <-  REDUCE_SCATTERED
-    REDUCE_GRADIENT_BUFFER                 ->
+    REDUCE_GRADIENT_BUFFER         ->
                                    <-  GRADIENT_BUFFER_REDUCED
 
-DATA frames carry the bytes of a stream as ``Chunk`` payloads do over gRPC; END carries the XXH3-64 of
-all of them. ERROR, with a ``google.rpc.Status``, may stand in place of any frame of the server.
-Nothing here touches a socket: both ends drive these functions with their own.
+DATA frames contain the bytes of a stream, as ``Chunk`` payloads do over gRPC. END contains the XXH3-64 of all of them.
+The server may send ERROR, with a ``google.rpc.Status``, instead of any frame. This module does no I/O: both ends use it
+with their own sockets.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from shardwell_wire.errors import ChunkError, CorruptDataError, InvalidRequestEr
 from shardwell_wire.v1 import shard_pb2
 
 PROTOCOL = 2
-"""Raised with every change that an older end would misread."""
+"""Protocol number. Increases with every change that an older peer would misinterpret."""
 
 TOKEN_BYTES = 32
 
 DATA_BYTES = 4 << 20
-"""Payload per DATA frame, at the most; senders fill them."""
+"""Maximum payload of a DATA frame. Senders fill frames."""
 
-_MAGIC = b"shrdlane"
+_MAGIC = b"shrdsock"
 _HELLO = struct.Struct(f"<8sI{TOKEN_BYTES}s")
 _HEAD = struct.Struct("<IB")
 _TIMEOUT = struct.Struct("<I")
@@ -54,10 +54,10 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """Kind of a frame."""
 
     WELCOME = 1
-    """The token is good."""
+    """The server accepted the token."""
     ERROR = 2
     """``google.rpc.Status``."""
     GATHER = 3
@@ -71,11 +71,11 @@ class Kind(enum.IntEnum):
     DATA = 7
     """The next bytes of a stream."""
     END = 8
-    """XXH3-64 (8 bytes) of a whole stream."""
+    """XXH3-64 (8 bytes) of the whole stream."""
     MEASURE = 9
-    """Request: timeout in ms (4 bytes), ``MeasureTransportRequest``; the answer is a stream without meaning."""
+    """Request: timeout in ms (4 bytes), ``MeasureTransportRequest``. The response is a meaningless stream."""
     REDUCE_GRADIENT_BUFFER = 10
-    """Request: timeout in ms (4 bytes), ``ReduceGradientBufferRequest``; what it names lies in shared memory."""
+    """Request: timeout in ms (4 bytes), ``ReduceGradientBufferRequest``. The gradients are in shared memory."""
     GRADIENT_BUFFER_REDUCED = 11
     """``ReduceGradientBufferResponse``."""
 
@@ -86,7 +86,7 @@ REQUESTS: dict[Kind, type[Message]] = {
     Kind.MEASURE: shard_pb2.MeasureTransportRequest,
     Kind.REDUCE_GRADIENT_BUFFER: shard_pb2.ReduceGradientBufferRequest,
 }
-"""What a client may begin with."""
+"""Message types of the requests."""
 
 _MAX_BYTES = {
     Kind.WELCOME: 0,
@@ -104,7 +104,7 @@ _MAX_BYTES = {
 
 
 def hello(token: bytes) -> bytes:
-    """What a client sends first."""
+    """Returns the bytes that a client sends first."""
     return _HELLO.pack(_MAGIC, PROTOCOL, token)
 
 
@@ -117,37 +117,41 @@ def token_of(data: Buffer) -> bytes:
     magic, protocol, token = _HELLO.unpack(data)
     if magic != _MAGIC:
         raise InvalidRequestError(
-            f"the connection begins with {magic!r}; expected {_MAGIC!r}: this is a socket transport"
+            f"the connection starts with {magic!r}, expected {_MAGIC!r}: this port serves socket transports only"
         )
     if protocol != PROTOCOL:
-        raise InvalidRequestError(f"socket transport protocol {protocol}: this end speaks {PROTOCOL}")
+        raise InvalidRequestError(
+            f"the client uses socket protocol {protocol}, expected {PROTOCOL}: use one Shardwell version on both sides"
+        )
     return bytes(token)
 
 
 def encode(kind: Kind, payload: bytes = b"") -> bytes:
-    """A whole small frame."""
+    """Returns a complete frame."""
     if len(payload) > _MAX_BYTES[kind]:
-        raise InvalidRequestError(f"a {kind.name} frame of {len(payload)} bytes: at most {_MAX_BYTES[kind]}")
+        raise InvalidRequestError(f"a {kind.name} frame has {len(payload)} bytes, expected at most {_MAX_BYTES[kind]}")
     return _HEAD.pack(len(payload), kind) + payload
 
 
 def parse_head(data: Buffer, *expected: Kind) -> tuple[Kind, int]:
-    """Kind and payload length of a frame. [HEAD_BYTES]
+    """Returns the kind and the payload length of a frame. [HEAD_BYTES]
 
     Raises:
-        InvalidRequestError: The kind is not an expected one, or the payload is too long for it.
+        InvalidRequestError: The kind is not expected, or the payload is too long.
     """
     size, number = _HEAD.unpack(data)
     if number not in expected:
-        raise InvalidRequestError(f"a frame of kind {number}: expected {' or '.join(kind.name for kind in expected)}")
+        raise InvalidRequestError(
+            f"received a frame of kind {number}: expected {' or '.join(kind.name for kind in expected)}"
+        )
     kind = Kind(number)
     if size > _MAX_BYTES[kind]:
-        raise InvalidRequestError(f"a {kind.name} frame of {size} bytes: at most {_MAX_BYTES[kind]}")
+        raise InvalidRequestError(f"a {kind.name} frame has {size} bytes, expected at most {_MAX_BYTES[kind]}")
     return kind, size
 
 
 def parse_message(payload: bytes, message_type: type[AnyMessage]) -> AnyMessage:
-    """The message in a payload.
+    """Returns the message in a payload.
 
     Raises:
         InvalidRequestError: The bytes are no such message.
@@ -159,50 +163,50 @@ def parse_message(payload: bytes, message_type: type[AnyMessage]) -> AnyMessage:
 
 
 def encode_request(kind: Kind, message: Message, timeout_s: float) -> bytes:
-    """The frame of a request that is given up after ``timeout_s``."""
+    """Returns the frame of a request that times out after ``timeout_s`` seconds."""
     timeout_ms = min(max(1, round(timeout_s * 1000)), 0xFFFFFFFF)
     return encode(kind, _TIMEOUT.pack(timeout_ms) + message.SerializeToString())
 
 
 def parse_request(kind: Kind, payload: bytes) -> tuple[float, Message]:
-    """Timeout in seconds and message of a request.
+    """Returns the timeout in seconds and the message of a request.
 
     Raises:
         InvalidRequestError: The payload is no such request.
     """
     if len(payload) < _TIMEOUT.size:
-        raise InvalidRequestError(f"a {kind.name} frame of {len(payload)} bytes: it begins with {_TIMEOUT.size}")
+        raise InvalidRequestError(f"a {kind.name} frame has {len(payload)} bytes, expected at least {_TIMEOUT.size}")
     (timeout_ms,) = _TIMEOUT.unpack_from(payload)
     return timeout_ms / 1000, parse_message(payload[_TIMEOUT.size :], REQUESTS[kind])
 
 
 class StreamSender:
-    """Frames one stream; its bytes go from where they are, uncopied."""
+    """Frames one stream without copying its bytes."""
 
     def __init__(self) -> None:
         self._hasher = xxhash.xxh3_64()
 
     def data(self, parts: Sequence[Buffer]) -> list[Buffer]:
-        """A DATA frame, as buffers to be sent one after the other."""
+        """Returns a DATA frame as buffers to send one after the other."""
         for part in parts:
             self._hasher.update(part)
         return [_HEAD.pack(sum(len(part) for part in parts), Kind.DATA), *parts]
 
     def end(self) -> bytes:
-        """The END frame."""
+        """Returns the END frame."""
         return encode(Kind.END, _CHECKSUM.pack(self._hasher.intdigest()))
 
 
 class StreamReceiver:
-    """Says where the next bytes of one stream belong, and checks them.
+    """Assigns the bytes of one stream to their targets and checks them.
 
-    The driver receives into ``places()`` and says how much came with ``took``, until ``over``.
+    The caller receives bytes into ``places()`` and reports their number to ``took``, until ``over``.
 
     Args:
         targets: Memory that receives the stream, as consecutive views.
-        total_bytes: Their size together.
-        what: Names the stream in errors.
-        may_be_refused: Whether ERROR may come in the place of a frame; its payload is left to the driver.
+        total_bytes: Size of all targets.
+        what: Description of the stream, for errors.
+        may_be_refused: Whether an ERROR frame is allowed. The caller reads its payload.
     """
 
     def __init__(
@@ -212,13 +216,13 @@ class StreamReceiver:
         self._kinds = (Kind.DATA, Kind.END, Kind.ERROR) if may_be_refused else (Kind.DATA, Kind.END)
         self._hasher, self._target = xxhash.xxh3_64(), memoryview(b"")
         self._received_bytes = self._missing_bytes = 0
-        """Of the stream, and of the frame that was begun."""
+        """Received bytes of the stream, and missing bytes of the current DATA frame."""
         self._head = memoryview(bytearray(HEAD_BYTES + _CHECKSUM.size))
         self._head_bytes, self._head_wanted_bytes = 0, HEAD_BYTES
         self.checksum: int | None = None
-        """Of the whole stream, once it is complete."""
+        """Checksum of the stream. None until the stream is complete."""
         self.refusal_bytes: int | None = None
-        """The size of ERROR's payload, which comes next, once its head is here."""
+        """Size of the ERROR payload, which follows. None unless an ERROR frame was received."""
 
     @property
     def over(self) -> bool:
@@ -226,32 +230,32 @@ class StreamReceiver:
 
     @property
     def left_bytes(self) -> int:
-        """Of the stream, still to come."""
+        """Bytes of the stream that are not received yet."""
         return self._total_bytes - self._received_bytes
 
     @property
     def wanted_bytes(self) -> int:
-        """What will come before anything has to be decided, at the least."""
+        """Minimum number of bytes that the caller can receive before it must call ``took``."""
         return self._missing_bytes or self._head_wanted_bytes - self._head_bytes
 
     def places(self) -> list[memoryview]:
-        """Where the next bytes go, in this order. Not when it is over."""
+        """Returns the memory for the next bytes, in order. Must not be called once ``over``."""
         head = self._head[self._head_bytes : self._head_wanted_bytes]
         if not self._missing_bytes:
             return [head]
         while not self._target:
             self._target = next(self._targets)
         place = self._target[: self._missing_bytes]
-        # Another frame follows the last byte of this one.
+        # Another frame follows this one.
         return [place, head] if len(place) == self._missing_bytes else [place]
 
     def took(self, size_bytes: int) -> None:
-        """So many bytes were put there.
+        """Processes bytes that the caller has received into ``places()``.
 
         Raises:
-            InvalidRequestError: A frame that does not belong here.
-            ChunkError: A frame is empty, or more than the stream may have, or the stream is short.
-            CorruptDataError: The checksum is another.
+            InvalidRequestError: A frame has an unexpected kind.
+            ChunkError: A frame is empty, or the stream is too long or too short.
+            CorruptDataError: The checksum does not match.
         """
         if self._missing_bytes:
             count = min(size_bytes, self._missing_bytes, len(self._target))
@@ -277,31 +281,34 @@ class StreamReceiver:
 
     def _begin(self, size_bytes: int) -> None:
         if size_bytes == 0:
-            raise ChunkError(f"{self._what}: an empty frame at byte {self._received_bytes}")
+            raise ChunkError(f"{self._what}: the frame at byte {self._received_bytes} is empty")
         if self._received_bytes + size_bytes > self._total_bytes:
             raise ChunkError(
-                f"{self._what}: {self._received_bytes + size_bytes} bytes or more, expected {self._total_bytes}"
+                f"{self._what}: the stream has {self._received_bytes + size_bytes} bytes or more, expected "
+                f"{self._total_bytes}"
             )
         self._missing_bytes, self._head_bytes = size_bytes, 0
 
     def _end(self, payload: Buffer) -> None:
         if self._received_bytes != self._total_bytes:
-            raise ChunkError(f"{self._what}: ended after {self._received_bytes} of {self._total_bytes} bytes")
+            raise ChunkError(
+                f"{self._what}: the stream ended after {self._received_bytes} of {self._total_bytes} bytes"
+            )
         if len(payload) != _CHECKSUM.size:
-            raise ChunkError(f"{self._what}: a checksum of {len(payload)} bytes, expected {_CHECKSUM.size}")
+            raise ChunkError(f"{self._what}: the checksum has {len(payload)} bytes, expected {_CHECKSUM.size}")
         (announced,), checksum = _CHECKSUM.unpack(payload), self._hasher.intdigest()
         if announced != checksum:
             raise CorruptDataError(
-                f"{self._what}: checksum {announced:#018x} was announced, the bytes give {checksum:#018x}"
+                f"{self._what}: the bytes have checksum {checksum:#018x}, expected {announced:#018x}"
             )
         self.checksum = checksum
 
 
 def unsent(buffers: Sequence[Buffer], sent_bytes: int) -> list[Buffer]:
-    """What is left of consecutive buffers once their first bytes were sent."""
-    left: Iterator[Buffer] = iter(buffers)
-    for buffer in left:
+    """Returns the rest of consecutive buffers after their first bytes were sent."""
+    remaining: Iterator[Buffer] = iter(buffers)
+    for buffer in remaining:
         if sent_bytes < len(buffer):
-            return [memoryview(buffer)[sent_bytes:], *left]
+            return [memoryview(buffer)[sent_bytes:], *remaining]
         sent_bytes -= len(buffer)
     return []

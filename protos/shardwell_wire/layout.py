@@ -1,10 +1,10 @@
-"""The flat layout of a unit and how it is cut into shards. Pure arithmetic, no tensors.
+"""The flat layout of a unit, and its cuts into shards. Imports no torch.
 
-A unit's flat vector is bytes: parameter after parameter in declaration order, each beginning at a
-multiple of ``ALIGNMENT_BYTES``, the gaps filled with zeros. Shards are half-open byte ranges whose
-inner cuts fall on multiples of ``BLOCK_BYTES``. Both numbers are part of the wire format.
+A unit's flat vector contains the bytes of its parameters in declaration order. Each parameter starts at a multiple of
+``ALIGNMENT_BYTES``; gaps are filled with zeros. Shards are half-open byte ranges whose inner cuts are at multiples of
+``BLOCK_BYTES``. Both numbers are part of the wire format.
 
-A unit of placement ``tensor`` aligns parameters to ``BLOCK_BYTES``, so that it can be cut between them.
+A unit of placement ``tensor`` aligns parameters to ``BLOCK_BYTES``, so that it can be cut between parameters.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.v1 import common_pb2
 
 ALIGNMENT_BYTES = 64
-"""Parameters start here so that views of them use the same CPU kernels as ordinary tensors."""
+"""Alignment of parameters, with which views of the flat vector use the same CPU kernels as ordinary tensors."""
 
 BLOCK_BYTES = 4096
-"""Gradient norms are summed per block, so cuts on blocks leave the norm's bits unchanged."""
+"""Granularity of cuts. Gradient norms are summed per block, so cuts do not change the bits of a norm."""
 
 MAX_UNIT_BYTES = 1 << 40
 MAX_UNIT_PARAMETERS = 1 << 16
 
 MAX_DIMS = 64
-"""As many as torch's operations take. The product of very many sizes would keep a server for minutes."""
+"""Maximum number of dims, as in torch. The product of very many sizes would occupy a server for minutes."""
 
 PARAMETER_ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 """Bytes per element of the dtypes a parameter may have, by torch's names."""
@@ -50,7 +50,7 @@ ITEM_SIZES = {
 DTYPE_NAMES: dict[int, str] = {
     number: name.removeprefix("DTYPE_").lower() for name, number in common_pb2.Dtype.items() if number
 }
-"""Wire number to torch's name of every dtype."""
+"""torch's names of all dtypes, by wire number."""
 
 DTYPE_NUMBERS: dict[str, common_pb2.Dtype.ValueType] = {
     name: common_pb2.Dtype.Value(f"DTYPE_{name.upper()}") for name in DTYPE_NAMES.values()
@@ -61,7 +61,7 @@ PLACEMENT_NUMBERS: dict[str, common_pb2.Placement.ValueType] = {
     "flat": common_pb2.PLACEMENT_UNSPECIFIED,
     "tensor": common_pb2.PLACEMENT_TENSOR,
 }
-"""How a unit may be laid out and cut, by the names users give."""
+"""Placements by the names in user options."""
 
 _PLACEMENT_NAMES: dict[int, str] = {number: name for name, number in PLACEMENT_NUMBERS.items()}
 
@@ -69,7 +69,7 @@ KIND_NUMBERS: dict[str, common_pb2.UnitKind.ValueType] = {
     "parameters": common_pb2.UNIT_KIND_UNSPECIFIED,
     "buffers": common_pb2.UNIT_KIND_BUFFERS,
 }
-"""What a unit may hold."""
+"""Kinds of units by name."""
 
 _KIND_NAMES: dict[int, str] = {number: name for name, number in KIND_NUMBERS.items()}
 
@@ -83,7 +83,7 @@ class Parameter:
     dtype: str
     """torch's name of the dtype, such as ``float32``."""
     aliases: tuple[str, ...] = ()
-    """Further names of the same (tied) parameter."""
+    """Other names of the same tied parameter."""
 
     @property
     def numel(self) -> int:
@@ -101,7 +101,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The part of one parameter that lies in some byte range of the flat vector."""
+    """The part of one parameter that is inside a byte range of the flat vector."""
 
     parameter_index: int
     start_bytes: int
@@ -118,23 +118,23 @@ class Segment:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """Where each parameter of a unit lies in its flat vector.
+    """The positions of all parameters in a unit's flat vector.
 
     Raises:
-        InvalidRequestError: A name is repeated or empty, a dtype or a number of dimensions cannot be a parameter's,
-            the placement or the kind is unknown, or the unit is too large.
+        InvalidRequestError: A name is repeated or empty, a dtype or a number of dims is not supported, the placement or
+            the kind is unknown, or the unit is too large.
     """
 
     unit: str
     parameters: tuple[Parameter, ...]
     placement: str = "flat"
-    """``flat``: may be cut anywhere. ``tensor``: between parameters only."""
+    """``flat``: cut at any block. ``tensor``: cut between parameters only."""
     kind: str = "parameters"
     """``parameters`` or ``buffers``."""
     starts: tuple[int, ...] = field(init=False)
     """First byte of each parameter."""
     size_bytes: int = field(init=False)
-    """Length of the flat vector, a multiple of the alignment of its parameters."""
+    """Size of the flat vector, a multiple of the alignment of its parameters."""
 
     def __post_init__(self) -> None:
         self._validate()
@@ -154,7 +154,7 @@ class UnitLayout:
 
     def _validate(self) -> None:
         if not self.unit:
-            raise InvalidRequestError("a unit needs a name")
+            raise InvalidRequestError("the unit has no name: set UnitSpec.name")
         if self.placement not in PLACEMENT_NUMBERS:
             raise InvalidRequestError(
                 f"unit {self.unit!r} has placement {self.placement!r}: expected one of {', '.join(PLACEMENT_NUMBERS)}",
@@ -171,7 +171,9 @@ class UnitLayout:
             )
         names = [name for parameter in self.parameters for name in (parameter.name, *parameter.aliases)]
         if len(set(names)) != len(names) or not all(names):
-            raise InvalidRequestError(f"unit {self.unit!r} names a parameter twice or not at all", unit=self.unit)
+            raise InvalidRequestError(
+                f"unit {self.unit!r} has two parameters of one name, or a parameter without a name", unit=self.unit
+            )
         dtypes = ITEM_SIZES if self.holds_buffers else PARAMETER_ITEM_SIZES
         for parameter in self.parameters:
             if parameter.dtype not in dtypes:
@@ -188,7 +190,7 @@ class UnitLayout:
 
     @property
     def holds_buffers(self) -> bool:
-        """Whether it is a unit of buffers, not of parameters."""
+        """True for units of buffers, False for units of parameters."""
         return self.kind == "buffers"
 
     @cached_property
@@ -202,14 +204,14 @@ class UnitLayout:
 
     @cached_property
     def _spans(self) -> list[tuple[int, int, int]]:
-        """First and last byte of each parameter, half-open, and the bytes of its elements."""
+        """Start and end of each parameter in bytes, half-open, and the size of its elements."""
         return [
             (start, start + parameter.size_bytes, parameter.item_size)
             for start, parameter in zip(self.starts, self.parameters, strict=True)
         ]
 
     def segments(self, start_bytes: int, stop_bytes: int) -> list[Segment]:
-        """The parts of parameters that lie in ``[start_bytes, stop_bytes)``, in layout order.
+        """Returns the parts of parameters inside ``[start_bytes, stop_bytes)``, in layout order.
 
         Parameters without elements have no segment.
         """
@@ -225,17 +227,21 @@ class UnitLayout:
         return found
 
     def parameters_cut_at(self, cuts: Iterable[int]) -> set[int]:
-        """Indices of the parameters that some bytes of the flat vector are strictly inside of."""
+        """Returns the layout indices of the parameters that a cut would split.
+
+        Args:
+            cuts: Positions in the flat vector, in bytes.
+        """
         found = set()
         for byte in cuts:
-            # The last that begins there: those before it that do too have no elements.
+            # Several parameters may start at the same byte. All but the last of them have no elements.
             index = bisect_right(self.starts, byte) - 1
             if index >= 0 and self.starts[index] < byte < self.starts[index] + self.parameters[index].size_bytes:
                 found.add(index)
         return found
 
     def packed_segments(self, parameter_indices: Iterable[int], start_bytes: int, stop_bytes: int) -> list[Segment]:
-        """The segments of some parameters only: a contribution's stream is these, one after another."""
+        """Returns the segments of the given parameters, which make up the stream of a contribution."""
         wanted = set(parameter_indices)
         return [segment for segment in self.segments(start_bytes, stop_bytes) if segment.parameter_index in wanted]
 
@@ -252,7 +258,7 @@ class UnitLayout:
 
     @classmethod
     def from_proto(cls, spec: common_pb2.UnitSpec) -> UnitLayout:
-        """Raises InvalidRequestError if the spec is not a possible unit."""
+        """Raises InvalidRequestError if the spec is no valid unit."""
         parameters = (
             Parameter(p.name, tuple(p.shape), DTYPE_NAMES.get(p.dtype, "unspecified"), tuple(p.aliases))
             for p in spec.parameters
@@ -263,20 +269,20 @@ class UnitLayout:
 
 
 def align(position: int, alignment: int = ALIGNMENT_BYTES) -> int:
-    """The next multiple of ``alignment`` at or after ``position``."""
+    """Returns the next multiple of ``alignment`` at or after ``position``."""
     return -(-position // alignment) * alignment
 
 
 def cut_between(layout: UnitLayout, weights: Sequence[float], min_shard_bytes: int) -> list[tuple[int, int]]:
-    """Cuts a unit of placement ``tensor`` into one range per weight, close to proportion, between parameters.
+    """Cuts a unit of placement ``tensor`` between parameters, into one range per weight, approximately in proportion.
 
     Args:
         layout: The unit.
-        weights: As ``cut``.
-        min_shard_bytes: As ``cut``.
+        weights: See ``cut``.
+        min_shard_bytes: See ``cut``.
 
     Returns:
-        As ``cut``. The first range is not empty unless the unit is.
+        See ``cut``. The first range is not empty unless the unit is.
     """
     bounds, allowed = [0], [*layout.starts, layout.size_bytes]
     for _, wanted in cut(layout.size_bytes, weights, min_shard_bytes):
@@ -286,18 +292,17 @@ def cut_between(layout: UnitLayout, weights: Sequence[float], min_shard_bytes: i
 
 
 def cut(size_bytes: int, weights: Sequence[float], min_shard_bytes: int) -> list[tuple[int, int]]:
-    """Cuts a flat vector into one range per weight, in proportion, on block boundaries.
+    """Cuts a flat vector at block boundaries, into one range per weight, in proportion.
 
     Args:
-        size_bytes: Length of the flat vector.
-        weights: Relative sizes, such as the servers' capacities; at least one is positive. A weight
-            of 0 gets an empty range.
-        min_shard_bytes: Lower bound of the mean range: when the vector is too short for all, the last
-            weights get nothing.
+        size_bytes: Size of the flat vector.
+        weights: Relative sizes, such as the capacities of servers. At least one must be positive. A weight of 0 gets an
+            empty range.
+        min_shard_bytes: Lower bound of the mean range. If the vector is too short for all weights, the last weights get
+            empty ranges.
 
     Returns:
-        Half-open ranges ``(start, stop)`` in order, covering the vector; empty ones have
-        ``start == stop``.
+        Half-open ranges ``(start, stop)`` in order, which cover the vector.
     """
     able = [index for index, weight in enumerate(weights) if weight > 0]
     if not able:

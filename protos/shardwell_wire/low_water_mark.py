@@ -1,4 +1,4 @@
-"""How much must have come over a socket before whoever waits for it is woken."""
+"""Limits how often a thread that waits for data from a socket is woken."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import socket
 from contextlib import suppress
 
 WAKE_BYTES = 1 << 20
-"""At the most: a link brings a frame in parts of a few KiB, and to wake a reader costs more than to copy one. The
-kernel lets a socket hold twice as much of what nobody has read yet."""
+"""Largest low-water mark. Data arrives in parts of a few KiB, and waking a reader costs more than copying one part. The
+kernel buffers up to twice as much unread data per socket."""
 
 
 class LowWaterMark:
-    """Sets a socket's low-water mark (``SO_RCVLOWAT``), which polls heed, when it has to change.
+    """The receive low-water mark of a socket (``SO_RCVLOWAT``), which ``poll`` respects.
 
-    The end of the connection wakes a reader whatever the mark is, and so does the kernel when it has no room for more.
+    A reader is woken below the mark if the connection ends or the kernel's buffer is full.
 
     Args:
         connected: The socket.
@@ -24,9 +24,9 @@ class LowWaterMark:
         self._bytes = 1
 
     def want(self, size_bytes: int) -> None:
-        """Before waiting for so many bytes, at least 1."""
+        """Sets the mark before waiting for a number of bytes, at least 1."""
         mark = min(size_bytes, WAKE_BYTES)
         if mark != self._bytes:
             self._bytes = mark
-            with suppress(OSError):  # a system that has no such mark wakes readers more often, which is no fault
+            with suppress(OSError):  # without the option, readers are only woken more often
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)

@@ -1,4 +1,4 @@
-"""Which names requests may carry. One place for all of them: servers check every request before anything else."""
+"""Checks the names in requests. Servers check every request before they process it."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from google.protobuf.message import Message
 from shardwell_wire.errors import InvalidRequestError
 
 MAX_NAME_LENGTH = 200
-"""Characters of the name of a run, trainer, host or server."""
+"""Maximum number of characters in the name of a run, trainer, host or server."""
 
 MAX_PATH_LENGTH = 1000
-"""Characters of a qualified name, of a unit or parameter."""
+"""Maximum number of characters in the qualified name of a unit or parameter."""
 
 _SHOWN_LENGTH = 100
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 
 
 def check_name(what: str, value: str, max_length: int = MAX_NAME_LENGTH) -> None:
-    """Raises InvalidRequestError unless a value may be the name of a run, trainer or host.
+    """Raises InvalidRequestError unless a value is a valid name of a run, trainer or host.
 
     Args:
-        what: Says what the value is, for the message.
+        what: Description of the value, for the error.
         value: The name.
-        max_length: Longer ones are refused.
+        max_length: Maximum number of characters.
     """
     if not 0 < len(value) <= max_length or not value.isprintable() or value != value.strip():
-        raise _refusal(what, value, f"1 to {max_length} printable characters, without spaces at the ends")
+        raise _name_error(what, value, f"1 to {max_length} printable characters, without spaces at the ends")
 
 
 def check_path(what: str, value: str) -> None:
-    """``check_name`` for the qualified name of a unit or parameter."""
+    """As ``check_name``, for the qualified name of a unit or parameter."""
     check_name(what, value, MAX_PATH_LENGTH)
 
 
 def check_id(what: str, value: str) -> None:
-    """Raises InvalidRequestError unless a value may be the id of a server, which can be part of a path or command."""
+    """Raises InvalidRequestError unless a value is a valid id, which may be used in paths and commands."""
     if len(value) > MAX_NAME_LENGTH or not _ID.fullmatch(value):
-        expected = f"1 to {MAX_NAME_LENGTH} letters, digits, '.', '_', ':' and '-', beginning with a letter or digit"
-        raise _refusal(what, value, expected)
+        expected = f"1 to {MAX_NAME_LENGTH} letters, digits, '.', '_', ':' and '-', starting with a letter or digit"
+        raise _name_error(what, value, expected)
 
 
-def _refusal(what: str, value: str, expected: str) -> InvalidRequestError:
+def _name_error(what: str, value: str, expected: str) -> InvalidRequestError:
     shown = repr(value)
     if len(value) > _SHOWN_LENGTH:
         shown = f"{value[:_SHOWN_LENGTH]!r}... ({len(value)} characters)"
@@ -67,7 +67,7 @@ _BY_FIELD: dict[str, _Check] = {
     "parameter": check_path,
     "state_name": check_name,
 }
-"""By the name of a field, in whatever message."""
+"""Checks by field name, for all messages."""
 
 _BY_MESSAGE_AND_FIELD: dict[tuple[str, str], _Check] = {
     ("UnitSpec", "name"): check_path,
@@ -78,10 +78,10 @@ _BY_MESSAGE_AND_FIELD: dict[tuple[str, str], _Check] = {
 
 
 def check_names(message: Message) -> None:
-    """Checks every name in a request, also in the messages inside it. What is empty was not given, and passes.
+    """Checks all names in a request, including nested messages. Empty names are not set and pass.
 
     Raises:
-        InvalidRequestError: A name is malformed; says which field has it, and what is expected.
+        InvalidRequestError: A name is invalid; the message names the field and the expected form.
     """
     strings, messages = _fields(message.DESCRIPTOR)
     for name, check, repeated in strings:
@@ -99,7 +99,10 @@ def check_names(message: Message) -> None:
 
 @cache
 def _fields(descriptor: Descriptor) -> tuple[list[tuple[str, _Check, bool]], list[tuple[str, bool]]]:
-    """The string fields with names, and the message fields in which there may be some: each, and if it is repeated."""
+    """Returns the string fields that contain names, and the message fields that may contain such fields.
+
+    The last entry of each tuple is whether the field is repeated.
+    """
     strings, messages = [], []
     for field in descriptor.fields:
         repeated = _is_repeated(field)
@@ -114,7 +117,7 @@ def _fields(descriptor: Descriptor) -> tuple[list[tuple[str, _Check, bool]], lis
 
 
 def _is_repeated(field: Any) -> bool:
-    # Newer versions of protobuf have a property for it, and warn about the label.
+    # Newer versions of protobuf provide a property and deprecate the label.
     return bool(field.is_repeated) if hasattr(field, "is_repeated") else field.label == FieldDescriptor.LABEL_REPEATED
 
 

@@ -1,4 +1,4 @@
-"""Which part of a unit each data rank updates when the optimizer runs on the trainers. Pure arithmetic."""
+"""Optimizer partitions: the part of a unit that each data rank updates if the optimizer runs on the trainers."""
 
 from __future__ import annotations
 
@@ -9,59 +9,54 @@ from shardwell_wire.layout import BLOCK_BYTES, DTYPE_NAMES, ITEM_SIZES, align
 from shardwell_wire.v1 import shard_pb2
 
 TRAINER_PREFIX = "trainer/"
-"""Begins ``OptimizerStep.algorithm`` of optimizers that run on the trainers."""
+"""Prefix of ``OptimizerStep.algorithm`` for optimizers that run on the trainers."""
 
 
 def runs_on_trainers(algorithm: str) -> bool:
-    """Whether trainers stage new values by this algorithm; else the servers work them out."""
+    """Returns whether an optimizer runs on the trainers. Others run on the shard servers."""
     return algorithm.startswith(TRAINER_PREFIX)
 
 
 def partition_of(size_bytes: int, dp: int, dp_rank: int) -> tuple[int, int]:
-    """The half-open range of a unit's flat vector that is a data rank's partition; may be empty.
+    """Returns a data rank's partition as a half-open range of a unit's flat vector. May be empty.
 
     Args:
-        size_bytes: Length of the flat vector.
-        dp: Logical data ranks.
-        dp_rank: One of them.
+        size_bytes: Size of the flat vector.
+        dp: Number of logical data ranks.
+        dp_rank: The data rank.
     """
-    # The same ranges as ``cut`` with equal weights, in constant time: servers ask for the partitions of thousands of
-    # ranks.
+    # The ranges of ``cut`` with equal weights, in constant time: servers compute the partitions of thousands of ranks.
     used = min(dp, max(1, size_bytes // BLOCK_BYTES))
     return _even_bound(size_bytes, used, dp_rank), _even_bound(size_bytes, used, dp_rank + 1)
 
 
 def _even_bound(size_bytes: int, used: int, dp_rank: int) -> int:
-    """Where a data rank's partition begins when the first ``used`` ranks share the vector evenly."""
+    """Returns the start of a data rank's partition if the first ``used`` ranks share the vector evenly."""
     if dp_rank >= used:
         return size_bytes
     return min(size_bytes, round(size_bytes * float(dp_rank) / used / BLOCK_BYTES) * BLOCK_BYTES)
 
 
 def part_in(size_bytes: int, dp: int, dp_rank: int, start_bytes: int, stop_bytes: int) -> tuple[int, int]:
-    """The part of a partition that lies in the shard ``[start_bytes, stop_bytes)``; empty ones have equal bounds."""
+    """Returns the intersection of a partition and the shard ``[start_bytes, stop_bytes)``. May be empty."""
     start, stop = partition_of(size_bytes, dp, dp_rank)
     low = max(start, start_bytes)
     return low, max(low, min(stop, stop_bytes))
 
 
 def state_size(tensor: shard_pb2.StateTensor) -> int:
-    """Bytes of a state tensor in a stream.
-
-    Raises:
-        KeyError: It is of no known dtype.
-    """
+    """Returns the size of a state tensor in a stream, in bytes. Raises KeyError if its dtype is unknown."""
     return math.prod(tensor.shape) * ITEM_SIZES[DTYPE_NAMES[tensor.dtype]]
 
 
 def state_places(tensors: Iterable[shard_pb2.StateTensor]) -> tuple[list[tuple[int, int]], int]:
-    """Where state tensors lie in memory, each aligned as parameters are.
+    """Returns the layout of state tensors in shared memory, aligned like parameters.
 
     Returns:
-        The half-open range of each, in bytes, and the size of it all.
+        The half-open byte range of each tensor, and the total size in bytes.
 
     Raises:
-        KeyError: One is of no known dtype.
+        KeyError: A dtype is unknown.
     """
     ranges, stop = [], 0
     for tensor in tensors:
@@ -72,6 +67,5 @@ def state_places(tensors: Iterable[shard_pb2.StateTensor]) -> tuple[list[tuple[i
 
 
 def values_offset(start_bytes: int, stop_bytes: int) -> int:
-    """Where the values of the partition part ``[start_bytes, stop_bytes)`` begin on its staging buffer, after the
-    gradients."""
+    """Returns the offset of the values in a staging buffer for ``[start_bytes, stop_bytes)``. The gradients precede."""
     return align(stop_bytes - start_bytes, BLOCK_BYTES)

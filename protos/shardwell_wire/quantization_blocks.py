@@ -1,7 +1,7 @@
-"""Cells from values and values from blocks: the arithmetic of the lossy wire dtypes.
+"""Encodes values into quantization blocks and decodes them: the arithmetic of the lossy wire dtypes.
 
-A conversion is a few passes of torch over as many values as fit a core's cache; torch gives up the interpreter lock in
-them. Nothing large is allocated, and several threads may convert at once.
+A conversion makes a few torch passes over slices that fit a core's cache. torch releases the interpreter lock during a
+pass. Nothing large is allocated, and several threads may convert at the same time.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from shardwell_wire.v1 import common_pb2
 from shardwell_wire.wire_dtypes import AS_STORED, INT8_BLOCK_NUMEL, SCALE_BYTES, WireDtype
 
 _SLICE_NUMEL = 1 << 17
-"""Elements converted at once: with as much scratch 1 MiB, which a core's own cache can be expected to hold. On the
-machine where it was measured int8 ran at 5.1, 6.4 and 7.7 GB/s with half, this, and twice as many."""
+"""Elements per slice. With the scratch memory, a slice takes 1 MiB, which fits most cores' own cache. Measured for
+int8: 5.1, 6.4 and 7.7 GB/s with half, one and two times this size."""
 
 _SLICE_BLOCKS = _SLICE_NUMEL // INT8_BLOCK_NUMEL
-"""Int8 blocks converted at once, however few elements they have."""
+"""Largest number of int8 blocks per slice, for blocks of any size."""
 
 _KEPT_VIEWS = 64
-"""Shapes of slices that a thread's scratch is kept in; those of a unit's shards are few."""
+"""Cached views of a thread's scratch memory, one per shape. The shards of a unit need few shapes."""
 
 _LARGEST_INT8 = 127.0
 _SMALLEST_SCALE = 2.0**-126
-"""The smallest normal float32: with a subnormal scale a quotient could exceed 127."""
+"""The smallest normal float32. With a subnormal scale, a quotient could exceed 127."""
 
 _HALF_DTYPES = {common_pb2.WIRE_DTYPE_BFLOAT16: torch.bfloat16, common_pb2.WIRE_DTYPE_FLOAT16: torch.float16}
 
 
 class _Blocks(NamedTuple):
-    """Scratch for int8 blocks of one size."""
+    """Scratch memory for int8 blocks of one size."""
 
     quotients: torch.Tensor
     """[num_blocks, numel]"""
@@ -49,17 +49,17 @@ class _Blocks(NamedTuple):
 
 
 class _Scratch(threading.local):
-    """Memory that one thread's conversions pass through; it stays in that core's cache."""
+    """Temporary memory for the conversions of one thread, which stays in the core's cache."""
 
     def __init__(self) -> None:
-        # A tensor made in inference mode could not be written to outside of it.
+        # Tensors created in inference mode cannot be written outside of it.
         with torch.inference_mode(False):
             self.values = torch.empty(_SLICE_NUMEL, dtype=torch.float32, device="cpu")
             self.halves = torch.empty(_SLICE_NUMEL, dtype=torch.int16, device="cpu")
             self.encoded = torch.empty(_SLICE_NUMEL * 2, dtype=torch.uint8, device="cpu")
             self._quotients = torch.empty(_SLICE_NUMEL, dtype=torch.float32, device="cpu")
             self._scales = torch.empty(_SLICE_BLOCKS, dtype=torch.float32, device="cpu")
-        # Making the views takes as long as a pass over a small slice.
+        # Cached: creating the views takes as long as a pass over a small slice.
         self.blocks = lru_cache(_KEPT_VIEWS)(self._make_blocks)
 
     @torch.inference_mode(False)
@@ -77,17 +77,17 @@ _scratch = _Scratch()
 
 
 def at_once(kind: WireDtype, block_numel: int) -> int:
-    """How many blocks of a lossy wire dtype ``encode`` and ``decode`` take at once."""
+    """Returns how many blocks of a lossy wire dtype ``encode`` and ``decode`` take per call."""
     return min(_SLICE_NUMEL // block_numel, _SLICE_BLOCKS if kind == common_pb2.WIRE_DTYPE_INT8 else _SLICE_NUMEL)
 
 
 def scratch_values(numel: int) -> torch.Tensor:
-    """This thread's room for values about to be encoded; others' from the next call on. [numel]"""
+    """Returns this thread's scratch memory for values to encode. The next call returns the same memory. [numel]"""
     return _scratch.values[:numel]
 
 
 def scratch_encoded(size_bytes: int) -> torch.Tensor:
-    """This thread's room for blocks about to be decoded. [size_bytes], uint8"""
+    """Returns this thread's scratch memory for blocks to decode, as uint8. [size_bytes]"""
     return _scratch.encoded[:size_bytes]
 
 
@@ -95,46 +95,46 @@ def encode(kind: WireDtype, block_numel: int, values: torch.Tensor, encoded: tor
     """Encodes blocks of one size.
 
     Args:
-        kind: How the values travel.
-        block_numel: Values in each block.
-        values: float32, no more than ``at_once`` allows; or any number of bytes, if they travel as stored. [numel]
-        blocks: Receives the blocks. uint8
+        kind: Encoding of the values.
+        block_numel: Number of values per block.
+        values: float32 values of at most ``at_once`` blocks, or any number of bytes for ``AS_STORED``. [numel]
+        encoded: Receives the blocks as uint8.
     """
     if kind == AS_STORED:
         encoded.copy_(values)
     elif kind == common_pb2.WIRE_DTYPE_INT8:
-        _quantise(values.view(-1, block_numel), encoded.view(-1, SCALE_BYTES + block_numel))
+        _quantize(values.view(-1, block_numel), encoded.view(-1, SCALE_BYTES + block_numel))
     else:
         _encode_halves(values, encoded, _HALF_DTYPES[kind])
 
 
 def decode(kind: WireDtype, block_numel: int, encoded: torch.Tensor, values: torch.Tensor) -> None:
-    """Decodes what ``encode`` made."""
+    """Decodes blocks of one size; the inverse of ``encode``."""
     if kind == AS_STORED:
         values.copy_(encoded)
     elif kind == common_pb2.WIRE_DTYPE_INT8:
-        _dequantise(encoded.view(-1, SCALE_BYTES + block_numel), values.view(-1, block_numel))
+        _dequantize(encoded.view(-1, SCALE_BYTES + block_numel), values.view(-1, block_numel))
     else:
         _decode_halves(encoded, values, _HALF_DTYPES[kind])
 
 
-def _quantise(values: torch.Tensor, encoded: torch.Tensor) -> None:
-    """[num_blocks, numel] -> [num_blocks, 4 + numel]"""
+def _quantize(values: torch.Tensor, encoded: torch.Tensor) -> None:
+    """Encodes int8 blocks. [num_blocks, numel] -> [num_blocks, 4 + numel]"""
     quotients, scales, column, scale_bytes = _scratch.blocks(*values.shape)
     torch.amax(torch.abs(values, out=quotients), 1, out=scales)
     scales.div_(_LARGEST_INT8).clamp_(min=_SMALLEST_SCALE)
     torch.div(values, column, out=quotients).round_()
     if not math.isfinite(scales.sum().item()):
-        # Not finite stays not finite, whatever the integers are; these make them the same everywhere.
+        # A NaN scale decodes to NaN with any integers. 0 gives the same bytes on every machine.
         scales.masked_fill_(~scales.isfinite(), math.nan)
         quotients.masked_fill_(scales.isnan()[:, None], 0.0)
-    scale_places, integers = encoded.split_with_sizes((SCALE_BYTES, values.size(1)), 1)
-    scale_places.copy_(scale_bytes)
+    scale_slots, integers = encoded.split_with_sizes((SCALE_BYTES, values.size(1)), 1)
+    scale_slots.copy_(scale_bytes)
     integers.view(torch.int8).copy_(quotients)
 
 
-def _dequantise(encoded: torch.Tensor, values: torch.Tensor) -> None:
-    """[num_blocks, 4 + numel] -> [num_blocks, numel]"""
+def _dequantize(encoded: torch.Tensor, values: torch.Tensor) -> None:
+    """Decodes int8 blocks. [num_blocks, 4 + numel] -> [num_blocks, numel]"""
     _, _, column, scale_bytes = _scratch.blocks(*values.shape)
     scales, integers = encoded.split_with_sizes((SCALE_BYTES, values.size(1)), 1)
     scale_bytes.copy_(scales)
@@ -142,7 +142,7 @@ def _dequantise(encoded: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _encode_halves(values: torch.Tensor, encoded: torch.Tensor, dtype: torch.dtype) -> None:
-    """[numel] -> [2 * numel]"""
+    """Encodes 16-bit floats. [numel] -> [2 * numel]"""
     if _is_even(encoded):
         encoded.view(dtype).copy_(values)
     else:
@@ -152,7 +152,7 @@ def _encode_halves(values: torch.Tensor, encoded: torch.Tensor, dtype: torch.dty
 
 
 def _decode_halves(encoded: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
-    """[2 * numel] -> [numel]"""
+    """Decodes 16-bit floats. [2 * numel] -> [numel]"""
     if _is_even(encoded):
         values.copy_(encoded.view(dtype))
     else:
@@ -162,17 +162,20 @@ def _decode_halves(encoded: torch.Tensor, values: torch.Tensor, dtype: torch.dty
 
 
 def _is_even(encoded: torch.Tensor) -> bool:
-    """Whether 16-bit numbers can be used in place: a received payload may lie at any address."""
+    """Returns whether 16-bit numbers can be accessed in place. A received payload may have any address."""
     return encoded.data_ptr() % 2 == 0 and int(encoded.storage_offset()) % 2 == 0
 
 
 def bytes_tensor(data: Buffer) -> torch.Tensor:
-    """A buffer as a tensor of uint8, also if it is read-only; the caller keeps it alive and does not write."""
+    """Returns a uint8 tensor that shares the memory of a buffer.
+
+    The caller keeps the buffer alive, and must not write to the tensor if the buffer is read-only.
+    """
     if not len(data):
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     view = memoryview(data)
     if not view.readonly:
         return torch.frombuffer(view, dtype=torch.uint8)
-    # torch warns of memory that may not be written to.
+    # torch.frombuffer warns about read-only memory.
     address = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     return torch.frombuffer(memory_at(address, len(data)), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Which run is meant: its name, and the id that tells it from a deleted run of the same name."""
+"""Identity of a run: its name, and an id that distinguishes it from deleted runs of the same name."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """One run. Equal names with different ids are different runs."""
+    """Name and id of a run. Runs with the same name and different ids are different runs."""
 
     name: str
-    """Chosen by people; free again once the run is deleted."""
+    """Chosen by the user. Can be reused once the run is deleted."""
     run_id: str
-    """Random, made by the coordinator when the run is created; never used again."""
+    """Random. The coordinator creates it with the run and never reuses it."""
 
     def __str__(self) -> str:
         return f"{self.name}#{self.run_id}"
 
 
 def new_run_id() -> str:
-    """An id that no other run has: 16 hexadecimal digits."""
+    """Returns a new run id: 16 random hexadecimal digits."""
     return secrets.token_hex(_ID_BYTES)

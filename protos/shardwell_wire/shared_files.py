@@ -1,9 +1,10 @@
-"""Opens files and folders that other processes made or named, after checking whose they are.
+"""Opens files and folders that other processes created or named, after checking their owner.
 
-Note: Who may crash or overwrite whom. A process that maps a file dies of SIGBUS when somebody truncates it, and what is
-written to a mapping changes the file. Both are harmless between processes of one user, who may end and trace each
-other anyway. They must not be possible between users. Every file that is mapped therefore belongs to the user of this
-process, and lies in a folder that this user alone can enter. Nothing that a peer names is created or truncated.
+Note: [Trust between users]
+    A process that maps a file gets SIGBUS if another process truncates the file, and writes to a mapping change the
+    file. This is harmless between processes of one user, which can kill and trace each other anyway, but must not be
+    possible between users. Every mapped file therefore belongs to the user of this process, in a folder that only this
+    user can enter. Files that a peer names are never created or truncated.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import PurePosixPath
 
 SERVER_FOLDER_PREFIX = "shardwell-"
-"""Names of the folders in which shard servers keep files that trainers map begin with it."""
+"""Prefix of the folders in which shard servers create files that trainers map."""
 
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-"""A symbolic link is not followed; a FIFO or device that appears after the check does not block."""
+"""Symbolic links are not followed. A FIFO or device that is created after the check does not block."""
 
 _KINDS = (
     (stat.S_ISREG, "a regular file"),
@@ -31,15 +32,15 @@ _KINDS = (
 
 
 class UntrustedFileError(PermissionError):
-    """A file or folder is not what it should be, and was not used."""
+    """A file or folder failed the checks and was not used."""
 
 
 def open_folder(path: str | os.PathLike[str]) -> int:
-    """Opens a folder that only the user of this process can enter; returns its descriptor.
+    """Opens a folder that only the user of this process can enter, and returns its descriptor.
 
     Raises:
-        UntrustedFileError: It is no folder, belongs to another user, or others can enter it.
-        OSError: It cannot be opened.
+        UntrustedFileError: The path is no folder, belongs to another user, or other users can enter it.
+        OSError: The folder cannot be opened.
     """
     name = os.fspath(path)
     return _open(name, os.O_RDONLY | os.O_DIRECTORY, None, _folder_problem)
@@ -53,18 +54,19 @@ def open_file(
     size_bytes: int | None = None,
     folder: int | None = None,
 ) -> int:
-    """Opens a regular file of this user, which is neither a link nor linked elsewhere; returns its descriptor.
+    """Opens a regular file of this user that has no other links, and returns its descriptor.
 
     Args:
-        path: Of the file; a name without separators if ``folder`` is given.
-        write: Whether it is opened for reading and writing.
-        create: Make the file, readable by this user alone, if there is none. Only for names that no peer chose.
-        size_bytes: How large it must be. None: any size.
-        folder: Descriptor of the folder that contains it.
+        path: Path of the file, or a name without separators if ``folder`` is given.
+        write: Whether to open the file for reading and writing.
+        create: Create the file, readable by this user only, if it does not exist. Do not use it for names from peers.
+        size_bytes: Expected size. None: any size.
+        folder: Descriptor of the folder that contains the file.
 
     Raises:
-        UntrustedFileError: It is something else, another user's, writable by others, or of another size.
-        OSError: It cannot be opened.
+        UntrustedFileError: The path is no regular file, belongs to another user, is writable by other users, has other
+            links, or has another size.
+        OSError: The file cannot be opened.
     """
     name = os.fspath(path)
     if folder is not None and (not name or "/" in name or name in (".", "..")):
@@ -74,7 +76,7 @@ def open_file(
 
 
 def open_in_folder(path: str, *, write: bool = False, size_bytes: int | None = None) -> int:
-    """``open_file`` for a path that a peer named: also checks the folder, as ``open_folder`` does."""
+    """As ``open_file``, for a path from a peer. Also checks the folder, as ``open_folder`` does."""
     parent, _, name = path.rpartition("/")
     folder = open_folder(parent)
     try:
@@ -93,36 +95,34 @@ def opened(descriptor: int) -> Iterator[int]:
 
 
 def server_folder(path: str) -> str:
-    """The folder of a file that a shard server offers to map.
+    """Returns the folder of a file that a shard server offers.
 
     Raises:
-        UntrustedFileError: The path is not absolute and plain, or its folder is not named like a server's.
+        UntrustedFileError: The path is not absolute and normalized, or its folder has no server's name.
     """
     pure = PurePosixPath(path)
     if not pure.is_absolute() or str(pure) != path or ".." in pure.parts:
         raise UntrustedFileError(errno.EPERM, "expected an absolute path without '..'", path)
     if not pure.parent.name.startswith(SERVER_FOLDER_PREFIX):
-        message = f"expected a file in a shard server's folder, whose name begins with {SERVER_FOLDER_PREFIX!r}"
+        message = f"expected a file in a shard server's folder, whose name starts with {SERVER_FOLDER_PREFIX!r}"
         raise UntrustedFileError(errno.EPERM, message, path)
     return str(pure.parent)
 
 
 def require_folder(path: str, folder: str) -> str:
-    """Returns ``path`` if it names a file in ``folder``; raises UntrustedFileError otherwise."""
+    """Returns ``path``. Raises UntrustedFileError unless the file is in ``folder``."""
     if server_folder(path) != folder:
-        raise UntrustedFileError(
-            errno.EPERM, f"expected a file in {folder}, where the shard server keeps its own", path
-        )
+        raise UntrustedFileError(errno.EPERM, f"expected a file in {folder}, the shard server's folder", path)
     return path
 
 
 def file_size(size_bytes: int) -> int:
-    """Size of the file that holds so many bytes: nothing cannot be mapped, so an empty buffer has one byte."""
+    """Returns the size of the file for a buffer. Empty files cannot be mapped, so an empty buffer has one byte."""
     return max(size_bytes, 1)
 
 
 def _open(name: str, flags: int, folder: int | None, problem: Callable[[os.stat_result], str | None]) -> int:
-    # Looked at before it is opened, too: opening a device can have effects, and a socket cannot be opened at all.
+    # Checked before it is opened as well: opening a device can have side effects, and sockets cannot be opened.
     try:
         _require(name, os.stat(name, dir_fd=folder, follow_symlinks=False), problem)
     except FileNotFoundError:

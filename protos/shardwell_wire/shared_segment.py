@@ -1,15 +1,14 @@
-"""The head of a segment of shared memory that holds the parameters of one shard.
+"""The header of a shared-memory segment, which contains the parameters of one shard.
 
-A segment is a file: one page whose first 8 bytes are the version that can be read now, then the
-shard's bytes. A reader looks at the version before and after it reads, and again when it is done
-with what it mapped: if it did not change, neither did the bytes.
+A segment is a file. The first 8 bytes of its first page are the readable version, and the bytes of the shard follow the
+page. A reader loads the version before and after it reads, and again when it releases a mapping: if the version did not
+change, the bytes did not change either.
 
-Note: Memory ordering
-    This is a sequence lock. The writer stores ``UPDATING`` before the first byte of the next version and
-    the new version after the last one; it hands the work to another thread and back in between, which
-    orders these stores. The reader must not load the version before its last load of the bytes:
-    ``order_loads`` sees to that. Both sides load and store the word in one piece (native ``q``, aligned),
-    so nobody sees half a version.
+Note: [Memory ordering]
+    The version is a sequence lock. The writer stores ``UPDATING`` before the first byte of the next version, and the
+    new version after the last byte. In between, another thread does the work; the hand-over between the threads orders
+    the stores. The reader must load the version after its last load of the bytes, which ``order_loads`` ensures. Both
+    sides access the version as one aligned native word, so no torn version is visible.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ import threading
 from shardwell_wire.layout import BLOCK_BYTES
 
 HEAD_BYTES = BLOCK_BYTES
-"""One page, so that the bytes can be mapped; cuts of a unit are multiples of it too."""
+"""Size of the header: one page, so that the shard can be mapped. Shards are cut at multiples of it as well."""
 
 UPDATING = -1
-"""Shown instead of a version while the next one is being made, and when there is none any more."""
+"""Stored instead of a version while the next version is written, and after the shard is removed."""
 
 _WORD = struct.Struct("@q")
 _fence = threading.Lock()
 
 
 def read_version(head: memoryview) -> int:
-    """The version that a segment's head shows, or ``UPDATING``."""
+    """Returns the version in a segment's header, or ``UPDATING``."""
     version: int = _WORD.unpack_from(head, 0)[0]
     return version
 
 
 def write_version(head: memoryview, version: int) -> None:
-    """Shows a version, or ``UPDATING``."""
+    """Stores a version, or ``UPDATING``, in a segment's header."""
     _WORD.pack_into(head, 0, version)
 
 
 def order_loads() -> None:
-    """Completes all loads of this thread before any later one, on processors that reorder loads, too."""
+    """Orders all earlier loads of this thread before all later loads, also on processors that reorder loads."""
     with _fence:
-        pass  # No earlier load moves past this release ...
+        pass  # no earlier load moves behind this release,
     with _fence:
-        pass  # ... and no later one before this acquire.
+        pass  # and no later load moves before this acquire

@@ -1,4 +1,4 @@
-"""Temporary folders that do not stay behind: those of a killed process are removed when the next folder is made."""
+"""Temporary folders that are removed even if their process is killed: when the next such folder is created."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 from shardwell_wire.shared_files import open_file, open_folder, opened
 
 PREFIX = "shardwell_tmp-"
-"""How the names of the folders begin."""
+"""Prefix of the folders' names."""
 _LOCK = ".shardwell_lock"
 
 
 class TemporaryFolder:
     """A new folder that only this user can enter, in the temporary directory of the environment.
 
-    Each folder has a file that its process keeps locked. The kernel unlocks it when the process ends, however that
-    happens; then any process of the same user that makes a folder in the same directory removes it.
+    The process holds a lock on a file in its folder. The kernel releases the lock when the process ends for any reason.
+    The next process of the same user that creates such a folder in the same directory then removes the old one.
 
     Attributes:
         path: The folder.
@@ -30,7 +30,7 @@ class TemporaryFolder:
     def __init__(self) -> None:
         directory = Path(tempfile.gettempdir())
         remove_remains()
-        # It gets the name that others look for once it is locked.
+        # The folder gets its final name, which remove_remains() looks for, only once it is locked.
         made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=directory))
         with opened(open_folder(made)) as folder:
             self._lock = open_file(_LOCK, write=True, create=True, folder=folder)
@@ -38,7 +38,7 @@ class TemporaryFolder:
         self.path = made.rename(directory / made.name.removeprefix("."))
 
     def remove(self) -> None:
-        """Removes the folder and what is in it. Harmless to repeat."""
+        """Removes the folder and its contents. May be called again."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -47,7 +47,7 @@ class TemporaryFolder:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A ``TemporaryFolder`` that is removed at the end of the block."""
+    """Yields the path of a ``TemporaryFolder``, which is removed at the end of the block."""
     made = TemporaryFolder()
     try:
         yield made.path
@@ -56,9 +56,9 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def remove_remains() -> None:
-    """Removes the folders whose process has ended without doing so."""
+    """Removes the folders of processes that ended without removing them."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        # It is in use, another user's, or removed by another process at this moment.
+        # Skips folders that are in use, belong to another user, or are being removed by another process.
         with (
             suppress(OSError),
             opened(open_folder(path)) as folder,

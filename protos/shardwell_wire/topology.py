@@ -1,6 +1,6 @@
-"""Logical rank <-> coordinates, groups and neighbours. Pure arithmetic.
+"""Maps logical ranks to coordinates, groups and neighbours.
 
-A world is a grid ``dp x tp x pp``; ``order`` lists its axes slowest first. With the default order
+A world is a grid ``dp x tp x pp``. ``order`` lists its axes, slowest first. With the default order,
 ``global_rank = dp_rank * (tp * pp) + tp_rank * pp + pp_rank``.
 """
 
@@ -14,13 +14,13 @@ from shardwell_wire.layout import align
 from shardwell_wire.v1 import common_pb2
 
 AXES = ("dp", "tp", "pp")
-"""The axes by their short names, in the default order: slowest first."""
+"""The axes in the default order, slowest first."""
 
 MAX_WORLD_SIZE = 1 << 16
-"""Logical ranks of one run. Coordinator and shard servers keep state for each; both refuse more before any work."""
+"""Maximum number of logical ranks of a run. Coordinator and shard servers keep state for each rank."""
 
 MAX_STAGES_NAMED = 256
-"""Numbers of stages that an error proposes go up to here."""
+"""Largest number of stages that an error message proposes."""
 
 AXIS_NUMBERS: dict[str, common_pb2.Axis.ValueType] = {
     "dp": common_pb2.AXIS_DATA,
@@ -32,7 +32,7 @@ AXIS_NAMES: dict[int, str] = {number: name for name, number in AXIS_NUMBERS.item
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """One logical rank and its place in the world."""
+    """A logical rank and its coordinates in the world."""
 
     global_rank: int
     dp_rank: int
@@ -40,7 +40,7 @@ class Coordinates:
     pp_rank: int
 
     def along(self, axis: str) -> int:
-        """The rank along one axis."""
+        """Returns the rank along one axis."""
         return {"dp": self.dp_rank, "tp": self.tp_rank, "pp": self.pp_rank}[axis]
 
 
@@ -49,9 +49,9 @@ class World:
     """The grid of logical ranks of a run.
 
     Args:
-        dp: Size of the data axis: ranks that see different data and share weights.
+        dp: Size of the data axis: ranks that compute on different data with the same weights.
         tp: Size of the tensor axis: ranks that split single layers.
-        pp: Size of the pipeline axis: ranks that hold consecutive stages.
+        pp: Size of the pipeline axis: ranks that run consecutive stages.
         order: The axes, slowest first.
 
     Raises:
@@ -80,7 +80,7 @@ class World:
         return self.dp * self.tp * self.pp
 
     def coordinates(self, global_rank: int) -> Coordinates:
-        """The place of a logical rank. Raises WorldError if there is no such rank."""
+        """Returns the coordinates of a logical rank. Raises WorldError if the rank does not exist."""
         if not 0 <= global_rank < self.size:
             raise WorldError(
                 f"rank {global_rank} is not in {self}: expected 0 <= rank < {self.size}", global_rank=global_rank
@@ -91,7 +91,7 @@ class World:
         return Coordinates(global_rank, place["dp"], place["tp"], place["pp"])
 
     def global_rank(self, *, dp_rank: int = 0, tp_rank: int = 0, pp_rank: int = 0) -> int:
-        """The logical rank at a place. Raises WorldError if the place is outside the world."""
+        """Returns the logical rank with the given coordinates. Raises WorldError if they are outside the world."""
         place, rank = {"dp": dp_rank, "tp": tp_rank, "pp": pp_rank}, 0
         for axis in self.order:
             size = getattr(self, axis)
@@ -101,7 +101,7 @@ class World:
         return rank
 
     def group(self, global_rank: int, axis: str) -> tuple[int, ...]:
-        """The logical ranks that share all coordinates with ``global_rank`` but the one of ``axis``."""
+        """Returns the logical ranks whose coordinates differ from those of ``global_rank`` along ``axis`` only."""
         at = self.coordinates(global_rank)
         place = {name: at.along(name) for name in AXES}
         return tuple(
@@ -110,7 +110,7 @@ class World:
         )
 
     def stage_neighbours(self, global_rank: int) -> tuple[int | None, int | None]:
-        """The logical ranks of the previous and the next pipeline stage; None at the ends."""
+        """Returns the logical ranks of the previous and the next pipeline stage; None at the ends."""
         stages, at = self.group(global_rank, "pp"), self.coordinates(global_rank).pp_rank
         return (stages[at - 1] if at > 0 else None, stages[at + 1] if at + 1 < self.pp else None)
 
@@ -122,14 +122,14 @@ class World:
         return f"World(dp={self.dp}, tp={self.tp}, pp={self.pp}{order})"
 
     def check_fits(self, *, world_size: int = 0, num_layers: int = 0) -> None:
-        """Checks the world against what a launcher and a model say.
+        """Checks the world against the number of launched processes and of layers.
 
         Args:
-            world_size: Processes that a launcher started, one per logical rank; 0 if not known.
-            num_layers: Layers to be split over the pipeline stages; 0 if not known.
+            world_size: Processes that the launcher started, one per logical rank. 0: not known.
+            num_layers: Layers to split over the pipeline stages. 0: not known.
 
         Raises:
-            WorldError: They do not fit; the message says what to change.
+            WorldError: The numbers do not match; the message says what to change.
         """
         if world_size and world_size != self.size:
             raise WorldError(
@@ -148,12 +148,12 @@ class World:
 
     @classmethod
     def from_proto(cls, world: common_pb2.World) -> World:
-        """Raises WorldError if it is not a possible world."""
+        """Raises WorldError if the message is no valid world."""
         order = tuple(AXIS_NAMES.get(axis, "unspecified") for axis in world.order) or AXES
         return cls(world.dp, world.tp, world.pp, order)
 
 
 def check_data_ranks(dp: int) -> None:
-    """Raises WorldError unless a run can have this number of data ranks."""
+    """Raises WorldError if a run cannot have this number of data ranks."""
     if not 1 <= dp <= MAX_WORLD_SIZE:
         raise WorldError(f"dp is {dp}: expected 1 to {MAX_WORLD_SIZE} data ranks", axis="dp")

@@ -1,10 +1,10 @@
-"""The lossy forms that 32-bit floats may have on the wire: two 16-bit formats, and int8 with a scale per block.
+"""Wire dtypes of float32 values: as stored, two 16-bit formats, and int8 with a scale per quantization block.
 
-Consecutive elements of one parameter travel as *blocks*, the smallest parts of a stream that decode by themselves: a
-16-bit number, a block of int8 with its scale, or one byte where values travel as they are stored. Blocks are fixed
-windows of the unit's flat vector, and cuts between shards never split one; so the encoded bytes of a shard are a part
-of those of the whole unit, and what a value decodes to depends neither on how the unit is cut nor on the way it
-travels. The format is in docs/wire-format.md; ``blocks`` converts, ``stream_plan`` says which blocks a stream has.
+A block is the smallest part of a stream that can be decoded alone: a 16-bit number, an int8 quantization block with its
+scale, or one byte of values that are sent as stored. Quantization blocks are fixed windows of the unit's flat vector
+that no cut between shards splits. The encoded bytes of a shard are therefore a part of those of the unit, and decoded
+values depend neither on the cuts nor on the transport. docs/wire-format.md specifies the format, ``stream_plan`` finds
+the blocks of a stream, and ``quantization_blocks`` converts them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from shardwell_wire.v1 import common_pb2
 WireDtype: TypeAlias = "common_pb2.WireDtype.ValueType"
 
 AS_STORED: WireDtype = common_pb2.WIRE_DTYPE_UNSPECIFIED
-"""Values travel as the servers hold them."""
+"""Values are sent as the servers store them."""
 
 INT8_BLOCK_NUMEL = 256
-"""Elements that share a scale, where their parameter fills the window."""
+"""Elements per int8 block, if the parameter fills the window."""
 
 INT8_BLOCK_BYTES = 1024
-"""Blocks begin at multiples of this in the flat vector, and where a parameter begins."""
+"""Int8 blocks start at multiples of this in the flat vector, and at the start of a parameter."""
 
 SCALE_BYTES = 4
-"""Of an int8 block, before its integers."""
+"""Size of the scale of an int8 block, which precedes the integers."""
 
 _FLOAT_BYTES = 4
 
@@ -37,20 +37,20 @@ NAMES: dict[str, WireDtype] = {
     "float16": common_pb2.WIRE_DTYPE_FLOAT16,
     "int8": common_pb2.WIRE_DTYPE_INT8,
 }
-"""What users call them."""
+"""Wire dtypes by the names in user options."""
 
 _KNOWN = frozenset(common_pb2.WireDtype.values())
 
 
 def applied(wire_dtype: WireDtype, dtype: str) -> WireDtype:
-    """How a parameter travels: as asked for if it is float32, else as it is stored.
+    """Returns the encoding of a parameter: ``wire_dtype`` for float32 parameters, ``AS_STORED`` for all others.
 
     Args:
-        wire_dtype: What was asked for.
+        wire_dtype: The requested wire dtype.
         dtype: torch's name of the parameter's dtype.
 
     Raises:
-        ValueError: There is no such wire dtype.
+        ValueError: The wire dtype does not exist.
     """
     if wire_dtype not in _KNOWN:
         raise ValueError(f"wire dtype {wire_dtype}: expected one of {', '.join(common_pb2.WireDtype.keys())}")
@@ -58,12 +58,12 @@ def applied(wire_dtype: WireDtype, dtype: str) -> WireDtype:
 
 
 def encoded_size(segment: Segment, dtype: str, wire_dtype: WireDtype) -> int:
-    """Bytes that a segment has in a stream.
+    """Returns the size of a segment in a stream, in bytes.
 
     Args:
         segment: Part of a parameter.
         dtype: torch's name of the parameter's dtype.
-        wire_dtype: How float32 travels.
+        wire_dtype: Encoding of float32 values.
     """
     kind = applied(wire_dtype, dtype)
     if kind == AS_STORED:
@@ -75,14 +75,19 @@ def encoded_size(segment: Segment, dtype: str, wire_dtype: WireDtype) -> int:
 
 
 def encoded_block_bytes(kind: WireDtype, stored_bytes: int) -> int:
-    """Bytes that a block has in a stream, from what its values have as they are stored."""
+    """Returns the size of a block in a stream, in bytes.
+
+    Args:
+        kind: Encoding of the block; see ``applied``.
+        stored_bytes: Size of the block's values as stored.
+    """
     if kind == AS_STORED:
         return stored_bytes
     return SCALE_BYTES + stored_bytes // _FLOAT_BYTES if kind == common_pb2.WIRE_DTYPE_INT8 else stored_bytes // 2
 
 
 def stream_size(layout: UnitLayout, segments: Sequence[Segment], wire_dtype: WireDtype) -> int:
-    """Bytes of the stream of some segments."""
+    """Returns the size of the stream of some segments, in bytes."""
     return sum(
         encoded_size(segment, layout.parameters[segment.parameter_index].dtype, wire_dtype) for segment in segments
     )
@@ -93,10 +98,10 @@ def uniform_blocks(segment: Segment, kind: WireDtype) -> Iterator[tuple[int, int
 
     Args:
         segment: Part of a parameter.
-        kind: How it travels, see ``applied``.
+        kind: Encoding of the segment; see ``applied``.
 
     Yields:
-        First and last byte of a range in the flat vector, half-open, and the stored bytes of each of its blocks.
+        Start and end of a range in the flat vector, half-open, and the stored size of each of its blocks.
     """
     start, stop = segment.start_bytes, segment.stop_bytes
     if kind == AS_STORED:

@@ -69,7 +69,7 @@ def big(server: ShardServer) -> Iterator[ConnectedUnit]:
     [
         (frames.hello(bytes(32)), AccessError),
         (b"GET / HTTP/1.1\r\nHost: here\r\n".ljust(frames.HELLO_BYTES), InvalidRequestError),
-        (b"shrdlane" + struct.pack("<I", 7) + bytes(32), InvalidRequestError),
+        (b"shrdsock" + struct.pack("<I", 7) + bytes(32), InvalidRequestError),
     ],
 )
 def test_connection_without_token_is_rejected_and_closed(
@@ -165,9 +165,9 @@ RIGHT = bytes(PLAIN.size_bytes)
     [
         (data(RIGHT[1:]) + end_of(RIGHT[1:]), ChunkError, "ended after 239999 of 240000 bytes"),
         (data(RIGHT, b"\0") + end_of(RIGHT + b"\0"), ChunkError, "240001 bytes or more, expected 240000"),
-        (data(b"", RIGHT) + end_of(RIGHT), ChunkError, "an empty frame at byte 0"),
+        (data(b"", RIGHT) + end_of(RIGHT), ChunkError, "the frame at byte 0 is empty"),
         (struct.pack("<IB", (4 << 20) + 1, Kind.DATA), InvalidRequestError, "a DATA frame of 4194305 bytes"),
-        (data(RIGHT) + end_of(b"other"), CorruptDataError, "was announced"),
+        (data(RIGHT) + end_of(b"other"), CorruptDataError, "the bytes have checksum"),
         (data(RIGHT[1:]) + frames.encode(Kind.GATHER), InvalidRequestError, "expected DATA or END"),
     ],
     ids=["short", "long", "empty frame", "large frame", "checksum", "request within"],

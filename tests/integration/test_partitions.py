@@ -209,7 +209,7 @@ SIZE = 4 * 60_000
     ("size", "changes", "kind", "text"),
     [
         (SIZE + 4, {}, ChunkError, f"expected {SIZE}"),
-        (SIZE - 4, {}, ChunkError, "the checksum belongs on the last chunk"),
+        (SIZE - 4, {}, ChunkError, "expected a checksum on the last chunk"),
         (SIZE, {"stop_bytes": BLOCK_BYTES}, InvalidRequestError, "the partition of data rank 0 is"),
         (SIZE, {"start_bytes": BLOCK_BYTES}, InvalidRequestError, "the partition of data rank 0 is"),
         (SIZE, {"dp_rank": 1}, InvalidRequestError, "has 1 data ranks"),

@@ -58,7 +58,7 @@ def test_other_service_at_the_address_proves_nothing() -> None:
 
     other, port = asyncio.run_coroutine_threadsafe(start(), shared_loop()).result(30)
     try:
-        with pytest.raises(UnavailableError, match="what listens there does not serve this"):
+        with pytest.raises(UnavailableError, match="the server does not implement this rpc"):
             is_running(f"127.0.0.1:{port}")
     finally:
         asyncio.run_coroutine_threadsafe(other.stop(0), shared_loop()).result(30)

@@ -247,7 +247,7 @@ def test_a_server_does_not_start_with_a_file_that_others_can_read(
     with server_process(kind, *options, "--token-file", path) as server:
         output, errors = server.communicate(timeout=60)
     assert (server.returncode, output) == (1, "")
-    assert "other users may use it (mode 0644): run chmod 600" in errors
+    assert "other users can access it (mode 0644): run chmod 600" in errors
     assert credentials.token not in errors
 
 

@@ -94,7 +94,7 @@ def test_declaration_with_another_layout_is_rejected_by_its_first_difference(
 @pytest.mark.parametrize(
     ("spec", "error", "message"),
     [
-        (unit(""), InvalidRequestError, "a unit needs a name"),
+        (unit(""), InvalidRequestError, "the unit has no name"),
         (unit("v", (4,), dtype=common_pb2.DTYPE_INT64), InvalidRequestError, "has dtype int64"),
         (unit("v", (1 << 50,)), InvalidRequestError, "more than the limit"),
         (

@@ -97,7 +97,7 @@ def test_a_token_is_read(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o777])
 def test_a_file_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
-    with pytest.raises(UsageError, match=f"other users may use it \\(mode {mode:04o}\\): run chmod 600"):
+    with pytest.raises(UsageError, match=f"other users can access it \\(mode {mode:04o}\\): run chmod 600"):
         read_token_file(write(tmp_path / "token", mode=mode))
 
 

@@ -17,15 +17,15 @@ TOKEN = bytes(range(32))
 
 def test_hello_carries_the_token() -> None:
     hello = frames.hello(TOKEN)
-    assert hello == b"shrdlane" + b"\x02\0\0\0" + TOKEN
+    assert hello == b"shrdsock" + b"\x02\0\0\0" + TOKEN
     assert (len(hello), frames.token_of(hello)) == (frames.HELLO_BYTES, TOKEN)
 
 
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        (b"GET / HTTP/1.1\r\n".ljust(frames.HELLO_BYTES), "begins with b'GET / HT'; expected b'shrdlane'"),
-        (b"shrdlane" + b"\x01\0\0\0" + TOKEN, "protocol 1: this end speaks 2"),
+        (b"GET / HTTP/1.1\r\n".ljust(frames.HELLO_BYTES), "begins with b'GET / HT'; expected b'shrdsock'"),
+        (b"shrdsock" + b"\x01\0\0\0" + TOKEN, "protocol 1, expected 2"),
     ],
 )
 def test_another_hello_is_refused(data: bytes, complaint: str) -> None:
@@ -41,12 +41,12 @@ def test_a_frame_is_length_kind_payload() -> None:
 
 @pytest.mark.parametrize("kind", Kind)
 def test_no_kind_may_announce_what_nobody_would_allocate(kind: Kind) -> None:
-    with pytest.raises(InvalidRequestError, match=f"a {kind.name} frame of 4294967295 bytes: at most"):
+    with pytest.raises(InvalidRequestError, match=f"a {kind.name} frame has 4294967295 bytes, expected at most"):
         frames.parse_head(struct.pack("<IB", 0xFFFFFFFF, kind), kind)
 
 
 def test_a_frame_too_long_is_not_written() -> None:
-    with pytest.raises(InvalidRequestError, match="a WELCOME frame of 1 bytes: at most 0"):
+    with pytest.raises(InvalidRequestError, match="a WELCOME frame has 1 bytes, expected at most 0"):
         frames.encode(Kind.WELCOME, b"x")
 
 
@@ -126,11 +126,11 @@ def test_an_empty_stream_has_a_checksum() -> None:
 @pytest.mark.parametrize(
     ("sent", "error", "complaint"),
     [
-        (data(bytes(9)), ChunkError, "a stream: 9 bytes or more, expected 8"),
-        (data(bytes(6)) + data(bytes(3)), ChunkError, "a stream: 9 bytes or more, expected 8"),
-        (data(b""), ChunkError, "an empty frame at byte 0"),
+        (data(bytes(9)), ChunkError, "a stream: the stream has 9 bytes or more, expected 8"),
+        (data(bytes(6)) + data(bytes(3)), ChunkError, "a stream: the stream has 9 bytes or more, expected 8"),
+        (data(b""), ChunkError, "the frame at byte 0 is empty"),
         (data(bytes(7)) + end(0), ChunkError, "ended after 7 of 8 bytes"),
-        (data(bytes(8)) + end(1), CorruptDataError, "checksum 0x0000000000000001 was announced"),
+        (data(bytes(8)) + end(1), CorruptDataError, "expected 0x0000000000000001"),
         (data(bytes(8)) + frames.encode(Kind.END, bytes(7)), ChunkError, "a checksum of 7 bytes"),
         (data(bytes(8)) + frames.encode(Kind.END), ChunkError, "a checksum of 0 bytes"),
         (data(bytes(3)) + frames.encode(Kind.WELCOME), InvalidRequestError, "kind 1: expected DATA or END"),

@@ -123,7 +123,9 @@ def decode_into(data: bytes, first_byte: int, wire_dtype: WireDtype, out: torch.
 
 
 def rounded_into(x: torch.Tensor, first_byte: int, wire_dtype: WireDtype, out: torch.Tensor) -> None:
-    plan_of(x, first_byte, wire_dtype).carry(InVector(memory_of(x), first_byte), InVector(memory_of(out), first_byte))
+    plan_of(x, first_byte, wire_dtype).round_trip(
+        InVector(memory_of(x), first_byte), InVector(memory_of(out), first_byte)
+    )
 
 
 @pytest.mark.parametrize("wire_dtype", EVERY)
@@ -308,7 +310,7 @@ def test_a_stream_of_another_length_is_refused(wire_dtype: WireDtype) -> None:
     x, arrived = torch.ones(300), torch.zeros(300)
     data = encoded(x, 0, wire_dtype)
     for wrong in (data[:-1], data + b"x"):
-        with pytest.raises(ValueError, match=f"expected room for {len(data)} encoded bytes, got {len(wrong)}"):
+        with pytest.raises(ValueError, match=f"expected a buffer of {len(data)} encoded bytes, got {len(wrong)}"):
             decode_into(wrong, 0, wire_dtype, arrived)
     assert not arrived.any()
 
@@ -348,7 +350,7 @@ def test_parameters_side_by_side_give_the_bits_that_each_gives_alone(
     assert apart == stream, "also where they do not lie side by side"
     decoded, carried = torch.full_like(vector, 7.0), torch.full_like(vector, 7.0)
     plan.decode(stream, InVector(memory_of(decoded), 0))
-    plan.carry(InParameters(dict(enumerate(parts))), InVector(memory_of(carried), 0))
+    plan.round_trip(InParameters(dict(enumerate(parts))), InVector(memory_of(carried), 0))
     for at, part in zip(segments, parts, strict=True):
         rounded_into(part, at.start_bytes, wire_dtype, part)
         for out in (decoded, carried):

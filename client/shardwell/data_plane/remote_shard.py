@@ -226,7 +226,7 @@ class _RangeTarget:
             bytes_tensor(self.memory).copy_(window.bytes)
             return
         source, target = InVector(_memory_of(window), self.start_bytes), InVector(self.memory, self.start_bytes)
-        self.plans.plan(None, self.wire_dtype).carry(source, target)
+        self.plans.plan(None, self.wire_dtype).round_trip(source, target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class _FlatGradients:
     buffers: BufferPool
 
     def write_to(self, memory: memoryview) -> None:
-        self._plan().carry(InParameters(self.flats), InVector(memory, self.start_bytes))
+        self._plan().round_trip(InParameters(self.flats), InVector(memory, self.start_bytes))
 
     @contextmanager
     def stream(self) -> Iterator[Sequence[memoryview]]:
