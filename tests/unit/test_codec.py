@@ -93,7 +93,7 @@ def broken(change: Callable[[list[ChunkView]], list[ChunkView]]) -> StreamReceiv
         (lambda c: [], ChunkError, "ended after 0 of 3000"),
         (lambda c: [c[0], replace(c[1], payload=memoryview(bytes(2001)))], ChunkError, "expected 3000"),
         (lambda c: [replace(c[0], payload=memoryview(bytes(codec.MAX_CHUNK_BYTES + 1)))], ChunkError, "at most"),
-        (lambda c: [replace(c[0], payload=memoryview(b""))], ChunkError, "empty chunk"),
+        (lambda c: [replace(c[0], payload=memoryview(b""))], ChunkError, "is empty"),
         (lambda c: [*c[:2], replace(c[2], checksum=None)], ChunkError, "expected a checksum on the last"),
         (lambda c: [replace(c[0], checksum=1)], ChunkError, "expected a checksum on the last"),
         (lambda c: [*c[:2], replace(c[2], checksum=1)], CorruptDataError, "checksum"),

@@ -24,7 +24,7 @@ def test_hello_carries_the_token() -> None:
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        (b"GET / HTTP/1.1\r\n".ljust(frames.HELLO_BYTES), "begins with b'GET / HT'; expected b'shrdsock'"),
+        (b"GET / HTTP/1.1\r\n".ljust(frames.HELLO_BYTES), "starts with b'GET / HT', expected b'shrdsock'"),
         (b"shrdsock" + b"\x01\0\0\0" + TOKEN, "protocol 1, expected 2"),
     ],
 )
@@ -63,7 +63,9 @@ def test_a_request_carries_its_timeout(given_s: float, read_s: float) -> None:
     assert frames.parse_request(Kind.GATHER, frame[frames.HEAD_BYTES :]) == (read_s, message)
 
 
-@pytest.mark.parametrize(("payload", "complaint"), [(b"\0\0\0", "begins with 4"), (b"\0\0\0\0\xff", "do not decode")])
+@pytest.mark.parametrize(
+    ("payload", "complaint"), [(b"\0\0\0", "expected at least 4"), (b"\0\0\0\0\xff", "do not decode")]
+)
 def test_a_request_that_is_none_is_refused(payload: bytes, complaint: str) -> None:
     with pytest.raises(InvalidRequestError, match=complaint):
         frames.parse_request(Kind.GATHER, payload)
@@ -131,8 +133,8 @@ def test_an_empty_stream_has_a_checksum() -> None:
         (data(b""), ChunkError, "the frame at byte 0 is empty"),
         (data(bytes(7)) + end(0), ChunkError, "ended after 7 of 8 bytes"),
         (data(bytes(8)) + end(1), CorruptDataError, "expected 0x0000000000000001"),
-        (data(bytes(8)) + frames.encode(Kind.END, bytes(7)), ChunkError, "a checksum of 7 bytes"),
-        (data(bytes(8)) + frames.encode(Kind.END), ChunkError, "a checksum of 0 bytes"),
+        (data(bytes(8)) + frames.encode(Kind.END, bytes(7)), ChunkError, "the checksum has 7 bytes"),
+        (data(bytes(8)) + frames.encode(Kind.END), ChunkError, "the checksum has 0 bytes"),
         (data(bytes(3)) + frames.encode(Kind.WELCOME), InvalidRequestError, "kind 1: expected DATA or END"),
         (frames.encode(Kind.ERROR, b"why"), InvalidRequestError, "kind 2: expected DATA or END"),
     ],

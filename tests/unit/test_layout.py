@@ -67,9 +67,12 @@ def test_cut_follows_the_weights() -> None:
     ("parameters", "message"),
     [
         ((Parameter("a", (1,), "int64"),), "dtype int64"),
-        ((Parameter("a", (1,), "float32"), Parameter("a", (1,), "float32")), "twice"),
-        ((Parameter("a", (1,), "float32", aliases=("b",)), Parameter("b", (1,), "float32")), "twice"),
-        ((Parameter("", (1,), "float32"),), "not at all"),
+        ((Parameter("a", (1,), "float32"), Parameter("a", (1,), "float32")), "two parameters of one name"),
+        (
+            (Parameter("a", (1,), "float32", aliases=("b",)), Parameter("b", (1,), "float32")),
+            "two parameters of one name",
+        ),
+        ((Parameter("", (1,), "float32"),), "a parameter without a name"),
         ((Parameter("a", (1 << 40, 2), "float32"),), "more than the limit"),
         ((Parameter("a", (1,) * 65, "float32"),), "'a' has 65 dimensions, more than 64"),
     ],
