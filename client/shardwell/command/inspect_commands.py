@@ -45,8 +45,6 @@ class _Command:
     example: str
     handler: Callable[[argparse.Namespace, CoordinatorClient], None]
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None
-    changes: bool = False
-    """True if the command changes the cluster."""
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -73,7 +71,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
             command.name,
             parents=[common],
             help=command.help,
-            description=f"{command.help.capitalize()}." if command.changes else f"Shows {command.help}.",
+            description=f"{command.help[0].upper()}{command.help[1:]}.",
             epilog=f"example:\n  {command.example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -335,40 +333,42 @@ def _delete_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _COMMANDS = (
-    _Command("runs", "all runs", "shardwell runs", _runs),
-    _Command("run", "one run: its trainers, work in flight and optimizer", "shardwell run gpt", _run, _run_argument),
+    _Command("runs", "show all runs", "shardwell runs", _runs),
+    _Command(
+        "run", "show one run: its trainers, work in flight and optimizer", "shardwell run gpt", _run, _run_argument
+    ),
     _Command(
         "world",
-        "the rank assignments of a run or of a hypothetical world",
+        "show the rank assignments of a run or of a hypothetical world",
         "shardwell world --dp 2 --tp 2 --pp 2",
         _world,
         _world_arguments,
     ),
-    _Command("units", "a run's units and the servers of their shards", "shardwell units gpt", _units, _run_argument),
-    _Command("servers", "the shard servers and their memory", "shardwell servers", _servers),
-    _Command("stall", "what a run waits for, and for how long", "shardwell stall gpt", _stall, _run_argument),
-    _Command("events", "events as they happen", "shardwell events --run gpt", _events, _events_arguments),
+    _Command(
+        "units", "show a run's units and the servers of their shards", "shardwell units gpt", _units, _run_argument
+    ),
+    _Command("servers", "show the shard servers and their memory", "shardwell servers", _servers),
+    _Command("stall", "show what a run waits for, and for how long", "shardwell stall gpt", _stall, _run_argument),
+    _Command("events", "show events as they happen", "shardwell events --run gpt", _events, _events_arguments),
     _Command(
         "peek",
-        "values of a parameter, and its norm, minimum and maximum",
+        "show values of a parameter, and its norm, minimum and maximum",
         "shardwell peek gpt blocks.0.mlp.0.weight --source exp_avg",
         _peek,
         _peek_arguments,
     ),
     _Command(
         "delete-run",
-        "ends a run and frees its memory",
+        "end a run and free its memory",
         "shardwell delete-run gpt",
         _delete_run,
         _delete_arguments,
-        changes=True,
     ),
     _Command(
         "forget-server",
-        "removes a lost or ended shard server from the list of servers",
+        "remove a lost or ended shard server from the list of servers",
         "shardwell forget-server shard-7",
         _forget_server,
         _server_argument,
-        changes=True,
     ),
 )
