@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -201,7 +201,7 @@ class RemoteShard:
         self.server.push(prepared, wait_limit_s=self._wire.wait_limit_s, nearly_done=nearly_done)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _RangeTarget:
     """Memory laid out like the shard, in the stored dtypes. A ``FetchTarget``."""
 
@@ -211,11 +211,11 @@ class _RangeTarget:
     memory: memoryview
     buffers: BufferPool
 
+    def stream_buffer(self) -> AbstractContextManager[memoryview]:
+        return nullcontext(self.memory) if self.wire_dtype == AS_STORED else self._decoding()
+
     @contextmanager
-    def stream_buffer(self) -> Iterator[memoryview]:
-        if self.wire_dtype == AS_STORED:
-            yield self.memory
-            return
+    def _decoding(self) -> Iterator[memoryview]:
         plan = self.plans.plan(None, self.wire_dtype)
         with self.buffers.acquired(plan.size_bytes) as encoded:
             yield encoded
@@ -229,7 +229,7 @@ class _RangeTarget:
         self.plans.plan(None, self.wire_dtype).round_trip(source, target)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _CastTarget:
     """A unit's flat vector in other dtypes than the stored ones. A ``FetchTarget``."""
 
@@ -288,7 +288,7 @@ class _CastTarget:
         return _views(self.plans, self.layout, self.memory, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _FlatGradients:
     """Whole gradients of parameters, of which the shard's range is pushed. A ``GradientPart``."""
 
@@ -302,11 +302,13 @@ class _FlatGradients:
     def write_to(self, memory: memoryview) -> None:
         self._plan().round_trip(InParameters(self.flats), InVector(memory, self.start_bytes))
 
+    def stream(self) -> AbstractContextManager[Sequence[memoryview]]:
+        if self.wire_dtype != AS_STORED:
+            return self._encoding()
+        return nullcontext([_memory_in(self.flats[at.parameter_index], at) for at in self.plans.segments(self.indices)])
+
     @contextmanager
-    def stream(self) -> Iterator[Sequence[memoryview]]:
-        if self.wire_dtype == AS_STORED:
-            yield [_memory_in(self.flats[at.parameter_index], at) for at in self.plans.segments(self.indices)]
-            return
+    def _encoding(self) -> Iterator[Sequence[memoryview]]:
         plan = self._plan()
         with self.buffers.acquired(plan.size_bytes) as encoded:
             plan.encode(InParameters(self.flats), encoded)
@@ -316,7 +318,7 @@ class _FlatGradients:
         return self.plans.plan(self.indices, self.wire_dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _EncodedPart:
     """The shard's part of gradients that are encoded already. A ``GradientPart``."""
 
@@ -329,9 +331,8 @@ class _EncodedPart:
     def write_to(self, memory: memoryview) -> None:
         self.plans.plan(self.indices, self.wire_dtype).decode(self.encoded, InVector(memory, self.start_bytes))
 
-    @contextmanager
-    def stream(self) -> Iterator[Sequence[memoryview]]:
-        yield [self.encoded]
+    def stream(self) -> AbstractContextManager[Sequence[memoryview]]:
+        return nullcontext([self.encoded])
 
 
 def _views(plans: RangePlans, layout: UnitLayout, memory: memoryview, start_bytes: int) -> list[torch.Tensor]:

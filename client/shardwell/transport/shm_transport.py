@@ -11,8 +11,8 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -129,13 +129,12 @@ class _BufferedPart:
     def write_to(self, memory: memoryview) -> None:
         memory[:] = self.memory
 
-    @contextmanager
-    def stream(self) -> Iterator[Sequence[memoryview]]:
+    def stream(self) -> AbstractContextManager[Sequence[memoryview]]:
         first = self.header.start_bytes
         segments = self.shard.layout.packed_segments(
             tuple(self.header.parameter_indices), self.header.start_bytes, self.header.stop_bytes
         )
-        yield [self.memory[at.start_bytes - first : at.stop_bytes - first] for at in segments]
+        return nullcontext([self.memory[at.start_bytes - first : at.stop_bytes - first] for at in segments])
 
 
 @dataclass(frozen=True, slots=True)
