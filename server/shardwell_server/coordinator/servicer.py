@@ -260,7 +260,7 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.DescribeWorldRequest, call: Call
     ) -> coordinator_pb2.DescribeWorldResponse:
         if bool(request.run) == request.HasField("world"):
-            raise InvalidRequestError("the request must name either a run or a world, not both and not neither")
+            raise InvalidRequestError("a DescribeWorld request must name either a run or a world, and not both")
         if request.run:
             run = self._state.require_run(request.run)
             return describe.describe_world(run.settings.world, run)
