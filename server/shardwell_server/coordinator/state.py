@@ -119,7 +119,7 @@ class CoordinatorState:
         Raises:
             RunDeletedError: The run was deleted.
             UnavailableError: The run could not be stored. The changes stay in memory and the next ``save`` stores them;
-                until then no response may reveal them.
+                until then no response may contain them.
         """
         wanted = run.unsaved.made
         while run.unsaved.saved < wanted:

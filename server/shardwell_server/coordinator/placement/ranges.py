@@ -30,10 +30,10 @@ class Range:
 
 
 def place(layout: UnitLayout, candidates: Sequence[Candidate], min_shard_bytes: int) -> list[Range]:
-    """Cuts a unit over servers in proportion to their free memory, as the unit's placement allows.
+    """Cuts a unit into ranges in proportion to the free memory of the servers.
 
-    A unit that is too small for all servers goes to the servers with the most free memory. The result does not depend
-    on the order of the candidates.
+    With placement "tensor", cuts fall between tensors. A unit that is too small for all servers goes to the servers
+    with the most free memory. The result does not depend on the order of the candidates.
 
     Args:
         layout: Layout of the unit.
