@@ -1,1 +1,1 @@
-"""How bytes travel between this trainer and the shard servers. Knows shards and versions, not modules."""
+"""Fetches, pushes and caches the units of a run in the background."""

@@ -1,11 +1,11 @@
-"""Error feedback: the rounding error of a lossy push is added to the next gradient (Seide et al. 2014, "1-bit SGD").
+"""Error feedback adds the rounding error of a lossy push to the next gradient (Seide et al. 2014, "1-bit SGD").
 
 With error feedback the sum of the pushed gradients follows the sum of the gradients. The two differ by the rounding
 error of one push, however many steps there were.
 
 It is off by default, because trainers become stateful. A trainer keeps its residuals in its own memory: when another
-trainer takes over a rank, it starts with residuals of zero. This loses one rounding error, so the weights are no longer
-bit for bit those of a run without failures. They still are if the same trainer recomputes a work item.
+trainer takes over a rank, that trainer starts with residuals of zero, and the weights differ from those of a run
+without failures. The weights stay bit-identical if the same trainer recomputes a work item.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EncodedGradients:
 
 
 class _Residual:
-    """The rounding errors of one unit's gradients for one rank: vectors laid out like the unit.
+    """The rounding errors of one unit's gradients for one rank, in vectors laid out like the unit.
 
     Args:
         layout: Layout of the unit.
@@ -107,9 +107,9 @@ class ErrorFeedback:
     def __init__(self, wire_dtype: WireDtype, buffers: BufferPool) -> None:
         self._wire_dtype, self._buffers = wire_dtype, buffers
         self._plans: dict[int, RangePlans] = {}
-        """Plans of whole units, by index."""
+        """Plans of whole units, keyed by unit index."""
         self._residuals: dict[int, dict[int, _Residual]] = {}
-        """By dp rank and unit index."""
+        """Keyed by dp rank and unit index."""
 
     def encode(
         self, unit_index: int, layout: UnitLayout, dp_rank: int, gradients: Mapping[int, torch.Tensor]

@@ -1,4 +1,4 @@
-"""Defers signal handlers that raise, such as that of Ctrl-C, while the state shared between threads is inconsistent.
+"""Defers signal handlers that raise, such as the handler of Ctrl-C, while state shared by threads is inconsistent.
 
 Python runs signal handlers between any two bytecodes of the main thread. A handler that raises at the wrong moment can
 leave a transfer that was counted but never started, or a locked ``threading.Condition``, and other threads then hang.

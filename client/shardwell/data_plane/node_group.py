@@ -4,7 +4,7 @@ Note: [Node rendezvous]
     A collective cannot be cancelled, and it hangs if a member is missing. So no member starts one before all members
     are known to be at the same exchange. Each exchange is a round. A member records its arrival in a page of shared
     memory, and the last member to arrive decides that the round takes place. A member that waited too long cancels the
-    round, and later members see that. One lock decides which of the two comes first.
+    round, and later members see that. A lock makes the two decisions exclusive.
 
     Each member also holds a lock on a file of its own. The kernel releases the lock of a process that dies, so waiting
     members notice its death.
@@ -190,8 +190,8 @@ class NodeRendezvous:
     def close(self) -> None:
         """Leaves the rendezvous and the folder. Harmless to repeat.
 
-        Not called as soon as a member is found dead: the kernel may still hold some of its locks, and the folder is
-        removed only by the last process in it.
+        Do not call this as soon as a member is found dead. The kernel may still hold some of its locks, and only the
+        last process in the folder removes it.
         """
         self.leave()
         if self._is_inside:
@@ -203,7 +203,7 @@ class NodeRendezvous:
         pause_s = _FIRST_PAUSE_S
         while True:
             record = self._read()
-            if record.round != this_round:  # members that exchange do not advance before the exchange is done
+            if record.round != this_round:  # after EXCHANGE no member advances before the exchange is done
                 return Outcome.CANCELLED
             if record.outcome != Outcome.OPEN:
                 return Outcome(record.outcome)
@@ -253,7 +253,7 @@ class NodeGroup:
     """One member of the group. A single thread starts all collectives.
 
     Args:
-        rendezvous: Where the members agree. Closed with the group.
+        rendezvous: The rendezvous of the members. Closed with the group.
         backend: Backend of ``torch.distributed``. With NCCL, on the current device.
         store: Store through which the members find each other. All members are present.
         rank: Rank of this member in the node.
@@ -292,7 +292,7 @@ class NodeGroup:
         self._rendezvous.cancel(this_round)
 
     def exchange(self, vector: torch.Tensor) -> None:
-        """Distributes every member's part to all members. On a GPU in the order of the current stream, else blocking.
+        """Distributes every member's part to all members. Blocks on a CPU. Runs in the current stream on a GPU.
 
         Args:
             vector: With this member's part in place. Contiguous uint8, on the backend's device. [size_bytes]

@@ -23,7 +23,7 @@ class RemotePartition:
     """The segment of one data rank's optimizer partition that one server owns.
 
     If the server shares memory, the segment is updated in that memory. Otherwise this trainer may cache the values and
-    the state that it staged, and the next step fetches only the gradient if the server confirms that they are current.
+    the state that it staged. The next step then fetches only the gradient, if the server confirms the cached version.
 
     Args:
         unit_index: Index of the unit.
@@ -85,7 +85,7 @@ class PartitionUpdates:
         self._dp, self._timeout_s = dp, timeout_s
         self._threads = DaemonThreads(_AHEAD_COUNT + _BEHIND_COUNT, "shardwell-partition")
         self._partitions: dict[tuple[int, int, int], RemotePartition] = {}
-        """By unit index, first byte of the shard, and dp rank."""
+        """Keyed by unit index, first byte of the shard, and dp rank."""
 
     def run(
         self,

@@ -1,4 +1,4 @@
-"""One shard of a unit as this trainer reaches it: from which cache or server, in which dtype, to which memory."""
+"""Reads and pushes one shard of a unit: from the host cache or its server, in any dtype, to any memory layout."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Wire:
 class RemoteShard:
     """The range of a unit's flat vector that one server owns.
 
-    A lossy dtype rounds the values on every transport, also where no bytes travel: the result must not depend on the
-    transport.
+    A lossy dtype rounds the values on every transport, even where no bytes travel. So the result does not depend on
+    the transport.
 
     Args:
         run: The run.

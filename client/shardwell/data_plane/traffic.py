@@ -152,7 +152,7 @@ class Traffic:
         self._bytes_in_flight, self._pushes_in_flight = 0, 0
         self._push_error: BaseException | None = None
         self._last_part: dict[tuple[int, int], Future[None]] = {}
-        """The last push to each shard, by unit index and shard number."""
+        """The last push to each shard, keyed by unit index and shard number."""
 
     def gather(self, unit: RemoteUnit, version: int | None, target: memoryview, *, exact: bool = False) -> Future[int]:
         """Starts to fetch a unit.

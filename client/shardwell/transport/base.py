@@ -130,8 +130,8 @@ class Transport(ABC):
     """Moves the bytes of one run between this trainer and one shard server. Thread-safe.
 
     Every method that waits takes ``timeout_s``, the deadline of one attempt, and ``retry_for_s``, how long to retry
-    while the server is unavailable. It raises ``UnavailableError`` or ``DeadlineError`` after that, and any
-    ``ShardwellError`` that the server returns.
+    while the server is unavailable. After that the method raises ``UnavailableError`` or ``DeadlineError``. Errors that
+    the server returns are raised at once.
     """
 
     name: ClassVar[str]
@@ -178,7 +178,7 @@ class Transport(ABC):
             prepared: The push; another transport may have prepared it.
             timeout_s: Deadline of one attempt.
             retry_for_s: How long to retry while the server is unavailable.
-            nearly_done: Called when the system has taken all bytes.
+            nearly_done: Called when the operating system has accepted all bytes.
 
         Raises:
             CapacityError: The server has no memory for the part on this transport.
@@ -191,7 +191,7 @@ class Transport(ABC):
     @property
     @abstractmethod
     def broke(self) -> bool:
-        """Whether the transport ended although ``close`` was not called. It cannot be used again."""
+        """Whether the transport ended although ``close`` was not called. A broken transport is unusable."""
 
     @abstractmethod
     def close(self) -> None:

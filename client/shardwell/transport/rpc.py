@@ -1,4 +1,4 @@
-"""Blocking rpcs of a Shardwell service: errors as exceptions, bounded retries, credentials in every call."""
+"""Calls Shardwell services by blocking rpcs, with bounded retries and credentials."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class ServerGuard:
                 del self._started[token]
 
     def explain(self, error: ShardwellError) -> None:
-        """Raises the coordinator's error if the coordinator has the reason why an operation failed with ``error``."""
+        """Raises the coordinator's error if the coordinator knows why an operation failed with ``error``."""
         if self._ask is None:
             return
         deadline = time.monotonic() + (_SETTLE_S if isinstance(error, NotFoundError) else 0.0)

@@ -121,7 +121,7 @@ class SharedVector:
 
 
 def map_shared(descriptor: int, size_bytes: int, protection: int) -> memoryview:
-    """Maps the start of a file, until no view refers to it. Unlike ``mmap.mmap``, it does not keep the file open."""
+    """Maps the start of a file until no view refers to the memory. ``mmap.mmap`` would also keep the file open."""
     if not size_bytes:
         return memoryview(bytearray())  # the kernel rejects a mapping of size 0
     address = _map(None, size_bytes, protection, mmap.MAP_SHARED, descriptor, 0)

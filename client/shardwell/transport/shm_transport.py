@@ -86,7 +86,7 @@ class GradientBuffers:
         self._create = create
         self._free: dict[str, list[GradientBuffer]] = defaultdict(list)
         self._used: dict[GradientBuffer, tuple[str, int]] = {}
-        """Unit and rank of each buffer in use. After Ctrl-C or a failed push, some of these are never pushed."""
+        """Unit and rank of each buffer in use. After Ctrl-C or a failed push, some buffers are never pushed."""
         self._lock = threading.Lock()
 
     def acquire(self, unit: str, dp_rank: int) -> GradientBuffer:
@@ -181,7 +181,7 @@ class ShmTransport(SharedTransport):
         """Size of the gradient buffers of each unit."""
         self._gradient_buffers = GradientBuffers(self._open_gradient_buffer)
         self._staging_buffers: dict[tuple[str, int, int], StagingBuffer] = {}
-        """By unit, dp rank and first byte."""
+        """Keyed by unit, dp rank and first byte."""
 
     def _verify(self, offer: shard_pb2.SharedMemoryOffer) -> mmap.mmap:
         """Maps the file that the server offers; raises UnavailableError unless the file contains the server's proof.
