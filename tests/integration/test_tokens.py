@@ -1,4 +1,4 @@
-"""A cluster with a token serves only those who show it, and shows it to nobody."""
+"""A cluster with a token rejects callers without it, and never discloses it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ with shardwell.join() as session:
 
 
 def call(address: str, method: Any, *, metadata: Any = (), messages: int = 1) -> None:
-    """Calls an rpc with bytes that do not decode; a streamed request has so many messages and does not end."""
+    """Calls an rpc with invalid bytes. A streamed request has ``messages`` messages and does not end."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     with open_channel(address) as channel:
         if method.client_streaming:
@@ -87,17 +87,17 @@ def test_every_rpc_needs_the_token(cluster: shardwell.LocalCluster, method: Any)
         assert cluster.token not in str(error)
     with pytest.raises(grpc.RpcError) as refused:
         call(address, method, metadata=cluster.credentials.metadata)
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, "with the token the bytes are looked at"
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, "with the token, the bytes are decoded"
 
 
-def test_a_stream_is_refused_before_its_first_message(cluster: shardwell.LocalCluster) -> None:
+def test_stream_without_token_is_rejected_before_its_first_message(cluster: shardwell.LocalCluster) -> None:
     method = SERVICES[1].methods_by_name["ReduceScatter"]
     with pytest.raises(grpc.RpcError) as refused:
         call(cluster.shards[0].address, method, messages=0)
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_an_unknown_rpc_and_service_need_the_token(cluster: shardwell.LocalCluster) -> None:
+def test_unknown_rpcs_and_services_need_the_token(cluster: shardwell.LocalCluster) -> None:
     with open_channel(cluster.address) as channel:
         for path in (
             "/shardwell_wire.v1.CoordinatorService/Nonsense",
@@ -109,7 +109,7 @@ def test_an_unknown_rpc_and_service_need_the_token(cluster: shardwell.LocalClust
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_a_stranger_changes_nothing(cluster: shardwell.LocalCluster, run_name: str) -> None:
+def test_caller_without_token_changes_nothing(cluster: shardwell.LocalCluster, run_name: str) -> None:
     with small_run(cluster.address, run_name) as session:
         for server in cluster.shards:
             drop = shard_pb2.DropRunRequest(context=common_pb2.RequestContext(run=run_name, epoch=1 << 40))
@@ -119,7 +119,7 @@ def test_a_stranger_changes_nothing(cluster: shardwell.LocalCluster, run_name: s
         assert session.explain_stall()
 
 
-def test_health_and_reflection_are_open(cluster: shardwell.LocalCluster) -> None:
+def test_health_and_reflection_need_no_token(cluster: shardwell.LocalCluster) -> None:
     from shardwell_server.cli import main
     from tests.support.grpcurl import ReflectionClient
 
@@ -127,15 +127,15 @@ def test_health_and_reflection_are_open(cluster: shardwell.LocalCluster) -> None
     assert "shardwell_wire.v1.ShardService" in ReflectionClient(cluster.shards[0].address).list()
 
 
-def test_the_token_is_nowhere_to_be_read(run_name: str, tmp_path: Path) -> None:
+def test_token_is_not_in_command_lines_logs_or_environments(run_name: str, tmp_path: Path) -> None:
     with shardwell.LocalCluster(
         1, log_level="debug", log_dir=tmp_path / "logs", state_dir=tmp_path / "state"
     ) as cluster:
         token = cluster.token.encode()
         with small_run(cluster.address, run_name):
-            stranger = CoordinatorClient(cluster.address, new_credentials())
-            with closing(stranger), pytest.raises(UnauthenticatedError):
-                stranger.call("ListRuns", LIST_RUNS)
+            unauthenticated = CoordinatorClient(cluster.address, new_credentials())
+            with closing(unauthenticated), pytest.raises(UnauthenticatedError):
+                unauthenticated.call("ListRuns", LIST_RUNS)
             for process in (cluster.coordinator, *cluster.shards):
                 for file in ("cmdline", "environ"):
                     assert token not in Path(f"/proc/{process.pid}/{file}").read_bytes()
@@ -152,7 +152,7 @@ def test_the_token_is_nowhere_to_be_read(run_name: str, tmp_path: Path) -> None:
 
 
 def terminal(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs the ``shardwell`` command in a process that inherits nothing of the cluster's owner."""
+    """Runs the ``shardwell`` command in a process that inherits no environment from the cluster's owner."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SHARDWELL_")}
     return subprocess.run(
         [sys.executable, "-m", "shardwell", *arguments],
@@ -165,7 +165,7 @@ def terminal(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     )
 
 
-def test_commands_find_the_token_by_the_address(cluster: shardwell.LocalCluster) -> None:
+def test_commands_find_the_token_by_address(cluster: shardwell.LocalCluster) -> None:
     done = terminal("servers", "--json", "--address", cluster.address)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(json.loads(done.stdout)["servers"]) == 2
@@ -174,7 +174,7 @@ def test_commands_find_the_token_by_the_address(cluster: shardwell.LocalCluster)
         assert (done.returncode, done.stdout) == (0, f"authorization: Bearer {cluster.token}\n")
 
 
-def test_a_user_who_cannot_find_the_token_is_told_what_to_do(cluster: shardwell.LocalCluster, tmp_path: Path) -> None:
+def test_missing_token_error_says_what_to_do(cluster: shardwell.LocalCluster, tmp_path: Path) -> None:
     done = terminal("servers", "--address", cluster.address, XDG_RUNTIME_DIR=str(tmp_path))
     assert done.returncode == 1
     assert "the rpc carries no token, which this cluster requires" in done.stderr
@@ -186,7 +186,7 @@ def test_a_user_who_cannot_find_the_token_is_told_what_to_do(cluster: shardwell.
     assert terminal("servers", "--address", cluster.address, *named, XDG_RUNTIME_DIR=str(tmp_path)).returncode == 0
 
 
-def test_the_file_can_be_named_by_an_argument_and_by_the_environment(
+def test_token_file_is_set_by_argument_or_environment(
     cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -215,13 +215,13 @@ def token_file(tmp_path: Path) -> tuple[str, Credentials]:
     return str(path), credentials
 
 
-def test_servers_by_hand_show_each_other_the_token(token_file: tuple[str, Credentials], run_name: str) -> None:
+def test_manually_started_servers_use_the_token(token_file: tuple[str, Credentials], run_name: str) -> None:
     path, credentials = token_file
     with server_process("coordinator", "--listen", "127.0.0.1:0", "--token-file", path) as coordinator:
         address = ready_address(coordinator)
-        with server_process("shard", "--coordinator", address, "--id", "stranger") as stranger:
-            output, errors = stranger.communicate(timeout=60)
-        assert (stranger.returncode, output) == (1, "")
+        with server_process("shard", "--coordinator", address, "--id", "unauthenticated") as unauthenticated:
+            output, errors = unauthenticated.communicate(timeout=60)
+        assert (unauthenticated.returncode, output) == (1, "")
         assert "the rpc carries no token" in errors
         assert "Traceback" not in errors
         arguments = ("shard", "--coordinator", address, "--processes", "2", "--id", "member")
@@ -238,9 +238,7 @@ def test_servers_by_hand_show_each_other_the_token(token_file: tuple[str, Creden
 
 
 @pytest.mark.parametrize("kind", ["coordinator", "shard"])
-def test_a_server_does_not_start_with_a_file_that_others_can_read(
-    token_file: tuple[str, Credentials], kind: str
-) -> None:
+def test_server_rejects_token_file_that_other_users_can_read(token_file: tuple[str, Credentials], kind: str) -> None:
     path, credentials = token_file
     Path(path).chmod(0o644)
     options = ["--coordinator", "127.0.0.1:1"] if kind == "shard" else ["--listen", "127.0.0.1:0"]
@@ -254,7 +252,7 @@ def test_a_server_does_not_start_with_a_file_that_others_can_read(
 # Launched trainers, and a bare join.
 
 
-def test_launch_hands_the_token_to_its_trainers(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_launch_passes_the_token_to_trainers(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     assert command(["launch", "--num-trainers", "2", "--num-shards", "1", str(script)]) == 0
@@ -263,10 +261,13 @@ def test_launch_hands_the_token_to_its_trainers(tmp_path: Path, capfdbinary: pyt
     assert not Path(lines[0][-1]).exists()
 
 
-def test_a_bare_join_is_for_this_user_alone(run_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_cluster_of_join_admits_this_user_only(run_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHARDWELL_ADDRESS", raising=False)
     with shardwell.join(run=run_name) as session:
         address = session._coordinator.address
-        with closing(CoordinatorClient(address, NO_CREDENTIALS)) as stranger, pytest.raises(UnauthenticatedError):
-            stranger.call("ListRuns", LIST_RUNS)
+        with (
+            closing(CoordinatorClient(address, NO_CREDENTIALS)) as unauthenticated,
+            pytest.raises(UnauthenticatedError),
+        ):
+            unauthenticated.call("ListRuns", LIST_RUNS)
         assert command(["runs", "--address", address]) == 0

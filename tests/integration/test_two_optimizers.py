@@ -1,4 +1,4 @@
-"""Several optimizers in one session, each for parameters of its own, against plain PyTorch."""
+"""Several optimizers with separate parameters in one session match plain PyTorch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def fake_loss(net_d: nn.Module, fake: torch.Tensor, label: float) -> torch.Tenso
 
 
 def dcgan(net_d: Any, net_g: Any, optimizer_d: Any, optimizer_g: Any, clip: Callable[[Any, Any], Any]) -> list[float]:
-    """The loop of PyTorch's DCGAN tutorial."""
+    """The training loop of PyTorch's DCGAN tutorial."""
     norms = []
     for number in range(STEPS):
         net_d.zero_grad() if number % 2 else optimizer_d.zero_grad()
@@ -94,7 +94,7 @@ def session(
         yield joined
 
 
-def test_dcgan_in_one_session_trains_to_pytorchs_bits(session: shardwell.Session) -> None:
+def test_dcgan_with_two_optimizers_matches_pytorch(session: shardwell.Session) -> None:
     plain_d, plain_g = discriminator(), generator()
     expected = dcgan(
         plain_d,
@@ -149,7 +149,7 @@ def accumulate(a: Any, b: Any, of_a: Any, of_b: Any, *, drops: bool) -> None:
 
 
 @pytest.mark.parametrize("drops", [False, True])
-def test_gradients_add_up_until_their_optimizers_step(session: shardwell.Session, drops: bool) -> None:
+def test_gradients_accumulate_until_their_optimizer_steps(session: shardwell.Session, drops: bool) -> None:
     plain_a, plain_b = two_layers()
     accumulate(
         plain_a,
@@ -173,7 +173,7 @@ def losses(a: Any, b: Any, number: int, rank: int) -> torch.Tensor:
 
 
 def reference_of_two_ranks(steps: int) -> tuple[nn.Module, nn.Module]:
-    """Each rank accumulates its own gradients; an optimizer uses their mean. ``b`` takes every third step."""
+    """Each rank accumulates its own gradients, and an optimizer uses their mean. ``b`` steps every third time."""
     a, b = two_layers()
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.05, fused=True) for layer in (a, b)]
     sums: dict[nn.Parameter, list[torch.Tensor | None]] = {p: [None, None] for p in [*a.parameters(), *b.parameters()]}
@@ -191,7 +191,7 @@ def reference_of_two_ranks(steps: int) -> tuple[nn.Module, nn.Module]:
     return a, b
 
 
-def test_kept_gradients_survive_trainers_that_are_lost(cluster: shardwell.LocalCluster, run_name: str) -> None:
+def test_kept_gradients_survive_lost_trainers(cluster: shardwell.LocalCluster, run_name: str) -> None:
     steps = 7
     plain_a, plain_b = reference_of_two_ranks(steps)
     for lost_in in (1, 2, 4, 5, steps):
@@ -219,7 +219,7 @@ def test_kept_gradients_survive_trainers_that_are_lost(cluster: shardwell.LocalC
     assert session.step == steps
 
 
-def test_what_two_optimizers_cannot_do_is_named(session: shardwell.Session) -> None:
+def test_unsupported_use_of_two_optimizers_is_rejected(session: shardwell.Session) -> None:
     model = shardwell.fully_shard(two_layers()[0], session)
     of_weight = shardwell.optim.SGD([model.weight], lr=0.1)
     of_bias = shardwell.optim.SGD([model.bias], lr=0.1)

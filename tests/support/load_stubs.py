@@ -1,4 +1,4 @@
-"""Loads every committed stub and sends a message of each through bytes; for `make test-protobuf`."""
+"""Loads every committed stub and serializes a message of each. Run by `make test-protobuf`."""
 
 from __future__ import annotations
 

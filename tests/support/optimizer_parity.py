@@ -1,4 +1,4 @@
-"""Trains a model with an optimizer on the servers and its twin with a plain one, in step; the bits must be the same."""
+"""Compares training with an optimizer on the servers and with a plain optimizer, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Make = Callable[[Groups], torch.optim.Optimizer]
 
 STEPS = 6
 MAX_NORM = 0.5
-"""Below the norm of the model's gradients, so that clipping changes them."""
+"""Smaller than the norm of the model's gradients, so that clipping has an effect."""
 
 
 class OddModel(nn.Module):
-    """Shapes that no cut respects: primes, a scalar, no elements; and a parameter without a gradient in some steps."""
+    """A model with awkward shapes (primes, a scalar, no elements), and a parameter that rarely has a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class OddModel(nn.Module):
 
 
 def two_groups(model: nn.Module, **second: Any) -> Groups:
-    """Matrices, and the rest with settings of its own."""
+    """Returns two parameter groups: matrices, and all other parameters with other settings."""
     others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
     return [{"params": [p for p in model.parameters() if p.ndim == 2]}, {"params": others, **second}]
 
@@ -51,15 +51,15 @@ def compare(
     always_rare: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Trains with clipping, an LR scheduler and a change in between; raises unless all bits are the same.
+    """Trains with clipping, an LR scheduler and a change of settings. Raises unless all bits are equal.
 
     Args:
-        session: Of a new run.
-        make: Makes the optimizer on the servers.
-        make_plain: Makes the one it must equal.
+        session: Session of a new run.
+        make: Creates the optimizer on the servers.
+        make_plain: Creates the plain optimizer.
         groups: The parameter groups.
         always_rare: Whether every parameter has a gradient in every step.
-        **options: Of ``fully_shard``.
+        **options: Arguments of ``fully_shard``.
 
     Returns:
         The plain model and its optimizer.
@@ -88,7 +88,7 @@ def compare(
 
 
 def clip_alike(plain: nn.Module, optimizer: shardwell.optim.ShardedOptimizer) -> None:
-    """Clips on the servers, and the plain gradients by the same factor."""
+    """Clips on the servers, and scales the plain gradients by the same factor."""
     norm = optimizer.clip_grad_norm_(MAX_NORM).item()
     gradients = [p.grad for p in plain.parameters() if p.grad is not None]
     assert math.isclose(norm, torch.nn.utils.get_total_norm(gradients).item(), rel_tol=1e-5)
@@ -98,7 +98,7 @@ def clip_alike(plain: nn.Module, optimizer: shardwell.optim.ShardedOptimizer) ->
 
 
 def compare_weights(model: nn.Module, plain: nn.Module) -> None:
-    """Raises unless the committed weights are the plain model's, bit for bit, and have moved."""
+    """Raises unless the committed weights equal the plain model's bit for bit, and have changed."""
     got, start = shardwell.full_state_dict(model), OddModel().state_dict()
     for name, value in plain.state_dict().items():
         assert torch.equal(got[name], value), f"{name} differs by {(got[name] - value).abs().max()}"

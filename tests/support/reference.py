@@ -1,4 +1,4 @@
-"""Plain PyTorch doing what a run does: ranks one after another, gradients summed in rank order."""
+"""Plain PyTorch training that computes ranks one after another and sums gradients in rank order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwell.seeds import derive_seed
 from tests.support import transformer
 
 ADAMW: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
-"""What the parity tests train with, here and there."""
+"""Optimizer settings that the parity tests use on both sides."""
 
 
 def train_plain(
@@ -25,7 +25,7 @@ def train_plain(
     steps: int,
     seed: int = 0,
 ) -> list[float]:
-    """Trains in place; returns the losses by step, then rank."""
+    """Trains in place. Returns the losses by step, then rank."""
     losses = []
     for step in range(steps):
         sums: dict[nn.Parameter, torch.Tensor] = {}
@@ -47,7 +47,7 @@ def train_plain(
 
 
 def sha256(state: Mapping[str, torch.Tensor]) -> str:
-    """One hash over all tensors' names, shapes and bits."""
+    """Returns a hash of the names, shapes and bits of all tensors."""
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().contiguous()
@@ -57,7 +57,7 @@ def sha256(state: Mapping[str, torch.Tensor]) -> str:
 
 
 def undisturbed_sha256(*, dp: int, steps: int) -> str:
-    """The weights of the small transformer after a run in which nothing fails."""
+    """Returns the weights of the small transformer after a run without failures."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model = transformer.build()

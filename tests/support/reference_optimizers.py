@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have, written down from their papers as plainly as possible."""
+"""Simple implementations of optimizers that torch does not have, from their papers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """As in github.com/google/automl/blob/master/lion/lion_pytorch.py."""
+    """Lion, as in github.com/google/automl/blob/master/lion/lion_pytorch.py."""
 
     def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay=0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -28,7 +28,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class Lamb(torch.optim.Optimizer):
-    """You et al. 2020, Algorithm 2, with the identity as scaling function."""
+    """LAMB: You et al. 2020, Algorithm 2, with the identity as scaling function."""
 
     def __init__(self, params: Any, lr: float, betas=(0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.01):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})

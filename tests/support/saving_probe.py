@@ -1,8 +1,8 @@
-"""Measures a process's memory while it saves a model that it has trained, one unit at a time.
+"""Measures a process's memory while it saves a trained model unit by unit.
 
-``python -m tests.support.saving_probe ADDRESS (safetensors | dcp) FOLDER`` prints one JSON line of bytes: how much more
-memory is this process's alone than before, at each tensor that is written. In a process of its own, because what others
-left in the heaps is part of what is measured.
+``python -m tests.support.saving_probe ADDRESS (safetensors | dcp) FOLDER`` prints one JSON line: the additional private
+memory of the process in bytes, at each tensor that is written. Runs in a process of its own, because earlier
+allocations would distort the measurement.
 """
 
 from __future__ import annotations

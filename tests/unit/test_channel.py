@@ -1,4 +1,4 @@
-"""Channels between members of a cluster ignore the proxies of the web."""
+"""Channels between members of a cluster ignore HTTP proxies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """Listens where a proxy would, and never answers."""
+    """A proxy that accepts connections and never responds."""
     for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY", "grpc_proxy", "https_proxy", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -39,9 +39,7 @@ def url(proxy: socket.socket) -> str:
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "https_proxy"])
-def test_a_proxy_of_the_web_is_not_used(
-    address: str, proxy: socket.socket, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_http_proxy_is_ignored(address: str, proxy: socket.socket, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, url(proxy))
     with open_channel(address) as channel:
         grpc.channel_ready_future(channel).result(20)

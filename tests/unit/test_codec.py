@@ -1,4 +1,4 @@
-"""Chunk streams: what is sent is what arrives, and every broken stream is named."""
+"""Chunk streams arrive unchanged, and invalid streams raise precise errors."""
 
 import ctypes
 import os
@@ -70,7 +70,7 @@ def test_protobuf_written_by_others_decodes_in_any_field_order() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"\xff" * 20, b"\x7a\x7f", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", b"\x08"]
 )
-def test_other_bytes_are_refused(data: bytes) -> None:
+def test_invalid_messages_are_rejected(data: bytes) -> None:
     with pytest.raises(InvalidRequestError):
         decode_message(data, shard_pb2.ReduceScatterRequest)
 
@@ -100,7 +100,7 @@ def broken(change: Callable[[list[ChunkView]], list[ChunkView]]) -> StreamReceiv
         (lambda c: [c[0], replace(c[1], payload=memoryview(bytes(1000))), c[2]], CorruptDataError, "checksum"),
     ],
 )
-def test_broken_streams_are_named(
+def test_invalid_streams_raise_precise_errors(
     change: Callable[[list[ChunkView]], list[ChunkView]], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -108,10 +108,10 @@ def test_broken_streams_are_named(
 
 
 class Memory(bytearray):
-    """Can be watched."""
+    """Supports weak references."""
 
 
-def test_memory_is_kept_as_long_as_a_part_of_a_view_of_it() -> None:
+def test_slice_of_a_view_keeps_the_memory_alive() -> None:
     owner = Memory(b"weights")
     ended = weakref.ref(owner)
     address = ctypes.addressof(ctypes.c_char.from_buffer(owner))

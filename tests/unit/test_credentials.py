@@ -1,4 +1,4 @@
-"""A cluster's token: what a server accepts, which files it is read from, and how a user's processes find it."""
+"""Servers check the cluster's token, and processes of the user find its file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ sys.stdin.read()
         ([("authorization", f"Bearer {OTHER}"), ("authorization", f"Bearer {TOKEN}")], "2 authorization headers"),
     ],
 )
-def test_a_server_says_what_is_wrong(metadata: list[tuple[str, str | bytes]], problem: str) -> None:
+def test_rejected_metadata_is_explained(metadata: list[tuple[str, str | bytes]], problem: str) -> None:
     found = Credentials(TOKEN).problem(metadata)
     assert found is not None
     assert problem in found
@@ -59,7 +59,7 @@ def test_a_server_says_what_is_wrong(metadata: list[tuple[str, str | bytes]], pr
     assert NO_CREDENTIALS.problem(metadata) is None, "without a token everybody is admitted"
 
 
-def test_what_a_client_sends_is_accepted() -> None:
+def test_client_metadata_is_accepted() -> None:
     made = new_credentials()
     assert made.problem([("user-agent", "x"), *made.metadata]) is None
     assert made.header == f"authorization: Bearer {made.token}"
@@ -67,12 +67,12 @@ def test_what_a_client_sends_is_accepted() -> None:
     assert (NO_CREDENTIALS.metadata, NO_CREDENTIALS.header) == ((), "")
 
 
-def test_a_token_is_not_shown_by_accident() -> None:
+def test_token_is_not_in_repr() -> None:
     made = new_credentials()
     assert made.token not in f"{made!r} {made} {[made]}"
 
 
-def test_a_client_does_not_show_its_token() -> None:
+def test_client_repr_does_not_contain_the_token() -> None:
     made = new_credentials()
     with closing(CoordinatorClient("127.0.0.1:1", made)) as client:
         stubs = [client.byte_response_stub("WatchEvents"), client._unary_stub("ListRuns")]
@@ -89,14 +89,14 @@ def write(path: Path, text: str = f"{TOKEN}\n", mode: int = 0o600) -> Path:
 
 
 @pytest.mark.parametrize("text", [TOKEN, f"{TOKEN}\n", f"  {TOKEN}\r\n"])
-def test_a_token_is_read(tmp_path: Path, text: str) -> None:
+def test_token_file_is_read(tmp_path: Path, text: str) -> None:
     path = write(tmp_path / "token", text, 0o400)
     (tmp_path / "link").symlink_to(path)
     assert read_token_file(path) == read_token_file(tmp_path / "link") == Credentials(TOKEN)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o777])
-def test_a_file_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
+def test_token_file_accessible_to_other_users_is_rejected(tmp_path: Path, mode: int) -> None:
     with pytest.raises(UsageError, match=f"other users can access it \\(mode {mode:04o}\\): run chmod 600"):
         read_token_file(write(tmp_path / "token", mode=mode))
 
@@ -104,7 +104,7 @@ def test_a_file_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> Non
 @pytest.mark.parametrize(
     "text", ["", "\n", "short", "x" * 513, "two words of text here", f"{TOKEN}\n{OTHER}", "é" * 20]
 )
-def test_what_is_no_token_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
+def test_invalid_token_is_rejected_and_not_shown(tmp_path: Path, text: str) -> None:
     with pytest.raises(UsageError, match="expected one line with a token of 16 to 512") as caught:
         read_token_file(write(tmp_path / "token", text))
     assert TOKEN not in str(caught.value)
@@ -116,7 +116,7 @@ def _missing(_: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_missing, Path.mkdir, os.mkfifo])
-def test_what_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], object]) -> None:
+def test_other_than_regular_token_file_is_rejected(tmp_path: Path, make: Callable[[Path], object]) -> None:
     make(tmp_path / "token")
     with pytest.raises(
         UsageError, match=r"token file .*/token(: expected a regular file| cannot be read: No such file)"
@@ -124,7 +124,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], objec
         read_token_file(tmp_path / "token")
 
 
-def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_file_of_another_user_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, owner = write(tmp_path / "token"), os.geteuid()
     if owner == 0:
         os.chown(path, 1, 1)
@@ -138,7 +138,7 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The runtime folder of the user."""
+    """The user's runtime folder."""
     folder = tmp_path / "runtime"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
@@ -149,7 +149,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def publish() -> Iterator[Callable[..., PublishedCredentials]]:
-    """Publishes a token, and withdraws it at the end of the test."""
+    """Publishes a token, and removes it at the end of the test."""
     with ExitStack() as stack:
 
         def make(address: str = "127.0.0.1:7", token: str = TOKEN) -> PublishedCredentials:
@@ -165,7 +165,7 @@ def files(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7", "localhost:7", "[::1]:7", "127.3.0.1:7"])
-def test_a_local_cluster_is_found_by_any_name_of_this_host(
+def test_local_cluster_is_found_by_any_name_of_this_host(
     runtime: Path, publish: Callable[..., PublishedCredentials], address: str
 ) -> None:
     published = publish()
@@ -180,7 +180,7 @@ def test_a_local_cluster_is_found_by_any_name_of_this_host(
     assert list(runtime.iterdir()) == []
 
 
-def test_the_order_of_sources(
+def test_token_sources_are_tried_in_order(
     runtime: Path, tmp_path: Path, publish: Callable[..., PublishedCredentials], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(token="p" * 16)
@@ -191,7 +191,7 @@ def test_the_order_of_sources(
     assert find_credentials("localhost:8").token == "e" * 16
 
 
-def test_what_a_killed_process_left_is_not_used_and_is_removed_by_the_next(
+def test_token_of_killed_process_is_ignored_and_removed(
     runtime: Path, publish: Callable[..., PublishedCredentials]
 ) -> None:
     process = subprocess.Popen(
@@ -227,7 +227,7 @@ def _link(path: Path) -> None:
 
 
 @pytest.mark.parametrize("squat", [_foreign, _link, Path.touch, os.mkfifo])
-def test_a_folder_that_somebody_else_made_is_not_used(
+def test_folder_of_another_user_is_not_used(
     runtime: Path,
     tmp_path: Path,
     publish: Callable[..., PublishedCredentials],
@@ -244,7 +244,7 @@ def test_a_folder_that_somebody_else_made_is_not_used(
     assert made.parent.name.startswith(f"shardwell_tokens-{os.geteuid()}-")
 
 
-def test_a_runtime_folder_of_somebody_else_is_not_used(
+def test_runtime_folder_of_another_user_is_not_used(
     runtime: Path, tmp_path: Path, publish: Callable[..., PublishedCredentials]
 ) -> None:
     runtime.chmod(0o755)
@@ -254,7 +254,7 @@ def test_a_runtime_folder_of_somebody_else_is_not_used(
     assert (tmp_path / f"shardwell_tokens-{os.geteuid()}").is_dir()
 
 
-def test_no_folder_is_told_and_the_cluster_goes_on(
+def test_missing_folder_is_logged_and_the_cluster_starts(
     runtime: Path,
     publish: Callable[..., PublishedCredentials],
     monkeypatch: pytest.MonkeyPatch,
@@ -268,7 +268,7 @@ def test_no_folder_is_told_and_the_cluster_goes_on(
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_token_file_blocks_nobody(
+def test_invalid_entry_in_the_token_folder_is_ignored(
     runtime: Path, publish: Callable[..., PublishedCredentials], make: Callable[[Path], object]
 ) -> None:
     publish("127.0.0.1:8")

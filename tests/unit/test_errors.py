@@ -1,4 +1,4 @@
-"""Every error crosses the wire as itself, and every status means something."""
+"""Errors keep their class over the wire, and every status maps to an error."""
 
 import grpc
 import pytest
@@ -23,7 +23,7 @@ class FakeRpcError(grpc.RpcError):
 
 
 @pytest.mark.parametrize("cls", errors.BY_REASON.values(), ids=lambda cls: cls.__name__)
-def test_error_crosses_the_wire_as_itself(cls: type[errors.ShardwellError]) -> None:
+def test_error_keeps_class_message_and_data_over_the_wire(cls: type[errors.ShardwellError]) -> None:
     sent = cls("unit 'a' is missing", unit="a", step=3)
     assert cls.status is not None
     metadata = ((errors.STATUS_DETAILS_KEY, errors.to_status_details(sent)),)
@@ -33,7 +33,7 @@ def test_error_crosses_the_wire_as_itself(cls: type[errors.ShardwellError]) -> N
     assert received.data == {"unit": "a", "step": "3"}
 
 
-def test_an_overlong_error_keeps_its_beginning_its_end_and_its_class() -> None:
+def test_overlong_error_keeps_start_end_and_class() -> None:
     ranks = ",".join(map(str, range(4096)))
     sent = errors.NonFiniteError(f"the gradient of ranks {ranks} has NaN: skip the step", dp_ranks=ranks, unit="a")
     received = errors.from_status_details(errors.to_status_details(sent), "peer")
@@ -45,13 +45,13 @@ def test_an_overlong_error_keeps_its_beginning_its_end_and_its_class() -> None:
 
 
 @pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
-def test_every_status_without_a_reason_has_a_meaning(code: grpc.StatusCode) -> None:
+def test_every_status_without_reason_maps_to_an_error(code: grpc.StatusCode) -> None:
     received = errors.from_rpc_error(FakeRpcError(code, "from grpc itself"), "ShardService at host:1")
     assert type(received) is errors.BY_STATUS[code]
     assert "ShardService at host:1" in str(received)
 
 
-def test_tree_in_the_docstring_is_the_tree() -> None:
+def test_docstring_draws_the_actual_tree() -> None:
     def lines(cls: type[errors.ShardwellError]) -> list[str]:
         return [cls.__name__, *(line for child in cls.__subclasses__() for line in lines(child))]
 
@@ -59,19 +59,19 @@ def test_tree_in_the_docstring_is_the_tree() -> None:
     assert sorted(documented) == sorted(lines(errors.ShardwellError))
 
 
-def test_python_users_can_catch_builtin_types() -> None:
+def test_errors_are_builtin_exceptions_where_python_has_them() -> None:
     assert issubclass(errors.WorldError, ValueError)
     assert issubclass(errors.DeadlineError, TimeoutError)
     assert issubclass(errors.UnavailableError, ConnectionError)
 
 
 @pytest.mark.parametrize("cls", errors.BY_REASON.values(), ids=lambda cls: cls.__name__)
-def test_error_is_rebuilt_from_its_serialised_status(cls: type[errors.ShardwellError]) -> None:
+def test_error_round_trips_through_serialized_status(cls: type[errors.ShardwellError]) -> None:
     received = errors.from_status_details(errors.to_status_details(cls("unit 'a' is missing", unit="a")), "peer")
     assert (type(received), str(received), received.data) == (cls, "unit 'a' is missing", {"unit": "a"})
 
 
 @pytest.mark.parametrize(("code", "cls"), [(5, errors.NotFoundError), (99, errors.InternalError)])
-def test_status_of_another_program_is_understood_by_its_code(code: int, cls: type[errors.ShardwellError]) -> None:
+def test_status_of_another_program_maps_by_its_code(code: int, cls: type[errors.ShardwellError]) -> None:
     received = errors.from_status_details(status_pb2.Status(code=code, message="no").SerializeToString(), "peer")
     assert (type(received), str(received)) == (cls, "peer: no")

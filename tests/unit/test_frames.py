@@ -1,4 +1,4 @@
-"""The frames of a socket transport: what is written is read, and what is wrong is refused before it costs anything."""
+"""Frames of socket transports round-trip, and invalid frames are rejected before memory is allocated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwell_wire.v1 import shard_pb2
 TOKEN = bytes(range(32))
 
 
-def test_hello_carries_the_token() -> None:
+def test_hello_contains_the_token() -> None:
     hello = frames.hello(TOKEN)
     assert hello == b"shrdsock" + b"\x02\0\0\0" + TOKEN
     assert (len(hello), frames.token_of(hello)) == (frames.HELLO_BYTES, TOKEN)
@@ -28,36 +28,36 @@ def test_hello_carries_the_token() -> None:
         (b"shrdsock" + b"\x01\0\0\0" + TOKEN, "protocol 1, expected 2"),
     ],
 )
-def test_another_hello_is_refused(data: bytes, complaint: str) -> None:
+def test_invalid_hello_is_rejected(data: bytes, complaint: str) -> None:
     with pytest.raises(InvalidRequestError, match=complaint):
         frames.token_of(data)
 
 
-def test_a_frame_is_length_kind_payload() -> None:
+def test_frame_has_length_kind_and_payload() -> None:
     frame = frames.encode(Kind.GATHERING, b"abc")
     assert frame == b"\x03\0\0\0" + bytes([Kind.GATHERING]) + b"abc"
     assert frames.parse_head(frame[: frames.HEAD_BYTES], Kind.ERROR, Kind.GATHERING) == (Kind.GATHERING, 3)
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_no_kind_may_announce_what_nobody_would_allocate(kind: Kind) -> None:
+def test_oversized_payload_length_is_rejected_for_every_kind(kind: Kind) -> None:
     with pytest.raises(InvalidRequestError, match=f"a {kind.name} frame has 4294967295 bytes, expected at most"):
         frames.parse_head(struct.pack("<IB", 0xFFFFFFFF, kind), kind)
 
 
-def test_a_frame_too_long_is_not_written() -> None:
+def test_encoding_an_oversized_frame_is_rejected() -> None:
     with pytest.raises(InvalidRequestError, match="a WELCOME frame has 1 bytes, expected at most 0"):
         frames.encode(Kind.WELCOME, b"x")
 
 
 @pytest.mark.parametrize("number", [0, Kind.DATA, 200])
-def test_an_unexpected_kind_is_named(number: int) -> None:
+def test_unexpected_kind_is_rejected_and_named(number: int) -> None:
     with pytest.raises(InvalidRequestError, match=f"kind {number}: expected GATHER or REDUCE_SCATTER"):
         frames.parse_head(struct.pack("<IB", 0, number), *frames.REQUESTS)
 
 
 @pytest.mark.parametrize(("given_s", "read_s"), [(1.5, 1.5), (0.0, 0.001), (1e9, 4294967.295)])
-def test_a_request_carries_its_timeout(given_s: float, read_s: float) -> None:
+def test_request_contains_its_timeout(given_s: float, read_s: float) -> None:
     message = shard_pb2.GatherRequest(run="r", unit="u", version=3)
     frame = frames.encode_request(Kind.GATHER, message, given_s)
     assert frames.parse_request(Kind.GATHER, frame[frames.HEAD_BYTES :]) == (read_s, message)
@@ -66,13 +66,13 @@ def test_a_request_carries_its_timeout(given_s: float, read_s: float) -> None:
 @pytest.mark.parametrize(
     ("payload", "complaint"), [(b"\0\0\0", "expected at least 4"), (b"\0\0\0\0\xff", "do not decode")]
 )
-def test_a_request_that_is_none_is_refused(payload: bytes, complaint: str) -> None:
+def test_invalid_request_is_rejected(payload: bytes, complaint: str) -> None:
     with pytest.raises(InvalidRequestError, match=complaint):
         frames.parse_request(Kind.GATHER, payload)
 
 
 class Stream:
-    """Plays the driver of a receiver, handing it a few bytes at a time."""
+    """Passes bytes to a receiver, a few at a time."""
 
     def __init__(self, *sizes: int, step: int = 3, may_be_refused: bool = False) -> None:
         self.targets, self.step = [bytearray(size) for size in sizes], step
@@ -80,7 +80,7 @@ class Stream:
         self.receiver = frames.StreamReceiver(targets, sum(sizes), "a stream", may_be_refused=may_be_refused)
 
     def feed(self, sent: bytes) -> bytes:
-        """Hands bytes over until the stream is over; returns what was not wanted any more."""
+        """Passes bytes until the stream is over. Returns the remaining bytes."""
         while sent and not self.receiver.over:
             places = self.receiver.places()
             assert all(places), "a place without room: a driver would receive nothing and take it for the end"
@@ -104,7 +104,7 @@ def end(checksum: int) -> bytes:
 
 
 @pytest.mark.parametrize("step", [1, 3, 7, 100])
-def test_a_stream_arrives_over_the_bounds_of_targets_and_frames(step: int) -> None:
+def test_stream_crosses_bounds_of_targets_and_frames(step: int) -> None:
     sent = bytes(range(23))
     sender, stream = frames.StreamSender(), Stream(4, 0, 10, 9, step=step)
     for payload in (sent[:5], sent[5:22], sent[22:]):
@@ -119,7 +119,7 @@ def test_a_stream_arrives_over_the_bounds_of_targets_and_frames(step: int) -> No
     assert b"".join(stream.targets) == sent
 
 
-def test_an_empty_stream_has_a_checksum() -> None:
+def test_empty_stream_has_a_checksum() -> None:
     stream = Stream()
     assert stream.feed(frames.StreamSender().end()) == b""
     assert stream.receiver.checksum == xxhash.xxh3_64_intdigest(b"")
@@ -139,19 +139,19 @@ def test_an_empty_stream_has_a_checksum() -> None:
         (frames.encode(Kind.ERROR, b"why"), InvalidRequestError, "kind 2: expected DATA or END"),
     ],
 )
-def test_streams_that_are_wrong_are_refused(sent: bytes, error: type[Exception], complaint: str) -> None:
+def test_invalid_streams_are_rejected(sent: bytes, error: type[Exception], complaint: str) -> None:
     with pytest.raises(error, match=complaint):
         Stream(8).feed(sent)
 
 
-def test_a_refusal_between_frames_is_left_to_the_driver() -> None:
+def test_error_frame_between_data_frames_is_left_to_the_caller() -> None:
     stream = Stream(8, may_be_refused=True)
     assert stream.feed(data(bytes(3)) + frames.encode(Kind.ERROR, b"why")) == b"why"
     assert (stream.receiver.refusal_bytes, stream.receiver.checksum) == (3, None)
 
 
 @pytest.mark.parametrize("sent", range(7))
-def test_what_was_not_sent_is_left(sent: int) -> None:
+def test_unsent_returns_the_rest_of_the_buffers(sent: int) -> None:
     left = frames.unsent([b"ab", b"", b"cde", b"f"], sent)
     assert b"".join(left) == b"abcdef"[sent:]
     assert all(len(buffer) for buffer in left[:1])

@@ -1,4 +1,4 @@
-"""The flat layout: alignment, segments under any cut, cuts on blocks, and what is refused."""
+"""The flat layout: alignment, segments for any cut, cuts at blocks, and invalid units."""
 
 import itertools
 import random
@@ -47,7 +47,7 @@ def test_packed_segments_skip_absent_parameters() -> None:
 @pytest.mark.parametrize("size", [0, 64, 4096, 4160, 100_000, 1 << 20])
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [3.0, 1.0, 2.0], [0.0, 5.0]])
 @pytest.mark.parametrize("min_shard_bytes", [BLOCK_BYTES, 65536])
-def test_cuts_cover_the_vector_on_blocks(size: int, weights: list[float], min_shard_bytes: int) -> None:
+def test_cuts_cover_the_vector_at_blocks(size: int, weights: list[float], min_shard_bytes: int) -> None:
     ranges = cut(size, weights, min_shard_bytes)
     assert len(ranges) == len(weights)
     assert ranges[0][0] == 0
@@ -58,7 +58,7 @@ def test_cuts_cover_the_vector_on_blocks(size: int, weights: list[float], min_sh
         assert stop % BLOCK_BYTES == 0 or stop == size
 
 
-def test_cut_follows_the_weights() -> None:
+def test_cuts_are_proportional_to_weights() -> None:
     ranges = cut(1 << 22, [3.0, 1.0], BLOCK_BYTES)
     assert ranges == [(0, 3 << 20), (3 << 20, 4 << 20)]
 
@@ -77,7 +77,7 @@ def test_cut_follows_the_weights() -> None:
         ((Parameter("a", (1,) * 65, "float32"),), "'a' has 65 dimensions, more than 64"),
     ],
 )
-def test_impossible_units_are_refused(parameters: tuple[Parameter, ...], message: str) -> None:
+def test_invalid_units_are_rejected(parameters: tuple[Parameter, ...], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         UnitLayout("u", parameters)
 
@@ -87,7 +87,7 @@ def test_proto_round_trip() -> None:
     assert UnitLayout.from_proto(layout.to_proto()) == layout
 
 
-def test_whole_tensors_begin_on_blocks_and_are_not_cut() -> None:
+def test_tensor_placement_aligns_parameters_to_blocks_and_never_cuts_them() -> None:
     flat = awkward_layout()
     layout = UnitLayout("u", flat.parameters, "tensor")
     assert all(start % BLOCK_BYTES == 0 for start in (*layout.starts, layout.size_bytes))
@@ -96,7 +96,7 @@ def test_whole_tensors_begin_on_blocks_and_are_not_cut() -> None:
     assert layout.parameters_cut_at([layout.starts[2] + 64, layout.starts[3] + 64, layout.starts[4] + 64]) == {2, 4}
 
 
-def test_an_unknown_placement_is_refused() -> None:
+def test_unknown_placement_is_rejected() -> None:
     with pytest.raises(InvalidRequestError, match="placement 'row': expected one of flat, tensor"):
         UnitLayout("u", (), "row")
     with pytest.raises(InvalidRequestError, match="placement '7'"):

@@ -1,4 +1,4 @@
-"""A reader is woken when enough is there, when no more will come, and never waits for what cannot come."""
+"""A reader is woken when enough data has arrived, and when no more data can arrive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwell_wire.low_water_mark import WAKE_BYTES, LowWaterMark
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two ends of a TCP connection: other sockets have no mark."""
+    """Two ends of a TCP connection. Other sockets do not support the option."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname(), 20.0)
         far, _ = listener.accept()
@@ -28,7 +28,7 @@ def arrives(near: socket.socket, timeout_s: float = 20.0) -> bool:
     return bool(poll.poll(1000 * timeout_s))
 
 
-def test_a_reader_is_woken_for_as_much_as_it_wants(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_reader_is_woken_at_the_requested_size(pair: tuple[socket.socket, socket.socket]) -> None:
     near, far = pair
     mark = LowWaterMark(near)
     mark.want(1000)
@@ -42,7 +42,7 @@ def test_a_reader_is_woken_for_as_much_as_it_wants(pair: tuple[socket.socket, so
     assert arrives(near)
 
 
-def test_more_than_the_most_is_not_waited_for(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_mark_is_limited_to_wake_bytes(pair: tuple[socket.socket, socket.socket]) -> None:
     near, far = pair
     LowWaterMark(near).want(100 * WAKE_BYTES)
     sending = threading.Thread(target=far.sendall, args=(bytes(WAKE_BYTES),))
@@ -54,7 +54,7 @@ def test_more_than_the_most_is_not_waited_for(pair: tuple[socket.socket, socket.
     sending.join()
 
 
-def test_the_end_of_the_connection_wakes(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_end_of_connection_wakes_the_reader(pair: tuple[socket.socket, socket.socket]) -> None:
     near, far = pair
     LowWaterMark(near).want(1000)
     far.sendall(b"little")
@@ -63,7 +63,7 @@ def test_the_end_of_the_connection_wakes(pair: tuple[socket.socket, socket.socke
     assert near.recv(100) == b"little"
 
 
-def test_a_system_without_such_a_mark_goes_on() -> None:
+def test_missing_socket_option_is_ignored() -> None:
     class Without:
         asked = 0
 

@@ -14,12 +14,12 @@ from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 
 @pytest.mark.parametrize("name", ["a", "gpt 2", "team/gpt", "größe", "x" * MAX_NAME_LENGTH, "a.b-c_d:1"])
-def test_names_that_are_allowed(name: str) -> None:
+def test_valid_names_are_accepted(name: str) -> None:
     check_name("run", name)
 
 
 @pytest.mark.parametrize("name", ["", " ", " a", "a ", "a\nb", "a\x00b", "\u200b", "x" * (MAX_NAME_LENGTH + 1)])
-def test_names_that_are_refused(name: str) -> None:
+def test_invalid_names_are_rejected(name: str) -> None:
     with pytest.raises(InvalidRequestError, match="expected 1 to 200 printable characters, without spaces at the ends"):
         check_name("run", name)
 
@@ -27,13 +27,13 @@ def test_names_that_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "server_id", ["", " ", "a/../../b", "..", "-x", "a b", "ä", "x" * (MAX_NAME_LENGTH + 1), "a\n"]
 )
-def test_ids_that_are_refused(server_id: str) -> None:
+def test_invalid_ids_are_rejected(server_id: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"server_id is .*: expected 1 to 200 letters, digits"):
         check_id("server_id", server_id)
 
 
 @pytest.mark.parametrize("server_id", ["3deff9898fc0-6", "host.example.org-12", "shard-0", "s0", "a:1"])
-def test_ids_that_are_allowed(server_id: str) -> None:
+def test_valid_ids_are_accepted(server_id: str) -> None:
     check_id("server_id", server_id)
 
 
@@ -68,7 +68,7 @@ CONTEXT = common_pb2.RequestContext(run=LONG)
         ("parameter", shard_pb2.PeekRequest(run="r", parameter=LONG)),
     ],
 )
-def test_a_malformed_name_is_found_in_any_request(field: str, request_: Message) -> None:
+def test_invalid_name_is_found_in_any_request(field: str, request_: Message) -> None:
     with pytest.raises(InvalidRequestError, match=f"^{field} is ") as refused:
         check_names(request_)
     assert len(str(refused.value)) < 300
@@ -79,7 +79,7 @@ def test_requests_without_names_pass() -> None:
         check_names(request)
 
 
-def test_a_long_error_is_logged_in_few_words(caplog: pytest.LogCaptureFixture) -> None:
+def test_long_name_is_shortened_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         reported_error("/x", InvalidRequestError(LONG), "peer")
     assert len(caplog.text) < 2000

@@ -1,4 +1,4 @@
-"""Nothing in Shardwell serialises with pickle: reading a pickle runs whatever code its writer chose."""
+"""Shardwell does not use pickle: unpickling runs arbitrary code of the writer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
-"""Modules whose readers run code, or crash, on bytes from somebody else."""
+"""Modules that may run code or crash when they read untrusted bytes."""
 
 PROCESS_PIPES = {"multiprocessing", "torch.multiprocessing"}
-"""Their queues, pipes and managers pickle every object."""
+"""Modules whose queues, pipes and managers pickle every object."""
 
 OBJECT_COLLECTIVES = {
     "all_gather_object",
@@ -26,7 +26,7 @@ OBJECT_COLLECTIVES = {
 
 
 def findings(source: str) -> Iterator[str]:
-    """What a module does that pickles or unpickles, one line each."""
+    """Returns the places in a module that pickle or unpickle, one line each."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             base = node.module or "" if isinstance(node, ast.ImportFrom) else ""
@@ -69,16 +69,16 @@ def _call_findings(call: ast.Call) -> Iterator[str]:
         "eval(text)",
     ],
 )
-def test_the_scan_finds(source: str) -> None:
+def test_scan_finds_unpickling(source: str) -> None:
     assert list(findings(source))
 
 
-def test_the_scan_accepts_what_does_not_unpickle() -> None:
+def test_scan_accepts_code_that_does_not_unpickle() -> None:
     assert not list(findings("torch.load(path, weights_only=True)\nimport json\njson.loads(text)\nmodel.eval()"))
 
 
 @pytest.mark.parametrize("folder", ["client", "server", "protos"])
-def test_no_pickle(folder: str) -> None:
+def test_no_code_unpickles(folder: str) -> None:
     paths = sorted((ROOT / folder).rglob("*.py"))
     assert paths
     found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in findings(path.read_text())]

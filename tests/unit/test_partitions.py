@@ -1,4 +1,4 @@
-"""How units are cut into the partitions of data ranks."""
+"""Units are cut into one optimizer partition per data rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwell_wire.partitions import part_in, partition_of, runs_on_trainers
 @pytest.mark.parametrize("size_bytes", [0, 64, BLOCK_BYTES, 10 * BLOCK_BYTES + 64, 1_000_000 // 64 * 64])
 @pytest.mark.parametrize("dp", [1, 2, 3, 7])
 @pytest.mark.parametrize("num_servers", [1, 2, 5])
-def test_parts_cover_every_shard_once(size_bytes: int, dp: int, num_servers: int) -> None:
+def test_intersections_cover_every_shard_once(size_bytes: int, dp: int, num_servers: int) -> None:
     partitions = [partition_of(size_bytes, dp, rank) for rank in range(dp)]
     assert (partitions[0][0], partitions[-1][1]) == (0, size_bytes)
     assert all(before[1] == after[0] for before, after in pairwise(partitions))
@@ -26,12 +26,12 @@ def test_parts_cover_every_shard_once(size_bytes: int, dp: int, num_servers: int
 
 
 @pytest.mark.parametrize("size_bytes", [0, 64, BLOCK_BYTES, 10 * BLOCK_BYTES + 64, 999_936, 123 << 20])
-def test_partitions_are_the_even_cut(size_bytes: int) -> None:
+def test_partitions_equal_the_even_cut(size_bytes: int) -> None:
     for dp in (1, 2, 3, 7, 64, 1000):
         expected = cut(size_bytes, [1.0] * dp, BLOCK_BYTES)
         assert [partition_of(size_bytes, dp, rank) for rank in range(dp)] == expected
 
 
-def test_only_the_prefix_tells() -> None:
+def test_prefix_marks_optimizers_on_trainers() -> None:
     assert runs_on_trainers("trainer/SGD")
     assert not runs_on_trainers("sgd")

@@ -1,4 +1,4 @@
-"""Random initial values: the same however a parameter is cut, and distributed as asked."""
+"""Random initial values do not depend on cuts, and have the requested distribution."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_cuts_do_not_change_values(kind: str) -> None:
         assert torch.equal(torch.cat(parts), whole)
 
 
-def test_seed_and_stream_decide() -> None:
+def test_values_depend_on_seed_and_stream() -> None:
     values = filled(init.normal())
     assert torch.equal(values, filled(init.normal()))
     assert not torch.equal(values, filled(init.normal(), seed=2))
@@ -58,8 +58,8 @@ def test_seed_and_stream_decide() -> None:
     assert len({tuple(block[:3].tolist()) for block in blocks}) == 3
 
 
-def test_values_are_those_of_the_specification() -> None:
-    """Pinned: another version must draw the same, or a cluster of two versions would disagree."""
+def test_values_match_the_specification() -> None:
+    """Fixed values: all versions must draw the same, or servers of two versions would disagree."""
     got = filled(init.uniform(), 2, dtype=torch.float64), filled(init.normal(), 2, random_values.BLOCK_ELEMENTS)
     assert [values.tolist() for values in got] == PINNED
 
@@ -67,7 +67,7 @@ def test_values_are_those_of_the_specification() -> None:
 PINNED = [[0.15604345893833277, 0.015218052640904312], [0.06202792376279831, -0.5867211818695068]]
 
 
-def test_distributions() -> None:
+def test_values_have_the_requested_distribution() -> None:
     size = 200_000
     uniform, normal = filled(init.uniform(-2, 4), size), filled(init.normal(3, 2), size)
     assert uniform.min() >= -2 and uniform.max() <= 4
@@ -82,7 +82,7 @@ def test_distributions() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_some_elements_are_zero_wherever_the_cut(kind: str) -> None:
+def test_zero_range_is_independent_of_cuts(kind: str) -> None:
     how = draw(KINDS[kind])
     how.zero_start, how.zero_stop = random_values.BLOCK_ELEMENTS - 3, random_values.BLOCK_ELEMENTS + 4
     expected = filled(KINDS[kind])
@@ -116,6 +116,6 @@ def test_values_are_rounded_once(dtype: torch.dtype) -> None:
         (init.Draw(initialization_pb2.Distribution()), "no distribution"),
     ],
 )
-def test_impossible_distributions_name_the_parameter(how: init.Draw, message: str) -> None:
+def test_invalid_distribution_error_names_the_parameter(how: init.Draw, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"'blocks.0.w'.*{message}"):
         random_values.check(draw(how), "blocks.0.w")

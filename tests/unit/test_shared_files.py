@@ -91,7 +91,7 @@ def target(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("make", WRONG, ids=lambda make: make.__name__.strip("_"))
-def test_what_is_no_plain_file_of_this_user_is_refused(
+def test_other_than_regular_file_is_rejected(
     folder: Path, target: Path, make: Callable[[Path, Path], None], write: bool
 ) -> None:
     path = folder / "file"
@@ -104,12 +104,12 @@ def test_what_is_no_plain_file_of_this_user_is_refused(
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null"])
-def test_a_device_is_refused(path: str) -> None:
+def test_device_is_rejected(path: str) -> None:
     with pytest.raises(UntrustedFileError, match=r"expected a regular file .*, found a device"):
         open_file(path)
 
 
-def test_a_file_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_of_another_user_is_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "file").write_bytes(CONTENT)
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
@@ -120,7 +120,7 @@ def test_a_file_of_another_user_is_refused(folder: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("create", [False, True])
-def test_a_plain_file_is_opened_and_never_truncated(folder: Path, create: bool) -> None:
+def test_regular_file_is_opened_without_truncation(folder: Path, create: bool) -> None:
     path = folder / "file"
     path.write_bytes(CONTENT)
     path.chmod(0o600)
@@ -131,7 +131,7 @@ def test_a_plain_file_is_opened_and_never_truncated(folder: Path, create: bool) 
     assert path.read_bytes() == b"Precious"
 
 
-def test_what_is_not_there_is_made_only_on_request(folder: Path) -> None:
+def test_missing_file_is_created_only_on_request(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
         open_in_folder(str(folder / "file"), write=True)
     with opened(open_file(folder / "file", create=True)):
@@ -139,7 +139,7 @@ def test_what_is_not_there_is_made_only_on_request(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o701, 0o710, 0o770, 0o777, 0o1777])
-def test_a_folder_that_others_can_enter_is_refused(folder: Path, mode: int) -> None:
+def test_folder_that_other_users_can_enter_is_rejected(folder: Path, mode: int) -> None:
     (folder / "file").write_bytes(CONTENT)
     folder.chmod(mode)
     with pytest.raises(UntrustedFileError, match=f"no other user can use, found one with mode {mode:04o}"):
@@ -147,14 +147,14 @@ def test_a_folder_that_others_can_enter_is_refused(folder: Path, mode: int) -> N
 
 
 @pytest.mark.parametrize("make", [_symbolic_link, _fifo, _socket, _longer])
-def test_what_is_no_folder_is_refused(tmp_path: Path, folder: Path, make: Callable[[Path, Path], None]) -> None:
+def test_other_than_folder_is_rejected(tmp_path: Path, folder: Path, make: Callable[[Path, Path], None]) -> None:
     make(tmp_path / "other", folder)
     with pytest.raises(UntrustedFileError, match="expected a folder"):
         open_folder(tmp_path / "other")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc/passwd", "../target"])
-def test_names_are_plain(folder: Path, target: Path, name: str) -> None:
+def test_names_with_separators_are_rejected(folder: Path, target: Path, name: str) -> None:
     with opened(open_folder(folder)) as descriptor, pytest.raises(UntrustedFileError, match="plain name"):
         open_file(name, folder=descriptor)
 
@@ -163,12 +163,12 @@ def test_names_are_plain(folder: Path, target: Path, name: str) -> None:
     "path",
     ["", "file", "shardwell-a/file", "/home/me/file", "/dev/shm/shardwell-a/../x/file", "/dev/shm/shardwell-a//file"],
 )
-def test_a_server_offers_files_of_a_servers_folder_only(path: str) -> None:
+def test_path_outside_a_server_folder_is_rejected(path: str) -> None:
     with pytest.raises(UntrustedFileError):
         server_folder(path)
 
 
-def test_later_files_are_in_the_folder_of_the_first() -> None:
+def test_path_outside_the_first_folder_is_rejected() -> None:
     folder = server_folder("/dev/shm/shardwell-a/one")
     assert folder == "/dev/shm/shardwell-a"
     assert require_folder("/dev/shm/shardwell-a/two", folder) == "/dev/shm/shardwell-a/two"

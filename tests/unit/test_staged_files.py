@@ -1,4 +1,4 @@
-"""Files that appear together: what a reader finds if the writer is stopped anywhere."""
+"""Staged files appear together, even if the writer is interrupted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
 
 
-def test_replaces_what_was_there_and_leaves_the_rest(tmp_path: Path) -> None:
+def test_staged_files_replace_old_files_and_keep_others(tmp_path: Path) -> None:
     (tmp_path / "config").write_text("mine")
     write(tmp_path, "old", 3)
     write(tmp_path, "new", 2)
@@ -31,7 +31,9 @@ def test_replaces_what_was_there_and_leaves_the_rest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 2])
-def test_stopped_while_files_are_moved(tmp_path: Path, stop_after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruption_during_the_move_leaves_no_marker(
+    tmp_path: Path, stop_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, "old", 2)
     replace, moved = Path.replace, []
 
@@ -47,7 +49,7 @@ def test_stopped_while_files_are_moved(tmp_path: Path, stop_after: int, monkeypa
     assert "index" not in contents(tmp_path) and moved == ["part0", "part1"][:stop_after]
 
 
-def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path: Path) -> None:
+def test_created_folder_is_removed_after_a_failure(tmp_path: Path) -> None:
     with pytest.raises(ValueError), staged(tmp_path / "new", markers=MARKERS, is_exported=lambda name: False) as stage:
         (stage / "part0").write_text("x")
         raise ValueError

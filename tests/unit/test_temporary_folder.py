@@ -1,4 +1,4 @@
-"""Temporary folders: removed by their process, and by others once it was killed."""
+"""Temporary folders are removed by their process, or by another process if theirs was killed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_folder_is_removed_by_its_process(directory: Path) -> None:
+def test_process_removes_its_folder(directory: Path) -> None:
     with temporary_folder() as first, temporary_folder() as second:
         assert first != second and first.is_dir() and second.is_dir()
         assert all(path.name.startswith(PREFIX) and path.stat().st_mode & 0o077 == 0 for path in (first, second))
     assert not list(directory.iterdir())
 
 
-def test_a_folder_of_a_killed_process_is_removed_by_the_next(directory: Path) -> None:
+def test_next_process_removes_folder_of_killed_process(directory: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -50,7 +50,7 @@ def test_a_folder_of_a_killed_process_is_removed_by_the_next(directory: Path) ->
     assert not list(directory.iterdir())
 
 
-def test_other_folders_of_the_name_stay(directory: Path) -> None:
+def test_folders_without_a_lock_file_stay(directory: Path) -> None:
     notes = directory / f"{PREFIX}notes"
     notes.mkdir(mode=0o700)
     link = directory / f"{PREFIX}link"

@@ -1,4 +1,4 @@
-"""Finding and replacing tensors inside what modules take and return."""
+"""Tensors are found and replaced in the arguments and results of modules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Plain:
 
 
 class Output(collections.OrderedDict[str, Any]):
-    """As models of Hugging Face return."""
+    """An output as Hugging Face's models return."""
 
 
 VALUES = {
@@ -54,7 +54,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_find_and_replace(kind: str) -> None:
+def test_tensors_are_found_and_replaced(kind: str) -> None:
     value = VALUES[kind]
     assert [found is ONE for found in find_tensors(value)] == [True]
     changed = map_tensors(value, lambda tensor: TWO)
@@ -65,7 +65,7 @@ def test_find_and_replace(kind: str) -> None:
 
 
 @pytest.mark.parametrize("value", [Plain(ONE), Slotted(ONE), {ONE}, Plain([Slotted({"a": ONE})])])
-def test_found_in_objects(value: Any) -> None:
+def test_tensors_are_found_in_objects(value: Any) -> None:
     assert [found is ONE for found in find_tensors(value)] == [True]
 
 
@@ -76,13 +76,13 @@ def test_modules_and_cycles_are_not_followed() -> None:
     assert find_tensors([nn.Linear(3, 3), torch.Tensor, torch.float32, None, "text"]) == []
 
 
-def test_attributes_of_modules() -> None:
+def test_tensors_in_module_attributes_are_found() -> None:
     layer = nn.Linear(3, 3)
     layer.loss = ONE
     assert [found is ONE for found in attribute_tensors([layer])] == [True]
 
 
-def test_share_storage() -> None:
+def test_shared_storage_is_detected() -> None:
     flat = torch.zeros(8)
     assert share_storage(flat[2:4], flat.untyped_storage())
     assert not share_storage(flat.clone(), flat.untyped_storage())

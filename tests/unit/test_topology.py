@@ -1,4 +1,4 @@
-"""The mapping of logical ranks: the documented order, its inverse, groups, neighbours and errors."""
+"""Logical ranks map to coordinates, groups and neighbours as documented."""
 
 from itertools import permutations, product
 
@@ -10,7 +10,7 @@ from shardwell_wire.topology import AXES, MAX_WORLD_SIZE, Coordinates, World, ch
 ALL_WORLDS = [World(dp, tp, pp, order) for dp, tp, pp in product((1, 2, 3), repeat=3) for order in permutations(AXES)]
 
 
-def test_default_order_is_the_documented_one() -> None:
+def test_default_order_matches_the_documentation() -> None:
     world = World(dp=2, tp=2, pp=2)
     assert world.coordinates(3) == Coordinates(3, dp_rank=0, tp_rank=1, pp_rank=1)
     assert world.coordinates(5) == Coordinates(5, dp_rank=1, tp_rank=0, pp_rank=1)
@@ -35,19 +35,19 @@ def test_last_axis_of_the_order_varies_fastest() -> None:
     assert World(2, 2, 2, ("pp", "tp", "dp")).coordinates(1) == Coordinates(1, dp_rank=1, tp_rank=0, pp_rank=0)
 
 
-def test_stage_neighbours() -> None:
+def test_stage_neighbours_are_adjacent_stages() -> None:
     world = World(dp=2, pp=3)
     assert [world.stage_neighbours(rank) for rank in (3, 4, 5)] == [(None, 4), (3, 5), (4, None)]
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 0}, {"tp": -1}, {"pp": True}, {"dp": 2.0}, {"dp": 1 << 21}])
-def test_impossible_sizes_are_refused(sizes: dict[str, int]) -> None:
+def test_invalid_sizes_are_rejected(sizes: dict[str, int]) -> None:
     with pytest.raises(WorldError, match=r"expected an integer|more than the limit"):
         World(**sizes)
 
 
 @pytest.mark.parametrize("order", [("dp", "tp"), ("dp", "tp", "tp"), ("data", "tp", "pp")])
-def test_impossible_orders_are_refused(order: tuple[str, ...]) -> None:
+def test_invalid_orders_are_rejected(order: tuple[str, ...]) -> None:
     with pytest.raises(WorldError, match="each of"):
         World(order=order)
 
@@ -60,7 +60,7 @@ def test_errors_say_what_to_change() -> None:
     World(2, 2, 3).check_fits(world_size=12, num_layers=12)
 
 
-def test_ranks_outside_are_refused() -> None:
+def test_ranks_outside_the_world_are_rejected() -> None:
     with pytest.raises(WorldError, match="rank 8 is not in"):
         World(2, 2, 2).coordinates(8)
     with pytest.raises(WorldError, match="tp_rank 2"):
@@ -72,7 +72,7 @@ def test_proto_round_trip(world: World) -> None:
     assert World.from_proto(world.to_proto()) == world
 
 
-def test_the_limit_of_data_ranks_is_the_limit_of_a_world() -> None:
+def test_limit_of_data_ranks_equals_limit_of_a_world() -> None:
     check_data_ranks(MAX_WORLD_SIZE)
     for dp in (0, MAX_WORLD_SIZE + 1, (1 << 32) - 1):
         with pytest.raises(WorldError, match=f"dp is {dp}: expected 1 to {MAX_WORLD_SIZE}"):

@@ -1,4 +1,4 @@
-"""Lossy wire dtypes: every bit as a slow reference has it, however the unit is cut and the stream is sliced."""
+"""Lossy wire dtypes match a slow reference bit for bit, for any cut of the unit and any slices of the stream."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LAYOUT = UnitLayout(
     ),
 )
 STARTS = (0, 64, 960, 1024, 1088, 4096, 5056)
-"""Where parameters may begin: on a block, just before one, just after one."""
+"""Starts of parameters: at a block, just before a block, just after a block."""
 
 
 def slow_bfloat16(x: np.ndarray) -> tuple[bytes, np.ndarray]:
@@ -55,7 +55,7 @@ def slow_float16(x: np.ndarray) -> tuple[bytes, np.ndarray]:
 
 
 def slow_int8(x: np.ndarray, first_byte: int) -> tuple[bytes, np.ndarray]:
-    """Block after block, element after element, as docs/wire-format.md has it."""
+    """Encodes block by block and element by element, as docs/wire-format.md specifies."""
     stream, decoded, start = b"", [], 0
     while start < len(x):
         stop = start + (1024 - (first_byte + 4 * start) % 1024) // 4
@@ -88,7 +88,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def values_of(numel: int, seed: int = 0) -> torch.Tensor:
-    """Of many magnitudes, with zeros, ties of the rounding, and subnormal numbers."""
+    """Returns values of many magnitudes, with zeros, rounding ties and subnormal numbers."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator) * torch.exp(6 * torch.randn(numel, generator=generator))
     values[::7] = 0.0
@@ -98,7 +98,7 @@ def values_of(numel: int, seed: int = 0) -> torch.Tensor:
 
 
 def plan_of(x: torch.Tensor, first_byte: int, wire_dtype: WireDtype) -> StreamPlan:
-    """Of a parameter that begins at a byte of its unit's flat vector."""
+    """Encodes a parameter that starts at the given byte of its unit's flat vector."""
     layout = UnitLayout("u", (Parameter("x", tuple(x.shape), str(x.dtype).removeprefix("torch.")),))
     segments = [Segment(0, first_byte, first_byte + x.nbytes, 0, x.numel())] if x.numel() else []
     return StreamPlan(layout, segments, wire_dtype)
@@ -131,7 +131,7 @@ def rounded_into(x: torch.Tensor, first_byte: int, wire_dtype: WireDtype, out: t
 @pytest.mark.parametrize("wire_dtype", EVERY)
 @pytest.mark.parametrize("first_byte", STARTS)
 @pytest.mark.parametrize("numel", [0, 1, 2, 15, 16, 17, 240, 255, 256, 257, 511, 512, 769, 5003])
-def test_every_bit_is_the_slow_references(wire_dtype: WireDtype, first_byte: int, numel: int) -> None:
+def test_encoding_matches_slow_reference_bit_for_bit(wire_dtype: WireDtype, first_byte: int, numel: int) -> None:
     x = values_of(numel, seed=first_byte + numel)
     stream, expected = slow(x, first_byte, wire_dtype)
     assert encoded(x, first_byte, wire_dtype) == stream
@@ -145,7 +145,7 @@ def test_every_bit_is_the_slow_references(wire_dtype: WireDtype, first_byte: int
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
-def test_more_than_is_converted_at_once_is_the_sum_of_its_blocks(wire_dtype: WireDtype) -> None:
+def test_input_larger_than_a_slice_equals_its_blocks(wire_dtype: WireDtype) -> None:
     x, first_byte = values_of(300_001), 64
     whole = encoded(x, first_byte, wire_dtype)
     head = INT8_BLOCK_NUMEL - first_byte // 4
@@ -160,7 +160,7 @@ def test_more_than_is_converted_at_once_is_the_sum_of_its_blocks(wire_dtype: Wir
 
 @pytest.mark.parametrize("wire_dtype", EVERY)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_only_float32_is_converted(wire_dtype: WireDtype, dtype: torch.dtype) -> None:
+def test_only_float32_is_encoded(wire_dtype: WireDtype, dtype: torch.dtype) -> None:
     x = values_of(515).to(dtype)
     stream = encoded(x, 64, wire_dtype)
     assert stream == bytes(x.view(torch.uint8).tolist())
@@ -174,7 +174,7 @@ def test_only_float32_is_converted(wire_dtype: WireDtype, dtype: torch.dtype) ->
 @pytest.mark.parametrize("wire_dtype", LOSSY)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", [0, 255, 300, 999])
-def test_what_is_not_finite_stays_not_finite_and_spoils_only_its_block(
+def test_non_finite_values_stay_non_finite_and_affect_only_their_block(
     wire_dtype: WireDtype, bad: float, where: int
 ) -> None:
     x = torch.ones(1000)
@@ -210,13 +210,13 @@ def test_what_is_not_finite_stays_not_finite_and_spoils_only_its_block(
         (WIRE_DTYPE_INT8, 200 * 2.0**-130, 12 * 2.0**-126),
     ],
 )
-def test_ends_of_the_range(wire_dtype: WireDtype, value: float, expected: float) -> None:
+def test_extreme_values_are_encoded(wire_dtype: WireDtype, value: float, expected: float) -> None:
     x = torch.full((300,), value)
     rounded_into(x, 0, wire_dtype, x)
     assert same_bits(x, torch.full((300,), expected))
 
 
-def test_an_int8_is_off_by_at_most_half_of_its_blocks_step() -> None:
+def test_int8_error_is_at_most_half_a_scale() -> None:
     x = torch.randn(256 * 50, generator=torch.Generator().manual_seed(1))
     arrived = torch.empty_like(x)
     rounded_into(x, 0, WIRE_DTYPE_INT8, arrived)
@@ -250,7 +250,7 @@ def streamed(layout: UnitLayout, flat: torch.Tensor, segments: Sequence[Segment]
 @pytest.mark.parametrize("wire_dtype", EVERY)
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
 @pytest.mark.parametrize("indices", [None, (2,), (0, 4, 6)])
-def test_a_units_stream_is_its_shards_streams_one_after_another(
+def test_stream_of_a_unit_is_the_streams_of_its_shards(
     wire_dtype: WireDtype, num_shards: int, indices: Sequence[int] | None
 ) -> None:
     flat, chosen = filled_unit(), indices or range(len(LAYOUT.parameters))
@@ -264,7 +264,7 @@ def test_a_units_stream_is_its_shards_streams_one_after_another(
 
 
 @pytest.mark.parametrize("wire_dtype", EVERY)
-def test_what_is_encoded_together_is_decoded_together(wire_dtype: WireDtype) -> None:
+def test_encoding_and_decoding_use_the_same_slices(wire_dtype: WireDtype) -> None:
     flat, arrived = filled_unit(), torch.zeros(LAYOUT.size_bytes, dtype=torch.uint8)
     segments = LAYOUT.segments(0, LAYOUT.size_bytes)
     stream = streamed(LAYOUT, flat, segments, wire_dtype)
@@ -280,14 +280,14 @@ TIGHT = UnitLayout(
     "tight",
     tuple(Parameter(f"p{i}", (n,), "float32") for i, n in enumerate((1, 16, 17, 1, 257, 10_240, 15, 273, 1))),
 )
-"""Where a stream leaves the least room: values that fill their alignment, and blocks of a single one."""
+"""Layouts whose streams are largest relative to their values: no padding, and blocks of one value."""
 
 
 @pytest.mark.parametrize("wire_dtype", EVERY)
 @pytest.mark.parametrize("layout", [LAYOUT, TIGHT], ids=["mixed", "tight"])
 @pytest.mark.parametrize("num_shards", [1, 2, 7])
 @pytest.mark.parametrize("every_other", [False, True])
-def test_a_stream_is_decoded_where_its_values_go(
+def test_stream_is_decoded_in_place(
     wire_dtype: WireDtype, layout: UnitLayout, num_shards: int, every_other: bool
 ) -> None:
     flat = values_of(layout.size_bytes // 4).view(torch.uint8)
@@ -306,7 +306,7 @@ def test_a_stream_is_decoded_where_its_values_go(
 
 
 @pytest.mark.parametrize("wire_dtype", EVERY)
-def test_a_stream_of_another_length_is_refused(wire_dtype: WireDtype) -> None:
+def test_stream_of_wrong_size_is_rejected(wire_dtype: WireDtype) -> None:
     x, arrived = torch.ones(300), torch.zeros(300)
     data = encoded(x, 0, wire_dtype)
     for wrong in (data[:-1], data + b"x"):
@@ -315,17 +315,17 @@ def test_a_stream_of_another_length_is_refused(wire_dtype: WireDtype) -> None:
     assert not arrived.any()
 
 
-def test_an_empty_stream() -> None:
+def test_empty_stream_has_no_bytes() -> None:
     assert encoded(torch.empty(0), 0, WIRE_DTYPE_INT8) == b""
 
 
-def test_an_unknown_wire_dtype_is_named() -> None:
+def test_unknown_wire_dtype_is_rejected() -> None:
     with pytest.raises(ValueError, match="wire dtype 9: expected one of WIRE_DTYPE_UNSPECIFIED, "):
         plan_of(torch.ones(3), 0, 9)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wire_dtype", LOSSY)
-def test_gradients_that_autograd_tracks_and_inference_mode_are_no_obstacle(wire_dtype: WireDtype) -> None:
+def test_encoding_works_with_autograd_and_inference_mode(wire_dtype: WireDtype) -> None:
     x = torch.randn(300, requires_grad=True)
     stream = encoded(x, 0, wire_dtype)
     with torch.inference_mode():
@@ -337,9 +337,7 @@ def test_gradients_that_autograd_tracks_and_inference_mode_are_no_obstacle(wire_
 
 @pytest.mark.parametrize("wire_dtype", [WIRE_DTYPE_BFLOAT16, WIRE_DTYPE_INT8])
 @pytest.mark.parametrize("sizes", [(512, 256, 1024), (512, 16, 1024), (5, 300, 7, 4096), (16,) * 700, (1,) * 700])
-def test_parameters_side_by_side_give_the_bits_that_each_gives_alone(
-    wire_dtype: WireDtype, sizes: tuple[int, ...]
-) -> None:
+def test_adjacent_parameters_have_the_bits_of_separate_ones(wire_dtype: WireDtype, sizes: tuple[int, ...]) -> None:
     layout = UnitLayout("block", tuple(Parameter(f"p{i}", (size,), "float32") for i, size in enumerate(sizes)))
     vector, segments = values_of(layout.size_bytes // 4), layout.segments(0, layout.size_bytes)
     parts = [vector[at.start_bytes // 4 : at.stop_bytes // 4].clone() for at in segments]

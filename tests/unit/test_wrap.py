@@ -1,4 +1,4 @@
-"""Which modules ``auto_wrap`` makes units."""
+"""``auto_wrap`` makes units of the modules that the policy chooses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.module_parity import Block, Gpt, Pair, gpt, gpt_loss, inputs
 
 
 def wrapped(model: nn.Module, policy: WrapPolicy | None, **options: Any) -> dict[str, list[str]]:
-    """Parameter names by unit, in the order of the calls."""
+    """Returns parameter names by unit, in the order of creation."""
     session = SimpleNamespace(units=Units(InMemoryStore()))
     assert auto_wrap(model, session, policy, **options) is model
     return {unit.name: [parameter.name for parameter in unit.layout.parameters] for unit in session.units}
@@ -36,12 +36,12 @@ POLICIES: dict[str, WrapPolicy] = {
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_training_is_the_same_whatever_the_policy(policy: str) -> None:
+def test_training_does_not_depend_on_the_policy(policy: str) -> None:
     Pair(gpt(), lambda model, session: auto_wrap(model, session, POLICIES[policy])).train(gpt_loss)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_parameters_have_the_names_of_the_model(policy: str) -> None:
+def test_parameters_are_named_as_in_the_model(policy: str) -> None:
     model = gpt()
     names = [name for name, _ in model.named_parameters()]
     found = wrapped(model, POLICIES[policy])
@@ -50,13 +50,13 @@ def test_parameters_have_the_names_of_the_model(policy: str) -> None:
     assert all(name.startswith(f"{unit}.") for unit, own in found.items() if unit != "Gpt" for name in own)
 
 
-def test_module_types() -> None:
+def test_module_type_policy_selects_types() -> None:
     assert list(wrapped(gpt(), ModuleTypePolicy({Block}))) == ["blocks.0", "blocks.1", "blocks.2", "Gpt"]
     nested = wrapped(gpt(), ModuleTypePolicy([Block, nn.LayerNorm]))
     assert list(nested)[:4] == ["blocks.0.norm1", "blocks.0.norm2", "blocks.0", "blocks.1.norm1"]
 
 
-def test_subclass_of_a_wanted_type() -> None:
+def test_module_type_policy_selects_subclasses() -> None:
     class Special(Block):
         pass
 
@@ -65,11 +65,11 @@ def test_subclass_of_a_wanted_type() -> None:
     assert "blocks.1" in wrapped(model, ModuleTypePolicy({Block}))
 
 
-def test_no_wrap_is_one_unit() -> None:
+def test_no_wrap_policy_makes_one_unit() -> None:
     assert list(wrapped(gpt(), NoWrapPolicy())) == ["Gpt"]
 
 
-def test_size_counts_what_no_inner_unit_took() -> None:
+def test_size_policy_counts_parameters_outside_inner_units() -> None:
     class Pair(nn.Module):
         def __init__(self, first: int, second: int) -> None:
             super().__init__()
@@ -82,12 +82,12 @@ def test_size_counts_what_no_inner_unit_took() -> None:
     assert list(wrapped(model, SizePolicy(min_num_params=100))) == ["0.first", "1", "Sequential"]
 
 
-def test_size_at_its_limit() -> None:
+def test_size_policy_includes_the_limit() -> None:
     model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(9, 11, bias=False))
     assert list(wrapped(model, SizePolicy(min_num_params=100))) == ["0", "Sequential"]
 
 
-def test_containers_and_children_of_attention_are_no_units() -> None:
+def test_containers_and_children_of_attention_do_not_become_units() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -100,25 +100,25 @@ def test_containers_and_children_of_attention_are_no_units() -> None:
     assert list(wrapped(Model(), SizePolicy(min_num_params=1))) == ["layers.0", "by_name.a"]
 
 
-def test_tied_modules_stay_with_what_contains_both() -> None:
-    """The head is tied to the embedding: neither alone can be a unit, a block inside can."""
+def test_tied_modules_belong_to_the_unit_around_both() -> None:
+    """The head is tied to the embedding, so neither becomes a unit. The blocks do."""
     found = wrapped(gpt(), SizePolicy(min_num_params=100))
     assert "tokens" not in found and "head" not in found and "positions" in found and "blocks.0.up" in found
     assert "tokens.weight" in found["Gpt"]
 
 
-def test_module_whose_ties_are_all_inside_is_a_unit() -> None:
+def test_module_with_inner_ties_becomes_a_unit() -> None:
     found = wrapped(nn.Sequential(gpt(), nn.Linear(3, 3)), ModuleTypePolicy({Gpt}))
     assert list(found) == ["0", "Sequential"]
 
 
 def test_tied_parameters_still_count_for_the_module_around_them() -> None:
-    """The embedding is large enough alone, but it is tied: the model that holds both has its size."""
+    """The embedding is large enough, but tied, so its size counts for the model around both."""
     found = wrapped(nn.Sequential(gpt(layers=0), nn.Linear(3, 3)), SizePolicy(min_num_params=131 * 20))
     assert list(found) == ["0", "Sequential"]
 
 
-def test_rest_of_a_model_that_is_sharded_in_part() -> None:
+def test_rest_of_a_partly_sharded_model_is_wrapped() -> None:
     model = gpt()
     session = SimpleNamespace(units=Units(InMemoryStore()))
     fully_shard(model.blocks[1], session)
@@ -126,27 +126,27 @@ def test_rest_of_a_model_that_is_sharded_in_part() -> None:
     assert [unit.name for unit in session.units] == ["Block-0", "blocks.0", "blocks.2", "Gpt"]
 
 
-def test_module_used_twice_is_one_unit() -> None:
+def test_module_used_twice_becomes_one_unit() -> None:
     shared = nn.Linear(12, 12)
     found = wrapped(nn.Sequential(shared, nn.Linear(12, 3), shared), ModuleTypePolicy({nn.Linear}))
     assert list(found) == ["0", "1"]
 
 
-def test_two_models_of_one_class_in_one_session() -> None:
+def test_two_models_of_one_class_get_different_names() -> None:
     session = SimpleNamespace(units=Units(InMemoryStore()))
     for _ in range(2):
         auto_wrap(gpt(), session, NoWrapPolicy())
     assert [unit.name for unit in session.units] == ["Gpt", "Gpt-0"]
 
 
-def test_options_reach_every_unit() -> None:
+def test_options_apply_to_every_unit() -> None:
     session = SimpleNamespace(units=Units(InMemoryStore()))
     auto_wrap(gpt(), session, ModuleTypePolicy({Block}), reshard_after_forward=False)
     assert {unit.settings.reshard_after_forward for unit in session.units} == {False}
 
 
-def test_ignored_parameters_stay_and_do_not_tie() -> None:
-    """The embedding is tied to the head, but neither belongs to any unit."""
+def test_ignored_parameters_are_not_sharded_and_do_not_tie() -> None:
+    """The embedding is tied to the head, but both are ignored."""
     model = gpt()
     found = wrapped(model, SizePolicy(min_num_params=1), ignored_params={model.tokens.weight})
     assert not any(name.startswith(("tokens", "head")) for names in found.values() for name in names)
@@ -154,11 +154,11 @@ def test_ignored_parameters_stay_and_do_not_tie() -> None:
     assert owner_of(model.positions.weight) is not None
 
 
-def test_default_is_the_repeated_blocks() -> None:
+def test_default_policy_wraps_repeated_blocks() -> None:
     assert list(wrapped(gpt(), None)) == ["blocks.0", "blocks.1", "blocks.2", "Gpt"]
 
 
-def test_default_takes_the_outermost_of_nested_blocks() -> None:
+def test_default_policy_wraps_the_outermost_blocks() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -171,7 +171,7 @@ def test_default_takes_the_outermost_of_nested_blocks() -> None:
     assert list(wrapped(model, None)) == ["0.0", "0.1", "1.a", "1.b"]
 
 
-def test_default_makes_units_of_what_is_as_large_as_a_block() -> None:
+def test_default_policy_wraps_modules_as_large_as_a_block() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -185,7 +185,7 @@ def test_default_makes_units_of_what_is_as_large_as_a_block() -> None:
     assert list(wrapped(Model(), None)) == ["tokens", "layers.0", "layers.1", "layers.2", "head", "Model"]
 
 
-def test_default_without_repeated_blocks_goes_by_size() -> None:
+def test_default_policy_without_blocks_uses_sizes() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -197,8 +197,8 @@ def test_default_without_repeated_blocks_goes_by_size() -> None:
     assert list(wrapped(Model(), None)) == ["large", "Model"]
 
 
-def test_default_heeds_what_a_model_names() -> None:
-    """As Hugging Face's models do."""
+def test_default_policy_uses_no_split_modules() -> None:
+    """A model with ``_no_split_modules``, as in Hugging Face's models."""
     model = gpt()
     model._no_split_modules = ["LayerNorm"]
     assert "blocks.0.norm1" in wrapped(model, None) and "blocks.0" not in wrapped(gpt_named("LayerNorm"), None)
@@ -211,8 +211,8 @@ def gpt_named(name: str) -> Gpt:
     return model
 
 
-def test_modules_that_share_a_unit_stay_together() -> None:
-    """A tied embedding and its head as one unit, before the rest is wrapped."""
+def test_auto_wrap_keeps_existing_units_of_several_modules() -> None:
+    """A tied embedding and its head form one unit before the rest is wrapped."""
     model = gpt()
     session = SimpleNamespace(units=Units(InMemoryStore()))
     fully_shard([model.tokens, model.head], session, name="vocabulary")
@@ -221,28 +221,28 @@ def test_modules_that_share_a_unit_stay_together() -> None:
 
 
 def vocabulary_and_blocks(model: Gpt) -> CustomPolicy:
-    """The tied embedding and head are one unit, each block is one."""
+    """Puts the tied embedding and head into one unit, and each block into a unit of its own."""
     return CustomPolicy(
         lambda module: "vocabulary" if module in (model.tokens, model.head) else isinstance(module, Block)
     )
 
 
-def test_a_custom_policy_names_modules_that_form_one_unit() -> None:
-    """Tied modules too, which no unit of their own is made of."""
+def test_custom_policy_groups_modules_by_name() -> None:
+    """Tied modules can be grouped, although neither could become a unit alone."""
     model = gpt()
     found = wrapped(model, vocabulary_and_blocks(model))
     assert list(found) == ["vocabulary", "blocks.0", "blocks.1", "blocks.2", "Gpt"]
     assert found["vocabulary"] == ["tokens.weight"] and "tokens.weight" not in found["Gpt"]
 
 
-def test_training_with_modules_that_form_one_unit() -> None:
+def test_training_with_grouped_modules_matches() -> None:
     def wrap(model: Any, session: Any) -> None:
         auto_wrap(model, session, vocabulary_and_blocks(model))
 
     Pair(gpt(), wrap).train(gpt_loss)
 
 
-def test_inner_units_are_made_before_a_group_and_a_group_before_what_is_around_it() -> None:
+def test_units_are_made_inner_first_with_groups() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3)), nn.PReLU())
     first, second = model[0], model[1][0]
     names = {id(first[0]): "pair", id(model[1]): "pair", id(first): True, id(second): True}
@@ -251,7 +251,7 @@ def test_inner_units_are_made_before_a_group_and_a_group_before_what_is_around_i
     assert found["pair"] == ["0.0.weight", "0.0.bias"] and found["0"] == ["0.1.weight", "0.1.bias"]
 
 
-def test_impossible_groups() -> None:
+def test_invalid_groups_are_rejected() -> None:
     model = gpt()
     with pytest.raises(UsageError, match="puts Block and a module inside it into one unit 'x'"):
         wrapped(model, CustomPolicy(lambda module: "x" if module in (model.blocks[0], model.blocks[0].up) else None))
@@ -289,8 +289,8 @@ def siblings() -> nn.Sequential:
     return nn.Sequential(Parent(shared), Parent(shared), nn.Linear(5, 5))
 
 
-def test_parents_of_a_shared_module_are_units_once_it_is_one_itself() -> None:
-    """Else its parameters, and theirs, go to the unit around both."""
+def test_parents_of_a_shared_module_become_units_if_it_is_a_unit() -> None:
+    """Otherwise all their parameters would belong to the unit around them."""
     with pytest.warns(UserWarning, match="chooses no module"):
         assert list(wrapped(siblings(), CustomPolicy(lambda module: isinstance(module, int)))) == ["Sequential"]
     assert list(wrapped(siblings(), ModuleTypePolicy({Parent, nn.Linear}))) == ["0.own", "0.shared", "1.own", "2"]
@@ -301,13 +301,13 @@ def test_parents_of_a_shared_module_are_units_once_it_is_one_itself() -> None:
 
 @pytest.mark.parametrize("policy", [None, ModuleTypePolicy({Parent}), SizePolicy(40), ModuleTypePolicy({nn.Linear})])
 @pytest.mark.filterwarnings("ignore:.*chooses no module")
-def test_a_module_with_two_parents_trains(policy: WrapPolicy | None) -> None:
+def test_module_with_two_parents_trains(policy: WrapPolicy | None) -> None:
     torch.manual_seed(0)
     pair = Pair(siblings(), lambda model, session: auto_wrap(model, session, policy))
     pair.train(lambda model, number: model(inputs(number, 4, 5)).square().sum())
 
 
-def test_a_policy_that_chooses_nothing_is_said() -> None:
+def test_policy_without_units_warns() -> None:
     with pytest.warns(UserWarning, match=r"ModuleTypePolicy.*chooses no module of Gpt.*has .*Block.*NoWrapPolicy\(\)"):
         wrapped(gpt(), ModuleTypePolicy({nn.Conv2d}))
     with warnings.catch_warnings():
@@ -328,6 +328,6 @@ def test_a_policy_that_chooses_nothing_is_said() -> None:
         lambda: wrapped(gpt(), {Block}),
     ],
 )
-def test_impossible_policies(make: Any) -> None:
+def test_invalid_policies_are_rejected(make: Any) -> None:
     with pytest.raises(UsageError, match="expected"):
         make()
