@@ -21,7 +21,7 @@ from shardwell.processes.trainer_process import TrainerProcess
 from tests.support.cluster import descendants, wait_gone
 
 SHARDWELL = [sys.executable, "-m", "shardwell"]
-NOWHERE = ["--coordinator", "127.0.0.1:1"]
+NO_CLUSTER = ["--coordinator", "127.0.0.1:1"]
 """Options for scripts that do not join and need no cluster."""
 
 PRINT_ENVIRONMENT = """
@@ -119,7 +119,7 @@ def wait_for_lines(process: subprocess.Popen[str], text: str, count: int) -> Non
 
 def test_each_trainer_gets_its_environment(launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    done = launch(*NOWHERE, "--num-trainers", "2", "--run", "r", write(script, PRINT_ENVIRONMENT))
+    done = launch(*NO_CLUSTER, "--num-trainers", "2", "--run", "r", write(script, PRINT_ENVIRONMENT))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         f"[trainer-{index}] 127.0.0.1:1 r trainer-{index} 2 1 1 2 3" for index in range(2)
@@ -130,24 +130,24 @@ def test_run_starts_with_fewer_trainers_than_ranks(
     launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    done = launch(*NOWHERE, "--num-trainers", "1", "--dp", "4", write(script, PRINT_ENVIRONMENT))
+    done = launch(*NO_CLUSTER, "--num-trainers", "1", "--dp", "4", write(script, PRINT_ENVIRONMENT))
     assert done.stdout == "[trainer-0] 127.0.0.1:1 script trainer-0 4 1 1 1 1\n"
 
 
 def test_arguments_after_the_script_are_passed_to_it(launch: Launch, script: Path) -> None:
     source = "import sys; print(sys.argv[1:])"
-    done = launch(*NOWHERE, "--num-trainers", "1", write(script, source), "--run", "x", "--help")
+    done = launch(*NO_CLUSTER, "--num-trainers", "1", write(script, source), "--run", "x", "--help")
     assert done.stdout == "[trainer-0] ['--run', 'x', '--help']\n"
 
 
 def test_highest_exit_code_is_returned(launch: Launch, script: Path) -> None:
     source = "import os, sys; sys.exit(7 * os.environ['SHARDWELL_TRAINER'].endswith('1'))"
-    done = launch(*NOWHERE, write(script, source))
+    done = launch(*NO_CLUSTER, write(script, source))
     assert done.returncode == 7
 
 
 def test_output_without_a_final_newline_is_relayed(launch: Launch, script: Path) -> None:
-    done = launch(*NOWHERE, "--num-trainers", "1", write(script, "print('a\\rb\\nc', end='')"))
+    done = launch(*NO_CLUSTER, "--num-trainers", "1", write(script, "print('a\\rb\\nc', end='')"))
     assert done.stdout == "[trainer-0] a\r[trainer-0] b\n[trainer-0] c\n"
 
 
@@ -161,14 +161,14 @@ def test_dead_trainer_is_restarted(launch: Launch, script: Path, tmp_path: Path)
         print("second start")
     """
     command = write(script, source, marker=str(tmp_path / "marker"))
-    done = launch(*NOWHERE, "--num-trainers", "1", "--restart", "1", command)
+    done = launch(*NO_CLUSTER, "--num-trainers", "1", "--restart", "1", command)
     assert (done.returncode, done.stdout) == (0, "[trainer-0] second start\n")
     assert "trainer-0 ended by SIGKILL; restarting it (1 of 1)" in done.stderr
 
 
 def test_number_of_restarts_is_limited(launch: Launch, script: Path) -> None:
     done = launch(
-        *NOWHERE, "--num-trainers", "1", "--restart", "2", write(script, "print('start'); raise SystemExit(3)")
+        *NO_CLUSTER, "--num-trainers", "1", "--restart", "2", write(script, "print('start'); raise SystemExit(3)")
     )
     assert (done.returncode, done.stdout.count("start")) == (3, 3)
 
@@ -193,13 +193,13 @@ def test_signal_right_after_the_start_of_a_trainer_stops_it(script: Path, monkey
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(TrainerProcess, "start", start_and_signal)
-    assert main(["launch", *NOWHERE, "--num-trainers", "2", write(script, WAIT)]) == 128 + signal.SIGTERM
+    assert main(["launch", *NO_CLUSTER, "--num-trainers", "2", write(script, WAIT)]) == 128 + signal.SIGTERM
     assert len(started) == 2
     assert not any(psutil.pid_exists(pid) for pid in started)
 
 
 def test_second_ctrl_c_kills_trainers_that_ignore_the_first(script: Path) -> None:
-    with launched(*NOWHERE, write(script, STUBBORN)) as process:
+    with launched(*NO_CLUSTER, write(script, STUBBORN)) as process:
         wait_for_lines(process, "waiting", 2)
         below = descendants(process.pid)
         process.send_signal(signal.SIGINT)
@@ -275,7 +275,7 @@ def test_launch_prints_its_plan_before_it_starts(script: Path) -> None:
 
 
 def test_world_that_cannot_train_is_reported(launch: Launch, script: Path) -> None:
-    done = launch(*NOWHERE, "--num-trainers", "2", "--tp", "2", write(script, "pass"))
+    done = launch(*NO_CLUSTER, "--num-trainers", "2", "--tp", "2", write(script, "pass"))
     assert done.returncode == 0
     assert "World(dp=1, tp=2, pp=1): the trainers can join" in done.stderr
     assert "only worlds with tp=1 and pp=1 train" in done.stderr

@@ -43,8 +43,8 @@ def test_wait_for_other_trainers_is_logged(
     monkeypatch.setattr(membership, "_POLL_S", 0.1)
     with pytest.raises(shardwell.DeadlineError, match="1 of 2 trainers"):
         join(run="half", world=shardwell.World(dp=2), wait_limit_s=0.5)
-    told = [record for record in caplog.records if "waiting for run 'half' to start" in record.message]
-    assert told and told[0].levelname == "WARNING"
+    warnings = [record for record in caplog.records if "waiting for run 'half' to start" in record.message]
+    assert warnings and warnings[0].levelname == "WARNING"
 
 
 def test_unreachable_coordinator_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -77,7 +77,7 @@ class RunBuffers:
 
         Args:
             step: The step in flight.
-            has_work: Whether this trainer has an item of the step, so that the step cannot be committed meanwhile.
+            has_work: Whether this trainer has an item of the step, which delays the commit until the call returns.
         """
         new = [found for found in find_buffers(self._modules()) if found.names[0] not in self._buffers]
         if not new:
