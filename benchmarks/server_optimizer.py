@@ -20,12 +20,13 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.report import Chart, Report, Summary, ratio, summarize, to_table
-from shardwell_server.hyperparameters import ALGORITHMS, allocation_key
+from shardwell_server.hyperparameters import allocation_key
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.contributions import Contribution
 from shardwell_server.shard.state.shard_spec import ShardSpec
 from shardwell_server.shard.state.store import ShardStore, named_identity
 from shardwell_wire.layout import Parameter, UnitLayout
+from shardwell_wire.optimizers import OPTIMIZERS
 from shardwell_wire.v1 import common_pb2
 
 RUN = common_pb2.RequestContext(run="benchmark", run_id="benchmark")
@@ -35,7 +36,7 @@ COPIES = 14 + 2 * RANKS
 """Upper bound of copies of a shard: values, two moments, the mean, contributions, and the workspace of an update."""
 CLIP = 0.5
 ADAMW = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-OTHERS = [name for name in ALGORITHMS if name not in ("adamw", "muon")]
+OTHERS = [name for name in OPTIMIZERS if name not in ("adamw", "muon")]
 """Optimizers other than AdamW. Muon multiplies matrices, so its time is not proportional to the number of elements."""
 LONGEST_REPEATS = 200
 
@@ -119,7 +120,7 @@ class ServedShard:
 def to_step(algorithm: str) -> common_pb2.OptimizerStep:
     """Returns the message of an optimizer step."""
     values = {**ADAMW, "momentum": 0.9, "alpha": 0.99, "rho": 0.9, "d": 1.0, "eps1": 1e-7, "eps2": 1e-3}
-    settings = {name: values.get(name, 0.0) for name in ALGORITHMS[algorithm].names}
+    settings = {name: values.get(name, 0.0) for name in OPTIMIZERS[algorithm].names}
     return common_pb2.OptimizerStep(algorithm=algorithm, groups=[common_pb2.ParameterGroup(hyperparameters=settings)])
 
 
