@@ -97,7 +97,7 @@ def test_restored_views_keep_strides_and_alignment(tmp_path: Path) -> None:
     view_bytes, row_bytes = 4 * 3 * x.itemsize, 3 * x.itemsize
     product_bytes = view_bytes
     assert offload.moved_bytes == x.nbytes + 2 * view_bytes + row_bytes + product_bytes, (
-        "each saved tensor has other elements"
+        "each saved tensor has different elements"
     )
 
     module = Saves()
@@ -173,7 +173,7 @@ def test_second_backward_and_second_derivatives_give_the_same_bits(tmp_path: Pat
 
 
 def test_write_after_saving_raises_or_has_no_effect(tmp_path: Path) -> None:
-    """Tensors that stay are checked as torch does. Moved copies have the old bytes, which the backward needs."""
+    """Tensors that are not moved are checked as in torch. Moved copies keep the old bytes, which the backward needs."""
 
     class Square(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -212,7 +212,7 @@ def test_parameters_and_buffers_are_not_moved(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(40, 40, bias=False), nn.BatchNorm1d(40))
     offload = offload_activations(module, to=tmp_path, min_bytes=40 * 40 * 4)
     module(inputs(0, 2, 40)).sum().backward()
-    assert offload.moved_bytes == 0, "only the weight is as large"
+    assert offload.moved_bytes == 0, "only the weight is large enough to move"
 
 
 def test_moved_activation_is_freed_and_its_file_is_unlinked(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ class InMemoryWalk:
             self.by_hand.computing.zero_grad()
         sync = rng.random() < 0.6
         for micro_batch in range(rng.randint(1, 3)):
-            # A unit with two calls pushes when its first call has ended, so mixed syncs would round other sums.
+            # A unit with two calls pushes when its first call has ended, so mixed syncs would change which sums round.
             sync = sync if self.has_unit_of_two else rng.random() < 0.6
             self.backward(number + micro_batch, sync=sync)
             if rng.random() < 0.1:

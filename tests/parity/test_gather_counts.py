@@ -68,7 +68,7 @@ def test_replica_is_gathered_once_per_step_with_recomputation(recompute: bool | 
 
 
 def test_unused_replica_is_gathered_once_per_step() -> None:
-    """As in DDP, every replica follows the commits, so that its next use does not wait."""
+    """As in DDP, a replica fetches every committed version, so that its next use does not wait."""
     pair = Pair(gpt(), wrap_with(NONE))
     pair.backward(gpt_loss, 0)
     step(pair)

@@ -197,7 +197,7 @@ def test_unused_output_and_unused_module_match_torch() -> None:
 
 
 def test_result_may_be_kept_as_an_attribute() -> None:
-    """Mixtures of experts keep their auxiliary loss this way. Its nodes may be the youngest of the unit."""
+    """Mixtures of experts keep their auxiliary loss this way. Its nodes may be the newest of the unit."""
 
     class Routed(nn.Module):
         def __init__(self) -> None:

@@ -241,7 +241,7 @@ def test_gradients_in_another_dtype_equal_those_of_plain_pytorch(store: InMemory
         assert own is None or (gradient is not None and torch.equal(own, gradient.to(own.dtype))), name
 
 
-def test_read_that_cannot_be_noticed_raises_and_names_the_parameter(store: InMemoryStore) -> None:
+def test_undetectable_read_raises_and_names_the_parameter(store: InMemoryStore) -> None:
     model, x = build(), torch.rand(4, 6, requires_grad=True)
     shard(model, store)
     model[0].unshard()

@@ -1,8 +1,8 @@
 """Settings of the C library's allocator: reuse the memory of freed gradients and activations.
 
-By default, glibc maps large blocks directly and unmaps them when they are freed. Every large gradient then costs the
-clearing of all its pages, in every step. Units do not use glibc's heaps (``buffer_pool.py``, ``shared_vector.py``), so
-they leave no holes in them. MALLOC_* and GLIBC_TUNABLES in the environment take precedence. Without glibc these
+By default, glibc maps large blocks directly and unmaps them when they are freed. The kernel then clears all pages of
+every large gradient in every step. The memory of units is outside the heaps (``buffer_pool.py``, ``shared_vector.py``),
+where it would leave holes. MALLOC_* and GLIBC_TUNABLES in the environment take precedence. Without glibc, these
 functions do nothing.
 """
 
@@ -18,7 +18,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 """Constants of glibc's malloc.h."""
 
 _TRIM_THRESHOLD_BYTES = 1 << 30
-"""How much may be free at the end of a heap."""
+"""Free bytes at the end of a heap from which glibc returns them to the system."""
 
 _RETURNED_BYTES, _MAX_MAPPED_COUNT = 1 << 20, 65536
 """Size from which blocks are mapped directly, and glibc's default limit of their number."""
@@ -38,7 +38,7 @@ _settled = threading.Event()
 
 
 def keep_freed_memory() -> None:
-    """Makes all blocks come from the heaps, where freed memory stays; no effect after ``return_freed_memory``.
+    """Makes glibc allocate all blocks in the heaps, which keep freed memory; no effect after ``return_freed_memory``.
 
     Called when the first backward begins. Layers that were built before, and are on the servers now, were mapped
     directly and left no holes in the heaps, so the heaps grow only to the needs of a step.

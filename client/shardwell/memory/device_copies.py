@@ -89,7 +89,7 @@ class Arrival:
                 self._copied = stream.record_event()
 
     def complete(self, start_bytes: int, stop_bytes: int, exchange: Exchange, limit_s: float) -> None:
-        """Copies a part of the bytes, runs the exchange for the others, and waits until the device is done.
+        """Copies a part of the bytes, runs the exchange for the rest, and waits until the device is done.
 
         Called from a background thread before ``order``. See ``Completable.complete``.
         """

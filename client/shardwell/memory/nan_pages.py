@@ -34,7 +34,7 @@ _regions: list[memoryview] = []
 def nan_storage(size_bytes: int) -> torch.UntypedStorage:
     """Returns a storage whose bytes are all 0xff: NaN in every floating-point dtype. Empty if mapping fails.
 
-    All such storages share their memory. A write is lost or visible in the others.
+    All such storages share their memory. A write to one storage is lost or visible in all.
     """
     if not CAN_MAP or not size_bytes:
         return torch.empty(0, dtype=torch.uint8).untyped_storage()

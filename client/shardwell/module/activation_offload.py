@@ -2,17 +2,17 @@
 
 Autograd saves tensors in the forward for the backward. The bytes of a saved tensor are moved once, even if several
 saved tensors share them. Restored tensors have the same sizes, strides and alignment, so the backward runs the same
-kernels on the same bits. Weights of sharded units are never moved: what autograd saves of them is in the unit's flat
-vector, which the unit frees.
+kernels on the same bits. Weights of sharded units are never moved: when autograd saves a weight, the saved tensor is a
+view of the unit's flat vector, which the unit frees.
 
 Note: [Unlinked files]
     A file is written, mapped and unlinked at once. The kernel writes back and drops its pages. The disk space is freed
     with the mapping: when the backward has used the file, when the graph is dropped, or when the process is killed.
 
 Note: [Uncounted writes]
-    Tensors in one storage need not share a version counter: each result of ``unsafe_chunk``, to which the CPU's LSTM
-    writes its gates, has its own. Equal counters are therefore comparable only for equal ranges of a storage, and a
-    copy that was made for one saved tensor is not used for another one with a different range.
+    Tensors in one storage need not share a version counter: each result of ``unsafe_chunk`` has its own, and the CPU's
+    LSTM writes its gates to such results. Equal counters prove equal content only for the same range of a storage. A
+    copy that was made for one saved tensor is therefore not reused for a saved tensor with a different range.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def offload_activations(
 ) -> ActivationOffload:
     """Moves the activations that a module's forward saves to host memory or disk until the backward needs them.
 
-    The results are the same bits. For a module whose forward calls ``torch.utils.checkpoint``, the inputs that the
+    Results stay bit-identical. For a module whose forward calls ``torch.utils.checkpoint``, the inputs that the
     checkpoint keeps are moved. Inside a checkpointed region nothing is saved, so nothing is moved. Views of the
     module's parameters and buffers, and ``DTensor`` activations, are not moved.
 
@@ -171,7 +171,7 @@ class _Extent:
         return self if self.has_gaps else (self.first_bytes, self.stop_bytes)
 
     def content(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns what ``restore`` needs of a tensor with this extent: its elements, or all bytes of the range."""
+        """Returns the bytes that ``restore`` needs: the tensor's elements if there are gaps, or the whole range."""
         if self.has_gaps:
             return tensor
         storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -229,7 +229,7 @@ class _MovedTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _InPlace:
-    """A saved tensor that was not moved. Detects later writes, because autograd does not where there are hooks."""
+    """A saved tensor that was not moved. Detects later writes, which autograd does not for tensors with such hooks."""
 
     tensor: torch.Tensor
     version: int

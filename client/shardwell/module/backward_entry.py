@@ -1,14 +1,15 @@
 """The entry of every backward: hooks nodes that read a unit's weights and have no hook yet.
 
 The hooks on the results of a forward (``hooks.py``) are enough for graphs that lead through these results. Two kinds
-of nodes are reached in another way:
+of nodes bypass the results:
 
-- Nodes that were made in a forward, and whose value left the forward in another way: an auxiliary loss that was
-  appended to a list, a feature that a hook on a submodule took.
+- Nodes of a forward whose value left the forward in another way: an auxiliary loss that was appended to a list, a
+  feature that a hook on a submodule took.
 - Nodes that were made outside of every forward while the unit was gathered, such as a penalty on its parameters.
 
-They are found from the roots of the backward. The search ends at nodes that have a hook, so in an ordinary step it
-visits only the nodes of the loss function. What the search misses is safe: see Note: [Version counters].
+A search from the roots of the backward finds these nodes. The search ends at nodes that have a hook, so in an ordinary
+step it visits only the nodes of the loss function. If the search misses a node, autograd's version check raises: see
+Note: [Version counters].
 
 A backward searches only for the units of sessions whose forwards ran in the same thread. See Note: [Node numbers].
 """
@@ -42,7 +43,7 @@ _VIEWS = tuple(
 
 _OTHER_VERSION = re.compile(r"is at version (\d+); expected version (\d+) instead")
 _NO_MEMORY = ("out of bounds for storage of size 0", "its data is not allocated yet")
-"""Errors of torch about a tensor without memory, where torch compares no version counter."""
+"""torch's errors for a tensor without memory, in operations that do not compare version counters."""
 
 _ADVICE = (
     "Make the tensor a result of the forward (a return value, or an attribute of one of the unit's modules), call "
@@ -102,7 +103,7 @@ def hook_loose_nodes(units: Units, roots: Iterable[Any]) -> None:
 def _search(units: Units, roots: Iterable[Any]) -> dict[int, tuple[Any, list[Unit]]]:
     """Returns the nodes without a hook that read weights, by number, with the units that they read.
 
-    Hooks the nodes that were made in a forward call at once.
+    Nodes that were made in a forward call are hooked immediately and not returned.
     """
     graphs = units.passes.graphs
     nodes = {node: node._sequence_nr() for node in _reachable(roots, graphs.watched)}
@@ -132,7 +133,7 @@ def _read_by(child: Any, reads: dict[Any, list[Unit]], units: Units) -> list[Uni
 
 
 def _is_leaf(node: Any) -> bool:
-    """True if a node stands for a tensor that was not computed."""
+    """True if a node represents a leaf tensor, whose gradient is accumulated."""
     return type(node).__name__ == "AccumulateGrad"
 
 

@@ -1,10 +1,10 @@
 """The memory of one unit's flat vector in this process.
 
 Note: [Swapped storages]
-    Tensors, and the views that autograd saves of them, refer to a storage object and not to an address. Exchanging the
-    data pointers of two storages therefore moves all these tensors at once. While a unit is freed, its storage has
-    pages that read as NaN; while it is gathered, a buffer of the pool. ``resize_`` would free and allocate the memory
-    instead, which page-faults.
+    Tensors, and the views that autograd saves, refer to a storage object and not to an address. Exchanging the data
+    pointers of two storages therefore moves all their tensors together. The storage of a freed unit has pages that
+    read as NaN; the storage of a gathered unit has a buffer of the pool. ``resize_`` would free and allocate the
+    memory instead, which causes page faults.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class VectorMemory(ResidentBytes):
 
 
 class FlatVector:
-    """One storage that repeatedly gets memory of the unit's size, and loses the memory. See Note: [Swapped storages].
+    """One storage whose memory is repeatedly allocated and released. See Note: [Swapped storages].
 
     Tensors stay placed in the vector, whether it has memory or not. Bytes are written from outside torch, so no version
     counter changes. (``Tensor.numpy`` would make the storage permanently unresizable.)
@@ -89,7 +89,7 @@ class FlatVector:
         self._memory.add(-self._layout.size_bytes)
 
     def abandon(self) -> None:
-        """Discards what is in the receive buffer."""
+        """Discards the content of the receive buffer."""
         if self._arrival is not None:
             self._arrival.abandon()
         self._staging = self._arrival = None
@@ -133,7 +133,7 @@ class FlatVector:
             exchange(self._bytes())
 
     def receive(self) -> None:
-        """Completes the vector from the receive buffer. On a GPU the compute stream waits for it, not the caller."""
+        """Completes the vector from the receive buffer. On a GPU, only the compute stream waits for the copy."""
         if self._arrival is not None:
             self._arrival.begin()
             self._arrival.order()

@@ -31,7 +31,7 @@ class ForwardBackward:
         root: The unit that contains all other units; None if there is no single one.
 
     Args:
-        units: All units of the session, also those that are added later.
+        units: All units of the session, including units that are added later.
         policy: Decides what to gather, keep and free.
         pushes: Pushes gradients.
         max_gathers_in_flight: Limit of gathers into this process that run at once; 0: no limit.
@@ -119,7 +119,7 @@ class ForwardBackward:
             self.free_unused(unit)
 
     def _end_backward(self, units: Iterable[Unit]) -> None:
-        """Ends the calls that no older call followed, and pushes gradients that came late, such as tied parameters'.
+        """Ends a whole backward: pushes the remaining gradients of its units, and frees the units.
 
         Checks all units that are read in place: the backward may have read units whose nodes have no hook.
         """

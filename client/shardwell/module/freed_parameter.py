@@ -53,7 +53,7 @@ _NEEDS_NO_VALUES: frozenset[Callable[..., Any]] = frozenset(
     + [getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)]
     + [_DELETE_GRAD, torch.autograd.grad, torch.autograd.backward]
 )
-"""Torch functions that read and write no values, so that a freed parameter allows them."""
+"""Torch functions that a freed parameter allows, because they neither read nor write values."""
 
 _DEPENDS_ON_DTYPE: frozenset[Callable[..., Any]] = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in ("dtype", "nbytes", "itemsize")]
@@ -91,7 +91,7 @@ _ADVICE = {
 
 
 class ParameterOwner(Protocol):
-    """The unit that a parameter belongs to, as a freed parameter needs it."""
+    """The parameter's unit: the part that a freed parameter uses."""
 
     @property
     def name(self) -> str:
@@ -150,7 +150,7 @@ class FreedParameter(torch.Tensor):
         return format(repr(self), format_spec)
 
     def full_tensor(self) -> NoReturn:
-        """Raises; FSDP2 returns the values here."""
+        """Always raises. In FSDP2, this method returns the values."""
         _raise_freed(FreedParameter.full_tensor, (self,), {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -48,11 +48,11 @@ def fully_shard(
 ) -> Shardable:
     """Moves a module's parameters to the shard servers; they are gathered when the module runs.
 
-    Call this function bottom-up, as FSDP2's: all parameters in the module that no earlier call took become one unit,
-    which is gathered and freed as a whole. Buffers stay. Every trainer calls it for the same modules in the same
-    order. All trainers get the initial values of the first rank.
+    Call this function bottom-up, as in FSDP2: all parameters in the module that no earlier call took become one unit,
+    which is gathered and freed as a whole. Buffers stay in the trainer. Every trainer calls this function for the same
+    modules in the same order. All trainers get the initial values of the first rank.
 
-    The parameter objects stay. While freed, they have shape, dtype, gradient and hooks, and raise
+    The parameter objects stay in the module. While freed, they have shape, dtype, gradient and hooks, and raise
     ``FreedParameterError`` if their values are used. After a gradient was pushed to the servers, ``parameter.grad`` is
     None. Only ``optimizer.step()`` changes values; a write in between raises. A backward gathers a unit again wherever
     the graph reads its parameters, also for a penalty that was computed between ``unshard`` and ``reshard``, and for a
@@ -66,7 +66,7 @@ def fully_shard(
         module: A module, or several that become one unit, such as an embedding and the head that is tied to it.
         session: The session that holds the parameters.
         reshard_after_forward: Whether to free the parameters after the forward. By default they are freed, except those
-            of the root unit when gradients are needed: its backward comes at once.
+            of the root unit when gradients are needed: its backward follows immediately.
         strategy: How long the weights stay in this trainer; ``set_sharding_strategy`` changes it later. The default
             follows ``reshard_after_forward``.
         replica: With ``ShardingStrategy.NO_SHARD``: how gradients are pushed.
@@ -126,7 +126,7 @@ def shard_modules(
     source: ValueSource | InitFunction | None = None,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Does the work of ``fully_shard`` for modules whose names are decided.
+    """Implements ``fully_shard`` for given names of the unit and its modules.
 
     Args:
         name: Name of the unit, without ``units.name_prefix``.
@@ -140,7 +140,7 @@ def shard_modules(
     meta_device = torch.device(device)
     guards.check_parameters([(entry.names[0], entry.parameter) for entry in found], meta_device)
     unit = None
-    # Overrides a block of `with torch.device("meta")` that may still be open.
+    # Overrides an enclosing `with torch.device("meta")`.
     with meta_device, materialized(found, modules, meta_device) as blanks:
         layout = UnitLayout(f"{units.name_prefix}{name}", tuple(entry.describe() for entry in found), placement)
         values = plan_values(source, layout, found, modules, blanks, units.naming)
@@ -179,7 +179,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 def collect_parameters(
     modules: Sequence[nn.Module], prefixes: Sequence[str], ignored: Collection[nn.Parameter]
 ) -> list[FoundParameter]:
-    """Returns the parameters in modules that belong to no unit yet, each once, in the order of the modules.
+    """Returns the parameters of modules, without those that belong to a unit; each once, in the order of the modules.
 
     Args:
         modules: The modules of one ``fully_shard`` call.
@@ -218,7 +218,7 @@ def _named_sites(modules: Sequence[nn.Module], prefixes: Sequence[str]) -> Itera
 def _check_nested(
     parameter: nn.Parameter, site: Site, name: str, modules: Sequence[nn.Module], inside: set[int]
 ) -> None:
-    """Raises unless a parameter of an earlier unit is found at a site of that unit, inside the given modules."""
+    """Raises unless a sharded parameter belongs to the unit of a module inside the given modules."""
     owner = owner_of(parameter)
     assert owner is not None
     if site not in owner.unit.sites[owner.index]:

@@ -58,7 +58,7 @@ class LocalGradients:
         return taken
 
     def accumulate(self) -> None:
-        """Adds the gradients to sums in the reduce dtype, if that is another dtype than theirs."""
+        """Adds the gradients to sums in the reduce dtype, if it differs from the gradients' dtype."""
         if not self._precision.sums_apart:
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -75,7 +75,7 @@ class LocalGradients:
 
 
 class GradientUnit(Protocol):
-    """What this module needs of a unit."""
+    """The part of a unit that this module uses."""
 
     layout: UnitLayout
     parameters: tuple[nn.Parameter, ...]
@@ -97,7 +97,7 @@ class GradientPushes:
     """Pushes the gradients of all units to the store.
 
     Args:
-        store: Takes the gradients.
+        store: Receives the gradients.
     """
 
     def __init__(self, store: ParameterStore) -> None:
@@ -131,7 +131,7 @@ class GradientPushes:
         if indices is None and unit in self._buckets:
             self._buckets[unit].clear()
         for bucket in _cut(unit.gradients.take(indices), self._bucket_bytes(unit) if indices is None else None):
-            unit.require_current()  # gradients that were set by hand come without a forward
+            unit.require_current()  # gradients that were set by hand exist without a forward
             self._pushed = unit.pushed = True
             self.coverage.note(unit, [index for index, _ in bucket])
             self._store.push(unit.index, bucket)
@@ -154,7 +154,7 @@ class GradientPushes:
 
     def _bucket_bytes(self, unit: GradientUnit) -> int | None:
         """Returns the size of a unit's buckets; None if all gradients are pushed together when the backward ends."""
-        # A push through shared memory is a copy that nothing hides, and each one needs a buffer of the unit's size.
+        # A push through shared memory is a synchronous copy, and each push needs a buffer of the unit's size.
         in_buckets = unit.is_replica and unit.settings.requires_gradient_sync
         return unit.settings.replica.bucket_bytes if in_buckets and self._store.streams_gradients(unit.index) else None
 
@@ -162,8 +162,8 @@ class GradientPushes:
 class GradientBuckets:
     """Collects a unit's gradients in the order in which a backward completes them.
 
-    The order of earlier steps is not used, so an unused parameter delays no other one. A gradient is pushed when a
-    later one is complete, or with the rest of the unit: by then the user's own hooks on the gradient have run.
+    The order of earlier steps is not used, so an unused parameter delays no other parameter. A gradient is pushed when
+    a later gradient is complete, or with the rest of the unit: by then the user's own hooks on the gradient have run.
 
     Args:
         unit: A unit whose gradients are pushed in buckets.
@@ -225,7 +225,7 @@ class GradientCoverage:
         self._used.clear()
 
     def end_item(self, units: Iterable[GradientUnit]) -> UsageError | None:
-        """Checks the work item that ends, unless it has no gradients.
+        """Checks the work item at its end, unless it has no gradients.
 
         Returns:
             The error to raise if the graph of a unit was declared static and has changed.
@@ -270,7 +270,7 @@ def _call_weak(method: weakref.ref[Callable[[int], None]], index: int, parameter
 
 
 def _cut(gradients: Gradients, bucket_bytes: int | None) -> Iterator[Gradients]:
-    """Cuts gradients into buckets of at least a size, except for the last one. None: into one bucket."""
+    """Cuts gradients into buckets of at least ``bucket_bytes``; the last may be smaller. None: one bucket."""
     bucket: list[tuple[int, torch.Tensor]] = []
     for index, gradient in gradients:
         bucket.append((index, gradient))

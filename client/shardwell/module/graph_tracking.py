@@ -90,7 +90,7 @@ class WatchedGraphs:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Notes that the calling thread may make a graph with a unit's weights."""
+        """Records that the calling thread may make a graph with a unit's weights."""
         self._thread = threading.current_thread()
 
     @property
@@ -140,7 +140,7 @@ class RunningBackward:
         call.unit.usage.in_backward_graph |= torch.is_grad_enabled()
 
     def end_calls_after(self, node_number: int) -> list[ForwardCall]:
-        """Ends and returns the calls that made only newer nodes than the one that runs. See Note: [Node numbers]."""
+        """Ends and returns the calls all of whose nodes are newer than this node. See Note: [Node numbers]."""
         ended = [call for call in self.calls if call.first_node_number > node_number]
         self._end(ended)
         return ended

@@ -1,4 +1,4 @@
-"""Checks of what ``fully_shard`` is called with, and of uses of a sharded module that would silently go wrong."""
+"""Checks of the arguments of ``fully_shard``, and of uses of a sharded module that would silently go wrong."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def refuse_copy(module: nn.Module) -> NoReturn:
 
 
 def refuse_zero_grad_after_push(units: Sequence[Unit]) -> None:
-    """Raises UsageError if dropping the local gradients would leave others on the servers."""
+    """Raises UsageError if gradients of this step are on the servers, where dropping the local ones has no effect."""
     for unit in units:
         if unit.pushed:
             raise UsageError(
@@ -192,7 +192,7 @@ def hidden_parameters(units: Sequence[Unit], function: Callable[[torch.Tensor], 
             if (probe.dtype, probe.device) != (dtype, parameter.device):
                 raise UsageError(
                     f"unit {unit.name!r} is {dtype} on {parameter.device} and cannot become {probe.dtype} "
-                    f"on {probe.device} after fully_shard: convert or move the module before it. To compute in another "
+                    f"on {probe.device} after fully_shard: convert or move the module first. To compute in another "
                     "dtype pass fully_shard(..., mp_policy=shardwell.MixedPrecisionPolicy(param_dtype=...))",
                     unit=unit.name,
                 )
@@ -203,7 +203,7 @@ def hidden_parameters(units: Sequence[Unit], function: Callable[[torch.Tensor], 
         yield
     finally:
         for site, parameter in sites:
-            setattr(site.module, site.name, parameter)  # nn.LSTM overrides __setattr__ and needs to see this
+            setattr(site.module, site.name, parameter)  # setattr, because nn.LSTM overrides __setattr__
 
 
 def _with_sites(unit: Unit) -> Iterator[tuple[nn.Parameter, Sequence[Any]]]:

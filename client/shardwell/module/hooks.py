@@ -95,7 +95,7 @@ def _parts(unit: Unit) -> Iterator[nn.Module]:
 
 
 def _may_keep_results(module: nn.Module) -> bool:
-    """True if a module may keep a result as an attribute. Torch's own modules, which are the most, do not."""
+    """True if a module may keep a result as an attribute. Torch's own modules do not."""
     return not type(module).__module__.startswith("torch.nn.")
 
 
@@ -120,8 +120,8 @@ class WrappedForward:
     """Value of a module's ``forward`` attribute. An object and not a closure, so that it is copied with its module.
 
     Args:
-        forward: The module's forward until now.
-        wrapper: Calls it.
+        forward: The original forward.
+        wrapper: Calls ``forward``.
     """
 
     def __init__(self, forward: Callable[..., Any], wrapper: Wrapper) -> None:
@@ -133,7 +133,7 @@ class WrappedForward:
 
 
 def wrap_forward(module: nn.Module, wrapper: Wrapper) -> None:
-    """Wraps the module's forward, and all earlier wrappers of it."""
+    """Wraps the module's forward, including its earlier wrappers."""
     _exclude_from_compilation()
     module.forward = WrappedForward(module.forward, wrapper)
 

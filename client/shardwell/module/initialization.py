@@ -26,7 +26,7 @@ from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.v1 import initialization_pb2
 
 InitFunction = Callable[[nn.Module], object]
-"""Initialises the parameters and buffers that a module holds itself, in place."""
+"""Initialises a module's own parameters and buffers in place."""
 
 
 # Where values come from.
@@ -34,7 +34,7 @@ InitFunction = Callable[[nn.Module], object]
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """Inputs of random initial values, beside the names of parameters."""
+    """Inputs of random initial values, in addition to the names of parameters."""
 
     seed: int
     """Seed of the run and the pipeline stage."""
@@ -152,7 +152,7 @@ def _is_source(source: ValueSource | InitFunction | None) -> TypeGuard[ValueSour
 
 
 def _fill_buffers(source: ValueSource, modules: Sequence[nn.Module]) -> set[tuple[int, str]]:
-    """Fills buffers, and returns id of the module and name for each of them."""
+    """Fills buffers, and returns ``(id of the module, name)`` of each filled buffer."""
     return {(id(site.module), site.name) for site, buffer in _sites(modules, "_buffers") if source.fill(site, buffer)}
 
 
@@ -194,7 +194,7 @@ def _names(
 
 
 def _initialize_all(modules: Mapping[nn.Module, str], function: InitFunction | None, seed: int) -> None:
-    """Initialises modules, inner ones first, each with a seed of its own."""
+    """Initialises modules, inner ones first, each with its own seed."""
     for module, name in reversed(list(modules.items())):
         _initialize(module, function or _own_function(module, name), derive_seed(seed, "initial", name))
 
@@ -231,7 +231,7 @@ class Blanks:
     parameters: frozenset[int] = frozenset()
     """Indices of a unit's parameters. They have a device now, but no memory."""
     buffers: list[Site] = field(default_factory=list)
-    """They have memory with arbitrary content."""
+    """Buffers. They have memory with arbitrary content."""
 
     def __bool__(self) -> bool:
         return bool(self.parameters or self.buffers)
@@ -241,7 +241,7 @@ class Blanks:
 def materialized(
     found: Sequence[FoundParameter], modules: Sequence[nn.Module], device: torch.device
 ) -> Iterator[Blanks]:
-    """Moves what is on the meta device to a device, and undoes the move if the block raises.
+    """Moves tensors from the meta device to a device, and undoes the move if the block raises.
 
     Parameters stay the same objects, so ties, optimizers and lists that hold them stay valid.
 
@@ -273,7 +273,7 @@ def materialized(
 
 
 def _without_memory(entry: FoundParameter, device: torch.device) -> nn.Parameter:
-    """Returns a parameter of the same shape on a device; all elements share one."""
+    """Returns a parameter of the same shape on a device; all elements share the memory of one."""
     parameter, local = entry.parameter, local_part(entry.parameter)
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise UsageError(

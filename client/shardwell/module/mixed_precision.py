@@ -75,7 +75,7 @@ class Precision:
         self.layout = stored if policy.param_dtype is None else layout_in(stored, policy.param_dtype)
         """Layout of the flat vector in this process."""
         self.casts = self.layout != stored
-        """True if ``layout`` differs from that on the servers."""
+        """True if ``layout`` differs from the layout on the servers."""
         self.sums_apart = not policy.keep_low_precision_grads and (self.casts or policy.reduce_dtype is not None)
         """True if gradients of several backwards are summed in another dtype than autograd's."""
         self._sums: dict[int, torch.Tensor] = {}

@@ -63,9 +63,9 @@ class ResidentBytes:
     peak_bytes: int = 0
     """Maximum of ``live_bytes`` so far."""
     fetching_bytes: int = 0
-    """Of units in the state FETCHING; replicas are not counted."""
+    """Bytes of units in the state FETCHING, without replicas."""
     kept_bytes: int = 0
-    """Of units in the state KEPT; replicas are not counted."""
+    """Bytes of units in the state KEPT, without replicas."""
 
     def add(self, size_bytes: int) -> None:
         """Counts memory that was allocated, or released if the number is negative."""
@@ -74,10 +74,10 @@ class ResidentBytes:
 
 
 class ResidentUnit:
-    """What the policy knows about a unit. A subclass says how large it is and moves its bytes.
+    """The part of a unit that the policy reads. Subclasses define its size and move its bytes.
 
     Args:
-        memory: Counts the unit's memory among that of other units.
+        memory: Counts the memory of all units.
     """
 
     index: int
@@ -128,7 +128,7 @@ class UsageOrder(Generic[IndexedT]):
     """The order in which units were used, from which the next uses are predicted.
 
     A use is predicted from the two uses before it. The prediction is exact for a model that runs the same way every
-    time, also where a unit is used several times, and needs no notion of where a step begins.
+    time, also where a unit is used several times. It does not depend on where a step begins.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class ResidencyPolicy(Generic[UnitT]):
         order: The order of uses seen so far.
 
     Args:
-        memory: What the units take now.
+        memory: The memory that the units take now.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class ResidencyPolicy(Generic[UnitT]):
             yield following
 
     def gathers_before_push(self, unit: UnitT) -> bool:
-        """True if a unit is gathered before the gradients of the units that its backward follows are pushed."""
+        """True if a unit is gathered for its backward before the gradients of the previous unit are pushed."""
         return self.backward_prefetch is BackwardPrefetch.POST and unit.needs_gather
 
     def frees_after_forward(self, unit: UnitT, *, is_root: bool, expects_backward: bool) -> bool:
@@ -255,11 +255,11 @@ class ResidencyPolicy(Generic[UnitT]):
         return unit.state if unit.is_replica else UnitState.FREED
 
     def state_after_commit(self, unit: UnitT) -> UnitState:
-        """Returns the state that a unit enters when a commit makes its values old."""
+        """Returns the state that a unit enters when a commit makes its values outdated."""
         return UnitState.STALE if unit.is_replica and unit.state is not UnitState.FREED else UnitState.FREED
 
     def unused_prefetches(self, units: Iterable[UnitT]) -> Iterator[UnitT]:
-        """Yields the units that were prefetched and that the backward that has ended did not use."""
+        """Yields the prefetched units that the finished backward did not use."""
         return (unit for unit in units if unit.state is UnitState.FETCHING and not unit.is_replica)
 
     def gathers_at_step_start(self, units: Iterable[UnitT]) -> list[UnitT]:

@@ -105,7 +105,7 @@ class ShardedModule(nn.Module):
         *,
         replica: ReplicaOptions | None = None,
     ) -> None:
-        """Changes how long weights stay in this trainer. Call it between steps. The results are the same bits.
+        """Changes how long weights stay in this trainer. Call it between steps. Results stay bit-identical.
 
         Trainers may use different strategies.
 
@@ -162,7 +162,7 @@ class ShardedModule(nn.Module):
         return unit
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
-        """Raises: ``fully_shard`` has materialized modules on the meta device, and buffers would lose their values."""
+        """Always raises: ``fully_shard`` has already materialized the module, and buffers would lose their values."""
         raise UsageError(
             "to_empty after fully_shard would erase values: fully_shard(..., device=...) has already moved modules "
             "from the meta device, with the values of their reset_parameters or of source=.... Remove the call"

@@ -1,6 +1,7 @@
 """The interface between the sharded module and the run.
 
-The sharded module (``units.py`` and below) contains no steps, ranks and servers; the run (``session/``) no autograd.
+The sharded module (``units.py`` and below) does not handle steps, ranks or servers. The run (``session/``) does not
+handle autograd.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class InPlaceVector(Protocol):
         ...
 
     def check(self, version: int) -> None:
-        """Raises VersionGoneError if the bytes are no longer those of the version that was waited for."""
+        """Raises VersionGoneError if the bytes no longer belong to ``version``."""
         ...
 
     def forget_writes(self) -> int | None:

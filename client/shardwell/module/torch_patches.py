@@ -1,8 +1,8 @@
 """Changes to torch: its optimizers and gradient clipping raise for gradients that are on the shard servers.
 
 Torch's functions would silently work with a part of the gradients. Freed parameters raise by themselves
-(``freed_parameter.py``). Gathered parameters are ordinary ones, and a list of gradients that were all pushed is empty,
-so torch's functions are wrapped, under every name that torch has for them. Nothing changes before the first
+(``freed_parameter.py``). Gathered parameters do not, and torch sees an empty list if all gradients were pushed. The
+functions are therefore wrapped, under every name that torch has for them. Nothing changes before the first
 ``fully_shard``.
 """
 
@@ -111,7 +111,7 @@ def _check_gradients(gradients: torch.Tensor | Iterable[torch.Tensor]) -> Any:
             for unit in units:
                 if unit.pushed:
                     raise UsageError(
-                        f"get_total_norm got no gradient: those of unit {unit.name!r} are on the shard servers. "
+                        f"get_total_norm got no gradient: gradients of unit {unit.name!r} are on the shard servers. "
                         "optimizer.clip_grad_norm_(float('inf')) returns the norm of all gradients and clips nothing",
                         unit=unit.name,
                     )

@@ -1,8 +1,8 @@
 """One unit: parameters that are gathered and freed together.
 
 A unit's parameters are placed in its flat vector once, when the unit is made. Gathering allocates the vector's memory
-and lets the store write into it. Freeing releases the memory. Tensors that autograd saved of the parameters are views
-of the same vector, so they need no memory while the unit is freed.
+and lets the store write into it. Freeing releases the memory. Tensors that autograd saves from the parameters are views
+of the vector, so they take no memory while the unit is freed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Unit(ResidentUnit):
         found: The parameters, in layout order, on one device. Their values are uploaded and freed.
         modules: The modules whose forward uses the parameters.
         store: Holds the values.
-        memory: Memory for the flat vector; also counts it.
+        memory: Provides and counts the memory of flat vectors.
         values: Source of the initial values.
         policy: The dtypes to compute in.
     """
@@ -111,7 +111,7 @@ class Unit(ResidentUnit):
         self.pushed = False
         """True if a gradient was pushed that is not committed yet."""
         self.generation = 0
-        """Number of times that all earlier graphs became unusable."""
+        """Incremented when all earlier graphs become unusable."""
         self.is_current = False
         """True if the servers are known to have the version that the step reads."""
         self._store = store
@@ -148,7 +148,7 @@ class Unit(ResidentUnit):
         return 0 if self._flat.in_place else self.precision.layout.size_bytes
 
     def _upload(self, values: NewValues, memory: VectorMemory) -> int:
-        """Gives the initial values to the store, in the dtypes of the servers, and frees the parameters."""
+        """Uploads the initial values in the dtypes of the servers, frees the parameters and returns the unit index."""
         casts = self.precision.casts
         # With mixed precision, the values are uploaded from a second vector in the dtypes of the servers.
         flat = FlatVector(self.layout, self._device, memory) if casts else self._flat
@@ -174,7 +174,7 @@ class Unit(ResidentUnit):
         self._release()
         self._read_in_place(unit_index)
         self._pool.trim()
-        trim()  # the heaps had the module's own memory until now
+        trim()  # returns the memory of the original parameters to the system
         return unit_index
 
     def _read_in_place(self, unit_index: int) -> None:
@@ -209,7 +209,7 @@ class Unit(ResidentUnit):
         return None if self._flat.in_place else self._gather
 
     def start_gather(self) -> None:
-        """Starts to gather in the background; no effect if the values are here or on their way."""
+        """Starts to gather in the background, unless the values are gathered or being fetched."""
         if not self.needs_gather:
             return
         if self.state is UnitState.FREED:
@@ -241,7 +241,7 @@ class Unit(ResidentUnit):
         """
         if self.state is UnitState.UNSHARDED:
             return
-        self._parameter_objects.check_holders()  # first: a replaced parameter would be computed with unnoticed
+        self._parameter_objects.check_holders()  # first: the forward would silently use a replaced one
         if self.state is not UnitState.KEPT:
             self._receive()
         self._parameter_objects.allow()

@@ -23,7 +23,7 @@ from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import Parameter, UnitLayout
 
 FIRST_VERSION, FREED_VERSION, _STRIDE = 1 << 20, 1 << 31, 1 << 4
-"""torch stores 32 bits. Counters of tensors that are not sharded stay below ``FIRST_VERSION``."""
+"""torch stores counters in 32 bits. Counters of tensors that are not sharded stay below ``FIRST_VERSION``."""
 
 _freed_versions = itertools.count(FREED_VERSION)
 
@@ -45,7 +45,7 @@ class FoundParameter:
     sites: list[Site] = field(default_factory=list)
 
     def describe(self) -> Parameter:
-        """Returns the layout entry; for a ``DTensor`` that of this process's part."""
+        """Returns the layout entry, for a ``DTensor`` the entry of its local part."""
         dtype = str(self.parameter.dtype).removeprefix("torch.")
         shape = tuple(local_part(self.parameter).shape)
         return Parameter(self.names[0], shape, dtype, aliases=tuple(self.names[1:]))
@@ -72,18 +72,18 @@ class UnitParameters:
         self._counters = VersionCounters([*parameters, *self._locals])
 
     def place_all(self, places: Sequence[torch.Tensor]) -> None:
-        """Makes tensors the values of all parameters."""
+        """Makes all parameters use the memory of the given tensors, in layout order."""
         with torch._C.DisableTorchFunctionSubclass():
             for index, place in enumerate(places):
                 self.place(index, place)
 
     def place(self, index: int, place: torch.Tensor) -> None:
-        """Makes a tensor the values of one parameter."""
+        """Makes one parameter use the memory of a tensor."""
         self._locals[index].data = place
         set_dtype(self._classes[index][0], place.dtype)
 
     def copy_to(self, places: Sequence[torch.Tensor], *, skip: Collection[int]) -> None:
-        """Copies the values of all parameters except some, by index."""
+        """Copies the values of all parameters, except those with an index in ``skip``, to the given tensors."""
         with torch.no_grad():
             for index, (place, local) in enumerate(zip(places, self._locals, strict=True)):
                 if index not in skip:
@@ -94,12 +94,12 @@ class UnitParameters:
         self._counters.mark_freed()
 
     def forget_graphs(self) -> None:
-        """Makes what graphs saved of the values unusable from the next ``allow`` on."""
+        """Makes tensors that existing graphs saved unusable from the next ``allow`` on."""
         self._counters.forget_graphs()
 
     def allow(self) -> None:
         """Makes the parameters usable, also by autograd. ``written`` reports writes from now on."""
-        # Counters first, class next, fingerprints last: these contain the counters.
+        # Fingerprints last, because they contain the counters.
         self._counters.mark_valid()
         for parameter, original, _ in self._classes:
             parameter.__class__ = original

@@ -1,4 +1,4 @@
-"""All units of one session: their names, and what the session does with them between forwards and backwards."""
+"""All units of one session: their names, and operations between forwards and backwards, such as the end of a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardwell_wire.layout import UnitLayout
 class Units:
     """The units of one session.
 
-    Used by one training thread; autograd's threads call in while that thread waits in a backward.
+    Used by one training thread, and by autograd's threads while the training thread waits in a backward.
 
     Attributes:
         memory: Memory of all flat vectors in this process.
@@ -36,13 +36,13 @@ class Units:
 
     Args:
         store: Holds the parameters.
-        prefetch_bytes: Bytes that may be gathered ahead of their use, beyond the units in use. The same amount of
-            memory of freed units is kept for reuse and, unless the limit is 0, the memory of one larger unit.
+        prefetch_bytes: Bytes that may be gathered ahead of their use, beyond the units in use. Up to this many bytes
+            of freed units are also kept for reuse and, unless the limit is 0, the memory of one larger unit.
         keep_bytes: Bytes that may stay between two uses in a step.
         max_gathers_in_flight: Limit of gathers that run at once; 0: no limit.
         backward_prefetch: When the next unit of a backward is gathered.
         name_prefix: Prefix of the names of all units and parameters. Distinguishes pipeline stages and tensor-parallel
-            ranks, which the same code makes.
+            ranks that run the same code.
         init_seed: Seed of random initial values, which also depend on names without the prefix.
     """
 
@@ -164,7 +164,7 @@ class Units:
                 "shared memory (see the log for the reason): enlarge /dev/shm (docker: shm_size), or use FULL_SHARD",
                 unit=unit.name,
             )
-        self._forget_graphs([unit])  # graphs have views of the memory that the weights had until now
+        self._forget_graphs([unit])  # graphs have views of the weights' previous memory
 
     def next_name(self, class_name: str) -> str:
         """Returns a default unit name: the class and the lowest free number, the same on every trainer."""

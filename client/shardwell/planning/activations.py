@@ -27,10 +27,10 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class SavedActivations:
-    """What one forward in training saves, without parameters and buffers."""
+    """The tensors that one forward in training saves, without parameters and buffers."""
 
     regions: tuple[_Region, ...]
-    """In the order of the forward."""
+    """Regions in the order of the forward."""
 
     def peak_bytes(
         self,
@@ -54,7 +54,7 @@ class SavedActivations:
             if region.module in absent:
                 continue
             kept = region.inputs if region.module in recomputed else region.saved
-            # In the backward of a region, all its activations are in memory, and those of earlier regions.
+            # In the backward of a region, its activations and those of all earlier regions are in memory.
             peak = max(peak, sum((held | kept | region.saved).values()))
             moves = region.module in moved
             held |= {key: size for key, size in kept.items() if not (moves and size >= moved_min_bytes)}

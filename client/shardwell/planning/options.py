@@ -41,7 +41,7 @@ class PlanOptions:
     optimizer: str = "adamw"
     """A key of ``OPTIMIZER_CHOICES``."""
     min_shard_bytes: int = 64 << 10
-    """See the coordinator's option."""
+    """Same as the coordinator's option of this name."""
     activation_bytes: int | None = None
     """Activations that autograd saves in one work item; None: recorded from an example call, if there is one."""
 

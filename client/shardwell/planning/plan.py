@@ -120,9 +120,9 @@ def make_plan(units: Sequence[PlannedUnit], options: PlanOptions, saved: SavedAc
     """Estimates a run.
 
     Args:
-        units: In the order in which ``auto_wrap`` makes them, the root unit last.
+        units: Units in the order in which ``auto_wrap`` makes them, the root unit last.
         options: The run.
-        saved: What autograd saves; unused if ``options.activation_bytes`` is set.
+        saved: Activations that autograd saves; unused if ``options.activation_bytes`` is set.
 
     Raises:
         WorldError: The blocks cannot be split evenly over the pipeline stages.
@@ -161,7 +161,7 @@ class _Stage:
         return cls(units, cached, rehearse(units, options, {unit.name for unit in in_place}))
 
     def received_bytes(self, options: PlanOptions, trainers: int, hosts: int) -> int:
-        """Returns the weights per step that the servers send to trainers of this stage, which are on some hosts."""
+        """Returns the bytes of weights that servers send per step to this stage's trainers on ``hosts`` hosts."""
         cached = {unit.name for unit in self.cached}
         return sum(
             _wire_bytes(unit.layout, options.gather_dtype)
@@ -251,7 +251,7 @@ def _plan_trainer(stage: _Stage, options: PlanOptions, activation_bytes: int | N
 
 
 def _gradients(units: Collection[PlannedUnit], options: PlanOptions, *, streams: bool) -> int:
-    """Returns the gradients of a unit and the units that contain it. A replica's are pushed in buckets."""
+    """Returns the peak bytes of gradients: of a unit and the units that contain it, or of a replica's bucket."""
     held = {unit.name: unit.size_bytes for unit in units}
     if options.strategy is ShardingStrategy.NO_SHARD and streams:
         bucket_bytes = ReplicaOptions().bucket_bytes

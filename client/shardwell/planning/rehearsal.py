@@ -1,4 +1,4 @@
-"""Rehearses training steps with units that are only sizes: how often each is gathered, and how much is held at once.
+"""Simulates training steps with units that have sizes but no data: counts gathers and tracks the memory in use.
 
 ``ResidencyPolicy`` decides, as it does for a sharded model. This module only replays the order in which a model calls
 its units. A test compares the result with sharded models in training.
@@ -15,7 +15,7 @@ from shardwell.planning.options import PlanOptions
 from shardwell_wire.layout import UnitLayout
 
 _NUM_STEPS = 3
-"""The first step shows the order of units, the second one how a step follows another. All later steps are equal."""
+"""The first step records the order of units, the second one the transition between steps. Later steps are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class PlannedUnit:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """Memory and gathers of a trainer in some steps of one forward and backward each. Bytes of its own memory."""
+    """Memory and gathers of a trainer in several steps, each of one forward and backward. Shared memory is excluded."""
 
     peak_bytes: int
     """Maximum of weights at once."""
