@@ -245,7 +245,9 @@ def test_optimizer_state_of_another_run_is_rejected_and_its_hyperparameters_are_
         optimizer.load_state_dict(saved)
     with shardwell.join(cluster.address, run=f"{run_name}-2", waits=shardwell.WaitOptions(wait_limit_s=60)) as session:
         model, optimizer = shard(session)
-        with pytest.raises(shardwell.UsageError, match=r"is of run '.*-1' after 1 steps, and the optimizer's state"):
+        with pytest.raises(
+            shardwell.UsageError, match=r"belongs to run '.*-1' after 1 steps, and the optimizer's state"
+        ):
             optimizer.load_state_dict(saved)
         optimizer.load_state_dict(untrained)
         optimizer.load_state_dict({"param_groups": saved["param_groups"]})

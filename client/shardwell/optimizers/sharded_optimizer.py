@@ -139,14 +139,14 @@ class ShardedOptimizer(Optimizer):
         if not max_norm > 0:
             raise UsageError(f"clip_grad_norm_({max_norm!r}): expected a positive norm")
         if self._scaling.clip_value is not None:
-            raise UsageError("clip_grad_norm_ after clip_grad_value_: a step clips by one of them")
+            raise UsageError("clip_grad_norm_ after clip_grad_value_: clip a step by norm or by value, not both")
         self._session.in_flight.settle()
         norm = self._grad_norm(float(norm_type))
         # NaN: the step was committed before this trainer joined, so the norm is no longer known.
         if math.isinf(norm) and self._scaling.loss_scale is None:
             raise NonFiniteError(
-                f"the norm of type {norm_type} is beyond what a double holds, though the gradient is finite: "
-                "take a smaller norm_type, or infinity"
+                f"the norm of type {norm_type} overflows a double, although the gradient is finite: "
+                "use a smaller norm_type, or infinity"
             )
         self._scaling.coefficient = min(1.0, max_norm / (norm + _CLIP_EPSILON)) if math.isfinite(norm) else 1.0
         return torch.tensor(norm, dtype=torch.float64)
@@ -167,7 +167,7 @@ class ShardedOptimizer(Optimizer):
         if not float(clip_value) > 0:
             raise UsageError(f"clip_grad_value_({clip_value!r}): expected a positive number")
         if self._scaling.norm_attempts is not None:
-            raise UsageError("clip_grad_value_ after clip_grad_norm_: a step clips by one of them")
+            raise UsageError("clip_grad_value_ after clip_grad_norm_: clip a step by norm or by value, not both")
         self._scaling.clip_value = float(clip_value)
 
     def _grad_norm(self, norm_type: float) -> float:
@@ -252,10 +252,11 @@ class ShardedOptimizer(Optimizer):
         of = state_dict.get("state_in_run")
         if of is not None and of["step"] and of["run_id"] != self._session.run_id:
             raise UsageError(
-                f"the state_dict is of run {of['run']!r} after {of['step']} steps, and the optimizer's state (moments, "
-                f"step counts) is on that run's shard servers. Run {self._session.run!r} does not have this state, so "
-                "training would continue with different results. To continue, join the former run again. To load the "
-                'hyper-parameters and start with new state, load {"param_groups": state_dict["param_groups"]}'
+                f"the state_dict belongs to run {of['run']!r} after {of['step']} steps, and the optimizer's state "
+                f"(moments, step counts) is on that run's shard servers. Run {self._session.run!r} does not have this "
+                "state, so training would continue with different results. To continue, join the former run again. "
+                "To load the hyper-parameters and start with new state, load "
+                '{"param_groups": state_dict["param_groups"]}'
             )
         if state_dict.get("state"):
             raise UsageError(
