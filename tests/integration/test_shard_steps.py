@@ -77,6 +77,19 @@ def test_parts_are_added_in_order_in_one_buffer(server: ShardServer) -> None:
     assert server.taken_bytes() == before
 
 
+def test_push_for_next_step_waits_for_an_update_that_is_prepared(server: ShardServer) -> None:
+    one = unit(server)
+    one.push(one.filled(1.0))
+    one.prepare(0, (0, 0, 1))
+    early = one.open_push().send(*one.push_messages(one.filled(2.0), step=1)).finish()
+    with pytest.raises(grpc.FutureTimeoutError):
+        early.future.result(timeout=0.3)
+    one.update(0)
+    assert not early.result().duplicate
+    one.prepare(1, (0, 0, 1))
+    one.update(1)
+
+
 def test_pushes_for_other_steps_and_after_prepare_are_rejected(server: ShardServer) -> None:
     one = OneUnit(server, PLAIN)
     one.reserve()

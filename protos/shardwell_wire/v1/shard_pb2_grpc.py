@@ -249,7 +249,8 @@ class ShardServiceServicer(object):
 
     def ReduceScatter(self, request_iterator, context):
         """Trainer: streams one part of the contribution of (unit, step, logical dp rank). The reduced shard stays on the
-        server. A duplicate is acknowledged and dropped. Never waits for other ranks.
+        server. A duplicate is acknowledged and dropped. Never waits for other ranks. Waits if this server has yet to apply
+        the committed update to the version that the step reads.
 
         ABORTED: stale epoch or attempt. OUT_OF_RANGE: the step is committed. FAILED_PRECONDITION: the step is prepared,
         or an earlier part is missing. DATA_LOSS: checksum mismatch. RESOURCE_EXHAUSTED: memory budget exceeded.

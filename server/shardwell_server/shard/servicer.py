@@ -215,7 +215,8 @@ class ShardServicer:
     async def ReduceGradientBuffer(
         self, request: shard_pb2.ReduceGradientBufferRequest, call: Call
     ) -> shard_pb2.ReduceGradientBufferResponse:
-        return await shm_requests.reduce_gradient_buffer(self._store, self._transports.find(ShmTransport), request)
+        shm = self._transports.find(ShmTransport)
+        return await shm_requests.reduce_gradient_buffer(self._store, shm, request, call.remaining_s())
 
     # ---- rpcs for inspection ----
 

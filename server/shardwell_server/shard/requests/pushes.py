@@ -72,7 +72,7 @@ class Push:
 
         Args:
             incoming: The stream.
-            wait_s: Seconds to wait for memory.
+            wait_s: Seconds to wait for an update that is due, and for memory.
 
         Raises:
             InvalidRequestError: The push does not fit the shard, or the stream is broken.
@@ -82,6 +82,7 @@ class Push:
             CapacityError: No memory became free in time.
         """
         self._check_header()
+        await self._await_due_update(wait_s)
         self._check_current()
         if self._is_duplicate():
             return await self._acknowledge(incoming)
@@ -96,8 +97,12 @@ class Push:
 
         return await self._shard.streams.replace(self._dp_rank, (self._epoch, self._attempt), self._what, receive)
 
-    async def adopt(self, source: AdoptableMemory) -> bool:
+    async def adopt(self, source: AdoptableMemory, wait_s: float) -> bool:
         """Makes memory that a trainer wrote a contribution without a copy; returns as ``receive`` does.
+
+        Args:
+            source: The memory.
+            wait_s: Seconds to wait for an update that is due.
 
         Raises:
             InvalidRequestError, StaleEpochError, VersionGoneError, StepStateError: As ``receive``.
@@ -110,8 +115,19 @@ class Push:
                 f"{self._what}: wire_dtype is {self._header.wire_dtype}, but a shared gradient buffer holds gradients "
                 "in the dtype of their parameters: leave wire_dtype unset"
             )
+        await self._await_due_update(wait_s)
         self._check_current()
         return await self._accept_exclusively(source, None, partial(source.check_adoptable, self._shard))
+
+    async def _await_due_update(self, wait_s: float) -> None:
+        """Waits for the update to the version that the push refers to, if this server has prepared that update.
+
+        The servers apply a committed update at different times. A trainer that has read the new version elsewhere may
+        push to a unit that it has not gathered, such as a unit of buffers, before this server has updated it.
+        """
+        version = self._shard.version
+        if version is not None and self._step == version + 1 and self._run.is_prepared(version):
+            await self._shard.values.wait_for(self._step, wait_s)
 
     async def _receive(self, incoming: IncomingStream, received: IncomingBuffer) -> int:
         shard, memory = self._shard, codec.memory_at(received.buffer.data_ptr(), self._shard.size_bytes)

@@ -115,8 +115,7 @@ class Values:
             DeadlineError: The version does not exist yet.
             NotFoundError: The run was deleted during the call.
         """
-        if not self.readable(version):
-            await self._until_readable(version, wait_s)
+        await self.wait_for(version, wait_s)
         # Nothing is awaited from here to the return, so no update can begin in between.
         self.check_not_dropped()
         assert self.version is not None and self.current is not None
@@ -162,7 +161,10 @@ class Values:
             return True
         return not self._updating and self.version is not None and (version is None or self.version >= version)
 
-    async def _until_readable(self, version: int | None, wait_s: float) -> None:
+    async def wait_for(self, version: int | None, wait_s: float) -> None:
+        """Waits until ``readable``. Raises DeadlineError if the version does not exist after ``wait_s`` seconds."""
+        if self.readable(version):
+            return
         try:
             async with asyncio.timeout(wait_s):
                 while not self.readable(version):

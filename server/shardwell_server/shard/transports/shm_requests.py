@@ -51,7 +51,7 @@ def open_gradient_buffer(
 
 
 async def reduce_gradient_buffer(
-    store: ShardStore, shm: ShmTransport, request: shard_pb2.ReduceGradientBufferRequest
+    store: ShardStore, shm: ShmTransport, request: shard_pb2.ReduceGradientBufferRequest, wait_s: float
 ) -> shard_pb2.ReduceGradientBufferResponse:
     """Makes the gradient in a shared gradient buffer one part of a contribution. Raises as ``Push.adopt`` does.
 
@@ -65,7 +65,7 @@ async def reduce_gradient_buffer(
     store.requests.check_content("ReduceScatter", header.context, header)
     run = store.exact_run(header.context)
     gradient_buffer = shm.session(request.transport_id, run.identity).gradient_buffer(request.gradient_buffer_id)
-    duplicate = await Push(store, run, run.shard(header.unit), header).adopt(gradient_buffer)
+    duplicate = await Push(store, run, run.shard(header.unit), header).adopt(gradient_buffer, wait_s)
     return shard_pb2.ReduceGradientBufferResponse(
         duplicate=duplicate, version=header.context.step, adopted=gradient_buffer.claimed
     )

@@ -175,7 +175,7 @@ class _ConnectionRequests:
         elif isinstance(request, shard_pb2.MeasureTransportRequest):
             await self._connection.send_stream(measurement_chunks(request, frames.DATA_BYTES))
         elif isinstance(request, shard_pb2.ReduceGradientBufferRequest):
-            await self._reduce_gradient_buffer(request)
+            await self._reduce_gradient_buffer(request, wait_s)
         else:
             assert isinstance(request, shard_pb2.ReduceScatterHeader)
             await self._push(request, wait_s)
@@ -194,10 +194,10 @@ class _ConnectionRequests:
         response = await pushes.push(self._store, header, self._connection, wait_s)
         await self._connection.send(frames.encode(Kind.REDUCE_SCATTERED, response.SerializeToString()))
 
-    async def _reduce_gradient_buffer(self, request: shard_pb2.ReduceGradientBufferRequest) -> None:
+    async def _reduce_gradient_buffer(self, request: shard_pb2.ReduceGradientBufferRequest, wait_s: float) -> None:
         self._check_run(request.header.context)
         shm = self._offered.find(ShmTransport)
-        response = await shm_requests.reduce_gradient_buffer(self._store, shm, request)
+        response = await shm_requests.reduce_gradient_buffer(self._store, shm, request, wait_s)
         await self._connection.send(frames.encode(Kind.GRADIENT_BUFFER_REDUCED, response.SerializeToString()))
 
     def _check_run(self, request: NamesRun) -> None:
