@@ -15,7 +15,7 @@ SIZE, CUT = 1 << 20, 4096
 
 
 def arrival_of(values: torch.Tensor) -> tuple[Arrival, torch.Tensor]:
-    """Returns an arrival of the values in device memory, and that memory."""
+    """Returns an ``Arrival`` that copies the values to device memory, and the memory."""
     target = torch.zeros(SIZE, dtype=torch.uint8, device="cuda")
     arrival = Arrival(target)
     arrival.staging.copy_(values)

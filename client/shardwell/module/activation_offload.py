@@ -6,7 +6,7 @@ kernels on the same bits. Weights of sharded units are never moved: when autogra
 view of the unit's flat vector, which the unit frees.
 
 Note: [Unlinked files]
-    A file is written, mapped and unlinked at once. The kernel writes back and drops its pages. The disk space is freed
+    A file is written, mapped and then unlinked. The kernel writes back and drops its pages. The disk space is freed
     with the mapping: when the backward has used the file, when the graph is dropped, or when the process is killed.
 
 Note: [Uncounted writes]

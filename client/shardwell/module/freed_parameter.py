@@ -252,9 +252,9 @@ def refuse_clipping(owner: ParameterOwner) -> NoReturn:
             parameter=owner.name,
         )
     raise UsageError(
-        f"torch.nn.utils.clip_grad sees only gradients in this process, but that of {owner.name!r} is pushed to the "
-        "shard servers: call optimizer.clip_grad_norm_(max_norm), which clips by the norm over all gradients, or "
-        "optimizer.clip_grad_value_(clip_value)",
+        f"torch.nn.utils.clip_grad reads only gradients in this process, but the gradient of {owner.name!r} is pushed "
+        "to the shard servers: call optimizer.clip_grad_norm_(max_norm), which clips by the norm over all gradients, "
+        "or optimizer.clip_grad_value_(clip_value)",
         parameter=owner.name,
     )
 

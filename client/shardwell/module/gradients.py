@@ -1,7 +1,7 @@
 """Gradients of units in this process: how they are accumulated, cut into buckets, pushed and dropped.
 
-A unit's gradients are pushed in one piece when its backward has ended; those of a replica in buckets, during the
-backward.
+A unit's gradients are pushed in one piece when its backward has ended. A replica's gradients are pushed in buckets,
+during the backward.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def _local(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Returns the part of a parameter's gradient that this process stores."""
     if (placements := getattr(parameter, "placements", None)) is None:
         return gradient
-    # A DTensor's gradient may be a partial sum, such as that of a norm under sequence parallelism. It is reduced after
-    # the cast, in the order of autograd for a parameter that is cast in the forward.
+    # A DTensor's gradient may be a partial sum, such as a norm's gradient under sequence parallelism. The sum is
+    # reduced after the cast: autograd uses this order for a parameter that is cast in the forward.
     local: torch.Tensor = cast(Any, gradient).redistribute(placements=placements).to_local()
     return local.contiguous()

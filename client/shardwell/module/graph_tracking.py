@@ -61,8 +61,8 @@ class ForwardCalls:
 
     def find(self, node_number: int) -> ForwardCall | None:
         """Returns the innermost call that made a node; None if the node was made outside of every call."""
-        # Calls are in the order of their first node. The last one that began before the node may have ended before it;
-        # then only a call around that one can have made the node.
+        # Calls are in the order of their first node. The last call that began before the node may also have ended
+        # before it. Then only an enclosing call can have made the node.
         position = bisect_right(self._calls, node_number, key=lambda call: call.first_node_number)
         call = self._calls[position - 1] if position else None
         while call is not None and call.stop_node_number <= node_number:
@@ -136,7 +136,7 @@ class RunningBackward:
         self.calls[call] = None
         self.units[call.unit] = None
         call.unit.usage.backward_calls.add(call)
-        # With create_graph=True, the graph of the backward itself reads the weights later, and it has no hooks.
+        # With create_graph=True, the graph of the backward itself reads the weights later, and has no hooks.
         call.unit.usage.in_backward_graph |= torch.is_grad_enabled()
 
     def end_calls_after(self, node_number: int) -> list[ForwardCall]:

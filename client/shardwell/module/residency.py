@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar, cast
 from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
 
 MAX_UNITS_AHEAD = 8
-"""Limit of the look-ahead. A longer one hides no more latency, and every use of a unit would walk the whole model."""
+"""Limit of the look-ahead in units. A longer one hides no more latency, and costs time in every use of a unit."""
 
 
 class UnitState(enum.Enum):
@@ -230,7 +230,7 @@ class ResidencyPolicy(Generic[UnitT]):
 
         Args:
             unit: The unit.
-            is_root: True if the unit contains all others: its backward begins at once.
+            is_root: True if the unit contains all others: its backward begins immediately.
             expects_backward: True if a result of the forward has a graph, and the module is in training mode.
         """
         strategy, choice = unit.settings.strategy, unit.settings.reshard_after_forward

@@ -16,7 +16,7 @@ class ShardingStrategy(enum.Enum):
 
     FULL_SHARD = enum.auto()
     """Freed after the forward, gathered again for the backward, freed after the backward. The root unit is kept from
-    its forward to its backward, which follows at once, unless ``reshard_after_forward=True``. In ``eval()``, and where
+    its forward to the backward right after it, unless ``reshard_after_forward=True``. In ``eval()``, and where
     no result needs a gradient, the root unit is freed too; a later backward gathers it again."""
     SHARD_GRAD_OP = enum.auto()
     """Kept from the forward to the end of the backward, so gathered once per forward. Freed after a forward that has

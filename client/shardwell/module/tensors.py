@@ -1,4 +1,4 @@
-"""Tensors: those inside nested values, their local parts, and rectangular parts of them."""
+"""Functions that find tensors in nested values, return their local parts, and describe rectangular parts."""
 
 from __future__ import annotations
 

@@ -303,7 +303,7 @@ class Unit(ResidentUnit):
         self._gather = None
 
     def forget_graphs(self) -> None:
-        """Makes all graphs that exist now unusable."""
+        """Makes all existing graphs unusable."""
         self.generation += 1
         self._parameter_objects.forget_graphs()
         if self.state is UnitState.UNSHARDED:

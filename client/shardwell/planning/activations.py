@@ -40,7 +40,7 @@ class SavedActivations:
         moved: Collection[str] = (),
         moved_min_bytes: int = 1,
     ) -> int:
-        """Returns the maximum of saved bytes at once.
+        """Returns the peak of saved bytes.
 
         Args:
             absent: Modules that do not run in this process, such as those of other pipeline stages.

@@ -29,7 +29,7 @@ class TrainerPlan:
     """A trainer of the first pipeline stage, in bytes. Does not include the interpreter and libraries."""
 
     weights_bytes: int
-    """Maximum of weights at once: in use, prefetched and kept."""
+    """Peak of the weights: in use, prefetched and kept."""
     ahead_bytes: int
     """Maximum of prefetched weights that have not been used yet. Part of ``weights_bytes``."""
     kept_bytes: int
@@ -43,7 +43,7 @@ class TrainerPlan:
     activation_bytes: int | None
     """Activations that autograd saves for the backward; None if unknown."""
     received_bytes: int
-    """Weights received per step, including the trainer's part of what the cache of its host receives."""
+    """Weights received per step, including the trainer's share of the weights that its host's cache receives."""
     sent_bytes: int
     """Gradients sent per step."""
 

@@ -240,7 +240,7 @@ def assumptions(plan: Plan) -> Iterator[str]:
     if world.tp > 1:
         yield f"tp: every matrix is cut along its first dim into {world.tp} parts, vectors are whole on each rank"
     if world.pp > 1:
-        yield "pp: blocks are split evenly, all other units are on the first stage; the trainer shown is of that stage"
+        yield "pp: blocks are split evenly; all other units are on the first stage, whose trainer is shown"
     if world.tp * world.pp > 1 and plan.trainer.activation_bytes is not None and options.activation_bytes is None:
         yield "activations: those of the whole batch at once, not divided by tp"
     if options.same_host:

@@ -40,7 +40,7 @@ class PlannedUnit:
     outer_units: tuple[str, ...] = ()
     """Names of the units that contain this unit. They stay gathered while it computes."""
     calls: tuple[PlannedCall, ...] = (PlannedCall(0, ""),)
-    """The calls of its modules; by default those of the root unit."""
+    """Calls of the unit's modules; by default the call of the whole model, as for the root unit."""
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class Rehearsal:
     """Memory and gathers of a trainer in several steps, each of one forward and backward. Shared memory is excluded."""
 
     peak_bytes: int
-    """Maximum of weights at once."""
+    """Peak of the weights."""
     ahead_bytes: int
     """Maximum of prefetched weights that have not been used yet. Part of the weights."""
     kept_bytes: int
