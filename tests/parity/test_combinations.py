@@ -216,7 +216,7 @@ def test_random_combination_matches_the_loop_by_hand(seed: int, tmp_path: Path) 
 
 
 class JointOptimizers:
-    """Local optimizers whose ``step`` calls each of them."""
+    """Steps several local optimizers together."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers

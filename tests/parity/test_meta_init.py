@@ -162,7 +162,7 @@ def test_failed_declaration_leaves_the_module_on_meta() -> None:
 
         def declare(self, layout: UnitLayout, initial_values: InitialValues) -> int:
             if self.full:
-                raise CapacityError("no room")
+                raise CapacityError("not enough memory")
             return super().declare(layout, initial_values)
 
     store = Full()

@@ -427,7 +427,7 @@ def test_failed_declaration_changes_nothing() -> None:
     class Full(InMemoryStore):
         def declare(self, layout: UnitLayout, initial_values: InitialValues) -> int:
             if layout.parameters[0].shape == (5, 7):
-                raise CapacityError("no room")
+                raise CapacityError("not enough memory")
             return super().declare(layout, initial_values)
 
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))

@@ -228,7 +228,7 @@ def test_part_out_of_range_is_rejected(trained: Pair) -> None:
 
 
 LIMIT_BYTES = 60 << 20
-"""Room for several of the 16 layers, which have 8.4 MB each."""
+"""Memory for several of the 16 layers, which have 8.4 MB each."""
 
 
 @pytest.mark.parametrize("kind", SAVES)

@@ -101,7 +101,8 @@ class Arrival:
                 exchange(self._target)
             finally:
                 self._exchanged = stream.record_event()
-        # An exchange with a GPU process that died never ends by itself. `order` sees the event only after it has ended.
+        # An exchange with a GPU process that died never ends by itself. `order` waits only for `_copied`, which is set
+        # after the exchange has ended.
         deadline = time.monotonic() + limit_s
         while not self._exchanged.query():
             if time.monotonic() > deadline:

@@ -109,7 +109,7 @@ def check_ignored(ignored: Collection[object]) -> None:
 
 
 def _class_name(module: object) -> str:
-    """Returns the name of the user's class, also of a sharded module."""
+    """Returns the name of a module's class, for a sharded module its class before ``fully_shard``."""
     kind = type(module)
     return (kind.__bases__[-1] if hasattr(module, "_shardwell_sharding") else kind).__name__
 

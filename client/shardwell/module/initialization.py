@@ -231,7 +231,7 @@ class Blanks:
     parameters: frozenset[int] = frozenset()
     """Indices of a unit's parameters. They have a device now, but no memory."""
     buffers: list[Site] = field(default_factory=list)
-    """Buffers. They have memory with arbitrary content."""
+    """Buffers, whose memory has arbitrary content."""
 
     def __bool__(self) -> bool:
         return bool(self.parameters or self.buffers)

@@ -105,7 +105,7 @@ class ResidentUnit:
 
     @property
     def needs_gather(self) -> bool:
-        """True if the current values are neither in this process nor on their way."""
+        """True if the current values are neither in this process nor being fetched."""
         return self.state in (UnitState.FREED, UnitState.STALE)
 
     def _set_state(self, state: UnitState) -> None:

@@ -134,11 +134,11 @@ class ShardedModule(nn.Module):
         sharding_of(self).units.passes.is_last_backward = is_last_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Sets the sharded modules to prefetch during this module's forward, instead of those predicted."""
+        """Sets the sharded modules to prefetch during this module's forward, instead of the predicted modules."""
         self._require_unit().settings.forward_prefetch = _prefetch_list(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Sets the sharded modules to prefetch during this module's backward, instead of those predicted."""
+        """Sets the sharded modules to prefetch during this module's backward, instead of the predicted modules."""
         self._require_unit().settings.backward_prefetch = _prefetch_list(modules)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
