@@ -63,12 +63,14 @@ def retry(
     Raises:
         Exception: The last error of ``action`` once ``limit_s`` is over, or what ``check`` raised.
     """
-    attempts = _Attempts(limit_s, check, longest_pause_s)
+    deadline = time.monotonic() + limit_s
+    pauses: Iterator[float] | None = None
     while True:
         try:
             return action()
         except errors as error:
-            if (pause_s := attempts.pause_after(error)) is None:
+            pauses = pauses or backoff(longest_s=longest_pause_s)
+            if (pause_s := _pause_after(error, next(pauses), deadline, check)) is None:
                 raise
         sleep(pause_s)
 
@@ -82,29 +84,23 @@ async def retry_async(
     longest_pause_s: float = LONGEST_PAUSE_S,
 ) -> Result:
     """``retry`` on an event loop: awaits ``action``, and does not block while it pauses."""
-    attempts = _Attempts(limit_s, check, longest_pause_s)
+    deadline = time.monotonic() + limit_s
+    pauses: Iterator[float] | None = None
     while True:
         try:
             return await action()
         except errors as error:
-            if (pause_s := attempts.pause_after(error)) is None:
+            pauses = pauses or backoff(longest_s=longest_pause_s)
+            if (pause_s := _pause_after(error, next(pauses), deadline, check)) is None:
                 raise
         await asyncio.sleep(pause_s)
 
 
-class _Attempts:
-    """The failed attempts of one call."""
-
-    def __init__(self, limit_s: float, check: Check | None, longest_pause_s: float) -> None:
-        self._deadline, self._check = time.monotonic() + limit_s, check
-        self._pauses = backoff(longest_s=longest_pause_s)
-
-    def pause_after(self, error: Exception) -> float | None:
-        """Returns the pause before the next attempt in seconds; None if there is no time left for one."""
-        if self._check is not None:
-            self._check(error)
-        pause_s = next(self._pauses)
-        if time.monotonic() + pause_s > self._deadline:
-            return None
-        logger.debug("retrying in %.2f s: %s", pause_s, error)
-        return pause_s
+def _pause_after(error: Exception, pause_s: float, deadline: float, check: Check | None) -> float | None:
+    """Returns the pause before the next attempt in seconds; None if there is no time left for one."""
+    if check is not None:
+        check(error)
+    if time.monotonic() + pause_s > deadline:
+        return None
+    logger.debug("retrying in %.2f s: %s", pause_s, error)
+    return pause_s

@@ -31,9 +31,6 @@ _READ_THREADS = 8
 _GAP_BYTES = 64 << 10
 """Buffers with a smaller gap are read as one range: another request takes longer than these bytes."""
 
-_PROBE_BYTES = 64
-"""Bytes of each shard that are read to learn that its server has a version."""
-
 ConnectShards = Callable[[UnitLayout, coordinator_pb2.DeclareUnitResponse], tuple[RemoteShard, ...]]
 
 
@@ -269,8 +266,6 @@ class RemoteBuffers:
         self._membership, self._declarations, self._connect = membership, declarations, connect
         self._traffic, self._mappings = traffic, mappings
         self._units: dict[int, RemoteUnit] = {}
-        self._known_versions: dict[int, int] = {}
-        """Version that all servers of a unit are known to have, by unit index."""
 
     def declare(self, layout: UnitLayout, values: InitialValues, step: int) -> int:
         """See ``BufferStore.declare``."""
@@ -284,7 +279,6 @@ class RemoteBuffers:
         """See ``BufferStore.push``. A failure is raised by the next push or drain."""
         self._membership.check()
         unit = self._units[unit_index]
-        self._await_version(unit, step)
         with uninterrupted:  # the servers wait for every part that is counted
             part, _ = item.record_push(unit_index)
             header = shard_pb2.ReduceScatterHeader(
@@ -295,21 +289,6 @@ class RemoteBuffers:
                 part=part,
             )
             self._traffic.push(unit, header, [(index, tensor.reshape(-1)) for index, tensor in buffers])
-
-    def _await_version(self, unit: RemoteUnit, version: int) -> None:
-        """Waits until the servers have the version that the step reads. They reject an earlier push.
-
-        The trainer of rank 0 keeps its own values after a commit, so that no read has waited for the version.
-        """
-        if self._known_versions.get(unit.index) == version:
-            return
-        if unit.vector is not None:
-            VersionInPlace(unit, version, self._traffic.stats).result()
-        else:
-            for shard in unit.shards:
-                probe = shard.narrowed(shard.start_bytes, min(shard.start_bytes + _PROBE_BYTES, shard.stop_bytes))
-                probe.fetch(version, memoryview(bytearray(probe.stop_bytes - probe.start_bytes)))
-        self._known_versions[unit.index] = version
 
     def read(self, unit_index: int, version: int, wanted: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See ``BufferStore.read``."""
