@@ -1,4 +1,4 @@
-"""What the pool of layers' memory keeps, and for how long."""
+"""How long the buffer pool keeps released buffers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LIMIT = 1000
 
 
 def kept(pool: BufferPool, size_bytes: int) -> bool:
-    """Whether a buffer that was given back is what is taken next of its size."""
+    """Returns whether a released buffer is the next one acquired of its size."""
     buffer = pool.acquire(size_bytes)
     pool.release(buffer)
     return pool.acquire(size_bytes) is buffer
@@ -27,18 +27,18 @@ def test_buffers_are_kept_up_to_the_limit(one_larger: bool) -> None:
     assert pool.idle_bytes == 0
 
 
-def test_one_that_is_larger_than_the_limit_is_kept_if_that_is_wanted() -> None:
+def test_buffer_larger_than_the_limit_is_kept_on_request() -> None:
     assert not kept(BufferPool(LIMIT), LIMIT + 1)
     assert kept(BufferPool(LIMIT, one_larger=True), LIMIT + 1)
     assert kept(BufferPool(LIMIT), LIMIT)
 
 
-def test_it_goes_before_another_size_comes() -> None:
+def test_oversized_buffer_is_freed_before_another_size_is_kept() -> None:
     pool = BufferPool(LIMIT, one_larger=True)
     small, large = pool.acquire(400), pool.acquire(5000)
     pool.release(small)
     pool.release(large)
-    assert pool.idle_bytes == 5400, "beside what the limit allows"
+    assert pool.idle_bytes == 5400, "in addition to the limit"
     assert pool.acquire(400) is small
     assert pool.idle_bytes == 0
     pool.release(large)
@@ -46,7 +46,7 @@ def test_it_goes_before_another_size_comes() -> None:
     assert pool.idle_bytes == 0
 
 
-def test_of_several_the_last_stays() -> None:
+def test_last_of_several_oversized_buffers_is_kept() -> None:
     pool = BufferPool(LIMIT, one_larger=True)
     first, second = pool.acquire(2000), pool.acquire(3000)
     pool.release(second)
@@ -55,13 +55,13 @@ def test_of_several_the_last_stays() -> None:
     assert pool.acquire(2000) is first
 
 
-def test_a_limit_of_nothing_keeps_nothing() -> None:
+def test_zero_limit_keeps_no_buffer() -> None:
     pool = BufferPool(0, one_larger=True)
     assert not kept(pool, 400)
     assert pool.idle_bytes == 0
 
 
-def test_another_limit_frees_what_is_idle() -> None:
+def test_lower_limit_frees_idle_buffers() -> None:
     pool = BufferPool(LIMIT, one_larger=True)
     small, large = pool.acquire(400), pool.acquire(5000)
     for limit, expected in ((0, 0), (LIMIT, 5400)):
@@ -75,7 +75,7 @@ def test_another_limit_frees_what_is_idle() -> None:
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 1 << 20, (1 << 20) + 1])
-def test_a_buffer_is_writable_and_of_the_size_asked_for(size_bytes: int) -> None:
+def test_buffer_is_writable_and_has_the_requested_size(size_bytes: int) -> None:
     pool = BufferPool(4 << 20)
     with pool.acquired(size_bytes) as lent:
         lent[:] = b"\x07" * size_bytes
@@ -83,8 +83,8 @@ def test_a_buffer_is_writable_and_of_the_size_asked_for(size_bytes: int) -> None
     assert bytes(memoryview(pool.acquire(size_bytes).numpy())) == b"\x07" * size_bytes
 
 
-def test_what_was_lent_can_be_read_after_it_was_freed() -> None:
-    """gRPC reads on for a moment when its rpc has failed."""
+def test_acquired_buffer_stays_readable_after_it_is_freed() -> None:
+    """gRPC may read a buffer for a moment after its rpc has failed."""
     pool = BufferPool(0)
     with pool.acquired(2 << 20) as buffer:
         buffer[-1:] = b"x"
