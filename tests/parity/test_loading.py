@@ -215,14 +215,14 @@ def test_missing_files_are_rejected(tmp_path: Path) -> None:
     ("damage", "message"),
     [
         (lambda data: data[:-1], r"is truncated: \d+ bytes of tensors, expected \d+"),
-        (lambda data: data[:100], "is no safetensors file, or is truncated: 100 bytes"),
-        (lambda data: data[:5], "is no safetensors file, or is truncated: 5 bytes"),
-        (lambda data: b"", "is no safetensors file, or is truncated: 0 bytes"),
+        (lambda data: data[:100], "is not a safetensors file, or is truncated: 100 bytes"),
+        (lambda data: data[:5], "is not a safetensors file, or is truncated: 5 bytes"),
+        (lambda data: b"", "is not a safetensors file, or is truncated: 0 bytes"),
         (lambda data: data + b"x", "is longer than its header says"),
         (lambda data: data.replace(b'"F32"', b'"F99"', 1), "has unknown dtype 'F99'"),
         (lambda data: data.replace(b'"F32"', b'"F64"', 1), r"has bytes \[\d+, \d+\) in the header"),
         (lambda data: data.replace(b'{"', b'["', 1), "its header does not parse"),
-        (lambda data: b"\xff" * 8 + data[8:], "is no safetensors file, or is truncated"),
+        (lambda data: b"\xff" * 8 + data[8:], "is not a safetensors file, or is truncated"),
         (lambda data: (4).to_bytes(8, "little") + b"1234", "its header does not parse"),
     ],
 )

@@ -2,7 +2,7 @@
 
 The shard servers store the values, the mean gradient and the optimizer state. In every step, a trainer reads its
 partition and stages the new values and state, which take effect when the step is committed. Any trainer can update any
-partition. Values and state that a trainer keeps between steps only save it from fetching them again.
+partition. A trainer may keep values and state between steps, but only to avoid fetching them again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwell_wire.v1 import common_pb2, coordinator_pb2
 logger = logging.getLogger(__name__)
 
 _MAX_STALE_GRADIENTS = 20
-"""Consecutive times that a gradient may be recomputed while a partition is updated from it. More are an error."""
+"""Limit of consecutive updates of a partition that fail because its gradient was recomputed."""
 
 FlatUpdate = Callable[[torch.Tensor, torch.Tensor, dict[str, Any], Mapping[str, Any]], torch.Tensor]
 """Takes values, gradient, state and the settings of the group; returns the new values."""
@@ -90,7 +90,7 @@ class PartitionOptimizer(ShardedOptimizer):
         work: Sequence[coordinator_pb2.PartitionWork],
         clipping: _Clipping,
     ) -> list[coordinator_pb2.PartitionWork]:
-        """Updates and stages partitions; returns the leases whose partitions are staged."""
+        """Updates and stages partitions; returns the entries of ``work`` that are staged."""
         groups = {unit.unit_index: unit.group_indices for unit in optimizer.units}
         names = {unit.index: unit.name for unit in self._session.units}
 
@@ -101,7 +101,7 @@ class PartitionOptimizer(ShardedOptimizer):
         for partitions in work:
             try:
                 self._session.store.update_partitions(partitions, update, keep_bytes=self._keep_bytes)
-            except StepStateError as error:  # a rank restarted its work item: the next commit request says what to do
+            except StepStateError as error:  # a rank restarted its work item; the next commit response has the rest
                 self._stale_gradients += 1
                 if self._stale_gradients > _MAX_STALE_GRADIENTS:
                     raise
@@ -143,9 +143,9 @@ class ClientSide(PartitionOptimizer):
         params: Sharded parameters, or parameter groups, as in torch.
         optimizer_class: Called with parameter groups and ``options``, as torch's optimizers. Its ``step`` must not
             need a closure.
-        keep_bytes: Bytes of values and state that may stay in this process between steps, where a server is on
-            another host. A step then fetches the gradient only. Without shared memory, everything takes ``1 / dp`` of
-            the model's values and state. 0: nothing stays.
+        keep_bytes: Bytes of values and state of servers on other hosts that may stay in this process between steps. A
+            step then fetches the gradient only. Without shared memory, a trainer that keeps its whole partition needs
+            ``1 / dp`` of the model's values and state. 0: nothing stays.
         **options: Hyper-parameters, by name.
 
     Raises:

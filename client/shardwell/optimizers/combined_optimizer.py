@@ -18,7 +18,7 @@ class Combined(ShardedOptimizer):
     member. ``step``, ``clip_grad_norm_``, ``zero_grad`` and ``ema_decay`` must be used on the ``Combined``.
 
     Args:
-        optimizers: At least one. Each parameter may be in one of them only.
+        optimizers: At least one. Each parameter may be in one optimizer only.
 
     Raises:
         UsageError: ``optimizers`` is empty, or a member already belongs to a ``Combined``.

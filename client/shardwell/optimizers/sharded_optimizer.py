@@ -20,7 +20,7 @@ from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.v1 import common_pb2
 
 _CLIP_EPSILON = 1e-6
-"""As in torch.nn.utils.clip_grad_norm_."""
+"""Added to the norm before the division, as in ``torch.nn.utils.clip_grad_norm_``."""
 
 
 @dataclass(slots=True)
@@ -39,8 +39,7 @@ class ShardedOptimizer(Optimizer):
     """Base class of the optimizers. Do not use it directly.
 
     Raises:
-        UsageError: A parameter is not sharded: call ``fully_shard`` on the whole model first. Or a hyper-parameter is
-            out of bounds.
+        UsageError: A parameter is not sharded, or a hyper-parameter is out of bounds.
     """
 
     updates_on_servers: ClassVar[bool] = True
@@ -154,7 +153,7 @@ class ShardedOptimizer(Optimizer):
     def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
         """Clamps every element of the step's mean gradient, as ``torch.nn.utils.clip_grad_value_``.
 
-        Call it between the backward and ``step``. It returns at once: the servers clip when they apply the step.
+        Call it between the backward and ``step``. It returns immediately: the servers clip when they apply the step.
 
         Args:
             clip_value: Elements are clamped to ``[-clip_value, clip_value]``. Must be the same on all ranks.
@@ -217,7 +216,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _make_update(self) -> StepUpdate:
-        """Returns what this step proposes to commit."""
+        """Returns the update that this step proposes to commit."""
         scaling = self._scaling
         coefficient = scaling.coefficient / (scaling.loss_scale or 1.0)
         return StepUpdate(self._to_proto(), coefficient, scaling.norm_attempts)

@@ -38,7 +38,7 @@ def write_safetensors(
         folder: Created if it does not exist. Files of an earlier export are removed.
         tensors: Names and tensors with the right shapes and dtypes. Their memory is not read.
         values: The same names in the same order, with values.
-        max_shard_bytes: Largest size of the tensors in one file. A larger tensor gets a file of its own.
+        max_shard_bytes: Largest size of the tensors in one file. A larger tensor gets its own file.
         metadata: Additional strings for the headers of the files.
 
     Returns:
@@ -86,7 +86,7 @@ def staged(folder: Path, *, markers: Collection[str], is_exported: Callable[[str
 
     Args:
         folder: Destination of the files. Created if it does not exist.
-        markers: Files without which the others are no checkpoint. They are removed first and moved last.
+        markers: Files without which readers do not recognise the checkpoint. They are removed first and moved last.
         is_exported: Returns whether a file name belongs to an earlier export. Such files are removed.
     """
     existed = folder.is_dir()

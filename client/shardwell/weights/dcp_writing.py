@@ -1,6 +1,6 @@
 """Writes a ``torch.distributed.checkpoint`` from values that arrive one after another.
 
-A module of its own, imported on use: importing ``torch.distributed.checkpoint`` is slow.
+A separate module, imported on use, because importing ``torch.distributed.checkpoint`` is slow.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ WINDOW_BYTES = 4 << 20
 """Bytes of a tensor that are in memory at a time, per upload."""
 
 _MAX_NAMES = 10
-"""Names of each kind in an error."""
+"""Limit of the names of each kind in an error message."""
 
 Rename = Callable[[str], str | None]
 """Maps a name in the checkpoint to the name in the model, or to None to skip the tensor."""

@@ -1,4 +1,4 @@
-"""Reads a pinned version of a live run's weights, without the model's code, while training goes on."""
+"""Reads a pinned version of a live run's weights, without the model's code, while training continues."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _stored(units: Iterable[PlacedUnit]) -> Sequence[StoredParameter]:
 
 @contextmanager
 def pinned_version(coordinator: CoordinatorClient, run: str, *, timeout_s: float) -> Iterator[PinnedVersion]:
-    """Pins the newest version of a run that all its shard servers still have; training goes on.
+    """Pins the newest version of a run that all its shard servers still have. Training continues.
 
     If steps are committed faster than all servers can be reached, a future version is pinned: each server gets the
     request before the version exists.

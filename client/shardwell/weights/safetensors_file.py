@@ -22,7 +22,7 @@ INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 """File names in a model's folder, as in Hugging Face's libraries."""
 
 _MAX_HEADER_BYTES = 100_000_000
-"""Limit of the reference implementation."""
+"""Limit of the header's size in the reference implementation."""
 
 _ALIGNMENT_BYTES = 8
 
@@ -89,7 +89,7 @@ def find_tensors(path: str | Path) -> dict[str, StoredTensor]:
 
     Raises:
         NotFoundError: There is no such file.
-        CorruptDataError: A file is no safetensors file or is truncated, or the index contradicts the files.
+        CorruptDataError: A file is not a safetensors file or is truncated, or the index contradicts the files.
     """
     path = Path(path)
     if path.is_dir():
@@ -120,7 +120,7 @@ def _of_index(path: Path) -> dict[str, StoredTensor]:
         files = {name: path.parent / file for name, file in places.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptDataError(
-            f"{path} is no index of safetensors files: expected a JSON object with a weight_map"
+            f"{path} is not an index of safetensors files: expected a JSON object with a weight_map"
         ) from error
     headers: dict[Path, dict[str, StoredTensor]] = {}
     for file in dict.fromkeys(files.values()):
@@ -137,15 +137,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Returns the tensors of one file by name.
 
     Raises:
-        CorruptDataError: The file is no safetensors file, or is truncated.
+        CorruptDataError: The file is not a safetensors file, or is truncated.
     """
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if size_bytes < 8 or header_bytes > min(size_bytes - 8, _MAX_HEADER_BYTES):
             raise CorruptDataError(
-                f"{path} is no safetensors file, or is truncated: {size_bytes} bytes, of which the header would take "
-                f"{header_bytes}"
+                f"{path} is not a safetensors file, or is truncated: {size_bytes} bytes, expected a header of "
+                f"{header_bytes} bytes after the first 8"
             )
         text = file.read(header_bytes)
     try:
@@ -153,7 +153,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         header.pop("__metadata__", None)
         tensors = {name: _parse(path, name, entry, 8 + header_bytes) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptDataError(f"{path} is no safetensors file: its header does not parse ({error})") from error
+        raise CorruptDataError(f"{path} is not a safetensors file: its header does not parse ({error})") from error
     _check_ranges(path, tensors, header, size_bytes - 8 - header_bytes)
     return tensors
 
@@ -191,7 +191,7 @@ def is_storable(dtype: torch.dtype) -> bool:
 
 
 def make_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """Returns the start of a file, which the bytes of the tensors follow in the same order.
+    """Returns the start of a file. The bytes of the tensors follow in the same order.
 
     Args:
         tensors: Dtype and shape by name.

@@ -35,14 +35,14 @@ def save_safetensors(
     Args:
         model: A model with sharded modules.
         folder: Created if it does not exist.
-        max_shard_bytes: Largest size of the tensors in one file. A larger tensor gets a file of its own.
+        max_shard_bytes: Largest size of the tensors in one file. A larger tensor gets its own file.
         metadata: Additional strings for the headers of the files.
 
     Returns:
         The files with tensors. Empty on trainers that do not write.
 
     Raises:
-        UsageError: A value cannot be stored (extra state that is no tensor, or a dtype that the format does not
+        UsageError: A value cannot be stored (extra state that is not a tensor, or a dtype that the format does not
             support), or parameters are split over several meshes or mesh dims.
         VersionGoneError: Other trainers committed a step in the meantime.
         OSError: The files cannot be written, for example because the disk is full. The folder is unchanged.
@@ -70,7 +70,7 @@ def save_dcp(model: nn.Module, folder: str | Path) -> None:
         folder: Created if it does not exist.
 
     Raises:
-        UsageError: A value cannot be stored (extra state that is no tensor), or parameters are split over several
+        UsageError: A value cannot be stored (extra state that is not a tensor), or parameters are split over several
             meshes or mesh dims.
         VersionGoneError: Other trainers committed a step in the meantime.
         OSError: The files cannot be written. The folder is unchanged.

@@ -28,7 +28,7 @@ def full_state_dict(model: nn.Module, *, ema: bool = False) -> dict[str, Any]:
     Returns:
         Copies of all parameters, also under tied names, and of persistent buffers. ``load_state_dict`` of the model
         before ``fully_shard`` accepts them. Parameters that tensor parallelism splits are assembled, so all ranks with
-        parts must call.
+        parts must call this function.
 
     Raises:
         StepStateError: ``ema`` is set and no step has updated averages.
@@ -90,7 +90,7 @@ def sharded_state_dict(
     """Returns one part of the model's state. The parts of all trainers together are ``full_state_dict``.
 
     Tensors are cut along dim 0, as FSDP2's ``Shard(0)`` and ``torch.chunk`` do. Part 0 has the scalars and extra state
-    that is no tensor. Holds one unit at a time. All values have the version that the current step reads.
+    that is not a tensor. Holds one unit at a time. All values have the version that the current step reads.
 
     Args:
         model: A model with sharded modules.
@@ -142,7 +142,7 @@ def join_state_dicts(parts: Sequence[Mapping[str, TensorSlice | Any]]) -> dict[s
         parts: All parts of one step with the same ``num_parts``, in any order.
 
     Returns:
-        Tensors, and extra state that is no tensor, by name in the order of ``state_dict``.
+        Tensors, and extra state that is not a tensor, by name in the order of ``state_dict``.
 
     Raises:
         UsageError: Rows are missing or duplicated, or the parts belong to different steps or models.

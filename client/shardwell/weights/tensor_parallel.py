@@ -24,7 +24,7 @@ def whole(values: torch.Tensor, tensor: Any) -> torch.Tensor:
     """Returns a copy of a tensor's values on the CPU.
 
     Args:
-        values: The values; for a ``DTensor``, the values of this rank's part. All ranks of its mesh must call.
+        values: The values; for a ``DTensor``, the values of this rank's part. All ranks of the mesh must call this.
         tensor: The tensor, whose memory is not read.
     """
     if not hasattr(tensor, "placements"):
@@ -62,7 +62,7 @@ def written_by_one(mesh: DeviceMesh, values: Values, write: Callable[[Values], R
     """Writes values on the first rank of a mesh. All ranks compute the values with collectives.
 
     Args:
-        mesh: The mesh. All its ranks must call.
+        mesh: The mesh. All its ranks must call this function.
         values: Values in the same order on every rank.
         write: Writes the values. Called on the first rank only.
 

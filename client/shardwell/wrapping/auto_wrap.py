@@ -108,8 +108,8 @@ def _warn_of_one_unit(model: nn.Module, policy: WrapPolicy) -> None:
     kinds = ", ".join(dict.fromkeys(type(module).__name__ for module in model.modules() if module is not model))
     warnings.warn(
         f"{policy} chooses no module of {type(model).__name__}, so the whole model is one unit, which trainers gather "
-        f"at once. The model has {kinds or 'no modules'}. If you want one unit, use NoWrapPolicy(); without a policy, "
-        "auto_wrap finds the model's blocks",
+        f"as a whole. The model has {kinds or 'no modules'}. If you want one unit, use NoWrapPolicy(). Without a "
+        "policy, auto_wrap finds the model's blocks",
         stacklevel=3,
     )
 
@@ -120,7 +120,7 @@ class ChosenUnit:
 
     name: str
     modules: Mapping[str, nn.Module]
-    """By their names in the model."""
+    """Modules by their names in the model."""
 
 
 def choose_units(

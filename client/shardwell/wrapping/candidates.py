@@ -48,7 +48,7 @@ class Candidates(Sequence[nn.Module]):
         }
 
     def num_parameters(self, module: nn.Module) -> int:
-        """Returns the number of elements of a module that a unit could take."""
+        """Returns the number of elements of the parameters of a module that a unit could take."""
         return sum(self.sizes(module).values())
 
 

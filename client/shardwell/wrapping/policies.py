@@ -134,11 +134,11 @@ class SizePolicy:
 
 @dataclass(frozen=True)
 class BlockPolicy:
-    """Makes every block of a model a unit, and every module beside the blocks that is as large as a block.
+    """Makes every block of a model a unit, and every module outside the blocks that is at least as large.
 
     Blocks are the modules that the model itself names in ``_no_split_modules``, as Hugging Face's models do. In other
-    models, they are the outermost modules of one class of which a container holds several, such as the layers in the
-    ``nn.ModuleList`` of a transformer. Modules beside the blocks, such as embeddings and heads, become units if they
+    models, they are the outermost modules whose class occurs several times in one container, such as the layers in the
+    ``nn.ModuleList`` of a transformer. Modules outside the blocks, such as embeddings and heads, become units if they
     are at least as large as the largest block. In a model without blocks, modules with a million parameters become
     units.
 

@@ -23,8 +23,8 @@ class TiledLinear(nn.Module):
 
     With ``num_tiles`` only, the output and the gradients of weight and bias are computed from the same numbers in the
     same order as by ``nn.Linear``. The bits agree unless another kernel is selected for matrices of a tile's size, such
-    as for a single input row, or for a bias if the tile size is no multiple of 16. The gradient of the input is a sum
-    over these tiles, and the output is a sum over the tiles of ``num_input_tiles``: both are rounded once more per
+    as for a single input row, or for a bias if the tile size is not a multiple of 16. The gradient of the input is a
+    sum over these tiles, and the output is a sum over the tiles of ``num_input_tiles``: both are rounded once more per
     tile.
 
     ``load_state_dict`` also accepts the ``weight`` and ``bias`` of an ``nn.Linear``.
