@@ -54,13 +54,13 @@ class BufferPool:
     def acquire(self, size_bytes: int) -> torch.Tensor:
         """Returns a buffer of arbitrary content, to pass to ``release`` later. uint8. [size_bytes]"""
         with self._lock:
-            larger, self._larger = self._larger, None  # in any case: it must not stay idle beside another buffer
+            larger, self._larger = self._larger, None  # always: both buffers must not exist at the same time
             if larger is not None and larger.numel() == size_bytes:
                 return larger
             if idle := self._idle.get(size_bytes):
                 self._idle_bytes -= size_bytes
                 return idle.pop()
-        del larger  # free it before the other buffer is allocated
+        del larger  # frees the memory before the next allocation
         return _mapped(size_bytes) if size_bytes >= _MAPPED_BYTES else torch.empty(size_bytes, dtype=torch.uint8)
 
     def release(self, buffer: torch.Tensor) -> None:

@@ -83,7 +83,7 @@ class Arrival:
             stream = _copy_stream(self._target.device)
             with torch.cuda.stream(stream):
                 stream.wait_event(self._reusable)
-                if self._exchanged is not None:  # a failed exchange, which has ended
+                if self._exchanged is not None:  # the copy must follow a failed exchange
                     stream.wait_event(self._exchanged)
                 self._target.copy_(self.staging, non_blocking=True)
                 self._copied = stream.record_event()

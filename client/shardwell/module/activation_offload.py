@@ -229,7 +229,7 @@ class _MovedTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _InPlace:
-    """A saved tensor that was not moved. Detects later writes, which autograd does not for tensors with such hooks."""
+    """A saved tensor that was not moved. Detects later writes: autograd does not check tensors with hooks."""
 
     tensor: torch.Tensor
     version: int

@@ -138,7 +138,7 @@ class ForwardBackward:
         self._policy.order.observe(unit, phase)
         self._prefetch(unit, phase)  # before the wait for this unit, so that the gathers overlap
         unit.unshard()
-        if self._max_in_flight:  # the unit's own gather was one of those in flight
+        if self._max_in_flight:  # the unit's own gather has ended, so another one may start
             self._prefetch(unit, phase)
 
     def _prefetch(self, unit: Unit, phase: Phase) -> None:

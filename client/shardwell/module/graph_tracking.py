@@ -50,7 +50,7 @@ class ForwardCalls:
         call.outer = self._open[-1] if self._open else None
         self._open.append(call)
         self._calls.append(call)
-        if len(self._calls) > _MAX_CALLS:  # a loop of forwards without a commit
+        if len(self._calls) > _MAX_CALLS:  # a loop of forwards without a commit would grow the list
             del self._calls[: _MAX_CALLS // 2]
 
     def end(self, call: ForwardCall) -> None:
@@ -101,7 +101,7 @@ class WatchedGraphs:
     def watch(self, node: Any, number: int, call: ForwardCall) -> None:
         """Hooks a node: ``before_node`` is called before it runs."""
         self.watched.add(number)
-        if len(self.watched) > _MAX_NUMBERS:  # some graph is always in use, as with several optimizers
+        if len(self.watched) > _MAX_NUMBERS:  # `clear` may never run, for example with several optimizers
             self.watched -= set(sorted(self.watched)[: _MAX_NUMBERS // 2])
         node.register_prehook(functools.partial(self._before_node, call, number))
 
@@ -140,7 +140,7 @@ class RunningBackward:
         call.unit.usage.in_backward_graph |= torch.is_grad_enabled()
 
     def end_calls_after(self, node_number: int) -> list[ForwardCall]:
-        """Ends and returns the calls all of whose nodes are newer than this node. See Note: [Node numbers]."""
+        """Ends and returns the calls that began after a node was made. See Note: [Node numbers]."""
         ended = [call for call in self.calls if call.first_node_number > node_number]
         self._end(ended)
         return ended

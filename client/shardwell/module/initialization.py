@@ -316,7 +316,7 @@ def _swap(parameter: nn.Parameter, real: nn.Parameter, name: str) -> None:
 def _swap_contents(parameter: nn.Parameter, real: nn.Parameter) -> None:
     if hasattr(parameter, "placements"):
         swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
-    else:  # swap_tensors refuses weak references, which nn.LSTM has; they must see the new content
+    else:  # swap_tensors refuses parameters with weak references. nn.LSTM has some, which must see the new content
         torch._C._swap_tensor_impl(parameter, real)
 
 

@@ -59,7 +59,7 @@ def _install() -> None:
         for module in (clip_grad, utils):
             for alias in [alias for alias, value in vars(module).items() if value is original]:
                 setattr(module, alias, checked)
-    # Not clip_grad.get_total_norm: clip_grad_norm_ of ordinary parameters without gradients calls that function.
+    # clip_grad.get_total_norm stays unchecked: clip_grad_norm_ of ordinary parameters without gradients calls it.
     utils.get_total_norm = _checked(utils.get_total_norm, _check_gradients)
 
 

@@ -190,7 +190,7 @@ class Unit(ResidentUnit):
     def share_on_host(self) -> bool:
         """Moves the values of a freed unit to memory that the trainers of this host share.
 
-        Graphs that were made before become unusable.
+        Existing graphs become unusable.
 
         Returns:
             False if the host has no shared memory for the unit.

@@ -230,7 +230,7 @@ class ShardedOptimizer(Optimizer):
         self._scaling = _Scaling()
         if not self._other_optimizers():
             self._session.in_flight.zero_grad()
-        elif self._session.loop_step == self._session.step:  # a repeated step has had its zero_grad
+        elif self._session.loop_step == self._session.step:  # False if a committed step is repeated
             self._session.in_flight.zero_grad_of(self._own_parameters())
 
     def state_dict(self) -> dict[str, Any]:

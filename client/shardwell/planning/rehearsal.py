@@ -147,7 +147,7 @@ class _Unit(ResidentUnit):
 
     def unshard(self) -> None:
         self._set_state(UnitState.UNSHARDED)
-        # No unit waits for its own gather now: all that are being fetched were prefetched.
+        # No unit waits for its own gather at this point, so all units in the state FETCHING were prefetched.
         self._counts.peak_ahead_bytes = max(self._counts.peak_ahead_bytes, self._counts.fetching_bytes)
 
     def enter(self, state: UnitState) -> None:

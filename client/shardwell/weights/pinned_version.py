@@ -242,7 +242,7 @@ def _pin(
     identity, credentials = RunIdentity(run, newest.run_id), coordinator.credentials
     # Closed before the thread pool, so that pending requests are cancelled.
     reader = stack.enter_context(UnitReader(identity, version, timeout_s=timeout_s, credentials=credentials))
-    # All servers are asked concurrently; for a future version, before it exists.
+    # All servers are asked concurrently. For a future version, they are asked before the version exists.
     described = None
     if target is not None:
         described = asking.submit(describe_weights, coordinator, run, version=target, wait_s=timeout_s)

@@ -80,9 +80,9 @@ def written_by_one(mesh: DeviceMesh, values: Values, write: Callable[[Values], R
             result = write(values)
         except Exception as error:
             if read_failures:
-                raise  # no values follow, so the collectives of other ranks time out
+                raise  # no more values can be read, so the collectives of the other ranks time out
             failure = error
-    # Other ranks wait for every collective: consume all values, or those that follow a failed write.
+    # Reading a value runs a collective. Read all values on other ranks, and the remaining values after a failed write.
     for _ in values:
         pass
     reason = _broadcast_failure(mesh, failure)
