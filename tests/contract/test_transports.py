@@ -1,4 +1,4 @@
-"""The contract of a transport, on a real shard server: the same values, bits and errors over each of them."""
+"""The contract of a transport, on a real shard server: every transport gives the same bits and errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from tests.support.transports import Gradients, Target, address_of
 
 EMPTY = layout_of(a=((0,), "float32"))
 SESSIONS = ("shm with socket", "shm with grpc", "socket")
-"""Transports with a session that can end. The second name is the control path of shared memory."""
+"""Transports with a session that can end. For shm, the second name is the transport of its control messages."""
 STREAMS = ("socket", "grpc")
 
 
@@ -351,7 +351,7 @@ def test_a_stopped_server_fails_all_transfers(name: str) -> None:
         assert isinstance(error_of(lambda: opened.push(opened.one.filled(1.0))), UnavailableError)
 
 
-# Values, over the selector.
+# Rounded values, over the transport selector.
 
 
 @pytest.mark.parametrize("gather_dtype", [0, common_pb2.WIRE_DTYPE_BFLOAT16, common_pb2.WIRE_DTYPE_INT8])

@@ -32,7 +32,7 @@ def plain_hash(*, write: bool = False) -> str:
 
 
 @pytest.mark.parametrize("point", ["item ended", "work finished"])
-def test_death_of_rank_0s_trainer_keeps_its_buffers_in_the_step(cluster: shardwell.LocalCluster, point: str) -> None:
+def test_buffers_of_rank_0_survive_the_death_of_its_trainer(cluster: shardwell.LocalCluster, point: str) -> None:
     run = uuid.uuid4().hex
     with (
         BufferTrainer(cluster.address, run, "--rank", 0, "--kill", point, "--kill-step", 1) as killed,
@@ -43,7 +43,7 @@ def test_death_of_rank_0s_trainer_keeps_its_buffers_in_the_step(cluster: shardwe
     assert result.get("sha256") == plain_hash(), result
 
 
-def test_differing_initial_buffers_become_rank_0s_also_for_a_late_trainer(
+def test_all_trainers_get_rank_0s_initial_buffers_even_a_late_one(
     cluster: shardwell.LocalCluster,
 ) -> None:
     run = uuid.uuid4().hex
@@ -59,7 +59,7 @@ def test_differing_initial_buffers_become_rank_0s_also_for_a_late_trainer(
     assert [result.get("sha256") for result in results] == [plain_hash()] * 2, results
 
 
-def test_differing_writes_before_the_batches_are_an_error(cluster: shardwell.LocalCluster) -> None:
+def test_differing_writes_before_the_batches_are_rejected(cluster: shardwell.LocalCluster) -> None:
     run = uuid.uuid4().hex
     with (
         BufferTrainer(cluster.address, run, "--rank", 0, "--write", 1.0) as first,
@@ -69,7 +69,7 @@ def test_differing_writes_before_the_batches_are_an_error(cluster: shardwell.Loc
     (error,) = [result["stderr"] for result in results if result["returncode"]]
     assert "ConflictError: buffer 'Net-0.temperature' had different values when rank" in error
     (survivor,) = [result for result in results if not result["returncode"]]
-    assert "sha256" in survivor, "the others continue"
+    assert "sha256" in survivor, "the other trainers continue"
 
 
 def test_writes_before_the_batches_survive_a_coordinator_restart(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_trainer_stopped_beyond_its_lease_changes_nothing(
         TrainerProcess(cluster.address, run, *options, "--global-rank", 0, "--stop-at-step", 2) as stopped,
         TrainerProcess(cluster.address, run, *options, "--global-rank", 1) as survivor,
     ):
-        survivor.wait_for_step(3)  # the other trainer did the stopped trainer's work of step 2
+        survivor.wait_for_step(3)  # the other trainer computed the stopped trainer's work item of step 2
         os.kill(stopped.process.pid, signal.SIGCONT)
         late, result = stopped.finish(), survivor.finish()
     assert result.get("sha256") == undisturbed_hash, result

@@ -123,7 +123,7 @@ def test_opening_for_an_unknown_run_is_rejected(server: ShardServer) -> None:
     assert isinstance(error_of(lambda: SocketTransport(server.client, RunIdentity("nowhere", "id"))), NotFoundError)
 
 
-# Bytes that are wrong.
+# Malformed bytes.
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_many_small_frames_do_not_block_other_connections() -> None:
 
 
 @pytest.mark.parametrize("sent", [0, 1, 3 << 20])
-def test_push_aborted_in_mid_stream_leaves_no_trace(big: ConnectedUnit, sent: int) -> None:
+def test_push_aborted_within_its_stream_leaves_no_trace(big: ConnectedUnit, sent: int) -> None:
     with Peer(big) as peer:
         peer.push(big, data(bytes(4 << 20))[: frames.HEAD_BYTES + sent])
         big.server.until(lambda: len(big.one.shard.streams) == 1, "the stream is open")

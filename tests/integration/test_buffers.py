@@ -186,9 +186,7 @@ def test_auto_wrap_keeps_the_models_buffer_names(cluster: shardwell.LocalCluster
     assert all(torch.equal(values[name], value) for name, value in state.items())
 
 
-def test_sync_batch_norm_that_would_see_one_rank_only_is_rejected(
-    cluster: shardwell.LocalCluster, run_name: str
-) -> None:
+def test_sync_batch_norm_is_rejected_with_several_data_ranks(cluster: shardwell.LocalCluster, run_name: str) -> None:
     def synced() -> nn.Module:
         return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
 

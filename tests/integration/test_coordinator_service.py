@@ -92,7 +92,7 @@ class Cluster:
         self._process.restart(time.monotonic() + 30)
 
     def kill_at(self, rpc_name: str) -> None:
-        """Kills the coordinator while it calls an RPC of a shard server, and starts it again."""
+        """Kills the coordinator while it calls an rpc of a shard server, and starts it again."""
         killed = threading.Event()
 
         def fail(called: str, request: Any) -> None:
@@ -119,7 +119,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 class Trainer:
-    """A trainer whose calls wait and retry as those of the SDK. A thread sends its heartbeats."""
+    """A trainer whose calls wait and retry like the SDK's calls. A thread sends its heartbeats."""
 
     def __init__(self, cluster: Cluster, run: str, name: str, world: World, **fields: Any) -> None:
         self.cluster, self.run, self.name = cluster, run, name

@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Config:
-    """Stands in for a Transformers config."""
+    """A fake config of Transformers."""
 
     def save_pretrained(self, folder: str) -> None:
         (Path(folder) / "config.json").write_text("{}")

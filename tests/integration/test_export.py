@@ -94,7 +94,7 @@ class Training:
                 optimizer.zero_grad()
 
     @contextmanager
-    def going_on(self) -> Iterator[None]:
+    def in_background(self) -> Iterator[None]:
         """Trains in the background, from the second step on."""
         self._thread.start()
         try:
@@ -130,7 +130,7 @@ def export(cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]) 
 def ended(cluster: shardwell.LocalCluster) -> Training:
     """A run whose trainer has left."""
     training = Training(cluster.address)
-    with training.going_on():
+    with training.in_background():
         pass
     return training
 
@@ -144,7 +144,7 @@ def test_export_during_training_has_the_state_of_one_step(
     cluster: shardwell.LocalCluster, export: Command, tmp_path: Path
 ) -> None:
     training, found = Training(cluster.address), []
-    with training.going_on():
+    with training.in_background():
         for number in range(5):
             done = export(training.run, tmp_path / str(number))
             assert done.code == 0, done.err
@@ -158,7 +158,7 @@ def test_export_during_training_has_the_state_of_one_step(
 def test_pinned_version_stays_readable_for_many_steps(cluster: shardwell.LocalCluster) -> None:
     training = Training(cluster.address)
     with (
-        training.going_on(),
+        training.in_background(),
         closing(CoordinatorClient(cluster.address)) as coordinator,
         pinned_version(coordinator, training.run, timeout_s=20) as pinned,
     ):
@@ -174,7 +174,7 @@ def test_future_version_is_pinned_if_the_newest_is_overwritten_at_once(
 ) -> None:
     """The first attempt uses an outdated description."""
     training = Training(cluster.address)
-    with training.going_on(), closing(CoordinatorClient(cluster.address)) as coordinator:
+    with training.in_background(), closing(CoordinatorClient(cluster.address)) as coordinator:
         old = module.describe_weights(coordinator, training.run)
         training.wait_for(old.version + 2)
         describe, answers = module.describe_weights, [old]
@@ -241,7 +241,7 @@ def test_transformers_loads_the_export(
         assert torch.equal(value, expected[name]), name
 
 
-# What goes wrong.
+# Errors.
 
 
 def test_invalid_arguments_are_rejected(ended: Training, export: Command, tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_evicted_version_raises_version_gone(cluster: shardwell.LocalCluster, mo
     opened, original = [], module._open
     monkeypatch.setattr(module, "_open", lambda *arguments: opened.append(original(*arguments)) or opened[-1])
     with (
-        training.going_on(),
+        training.in_background(),
         closing(CoordinatorClient(cluster.address)) as coordinator,
         pinned_version(coordinator, training.run, timeout_s=20) as pinned,
     ):

@@ -1,4 +1,4 @@
-"""Initial values that a shard server draws, alone and beside streamed values."""
+"""Initial values that a shard server draws, alone and together with streamed values."""
 
 from __future__ import annotations
 

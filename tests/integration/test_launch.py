@@ -114,7 +114,7 @@ def wait_for_lines(process: subprocess.Popen[str], text: str, count: int) -> Non
         found += text in line
         if found == count:
             return
-    pytest.fail(f"the launch ended before {text!r} came {count} times")
+    pytest.fail(f"the launch ended before {text!r} appeared {count} times")
 
 
 def test_each_trainer_gets_its_environment(launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

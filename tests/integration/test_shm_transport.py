@@ -167,7 +167,7 @@ def test_buffer_with_a_contribution_rejects_other_contributions(connected: Conne
         error = error_of(partial(connected.reduce, gradient_buffer.gradient_buffer_id, **changes))
         assert isinstance(error, StepStateError)
         assert "already holds a contribution: use another one" in str(error)
-    connected.one.fence(0, (0, 1, 1))  # withdrawn
+    connected.one.fence(0, (0, 1, 1))  # the fence drops attempt 0's contribution
     assert connected.reduce(gradient_buffer.gradient_buffer_id, attempt=1).adopted
 
 

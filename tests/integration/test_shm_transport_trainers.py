@@ -1,4 +1,4 @@
-"""Tests of trainers on a server with shared memory: fallbacks where it is missing, and several trainers."""
+"""Tests of trainers on a server with shared memory: fallbacks to streams, and several trainers."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def server() -> Iterator[ShardServer]:
 
 
 class Trainer:
-    """One trainer of a unit, with a connection of its own."""
+    """One trainer of a unit, with its own connection."""
 
     def __init__(self, one: OneUnit, transports: tuple[str, ...] = ("shm", "grpc")) -> None:
         self._one, self._partitions = one, {}
@@ -206,7 +206,7 @@ def test_restarted_work_item_invalidates_the_staging_buffer(server: ShardServer)
 
 @pytest.mark.parametrize("transports", [("shm", "grpc"), ("grpc",)])
 def test_values_staged_by_a_lost_trainer_are_applied(server: ShardServer, transports: tuple[str, ...]) -> None:
-    """The next trainer finds the state and gets a staging buffer of its own."""
+    """The next trainer finds the state and gets its own staging buffer."""
     one = unit(server)
     with trainer(one) as lost:
         for step in range(2):
@@ -324,7 +324,7 @@ def test_cache_of_an_invalidated_update_is_stale(server: ShardServer) -> None:
         assert_all(one.gather(2)[1], -2.0)
 
 
-def test_without_room_for_a_staging_buffer_partitions_are_streamed() -> None:
+def test_partitions_are_streamed_without_memory_for_a_staging_buffer() -> None:
     """The budget has no memory for a staging buffer."""
     with closing(SharedMemory()) as shared, ShardServer(5 * PLAIN.size_bytes, shared) as small:
         one = unit(small)

@@ -42,7 +42,7 @@ class Net(nn.Module):
             self.queue.copy_(self.queue.roll(len(batch), 0))
             self.queue[: len(batch)] = hidden
             self.calls += 1
-            self.unknown.data.neg_()  # not counted by the version counter
+            self.unknown.data.neg_()  # `data` bypasses the tensor's version counter
         result: torch.Tensor = self.last(hidden).square().mean()
         return result
 

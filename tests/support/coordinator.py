@@ -37,7 +37,7 @@ class Clock:
 
 
 class _Call:
-    """The call of an RPC with a deadline of ``limit_s``."""
+    """The call of an rpc with a deadline of ``limit_s``."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -47,7 +47,7 @@ class _Call:
 
 
 class Trainer:
-    """A trainer without a model. Its RPCs have ``wait_s=0`` by default."""
+    """A trainer without a model. Its rpcs have ``wait_s=0`` by default."""
 
     def __init__(self, rpcs: Rpcs, joined: coordinator_pb2.JoinResponse, run: str) -> None:
         self.rpcs, self.joined, self.run = rpcs, joined, run
@@ -134,7 +134,7 @@ class Trainer:
 
 
 class Rpcs:
-    """Calls RPCs of a coordinator by name."""
+    """Calls rpcs of a coordinator by name."""
 
     async def call(self, rpc_name: str, **fields: Any) -> Any:
         raise NotImplementedError

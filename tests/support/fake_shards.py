@@ -109,7 +109,7 @@ class FakeShard:
         run = self._run(request)
         size = COST * (request.stop_bytes - request.start_bytes)
         if request.placement <= run.released.get(request.unit.name, 0):
-            raise StaleEpochError(f"placement {request.placement} was taken back")
+            raise StaleEpochError(f"placement {request.placement} was released")
         former = run.units.get(request.unit_index)
         if former is not None and former.placement < request.placement and not former.version:
             self._release(run, request.unit_index)
@@ -211,7 +211,7 @@ class FakeShard:
     def _run(self, request: Any) -> FakeRun:
         run = self.runs_by_id.get(request.context.run_id)
         if run is None or run.name != request.context.run:
-            raise NotFoundError(f"nothing of run {request.context.run!r} is here")
+            raise NotFoundError(f"the server has no run {request.context.run!r}")
         return run
 
 

@@ -1,6 +1,6 @@
-"""``grpcurl``: the installed program, or a stand-in in Python.
+"""``grpcurl``: the installed program, or a Python substitute.
 
-The stand-in does not use Shardwell's stubs. Like grpcurl, it reads services and descriptors by server reflection, and
+The substitute does not use Shardwell's stubs. Like grpcurl, it reads services and descriptors by server reflection, and
 takes and prints JSON.
 """
 
@@ -48,7 +48,7 @@ class GrpcurlError(Exception):
 
 
 def at(address: str) -> Grpcurl:
-    """Returns the real grpcurl if it is on PATH, else the Python stand-in."""
+    """Returns the real grpcurl if it is on PATH, else the Python substitute."""
     return RealGrpcurl(address) if shutil.which("grpcurl") else ReflectionClient(address)
 
 

@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 
 @contextmanager
 def reserved_ports(count: int = 1) -> Iterator[int]:
-    """Yields the first of ``count`` consecutive ports on 127.0.0.1, which no other process gets by asking for any port.
+    """Reserves ``count`` consecutive ports on 127.0.0.1 and yields the first.
 
-    A bound socket that does not listen reserves a port. A server can still listen on the port by its number, because
-    both sockets set SO_REUSEADDR.
+    A bound socket that does not listen reserves a port: the kernel never gives the port to a process that binds port
+    0. A server can still listen on the port by its number, because both sockets set SO_REUSEADDR.
     """
     for _ in range(100):
         with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What the fork server imports for the trainers of tests."""
+"""Modules that the fork server imports for the trainers of tests."""
 
 from __future__ import annotations
 

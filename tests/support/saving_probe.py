@@ -1,7 +1,7 @@
 """Measures a process's memory while it saves a trained model unit by unit.
 
 ``python -m tests.support.saving_probe ADDRESS (safetensors | dcp) FOLDER`` prints one JSON line: the additional private
-memory of the process in bytes, at each tensor that is written. Runs in a process of its own, because earlier
+memory of the process in bytes, at each tensor that is written. Runs in its own process, because earlier
 allocations would distort the measurement.
 """
 
@@ -37,7 +37,7 @@ def main(address: str, kind: str, folder: str) -> None:
         while (item := next(values, None)) is not None:
             used.append(own_bytes())
             yield item
-            del item  # as without this in between
+            del item  # without this wrapper, the caller would hold the only reference
 
     saving.read_values = measured
     with shardwell.join(
@@ -50,7 +50,7 @@ def main(address: str, kind: str, folder: str) -> None:
         optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
         model(torch.ones(4, WIDTH)).sum().backward()
         optimizer.step()
-        shardwell.full_state_dict(model[0])  # what a first use costs once
+        shardwell.full_state_dict(model[0])  # one-time costs of the first use are not measured
         before = own_bytes()
         if kind == "dcp":
             shardwell.save_dcp(model, folder)

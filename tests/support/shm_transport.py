@@ -38,7 +38,7 @@ class ConnectedUnit:
 
     Args:
         one: The unit.
-        control: How gradient buffers are handed over: by rpcs, or over a socket transport.
+        control: Transport of the messages about gradient buffers.
     """
 
     def __init__(self, one: OneUnit, control: Literal["grpc", "socket"] = "grpc") -> None:

@@ -1,4 +1,4 @@
-"""What tests give to transports: the address of a unit's shard, memory that fetches fill, and gradients to push."""
+"""Inputs of transports in tests: a shard's address, memory that fetches fill, and gradients to push."""
 
 from __future__ import annotations
 

@@ -201,4 +201,4 @@ def test_lists_of_numbers_take_one_line_of_json() -> None:
     assert f'"global_ranks": [{", ".join(map(str, range(64)))}]' in to_json(rank_assignment)
     assert json.loads(to_json(rank_assignment))["groups"][0]["global_ranks"] == list(range(64))
     assert json.loads(to_json(stall))["waiting_for"] == ["rank [1]", "rank 2"]
-    assert '"rank [1]",\n' in to_json(stall), "each text keeps its own line"
+    assert '"rank [1]",\n' in to_json(stall), "each string is on its own line"

@@ -24,7 +24,7 @@ def chunks_of(data: bytes, chunk_bytes: int = 1000) -> list[ChunkView]:
 
 @pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 12345])
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 1000, 1 << 20])
-def test_stream_round_trip_in_any_pieces(size: int, chunk_bytes: int) -> None:
+def test_stream_round_trips_however_it_is_split(size: int, chunk_bytes: int) -> None:
     if size // chunk_bytes > 2000:
         chunk_bytes = 50
     data = os.urandom(size)
@@ -53,7 +53,7 @@ def test_messages_are_plain_protobuf() -> None:
     assert parsed[0].header == HEADER
 
 
-def test_protobuf_written_by_others_decodes_in_any_field_order() -> None:
+def test_protobuf_of_other_encoders_decodes_in_any_field_order() -> None:
     chunk = shard_pb2.ReduceScatterRequest()
     chunk.chunk.payload = b"payload"
     chunk.chunk.offset_bytes = 5
@@ -108,7 +108,7 @@ def test_invalid_streams_raise_precise_errors(
 
 
 class Memory(bytearray):
-    """Supports weak references."""
+    """Bytes that support weak references."""
 
 
 def test_slice_of_a_view_keeps_the_memory_alive() -> None:

@@ -368,7 +368,7 @@ def test_number_of_kept_gone_trainers_is_limited(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-def test_trainer_without_a_name_gets_one_that_its_retry_keeps(tmp_path: Path) -> None:
+def test_unnamed_trainer_gets_a_name_and_its_retry_gets_the_same_name(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             names = [(await cluster.try_join("", incarnation=each)).trainer for each in ("x", "y", "x")]

@@ -93,7 +93,7 @@ def test_partitions_are_reassigned_again_when_the_substitute_is_lost(tmp_path: P
             await cluster.pass_time(20, spare)
             await cluster.settle()
             second = await commit(spare, wait_s=5)
-            # The partition that the first trainer staged for its own rank stays staged, the other one does not.
+            # The first trainer's own partition stays staged. The partition that it had not staged is assigned again.
             assert ranks(second) == [1]
             assert second.partitions[0].epoch > first.partitions[0].epoch
             assert (await commit(spare, second.partitions, wait_s=5)).committed

@@ -22,7 +22,7 @@ RANKS = 3
 
 
 class TrainerProcess:
-    """A trainer process that makes one RPC at a time, and may die between any two RPCs."""
+    """A trainer process that makes one rpc at a time, and may die between any two rpcs."""
 
     def __init__(self, cluster: Harness, trainer: Trainer) -> None:
         self.cluster, self.trainer = cluster, trainer
@@ -40,7 +40,7 @@ class TrainerProcess:
             if response.committed:
                 self.step, self.all_finished = response.next_work.step, False
             elif any("vacant" in line for line in response.waiting_for):
-                # An item was reset and lost after the other items were finished: one of the others must compute it.
+                # An item was reset and its trainer died after all items were finished: another trainer must compute the item.
                 self.all_finished = False
 
     async def reset(self, rank: int) -> None:
@@ -62,7 +62,7 @@ class History:
         self.processes = {trainer.name: TrainerProcess(self.cluster, trainer) for trainer in trainers}
 
     async def execute_event(self) -> None:
-        """Executes one random event: mostly the next RPC of a trainer."""
+        """Executes one random event: mostly the next rpc of a trainer."""
         what = self.chance.random()
         if what < 0.03:
             await self.cluster.restart()

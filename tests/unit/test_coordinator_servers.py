@@ -39,7 +39,7 @@ def test_server_that_leaves_without_shards_is_forgotten_and_its_epoch_not_reused
                 "server 's1' at s1:1 was stopped and left the cluster"
             ]
             with pytest.raises(DuplicateError, match="this process has left the cluster"):
-                await cluster.register("s1")  # a retry that was long under way
+                await cluster.register("s1")  # a delayed retry of the first registration
             cluster.coordinator.expire()
             await cluster.until(lambda: "s1" not in cluster.state.cluster.servers, "the end of s1")
             with pytest.raises(StaleEpochError, match="is not registered"):
@@ -143,7 +143,7 @@ def test_silent_server_that_answers_a_probe_keeps_its_lease(tmp_path: Path) -> N
     run_async(scenario())
 
 
-def test_process_identity_reveals_on_the_same_host_that_the_process_ended() -> None:
+def test_ended_process_is_detected_by_its_identity_on_the_same_host_only() -> None:
     program = "import sys; from shardwell_server.process_identity import own_identity; print(own_identity()); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -468,7 +468,7 @@ def test_reset_raises_the_attempt_and_invalidates_the_preparation(tmp_path: Path
             with pytest.raises(StepStateError, match="clips step 0 by an outdated gradient norm"):
                 await b.commit(0, clip_coefficient=1.0, norm_attempts=attempts)
             assert not (await b.commit(0, clip_coefficient=1.0)).committed, (
-                "b's clip coefficient is not computed from a norm"
+                "b gives no norm_attempts, so its clip coefficient is not checked for an outdated norm"
             )
             with pytest.raises(StaleEpochError):
                 await a.finish(0, [finished_item(item)])
@@ -721,7 +721,7 @@ def test_reset_during_the_previous_update_cancels_the_preparation(tmp_path: Path
     run_async(scenario())
 
 
-def test_norm_of_a_type_near_0_may_be_infinite() -> None:
+def test_norm_may_be_infinite_if_its_norm_type_is_near_0() -> None:
     from shardwell_server.coordinator.runs.gradient_norms import PreparedGradients
 
     prepared = PreparedGradients.combine([shard_pb2.UnitNorm(square_partials=[4.0], power_partials=[1e5])], 1e-3)

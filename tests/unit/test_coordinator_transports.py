@@ -1,4 +1,4 @@
-"""Transport reports of trainers, and how they are shown."""
+"""Transport reports of trainers, and their display in inspection."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ sys.stdin.read()
 """
 
 
-# What a server accepts.
+# Metadata that a server accepts.
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_rejected_metadata_is_explained(metadata: list[tuple[str, str | bytes]],
     assert problem in found
     assert TOKEN not in found
     assert OTHER not in found
-    assert NO_CREDENTIALS.problem(metadata) is None, "without a token everybody is admitted"
+    assert NO_CREDENTIALS.problem(metadata) is None, "without a token every caller is accepted"
 
 
 def test_client_metadata_is_accepted() -> None:
@@ -116,7 +116,7 @@ def _missing(_: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_missing, Path.mkdir, os.mkfifo])
-def test_other_than_regular_token_file_is_rejected(tmp_path: Path, make: Callable[[Path], object]) -> None:
+def test_token_file_that_is_not_a_regular_file_is_rejected(tmp_path: Path, make: Callable[[Path], object]) -> None:
     make(tmp_path / "token")
     with pytest.raises(
         UsageError, match=r"token file .*/token(: expected a regular file| cannot be read: No such file)"
@@ -138,7 +138,7 @@ def test_token_file_of_another_user_is_rejected(tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's runtime folder."""
+    """Yields the user's runtime folder."""
     folder = tmp_path / "runtime"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
@@ -187,7 +187,7 @@ def test_token_sources_are_tried_in_order(
     monkeypatch.setenv("SHARDWELL_TOKEN_FILE", str(write(tmp_path / "environment", "e" * 16)))
     explicit = str(write(tmp_path / "explicit", "x" * 16))
     assert find_credentials("localhost:7", explicit).token == "x" * 16
-    assert find_credentials("localhost:7").token == "p" * 16, "that of another cluster would be refused"
+    assert find_credentials("localhost:7").token == "p" * 16, "the token of another cluster would be rejected"
     assert find_credentials("localhost:8").token == "e" * 16
 
 
@@ -202,7 +202,7 @@ def test_token_of_killed_process_is_ignored_and_removed(
         assert process.stdout.readline() == b"ready\n"
         assert find_credentials("localhost:7") == Credentials(TOKEN)
         publish("127.0.0.1:8", OTHER)
-        assert len(files(runtime)) == 2, "of those who live nothing is removed"
+        assert len(files(runtime)) == 2, "tokens of live processes are not removed"
         process.send_signal(signal.SIGKILL)
         process.wait(20)
         assert find_credentials("localhost:7") == NO_CREDENTIALS

@@ -83,7 +83,9 @@ class Stream:
         """Passes bytes until the stream is over. Returns the remaining bytes."""
         while sent and not self.receiver.over:
             places = self.receiver.places()
-            assert all(places), "a place without room: a driver would receive nothing and take it for the end"
+            assert all(places), (
+                "a receive into an empty buffer returns 0 bytes, which would be mistaken for the end of the connection"
+            )
             assert sum(map(len, places)) >= self.receiver.wanted_bytes or len(places) == 1
             came, count = sent[: self.step], 0
             for place in places:

@@ -19,7 +19,7 @@ from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateE
 from shardwell_wire.run_identity import RunIdentity
 from tests.support.shard_server import PLAIN, layout_of
 
-# The trainer's.
+# The trainer's side.
 
 
 class Made:
@@ -92,7 +92,7 @@ def test_mapped_buffer_keeps_no_file_open(tmp_path: Path) -> None:
     assert str(path) not in [mapped.path for mapped in psutil.Process().memory_maps()]
 
 
-# The server's.
+# The server's side.
 
 
 class Serving:

@@ -100,11 +100,11 @@ class Trainer:
             text=True,
         )
 
-    def hear(self) -> str:
+    def read_line(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -254,7 +254,7 @@ def test_close_stops_waiting_threads(memory: Path) -> None:
     patient.close()
 
 
-# What is in the cache.
+# Contents of the cache.
 
 
 def test_budget_of_the_first_trainer_applies_to_all(memory: Path) -> None:
@@ -326,12 +326,12 @@ def test_concurrent_processes_fetch_once(memory: Path) -> None:
     cache = join(memory)
     shard = admit(cache)
     with Trainer(memory, FETCH_ONE) as other:
-        assert other.hear() == "fetching"
+        assert other.read_line() == "fetching"
         with ThreadPoolExecutor(1) as threads:
             found = threads.submit(content, shard, 1, failing)
-            other.go_on()
+            other.resume()
             assert found.result(30) == b"c"
-        assert other.hear() == "done"
+        assert other.read_line() == "done"
         assert other.process.wait(30) == 0
     assert cache.hit_bytes == SIZE
     cache.close()
@@ -342,7 +342,7 @@ def test_fetch_of_a_killed_process_is_taken_over(memory: Path) -> None:
     cache = join(memory)
     shard = admit(cache)
     with Trainer(memory, FETCH_ONE) as other:
-        assert other.hear() == "fetching"
+        assert other.read_line() == "fetching"
         with ThreadPoolExecutor(1) as threads:
             found = threads.submit(content, shard, 1, filling(b"a"))
             other.process.send_signal(signal.SIGKILL)
@@ -409,7 +409,7 @@ def test_last_process_removes_the_folder(memory: Path) -> None:
 
 
 def test_folder_exists_while_used_under_concurrent_entering_and_leaving(memory: Path) -> None:
-    def come_and_go(number: int) -> None:
+    def enter_and_leave(number: int) -> None:
         for turn in range(50):
             folder = HostFolder("key", memory)
             own = folder.path / f"{number}-{turn}"
@@ -418,13 +418,13 @@ def test_folder_exists_while_used_under_concurrent_entering_and_leaving(memory: 
             folder.close()
 
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(come_and_go, range(4)))
+        list(threads.map(enter_and_leave, range(4)))
     assert not list(memory.iterdir())
 
 
 def test_folders_of_killed_trainers_are_removed_by_any_run(memory: Path) -> None:
     with Trainer(memory, "say('here'); sys.stdin.readline()") as other:
-        assert other.hear() == "here"
+        assert other.read_line() == "here"
         alive = join(memory, run=("another",))
         assert len(list(memory.iterdir())) == 2, "folders in use are not removed"
         other.process.send_signal(signal.SIGKILL)

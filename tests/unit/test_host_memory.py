@@ -15,7 +15,14 @@ NO_LIMIT_V1 = 9223372036854771712
 
 
 def fake_proc(tmp_path: Path, cgroup: str, mounts: list[tuple[str, str, str, str]], limits: dict[str, object]) -> Path:
-    """Makes a process directory in /proc. Mounts: (root, point, type, options). Limits: by path below ``tmp_path``."""
+    """Creates a process directory as in /proc, and files with memory limits.
+
+    Args:
+        tmp_path: The folder for all files.
+        cgroup: Content of the file ``cgroup``.
+        mounts: Entries of ``mountinfo`` as (root, mount point, type, options).
+        limits: Limits by their path below ``tmp_path``.
+    """
     proc = tmp_path / "proc"
     proc.mkdir()
     (proc / "cgroup").write_text(cgroup)

@@ -1,4 +1,4 @@
-"""Tests of gathers shared by the members of a node: each byte is right and fetched once, whatever the others do."""
+"""Tests of gathers shared by the members of a node: each byte is correct and fetched once, also if members fail."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Vector:
 
 
 class Member:
-    """A trainer of the node, with a server of its own."""
+    """A trainer of the node, with its own server."""
 
     def __init__(self, group: NodeGroup, patience_s: float, wire: Wire) -> None:
         self.server, self.traffic = Server(), Traffic(push_bytes=1)
@@ -242,7 +242,7 @@ def test_death_during_an_exchange_leaves_no_wrong_byte(make: MakeMembers, caplog
 
     class Surviving(Vector):
         def complete(self, start_bytes: int, stop_bytes: int, exchange: Exchange, limit_s: float) -> None:
-            self.bytes.fill_(255)  # as an aborted collective may leave them
+            self.bytes.fill_(255)  # an aborted collective may leave undefined bytes
             assert gone.wait(LONG_S)
             exchange(self.bytes)
 
@@ -287,7 +287,7 @@ def test_units_that_cannot_be_shared_are_fetched_whole(make: MakeMembers) -> Non
     assert not member.gather(0, vector=Vector(device_type="cuda")).exchanged
     assert member.server.received_bytes == LAYOUT.size_bytes
     tiny = UnitLayout("t", (Parameter("a", (3,), "float32"),))
-    assert member.gathers._group.part(tiny.size_bytes) is None, "64 bytes for two"
+    assert member.gathers._group.part(tiny.size_bytes) is None, "64 bytes cannot be split between two members"
 
 
 def test_close_fails_gathers_in_flight(make: MakeMembers) -> None:

@@ -23,7 +23,7 @@ def test_every_optimizer_has_a_class_and_an_engine() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_defaults_of_the_table_are_those_of_the_constructor(name: str) -> None:
+def test_defaults_of_the_table_equal_the_defaults_of_the_constructor(name: str) -> None:
     defaults = {each.name: each.default for each in inspect.signature(CLASSES[name]).parameters.values()}
     for hyperparameter in OPTIMIZERS[name].hyperparameters:
         if hyperparameter.default is not None:

@@ -43,7 +43,7 @@ def make_number() -> int:
 
 
 @pytest.mark.parametrize("policy", [None, SizePolicy(100), ModuleTypePolicy({Block, nn.LayerNorm}), NoWrapPolicy()])
-def test_units_are_those_of_auto_wrap(policy: object) -> None:
+def test_plan_has_the_units_of_auto_wrap(policy: object) -> None:
     from shardwell.wrapping.auto_wrap import auto_wrap
 
     sharded = Sharded(gpt(), lambda model, session: auto_wrap(model, session, policy))
@@ -89,14 +89,14 @@ def test_adafactor_keeps_a_row_and_a_column_of_a_matrix() -> None:
     assert plan.replica_bytes == 2 * layout.size_bytes + 4 * (30 + 20 + 20)
 
 
-def test_plan_of_a_world_that_cannot_train_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reports_that_its_world_cannot_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{HERE}:make_gpt", "--tp", "2"]) == 0
     assert "only worlds with tp=1 and pp=1 train" in capsys.readouterr().out
     assert main(["plan", f"{HERE}:make_gpt", "--dp", "2"]) == 0
     assert "only worlds with" not in capsys.readouterr().out
 
 
-def test_transfer_time_is_that_of_the_busiest_link() -> None:
+def test_busiest_link_determines_the_transfer_time() -> None:
     units = plan_units(gpt())
     plan = make_plan(units, PlanOptions(world=World(dp=4), bandwidth=1e6))
     assert plan.transfer_seconds == plan.link_seconds["server out"] == plan.server.sent_bytes / 1e6
@@ -136,7 +136,7 @@ def test_replicas_hold_gradients_of_one_bucket() -> None:
 
 
 def test_host_cache_receives_weights_once_per_host() -> None:
-    """Cached units are received once per host and step, the others twice by every trainer."""
+    """Each host receives cached units once per step. Each trainer receives all other units twice per step."""
     units = plan_units(gpt())
     whole, block = sum(unit.size_bytes for unit in units), units[0].size_bytes
     world = World(dp=6)

@@ -59,7 +59,7 @@ def test_values_depend_on_seed_and_stream() -> None:
 
 
 def test_values_match_the_specification() -> None:
-    """Fixed values: all versions must draw the same, or servers of two versions would disagree."""
+    """The values are pinned, because servers of different releases must draw equal values."""
     got = filled(init.uniform(), 2, dtype=torch.float64), filled(init.normal(), 2, random_values.BLOCK_ELEMENTS)
     assert [values.tolist() for values in got] == PINNED
 

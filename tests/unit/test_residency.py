@@ -65,7 +65,7 @@ def test_prefetch_stays_within_its_bytes() -> None:
         assert prefetched(policy, units[0]) == []
 
 
-def test_own_gather_of_a_unit_does_not_count_as_prefetched() -> None:
+def test_unit_gathered_for_its_own_use_does_not_count_as_prefetched() -> None:
     policy, units = make(prefetch_bytes=SIZE)
     units[0].enter(UnitState.FETCHING)
     assert prefetched(policy, units[0]) == [1]
@@ -164,7 +164,7 @@ def test_prefetches_that_a_backward_did_not_use_are_freed_except_replicas() -> N
 
 
 @pytest.mark.parametrize("module", [residency, strategy])
-def test_the_policy_is_free_of_torch_and_io(module: Any) -> None:
+def test_policy_imports_neither_torch_nor_io(module: Any) -> None:
     imported = {
         name.partition(".")[0]
         for node in ast.walk(ast.parse(inspect.getsource(module)))

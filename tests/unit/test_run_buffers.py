@@ -182,7 +182,7 @@ def test_values_pushed_under_a_lost_lease_or_earlier_attempt_are_not_committed(l
     assert state_of(former.module) == state_of(other.module)
 
 
-def test_buffers_withdrawn_with_gradients_can_be_pushed_again() -> None:
+def test_buffers_discarded_with_gradients_can_be_pushed_again() -> None:
     store = Store()
     trainer = Trainer(store, normalised())
     finished = trainer.compute(item(0), lambda: trainer.module(torch.randn(8, 3)))
@@ -212,7 +212,7 @@ def test_writes_between_steps_are_kept() -> None:
     one, other = Trainer(store, normalised()), Trainer(store, normalised())
     for step in range(3):
         for trainer in (one, other):
-            trainer.module.constant.data.fill_(step)  # not counted by the version counter
+            trainer.module.constant.data.fill_(step)  # `data` bypasses the tensor's version counter
         reports = [trainer.compute(item(rank), lambda: None).written for rank, trainer in enumerate([one, other])]
         assert reports[0] == reports[1]
         assert [buffer.buffer_index for buffer in reports[0]] == [0]
@@ -261,7 +261,7 @@ def test_spare_that_has_fallen_behind_reads_buffers_when_it_gets_work() -> None:
     spare.buffers.commit(state, 0, 1, has_work=False)
     with pytest.raises(VersionGoneError):
         spare.buffers.start_item(1, item(1))
-    spare.module.constant.fill_(1.0)  # the script does so in every step
+    spare.module.constant.fill_(1.0)  # simulates a script that sets the buffer in every step
     spare.buffers.start_item(2, item(1))
     assert [buffer.buffer_index for buffer in spare.buffers.written()] == [0]
     one.module.constant.fill_(1.0)

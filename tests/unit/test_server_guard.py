@@ -20,7 +20,7 @@ from shardwell_wire.errors import (
 
 
 class Coordinator:
-    """A coordinator that raises an error from a certain question on."""
+    """A fake coordinator: ``ask`` raises ``knows`` after ``silent_for`` calls without an error."""
 
     def __init__(self, knows: ShardwellError | None = None, silent_for: int = 0) -> None:
         self.knows, self.silent_for, self.asked = knows, silent_for, 0

@@ -20,7 +20,7 @@ def test_uninterrupted_work_finishes_before_the_cancellation() -> None:
             started.set()
             await resume.wait()
             finished.append(True)
-            raise ValueError("nobody is left to hear this")
+            raise ValueError("no caller receives this error")
 
         task = asyncio.ensure_future(uninterrupted(work()))
         await started.wait()

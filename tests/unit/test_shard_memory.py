@@ -135,7 +135,7 @@ def test_the_timeout_error_names_the_purpose_and_the_memory_in_use() -> None:
         expected = r"a push: no buffer of 7 bytes became free within 0.0 s; other streams use 4 of 10 bytes"
         with pytest.raises(CapacityError, match=expected):
             await unreserved.acquire(7, 0.0, "a push")
-        assert unreserved.try_acquire(6), "no caller waits any longer"
+        assert unreserved.try_acquire(6), "no caller is waiting"
 
     asyncio.run(scenario())
 

@@ -91,7 +91,7 @@ def target(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("make", WRONG, ids=lambda make: make.__name__.strip("_"))
-def test_other_than_regular_file_is_rejected(
+def test_path_that_is_not_a_regular_file_is_rejected(
     folder: Path, target: Path, make: Callable[[Path, Path], None], write: bool
 ) -> None:
     path = folder / "file"
@@ -147,7 +147,9 @@ def test_folder_that_other_users_can_enter_is_rejected(folder: Path, mode: int) 
 
 
 @pytest.mark.parametrize("make", [_symbolic_link, _fifo, _socket, _longer])
-def test_other_than_folder_is_rejected(tmp_path: Path, folder: Path, make: Callable[[Path, Path], None]) -> None:
+def test_path_that_is_not_a_folder_is_rejected(
+    tmp_path: Path, folder: Path, make: Callable[[Path, Path], None]
+) -> None:
     make(tmp_path / "other", folder)
     with pytest.raises(UntrustedFileError, match="expected a folder"):
         open_folder(tmp_path / "other")

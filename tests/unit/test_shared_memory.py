@@ -42,7 +42,7 @@ def shared(tmp_path: Path) -> Iterator[SharedMemory]:
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts another process that has a shard file in the directory until its standard input closes."""
+    """Starts another process that keeps a shard file in the directory until its standard input closes."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -163,11 +163,11 @@ def test_other_failures_are_not_capacity_errors(shared: SharedMemory, monkeypatc
 
 
 def test_file_larger_than_the_file_system_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_memory, "DEFAULT_DIRECTORY", tmp_path)  # then nothing is reserved for other programs
+    monkeypatch.setattr(shared_memory, "DEFAULT_DIRECTORY", tmp_path)  # no reserve applies outside the default folder
     with closing(SharedMemory(DEFAULT_DIRECTORY)) as shared:
         status = os.statvfs(DEFAULT_DIRECTORY)
         with pytest.raises(CapacityError, match="No space left on device"):
-            shared.create(2 * status.f_blocks * status.f_frsize, "a shard")  # rejected at once, nothing is allocated
+            shared.create(2 * status.f_blocks * status.f_frsize, "a shard")  # rejected before anything is allocated
 
 
 # Removal.
@@ -214,9 +214,7 @@ def _other(directory: Path) -> None:
     (directory / "other" / "lock").touch()
 
 
-def test_occupied_name_derived_from_the_temporary_one_is_harmless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_occupied_folder_name_does_not_prevent_creation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(*, prefix: str, **_: object) -> str:
         path = tmp_path / f"{prefix}abcdefgh"
         path.mkdir(mode=0o700)
@@ -271,7 +269,7 @@ def test_advice_fits_the_file_system(
         shared.create(100, "a shard")
 
 
-# The reserve.
+# Memory that is left free for other programs.
 
 
 def test_reserve_stays_free_in_a_shared_file_system(

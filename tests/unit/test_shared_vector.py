@@ -137,7 +137,7 @@ def test_memory_is_unmapped_with_the_last_view(shared: SharedMemory) -> None:
     paths = [segment.path for segment in shards.segments]
     servers = maps_of(paths)
     vector = shards.vector()
-    assert maps_of(paths) == servers + 4, "the bytes and the head of each"
+    assert maps_of(paths) == servers + 4, "two mappings per segment: its bytes and its header"
     view = vector.bytes[10:20]
     del vector
     gc.collect()

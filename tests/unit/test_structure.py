@@ -1,4 +1,4 @@
-"""Structure of the packages: no import cycles, and no two public classes of one name on the client or the server."""
+"""Structure of the packages: no import cycles, and unique names of public classes within client and server."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_next_process_removes_folder_of_killed_process(directory: Path) -> None:
         assert process.stdout is not None
         left = Path(process.stdout.readline().strip())
         with temporary_folder():
-            assert (left / "state").is_dir(), "its process lives"
+            assert (left / "state").is_dir(), "its process is alive"
         process.kill()
         process.wait(20)
     assert left.is_dir()

@@ -39,7 +39,7 @@ class Plain:
 
 
 class Output(collections.OrderedDict[str, Any]):
-    """An output as Hugging Face's models return."""
+    """An output like those of Hugging Face's models."""
 
 
 VALUES = {

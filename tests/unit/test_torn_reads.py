@@ -19,7 +19,7 @@ from tests.support.in_place_store import InPlaceStore
 
 
 class Overwritten(nn.Module):
-    """A layer during whose forward the server makes the next version, on demand."""
+    """A layer whose forward can make the server overwrite the weights with the next version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_backward_with_replaced_weights_raises(store: InPlaceStore, settings: st
 
 
 def test_backward_of_another_unit_with_replaced_weights_raises(store: InPlaceStore) -> None:
-    """A node that no unit watches may have read the weights, for example a node of a penalty."""
+    """A graph node outside every unit, such as a node of a penalty, may have read the weights."""
     model, units = shard(store, strategy=ShardingStrategy.NO_SHARD)
     other = shardwell.fully_shard(Overwritten(), SimpleNamespace(units=units))
     model(torch.ones(8))

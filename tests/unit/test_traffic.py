@@ -291,7 +291,7 @@ def test_drain_returns_after_an_interrupt_at_any_line_of_a_push(client: FakeServ
     """Interrupts one line later in each round, in functions of the data plane and of ``threading``."""
 
     def push_after(line_count: int) -> bool:
-        """Pushes, with SIGINT before a line; returns False if the push has fewer lines."""
+        """Pushes, and sends SIGINT before the given line. Returns False if the push has fewer lines."""
         lines = 0
 
         def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -321,7 +321,7 @@ def test_drain_returns_after_an_interrupt_at_any_line_of_a_push(client: FakeServ
             drained = threading.Thread(target=traffic.drain, daemon=True)
             drained.start()
             drained.join(10)
-            assert not drained.is_alive(), f"a push that was interrupted at line {line_count} is waited for"
+            assert not drained.is_alive(), f"drain waits for a push that was interrupted at line {line_count}"
             if not was_interrupted:
                 break
     finally:

@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 class Transfers:
-    """Transfers that the queue starts, and that the test makes nearly done and done."""
+    """Transfers that the queue starts. A test reports each as nearly done, and finishes it."""
 
     def __init__(self, queue: TransferQueue[int]) -> None:
         self.begun: list[int] = []
@@ -63,11 +63,11 @@ def test_transfer_starts_when_one_of_two_is_nearly_done(threads: ThreadPoolExecu
     transfers.await_started(0, 1)
     transfers.make_nearly_done(0)
     transfers.await_started(0, 1, 2)
-    transfers.make_nearly_done(0)  # reported before
-    transfers.finish(0)  # no room more than before
+    transfers.make_nearly_done(0)  # a repeated report starts no transfer
+    transfers.finish(0)  # the report has already started a transfer
     assert asked[0].result(20) == 0
     assert sorted(transfers.begun) == [0, 1, 2]
-    transfers.finish(1)  # without having been nearly done
+    transfers.finish(1)  # finished without a report
     transfers.await_started(0, 1, 2, 3)
     transfers.make_nearly_done(2)
     transfers.await_started(0, 1, 2, 3, 4)
@@ -87,7 +87,7 @@ def test_more_small_transfers_are_active_at_once(threads: ThreadPoolExecutor) ->
     assert [future.result(20) for future in asked] == [0, 1, 2, 3, 4, 5]
 
 
-def test_failed_transfer_makes_room_for_the_next(threads: ThreadPoolExecutor) -> None:
+def test_next_transfer_starts_after_a_failed_one(threads: ThreadPoolExecutor) -> None:
     queue = TransferQueue[int](threads)
 
     def fail(_: NearlyDone) -> int:

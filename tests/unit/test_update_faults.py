@@ -76,7 +76,7 @@ def settings_of(algorithm: str) -> common_pb2.OptimizerStep:
 
 
 def trained(algorithm: str, dtype: torch.dtype, do: Callable[[int, Callable[[], None]], None]) -> list[bytes]:
-    """Returns the bits of values, state and averages after some steps, each run by ``do``."""
+    """Returns the bits of values, state and averages after some steps. ``do(number, step)`` runs each step."""
     shapes = [shape for shape in SHAPES if algorithm != "muon" or len(shape) == 2]
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -86,7 +86,7 @@ def trained(algorithm: str, dtype: torch.dtype, do: Callable[[int, Callable[[], 
             torch.randn(value.numel(), generator=generator).to(dtype) for value in values
         ]
         if number == 0:
-            gradients[-1] = None  # starts one step later than the others
+            gradients[-1] = None  # this parameter's state starts one step later
         do(number, lambda gradients=gradients: optimizer.step(gradients, step, [0] * len(shapes), 0.5))
     states = [optimizer.state(part) for part in range(len(shapes))]
     return [bits(value) for value in values] + [

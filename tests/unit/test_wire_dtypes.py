@@ -345,7 +345,7 @@ def test_adjacent_parameters_have_the_bits_of_separate_ones(wire_dtype: WireDtyp
     assert streamed(layout, vector, segments, wire_dtype) == stream
     plan, apart = StreamPlan(layout, segments, wire_dtype), bytearray(len(stream))
     plan.encode(InParameters(dict(enumerate(parts))), apart)
-    assert apart == stream, "also where they do not lie side by side"
+    assert apart == stream, "also if they are not adjacent in memory"
     decoded, carried = torch.full_like(vector, 7.0), torch.full_like(vector, 7.0)
     plan.decode(stream, InVector(memory_of(decoded), 0))
     plan.round_trip(InParameters(dict(enumerate(parts))), InVector(memory_of(carried), 0))

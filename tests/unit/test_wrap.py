@@ -221,7 +221,7 @@ def test_auto_wrap_keeps_existing_units_of_several_modules() -> None:
 
 
 def vocabulary_and_blocks(model: Gpt) -> CustomPolicy:
-    """Puts the tied embedding and head into one unit, and each block into a unit of its own."""
+    """Puts the tied embedding and head into one unit, and each block into its own unit."""
     return CustomPolicy(
         lambda module: "vocabulary" if module in (model.tokens, model.head) else isinstance(module, Block)
     )
@@ -290,7 +290,7 @@ def siblings() -> nn.Sequential:
 
 
 def test_parents_of_a_shared_module_become_units_if_it_is_a_unit() -> None:
-    """Otherwise all their parameters would belong to the unit around them."""
+    """If they were no units, their parameters would all belong to the unit around them."""
     with pytest.warns(UserWarning, match="chooses no module"):
         assert list(wrapped(siblings(), CustomPolicy(lambda module: isinstance(module, int)))) == ["Sequential"]
     assert list(wrapped(siblings(), ModuleTypePolicy({Parent, nn.Linear}))) == ["0.own", "0.shared", "1.own", "2"]
