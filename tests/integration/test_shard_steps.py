@@ -531,7 +531,7 @@ def test_optimizer_state_beyond_the_budget_is_rejected_before_the_commit() -> No
         one = unit(server, layout)
         one.push(one.filled(1.0))
         one.prepare(0)
-        # Adam's two moments are part of the reservation, amsgrad's third moment and an average are not.
+        # The reservation covers Adam's two moments, but not amsgrad's third moment and not an average.
         error = error_of(lambda: one.prepare_update(0, algorithm="adamw", amsgrad=1.0, ema_decay=0.5))
         assert isinstance(error, CapacityError)
         assert f"of the budget of {6 * size} are free. The step is not committed" in str(error)

@@ -16,7 +16,7 @@ import shardwell
 
 
 def join_options(**options: Any) -> dict[str, Any]:
-    """Returns the arguments of ``shardwell.join`` for options by field name. None stands for an option not given."""
+    """Returns the arguments of ``shardwell.join`` for options by field name. None means that an option is not given."""
     given = {name: value for name, value in options.items() if value is not None}
     groups = {"transfers": shardwell.TransferOptions, "waits": shardwell.WaitOptions}
     for name, group in groups.items():

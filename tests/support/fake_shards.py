@@ -60,7 +60,7 @@ class FakeShard:
         square_partials: Partial squared norm of every unit.
         manifests: All PrepareStep requests.
         available: While False every rpc is UNAVAILABLE.
-        incarnation: Incarnation of the process. None: the process has ended.
+        incarnation: Incarnation of the process. None if the process has ended.
     """
 
     def __init__(self, budget_bytes: int = 1 << 30) -> None:
@@ -82,7 +82,7 @@ class FakeShard:
 
     @property
     def runs(self) -> dict[str, FakeRun]:
-        """Runs by name. The newest if several have one name."""
+        """Runs by name. If several runs have one name, only the newest."""
         return {run.name: run for run in self.runs_by_id.values()}
 
     def restart(self, incarnation: str) -> None:
@@ -99,7 +99,7 @@ class FakeShard:
             return shard_pb2.DescribeServerResponse(incarnation=self.incarnation)
         term = request.coordinator_epoch if rpc_name == "PublishUnit" else request.context.epoch
         if term < self.term:
-            raise StaleEpochError(f"term {term} is over, {self.term} has begun")
+            raise StaleEpochError(f"term {term} is stale: the current term is {self.term}")
         self.term = term
         self.fail(rpc_name, request)
         return getattr(self, rpc_name)(request)

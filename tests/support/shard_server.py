@@ -53,7 +53,7 @@ class ShardServer:
 
     Args:
         budget_bytes: Memory budget.
-        shared: Shared memory for the shm transport. None: the server does not offer it.
+        shared: Shared memory for the shm transport. None if the server does not offer it.
     """
 
     def __init__(self, budget_bytes: int = 1 << 30, shared: SharedMemory | None = None) -> None:

@@ -158,7 +158,7 @@ def test_stall_names_the_phase_and_what_the_run_waits_for(tmp_path: Path) -> Non
     run_async(scenario())
 
 
-def test_long_stall_is_truncated(tmp_path: Path) -> None:
+def test_long_stall_explanation_is_truncated(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             await cluster.team("a", dp=200)

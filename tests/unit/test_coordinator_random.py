@@ -40,7 +40,7 @@ class TrainerProcess:
             if response.committed:
                 self.step, self.all_finished = response.next_work.step, False
             elif any("vacant" in line for line in response.waiting_for):
-                # An item was reset and its trainer died after all items were finished: another trainer must compute the item.
+                # All items were finished. Then one was reset and its trainer died, so another trainer must compute it.
                 self.all_finished = False
 
     async def reset(self, rank: int) -> None:

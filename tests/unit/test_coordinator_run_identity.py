@@ -1,4 +1,4 @@
-"""A run that is deleted and created again is another run, although its name and epochs may be equal."""
+"""A run that is deleted and created again is a new run, even if its name and epochs are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps from their work items to the commit, and their failures."""
+"""The steps of a run: work items, proposals, norms, the commit, and failures."""
 
 from __future__ import annotations
 

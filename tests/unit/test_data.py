@@ -34,7 +34,7 @@ def test_dataset_smaller_than_a_step_is_rejected() -> None:
         sample_indices(10, batch_size=4, dp=3, seed=0, step=0, dp_rank=0)
 
 
-def test_functions_and_datasets_give_batches() -> None:
+def test_batches_come_from_functions_and_datasets() -> None:
     def own(step: int, dp_rank: int) -> str:
         return f"{step}/{dp_rank}"
 

@@ -14,7 +14,7 @@ from shardwell_wire.low_water_mark import WAKE_BYTES, LowWaterMark
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Returns both ends of a TCP connection, because other sockets do not support the option."""
+    """Yields both ends of a TCP connection. Other sockets do not support the option."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname(), 20.0)
         far, _ = listener.accept()

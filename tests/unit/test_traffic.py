@@ -288,7 +288,7 @@ def test_interrupted_process_exits_without_waiting_for_servers() -> None:
 
 
 def test_drain_returns_after_an_interrupt_at_any_line_of_a_push(client: FakeServer) -> None:
-    """Interrupts one line later in each round, in functions of the data plane and of ``threading``."""
+    """Each round interrupts one line later. Only lines of the data plane and of ``threading`` count."""
 
     def push_after(line_count: int) -> bool:
         """Pushes, and sends SIGINT before the given line. Returns False if the push has fewer lines."""

@@ -29,7 +29,7 @@ class FailingOnce(TorchDispatchMode):
     """Counts torch operations and raises in place of one of them.
 
     Args:
-        number: Number of the operation that fails. -1: none.
+        number: Number of the operation that fails, -1 for none.
     """
 
     def __init__(self, number: int = -1) -> None:
