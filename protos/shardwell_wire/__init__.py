@@ -3,7 +3,7 @@
 Note: [gRPC and fork]
     By default, gRPC stops its threads at a fork and restarts them in both processes. If calls are in flight, as in
     every trainer, this aborts the child: DataLoader workers die. Children that users fork never call gRPC, so fork
-    support is disabled here. gRPC reads the variable only once, when it is imported.
+    support is disabled here. gRPC reads the variable only when ``grpc`` is imported.
 """
 
 import os as _os

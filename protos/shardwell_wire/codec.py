@@ -1,8 +1,8 @@
 """Chunk streams: serializes and parses the tensor bytes of streaming rpcs.
 
-Every streamed message is a protobuf message whose last field is a ``Chunk``, whose last field is the payload. protobuf
-does not process the payload on the fast path. The sender serializes the fields before the payload and joins them with
-the payload once. The receiver walks the few fields before the payload and uses the payload in place, as a memoryview.
+The last field of every streamed message is a ``Chunk``, and the last field of a ``Chunk`` is the payload. protobuf does
+not process the payload on the fast path. The sender serializes the fields before the payload and joins them with the
+payload once. The receiver parses the few fields before the payload and uses the payload in place, as a memoryview.
 Messages with any other valid order of fields are parsed on a slow path.
 """
 
@@ -147,7 +147,7 @@ def decode_message(data: bytes, message_type: type[AnyMessage]) -> tuple[AnyMess
         message_type: Type of the message, whose field 15 is a ``Chunk``.
 
     Raises:
-        InvalidRequestError: The bytes are no such message, or have no chunk.
+        InvalidRequestError: The bytes do not decode as this type, or have no chunk.
     """
     view = memoryview(data)
     try:
@@ -191,11 +191,11 @@ def _split_last_field(view: memoryview) -> tuple[memoryview, memoryview | None]:
                     return view, None
                 return view[:field_start], view[position:end]
             position += size
-        elif wire_type == 0:
+        elif wire_type == 0:  # varint
             _, position = _read_varint(view, position)
-        elif wire_type == 1:
+        elif wire_type == 1:  # 64 bits
             position += 8
-        elif wire_type == 5:
+        elif wire_type == 5:  # 32 bits
             position += 4
         else:
             raise ValueError("unknown wire type")

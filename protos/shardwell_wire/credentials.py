@@ -1,6 +1,6 @@
 """Credentials of a cluster: a token that every rpc carries as ``authorization: Bearer TOKEN``.
 
-Only the ``Credentials`` class knows what credentials consist of. Both ends use it.
+Both ends use the ``Credentials`` class. All other code treats credentials as opaque.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _file_problem(found: os.stat_result) -> str | None:
         return "expected a regular file"
     if user != 0 and found.st_uid not in (user, 0):
         return f"it belongs to user {found.st_uid}, expected user {user} or root"
-    # root chose the group of its file, for example of a secret that Kubernetes mounts.
+    # A file of root may be readable by a group that root chose, as for secrets that Kubernetes mounts.
     if found.st_mode & (0o077 if found.st_uid == user else 0o027):
         return f"other users can access it (mode {stat.S_IMODE(found.st_mode):04o}): run chmod 600 on it"
     return None

@@ -101,6 +101,7 @@ _MAX_BYTES = {
     Kind.REDUCE_GRADIENT_BUFFER: 4 << 20,
     Kind.GRADIENT_BUFFER_REDUCED: 64 << 10,
 }
+"""Maximum payload of each kind of frame."""
 
 
 def hello(token: bytes) -> bytes:
@@ -109,10 +110,10 @@ def hello(token: bytes) -> bytes:
 
 
 def token_of(data: Buffer) -> bytes:
-    """The token in a hello. [HELLO_BYTES]
+    """Returns the token in a hello. [HELLO_BYTES]
 
     Raises:
-        InvalidRequestError: Something else speaks, or another protocol.
+        InvalidRequestError: The bytes are not a hello, or the client uses another protocol number.
     """
     magic, protocol, token = _HELLO.unpack(data)
     if magic != _MAGIC:
@@ -154,7 +155,7 @@ def parse_message(payload: bytes, message_type: type[AnyMessage]) -> AnyMessage:
     """Returns the message in a payload.
 
     Raises:
-        InvalidRequestError: The bytes are no such message.
+        InvalidRequestError: The payload does not decode as this type.
     """
     try:
         return message_type.FromString(payload)
@@ -172,7 +173,7 @@ def parse_request(kind: Kind, payload: bytes) -> tuple[float, Message]:
     """Returns the timeout in seconds and the message of a request.
 
     Raises:
-        InvalidRequestError: The payload is no such request.
+        InvalidRequestError: The payload does not decode as a request of this kind.
     """
     if len(payload) < _TIMEOUT.size:
         raise InvalidRequestError(f"a {kind.name} frame has {len(payload)} bytes, expected at least {_TIMEOUT.size}")
@@ -200,13 +201,13 @@ class StreamSender:
 class StreamReceiver:
     """Assigns the bytes of one stream to their targets and checks them.
 
-    The caller receives bytes into ``places()`` and reports their number to ``took``, until ``over``.
+    The caller receives bytes into ``places()`` and reports their number to ``took``, until ``over`` is True.
 
     Args:
         targets: Memory that receives the stream, as consecutive views.
         total_bytes: Size of all targets.
         what: Description of the stream, for errors.
-        may_be_refused: Whether an ERROR frame is allowed. The caller reads its payload.
+        may_be_refused: True if an ERROR frame is allowed. The caller reads the payload of that frame.
     """
 
     def __init__(
@@ -226,6 +227,7 @@ class StreamReceiver:
 
     @property
     def over(self) -> bool:
+        """True once the stream is complete or an ERROR frame has begun."""
         return self.checksum is not None or self.refusal_bytes is not None
 
     @property
@@ -239,14 +241,14 @@ class StreamReceiver:
         return self._missing_bytes or self._head_wanted_bytes - self._head_bytes
 
     def places(self) -> list[memoryview]:
-        """Returns the memory for the next bytes, in order. Must not be called once ``over``."""
+        """Returns the memory for the next bytes, in order. Must not be called once ``over`` is True."""
         head = self._head[self._head_bytes : self._head_wanted_bytes]
         if not self._missing_bytes:
             return [head]
         while not self._target:
             self._target = next(self._targets)
         place = self._target[: self._missing_bytes]
-        # Another frame follows this one.
+        # The head of the next frame follows the last bytes of this frame.
         return [place, head] if len(place) == self._missing_bytes else [place]
 
     def took(self, size_bytes: int) -> None:

@@ -258,7 +258,7 @@ class UnitLayout:
 
     @classmethod
     def from_proto(cls, spec: common_pb2.UnitSpec) -> UnitLayout:
-        """Raises InvalidRequestError if the spec is no valid unit."""
+        """Decodes a unit. Raises InvalidRequestError if the unit is invalid."""
         parameters = (
             Parameter(p.name, tuple(p.shape), DTYPE_NAMES.get(p.dtype, "unspecified"), tuple(p.aliases))
             for p in spec.parameters
@@ -282,10 +282,11 @@ def cut_between(layout: UnitLayout, weights: Sequence[float], min_shard_bytes: i
         min_shard_bytes: See ``cut``.
 
     Returns:
-        See ``cut``. The first range is not empty unless the unit is.
+        See ``cut``. The first range is empty only if the unit is empty.
     """
     bounds, allowed = [0], [*layout.starts, layout.size_bytes]
     for _, wanted in cut(layout.size_bytes, weights, min_shard_bytes):
+        # Each cut moves to the nearest start of a parameter. If two are equally near, it moves to the later one.
         rest = [byte for byte in allowed[bisect_right(allowed, 0) :] if byte >= bounds[-1]]
         bounds.append(min(rest, key=lambda byte: (abs(byte - wanted), -byte), default=layout.size_bytes))
     return list(pairwise(bounds))
@@ -298,8 +299,8 @@ def cut(size_bytes: int, weights: Sequence[float], min_shard_bytes: int) -> list
         size_bytes: Size of the flat vector.
         weights: Relative sizes, such as the capacities of servers. At least one must be positive. A weight of 0 gets an
             empty range.
-        min_shard_bytes: Lower bound of the mean range. If the vector is too short for all weights, the last weights get
-            empty ranges.
+        min_shard_bytes: Lower bound of the mean size of a range. If the vector is too short for all weights, the last
+            weights get empty ranges.
 
     Returns:
         Half-open ranges ``(start, stop)`` in order, which cover the vector.

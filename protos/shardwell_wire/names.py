@@ -78,7 +78,7 @@ _BY_MESSAGE_AND_FIELD: dict[tuple[str, str], _Check] = {
 
 
 def check_names(message: Message) -> None:
-    """Checks all names in a request, including nested messages. Empty names are not set and pass.
+    """Checks all names in a request, including nested messages. An empty name counts as not set and is valid.
 
     Raises:
         InvalidRequestError: A name is invalid; the message names the field and the expected form.

@@ -19,7 +19,7 @@ from typing import Any
 from shardwell_wire.layout import Parameter, UnitLayout
 
 MAX_VALUE = 3.4028234663852886e38
-"""The largest fp32 number. torch rejects larger hyper-parameters in the middle of an update, which is too late."""
+"""The largest fp32 number. torch rejects larger hyper-parameters only in the middle of an update, after the commit."""
 
 NO_GROUP, KEPT_GROUP = -1, -2
 """Entries of ``UnitGroups.group_indices`` for parameters that a step does not update: their gradient is dropped, or
@@ -37,13 +37,13 @@ class Hyperparameter:
     low: float = -math.inf
     """Smallest value."""
     high: float = math.inf
-    """Largest value, or the first that is too large if ``excludes_high``."""
+    """Largest value. Exclusive if ``excludes_high`` is True."""
     excludes_high: bool = False
     is_flag: bool = False
     """True for booleans, which are sent as 0 or 1."""
     is_integer: bool = False
     argument: str = ""
-    """Name of the tuple in which the constructor takes the number, such as ``betas``. Empty: it is no tuple's entry."""
+    """Name of the tuple in which the constructor takes the number, such as ``betas``. Empty: no tuple."""
     index: int = 0
     """Position in the tuple."""
 
@@ -58,7 +58,7 @@ class Hyperparameter:
         return value[self.index] if self.argument and value is not None else value
 
     def violation(self, value: float) -> str | None:
-        """Returns which values are allowed if ``value`` is not one of them, such as ``expected at least 0``."""
+        """Returns what is expected if ``value`` is not allowed, such as ``expected at least 0``, else None."""
         if self.is_flag:
             return None if value in (0.0, 1.0) else "expected 0 or 1"
         in_bounds = self.low <= value < self.high if self.excludes_high else self.low <= value <= self.high
@@ -95,7 +95,7 @@ class StateTensor:
     name: str
     shape: StateShape = StateShape.PARAMETER
     initial: float | str = 0.0
-    """Initial value of every element, or the hyper-parameter that has it."""
+    """Initial value of every element, or the name of the hyper-parameter that sets it."""
     enabled_by: str = ""
     """Hyper-parameter without which the tensor does not exist. Empty: it always exists."""
 
@@ -116,7 +116,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """What clients, coordinators and planners must know of an optimizer without running it."""
+    """Properties of an optimizer, for code that does not run it."""
 
     name: str
     """As in ``OptimizerStep.algorithm``."""
@@ -145,7 +145,7 @@ class OptimizerSpec:
 
         Args:
             layout: The unit. State of the parameter's shape counts with the padding of the flat vector.
-            enabled: Hyper-parameters that are set, such as ``momentum``, of those that switch state on.
+            enabled: Names of the hyper-parameters that are set and enable state, such as ``momentum``.
         """
         used = [tensor for tensor in self.state if not tensor.enabled_by or tensor.enabled_by in enabled]
         full = [tensor for tensor in used if tensor.shape is StateShape.PARAMETER]

@@ -25,7 +25,7 @@ def partition_of(size_bytes: int, dp: int, dp_rank: int) -> tuple[int, int]:
         dp: Number of logical data ranks.
         dp_rank: The data rank.
     """
-    # The ranges of ``cut`` with equal weights, in constant time: servers compute the partitions of thousands of ranks.
+    # The same ranges as ``cut`` with equal weights, in constant time: servers compute them for thousands of ranks.
     used = min(dp, max(1, size_bytes // BLOCK_BYTES))
     return _even_bound(size_bytes, used, dp_rank), _even_bound(size_bytes, used, dp_rank + 1)
 
@@ -67,5 +67,5 @@ def state_places(tensors: Iterable[shard_pb2.StateTensor]) -> tuple[list[tuple[i
 
 
 def values_offset(start_bytes: int, stop_bytes: int) -> int:
-    """Returns the offset of the values in a staging buffer for ``[start_bytes, stop_bytes)``. The gradients precede."""
+    """Returns the offset of the values, after the gradients, in a staging buffer for ``[start_bytes, stop_bytes)``."""
     return align(stop_bytes - start_bytes, BLOCK_BYTES)

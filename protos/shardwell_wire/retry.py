@@ -1,6 +1,6 @@
 """Retries with exponential backoff, for threads and for asyncio.
 
-Not built on tenacity: it adds 30 to 50 µs to every call that succeeds at once, and its retry state keeps the traceback
+tenacity is not used: it adds 30 to 50 µs to every call that succeeds at once, and its retry state keeps the traceback
 of a failed attempt, with the buffers in its frames, until a garbage collection.
 """
 

@@ -98,7 +98,8 @@ def server_folder(path: str) -> str:
     """Returns the folder of a file that a shard server offers.
 
     Raises:
-        UntrustedFileError: The path is not absolute and normalized, or its folder has no server's name.
+        UntrustedFileError: The path is not absolute and normalized, or the name of its folder lacks
+            ``SERVER_FOLDER_PREFIX``.
     """
     pure = PurePosixPath(path)
     if not pure.is_absolute() or str(pure) != path or ".." in pure.parts:
@@ -122,7 +123,8 @@ def file_size(size_bytes: int) -> int:
 
 
 def _open(name: str, flags: int, folder: int | None, problem: Callable[[os.stat_result], str | None]) -> int:
-    # Checked before it is opened as well: opening a device can have side effects, and sockets cannot be opened.
+    # The path is also checked before it is opened: opening a device can have side effects, and a socket cannot be
+    # opened.
     try:
         _require(name, os.stat(name, dir_fd=folder, follow_symlinks=False), problem)
     except FileNotFoundError:

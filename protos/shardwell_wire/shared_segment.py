@@ -6,9 +6,9 @@ change, the bytes did not change either.
 
 Note: [Memory ordering]
     The version is a sequence lock. The writer stores ``UPDATING`` before the first byte of the next version, and the
-    new version after the last byte. In between, another thread does the work; the hand-over between the threads orders
-    the stores. The reader must load the version after its last load of the bytes, which ``order_loads`` ensures. Both
-    sides access the version as one aligned native word, so no torn version is visible.
+    new version after the last byte. Another thread writes the bytes in between; passing the work between the threads
+    orders the stores. The reader must load the version after its last load of the bytes, which ``order_loads`` ensures.
+    Both sides access the version as one aligned native word, so no torn version is visible.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 from shardwell_wire.layout import BLOCK_BYTES
 
 HEAD_BYTES = BLOCK_BYTES
-"""Size of the header: one page, so that the shard can be mapped. Shards are cut at multiples of it as well."""
+"""Size of the header: one page, so that the shard can be mapped. Shards are cut at multiples of this size too."""
 
 UPDATING = -1
 """Stored instead of a version while the next version is written, and after the shard is removed."""
@@ -42,6 +42,6 @@ def write_version(head: memoryview, version: int) -> None:
 def order_loads() -> None:
     """Orders all earlier loads of this thread before all later loads, also on processors that reorder loads."""
     with _fence:
-        pass  # no earlier load moves behind this release,
+        pass  # no earlier load moves after this release of the lock
     with _fence:
-        pass  # and no later load moves before this acquire
+        pass  # no later load moves before this acquisition of the lock

@@ -1,4 +1,4 @@
-"""Plans which blocks a stream has and where their values are, once for all streams of a shard.
+"""Plans the blocks of a stream and the positions of their values, once for all streams of a shard.
 
 A stream contains segments of a unit, one after another, each as blocks; see ``wire_dtypes``. Adjacent segments with
 blocks of one size are converted together, so a shard needs few passes however many parameters it has.
@@ -238,6 +238,7 @@ class _Stretch:
 
 
 def _stretches(layout: UnitLayout, segments: Iterable[Segment], wire_dtype: WireDtype) -> Sequence[_Stretch]:
+    """Groups segments into stretches. A segment that is sent as stored is a stretch of its own."""
     found: list[_Stretch] = []
     for segment in segments:
         index, parameter = segment.parameter_index, layout.parameters[segment.parameter_index]

@@ -1,4 +1,4 @@
-"""Temporary folders that are removed even if their process is killed: when the next such folder is created."""
+"""Temporary folders. The folder of a killed process is removed when the next such folder is created."""
 
 from __future__ import annotations
 

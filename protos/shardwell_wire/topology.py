@@ -148,7 +148,7 @@ class World:
 
     @classmethod
     def from_proto(cls, world: common_pb2.World) -> World:
-        """Raises WorldError if the message is no valid world."""
+        """Decodes a world. Raises WorldError if the world is invalid."""
         order = tuple(AXIS_NAMES.get(axis, "unspecified") for axis in world.order) or AXES
         return cls(world.dp, world.tp, world.pp, order)
 

@@ -21,7 +21,7 @@ AS_STORED: WireDtype = common_pb2.WIRE_DTYPE_UNSPECIFIED
 """Values are sent as the servers store them."""
 
 INT8_BLOCK_NUMEL = 256
-"""Elements per int8 block, if the parameter fills the window."""
+"""Maximum number of elements per int8 block. The blocks at both ends of a parameter may have fewer."""
 
 INT8_BLOCK_BYTES = 1024
 """Int8 blocks start at multiples of this in the flat vector, and at the start of a parameter."""

@@ -26,7 +26,7 @@ def algorithm_of(optimizer: common_pb2.OptimizerStep, group_index: int) -> str:
 
 
 def validate(optimizer: common_pb2.OptimizerStep) -> None:
-    """Checks a step's optimizer by itself.
+    """Checks a step's optimizer without regard to the units.
 
     Raises:
         InvalidRequestError: An optimizer is unknown, a hyper-parameter is missing, unknown, not finite or out of
@@ -80,7 +80,7 @@ def allocation_key(optimizer: common_pb2.OptimizerStep) -> bytes:
         kept = spec.initializers if spec else ()
         for name, value in list(group.hyperparameters.items()):  # writing to a protobuf map may change its order
             if name not in kept:
-                group.hyperparameters[name] = bool(value)
+                group.hyperparameters[name] = bool(value)  # state only depends on whether the value is 0
     return copy.SerializeToString(deterministic=True)
 
 

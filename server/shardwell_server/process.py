@@ -1,4 +1,4 @@
-"""The life of a server process: start, print the address, serve until asked to stop, stop cleanly."""
+"""Runs a server process: start, print the address, serve until asked to stop, stop cleanly."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class Endpoint:
 
 
 Background = Callable[[str], AbstractAsyncContextManager[Awaitable[object]]]
-"""Called with the server's address. Runs while the server serves, such as a heartbeat. Yields an awaitable that raises
-when the server must stop, and never completes otherwise."""
+"""Work that runs while the server serves, such as heartbeats. Called with the server's address. Yields an awaitable
+that raises when the server must stop, and never completes otherwise."""
 
 
 async def serve(
@@ -170,8 +170,8 @@ def stop_event(endpoint: Endpoint) -> asyncio.Event:
         if not loop.is_closed():
             loop.call_soon_threadsafe(stop.set)
 
-    # Not loop.add_signal_handler: such handlers end with the loop, and a second signal would then kill a process that
-    # is stopping cleanly.
+    # Not loop.add_signal_handler: closing the loop removes its handlers, and a second signal would then kill a process
+    # that is stopping cleanly.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, ask_to_stop)
     if endpoint.exit_with_parent:
@@ -218,8 +218,8 @@ def _remove_leftovers() -> None:
 def _allow_many_files() -> None:
     """Raises the limit of open files to the hard limit.
 
-    Each connection and each file in shared memory uses one. The initial limit is often 1024, less than the units and
-    gradient buffers of a large model need.
+    Each connection and each file in shared memory uses one descriptor. The initial limit is often 1024, less than the
+    units and gradient buffers of a large model need.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS reports an unlimited hard limit but rejects it

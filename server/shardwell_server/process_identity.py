@@ -11,7 +11,7 @@ _ENDED_STATES = ("Z", "X")
 
 
 def own_identity() -> str:
-    """Returns the boot, process namespace, process id and start time of this process. Empty without ``/proc``."""
+    """Returns the boot id, process namespace, process id and start time of this process. Empty without ``/proc``."""
     pid = os.getpid()
     try:
         _, started = _state_and_start(pid)

@@ -1,4 +1,4 @@
-"""Log of recent request ids, by which a second request under a used id is rejected."""
+"""Log of recent request ids. Rejects a different request under a used id."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _unary_stream(
 
 
 def reported_error(path: str, error: Exception, peer: str) -> ShardwellError:
-    """Returns the error to send to the caller: itself, or a fixed text for a defect, which is logged.
+    """Returns the error to send to the caller. A defect is logged, and the caller gets a fixed text.
 
     Args:
         path: Name of the rpc.

@@ -40,7 +40,7 @@ class _DtypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     DTYPE_FLOAT16: _Dtype.ValueType  # 4
     """IEEE 754, 2 bytes."""
     DTYPE_INT64: _Dtype.ValueType  # 5
-    """Two's complement, 8 bytes. Buffers only, as all types below: a parameter of such a type is rejected."""
+    """Two's complement, 8 bytes. This type and all types below are for buffers only; parameters are rejected."""
     DTYPE_INT32: _Dtype.ValueType  # 6
     """Two's complement, 4 bytes."""
     DTYPE_INT16: _Dtype.ValueType  # 7
@@ -70,7 +70,7 @@ DTYPE_BFLOAT16: Dtype.ValueType  # 3
 DTYPE_FLOAT16: Dtype.ValueType  # 4
 """IEEE 754, 2 bytes."""
 DTYPE_INT64: Dtype.ValueType  # 5
-"""Two's complement, 8 bytes. Buffers only, as all types below: a parameter of such a type is rejected."""
+"""Two's complement, 8 bytes. This type and all types below are for buffers only; parameters are rejected."""
 DTYPE_INT32: Dtype.ValueType  # 6
 """Two's complement, 4 bytes."""
 DTYPE_INT16: Dtype.ValueType  # 7
@@ -298,9 +298,9 @@ class RequestContext(google.protobuf.message.Message):
     """Name of the run."""
     epoch: builtins.int
     """Fencing number. From a trainer: the epoch of its lease on the logical rank, or of its membership if the request
-    names no rank. From the coordinator: its term. A number older than the receiver knows is rejected with ABORTED.
-    If a shard server does not know a term yet, it asks its coordinator, and returns PERMISSION_DENIED if the
-    coordinator has another term.
+    names no rank. From the coordinator: its term. The receiver rejects a number older than its newest with ABORTED. If
+    a shard server does not know a term yet, it asks its coordinator, and returns PERMISSION_DENIED if the coordinator
+    has another term.
     """
     step: builtins.int
     """Step of the request: it reads version `step` and contributes to version `step + 1`."""
@@ -517,7 +517,7 @@ global___UnitGroups = UnitGroups
 
 @typing.final
 class OptimizerStep(google.protobuf.message.Message):
-    """The optimizer of one step. It is part of the commit, so every shard applies the same."""
+    """The optimizer of one step. It is part of the commit, so every shard applies the same optimizer."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

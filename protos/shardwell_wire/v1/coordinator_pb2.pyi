@@ -58,7 +58,7 @@ class _ServerStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     SERVER_STATE_UNSPECIFIED: _ServerState.ValueType  # 0
     """Not set."""
     SERVER_STATE_UNCONFIRMED: _ServerState.ValueType  # 1
-    """The coordinator was restarted and has had no heartbeat of the server since. No units are placed on it."""
+    """The coordinator was restarted and has received no heartbeat from the server since. No units are placed on it."""
     SERVER_STATE_LIVE: _ServerState.ValueType  # 2
     """The lease is valid."""
     SERVER_STATE_LOST: _ServerState.ValueType  # 3
@@ -76,7 +76,7 @@ class ServerState(_ServerState, metaclass=_ServerStateEnumTypeWrapper):
 SERVER_STATE_UNSPECIFIED: ServerState.ValueType  # 0
 """Not set."""
 SERVER_STATE_UNCONFIRMED: ServerState.ValueType  # 1
-"""The coordinator was restarted and has had no heartbeat of the server since. No units are placed on it."""
+"""The coordinator was restarted and has received no heartbeat from the server since. No units are placed on it."""
 SERVER_STATE_LIVE: ServerState.ValueType  # 2
 """The lease is valid."""
 SERVER_STATE_LOST: ServerState.ValueType  # 3
@@ -639,7 +639,7 @@ class TransportReport(google.protobuf.message.Message):
     bytes_per_s: builtins.float
     """Bandwidth measured when the transport was opened. 0: not measured."""
     server_id: builtins.str
-    """Id of the shard server that has the address now. Only set in responses; empty if there is none."""
+    """Id of the shard server at the address. Only set in responses. Empty: no registered server has the address."""
     def __init__(
         self,
         *,
@@ -1040,7 +1040,7 @@ class PrepareGradientsRequest(google.protobuf.message.Message):
     trainer: builtins.str
     """Name of the trainer."""
     norm_type: builtins.float
-    """Type p of another norm to return besides the Euclidean one: a positive number or infinity. 0: none."""
+    """Type p of another norm to return besides the Euclidean norm: a positive number or infinity. 0: none."""
     wait_s: builtins.float
     """Longest time to wait, in seconds. 0: do not wait."""
     @property
@@ -1568,7 +1568,7 @@ class DescribeWorldRequest(google.protobuf.message.Message):
     """Number of layers to split over the pipeline stages of `world`. 0: not known."""
     @property
     def world(self) -> shardwell_wire.v1.common_pb2.World:
-        """A world that no run needs to have. Ignored if `run` is set."""
+        """The world to describe. INVALID_ARGUMENT unless exactly one of `run` and `world` is set."""
 
     def __init__(
         self,
@@ -1940,7 +1940,7 @@ class ExplainStallResponse(google.protobuf.message.Message):
     """Seconds since the phase started."""
     @property
     def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """What the run waits for: for each, who must act, since when, and what happens next."""
+        """What the run waits for. Each entry says who must act, since when, and what happens next."""
 
     def __init__(
         self,

@@ -176,11 +176,11 @@ class CoordinatorServiceServicer(object):
     """
 
     def RegisterServer(self, request, context):
-        """Shard server: registers a server process. If another process had registered the server_id, the server was
-        restarted: it gets a new epoch, which fences the former process.
+        """Shard server: registers a server process. A process that replaces a former process of the same server_id gets a new
+        epoch, which fences the former process.
 
-        ALREADY_EXISTS: the other process is alive, or has registered later. UNAVAILABLE: the other process may be alive;
-        retry.
+        ALREADY_EXISTS: another process of this server_id is alive, or registered later. UNAVAILABLE: another process may
+        be alive; retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -218,7 +218,7 @@ class CoordinatorServiceServicer(object):
     def Heartbeat(self, request, context):
         """Trainer: renews the lease.
 
-        ABORTED: the lease expired and the work went to another trainer. FAILED_PRECONDITION: a shard server has lost
+        ABORTED: the lease expired and the work was leased to another trainer. FAILED_PRECONDITION: a shard server has lost
         shards of the run, which cannot continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -271,8 +271,8 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PrepareGradients(self, request, context):
-        """Trainer: waits until all work items are finished, then has the gradients reduced and returns their global norm.
-        Commits nothing.
+        """Trainer: waits until all work items are finished. The shard servers then reduce the gradients, and the response
+        contains their global norm. Commits nothing.
 
         FAILED_PRECONDITION: a gradient is not finite; the message names it.
         """
@@ -322,7 +322,7 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DescribeWorld(self, request, context):
-        """Inspection: describes the logical ranks of a run, or of a world that no run has.
+        """Inspection: describes the logical ranks of a run, or of a world without a run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

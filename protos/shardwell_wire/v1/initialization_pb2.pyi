@@ -55,7 +55,7 @@ class Uniform(google.protobuf.message.Message):
     low: builtins.float
     """Smallest value. Must be finite."""
     high: builtins.float
-    """Must be finite and at least low."""
+    """Upper bound. Must be finite and at least low."""
     def __init__(
         self,
         *,
@@ -120,7 +120,7 @@ class ParameterDraw(google.protobuf.message.Message):
     stream: builtins.str
     """Name of the random stream. Parameters with the same seed and stream get the same values."""
     zero_start: builtins.int
-    """First element of a range that is 0 instead, such as the padding row of an embedding. Indices count elements of
+    """First element of a range that is filled with 0, such as the padding row of an embedding. Indices count elements of
     the flattened parameter. Equal to zero_stop: no such range.
     """
     zero_stop: builtins.int

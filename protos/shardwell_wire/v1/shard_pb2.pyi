@@ -604,8 +604,8 @@ class SharedMemoryOffer(google.protobuf.message.Message):
     PROOF_FIELD_NUMBER: builtins.int
     path: builtins.str
     """Absolute path of a file on the server's host, in the server's folder. The folder contains every file that the
-    server offers later; its name starts with "shardwell-". A trainer opens a file only if the trainer's user owns it
-    and no other user can enter the folder.
+    server offers later. The folder's name starts with "shardwell-". A trainer opens a file only if the trainer's user
+    owns it and no other user can enter the folder.
     """
     proof: builtins.bytes
     """The first 32 bytes of the file, which are random. A trainer that reads them shares memory with the server."""
@@ -815,8 +815,8 @@ class ReduceGradientBufferResponse(google.protobuf.message.Message):
     version: builtins.int
     """Version that the gradient was computed from: the step."""
     adopted: builtins.bool
-    """True if the buffer has become the contribution. The trainer must not write to it until the step is committed or
-    the contribution is withdrawn. False: the buffer is free again.
+    """True if the buffer has become the contribution. The trainer must not write to it until the step is committed or the
+    contribution is dropped. False: the buffer is free again.
     """
     def __init__(
         self,
@@ -970,7 +970,7 @@ class PrepareStepRequest(google.protobuf.message.Message):
     dp: builtins.int
     """Number of logical data ranks: the divisor of the mean."""
     norm_type: builtins.float
-    """Type p of another norm to compute besides the Euclidean one: a positive number or infinity. 0: none."""
+    """Type p of another norm to compute besides the Euclidean norm: a positive number or infinity. 0: none."""
     skip: builtins.bool
     """True: prepare the step as if no rank had pushed a gradient, because a gradient was not finite. No norm is
     returned. Buffers are stored as usual.
@@ -1018,13 +1018,13 @@ class UnitNorm(google.protobuf.message.Message):
     """Largest absolute value. Only set if norm_type is infinity."""
     @property
     def square_partials(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Squares of the mean gradient, summed in fp64 over fixed blocks of 4096 bytes. The exact sum of all block sums is
-        the exact sum of these few doubles.
+        """A few doubles whose exact sum is the exact sum of all block terms. A block term is the fp64 sum of squares of the
+        mean gradient over the part of one parameter in one fixed block of 4096 bytes.
         """
 
     @property
     def power_partials(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Absolute values to the power norm_type, summed like squares. Only set if norm_type is finite and not 0."""
+        """As square_partials, for absolute values to the power norm_type. Only set if norm_type is finite and not 0."""
 
     def __init__(
         self,
@@ -1292,7 +1292,7 @@ class StagePartitionHeader(google.protobuf.message.Message):
     generation: builtins.int
     """ReadPartitionHeader.generation of the gradient that the values were computed from."""
     share_state: builtins.bool
-    """True if the trainer has a shm transport and prefers to find the state in shared memory in the next step."""
+    """True if the server should store the state in shared memory, because the trainer has a shm transport."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, step, request id, and epoch of the lease on the partition."""

@@ -249,8 +249,8 @@ class ShardServiceServicer(object):
 
     def ReduceScatter(self, request_iterator, context):
         """Trainer: streams one part of the contribution of (unit, step, logical dp rank). The reduced shard stays on the
-        server. A duplicate is acknowledged and dropped. Never waits for other ranks. Waits if this server has yet to apply
-        the committed update to the version that the step reads.
+        server. A duplicate is acknowledged and dropped. Never waits for other ranks. Waits until this server has applied
+        the committed update that creates the version that the step reads.
 
         ABORTED: stale epoch or attempt. OUT_OF_RANGE: the step is committed. FAILED_PRECONDITION: the step is prepared,
         or an earlier part is missing. DATA_LOSS: checksum mismatch. RESOURCE_EXHAUSTED: memory budget exceeded.
@@ -303,10 +303,10 @@ class ShardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReduceGradientBuffer(self, request, context):
-        """Trainer with a shm transport: as ReduceScatter, for gradients in a shared gradient buffer. Each gradient is
-        located where its parameter is located in the shard, as stored.
+        """Trainer with a shm transport: as ReduceScatter, for gradients in a shared gradient buffer. Each gradient has the
+        dtype of its parameter and the parameter's position in the shard.
 
-        Statuses of ReduceScatter, and FAILED_PRECONDITION: the buffer is already a contribution.
+        Returns the statuses of ReduceScatter. Also FAILED_PRECONDITION: the buffer is already a contribution.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -360,11 +360,11 @@ class ShardServiceServicer(object):
 
     def OpenStagingBuffer(self, request, context):
         """Trainer with a shm transport: as ReadPartition, through a shared staging buffer. The server copies the gradient
-        into the buffer, which also has room for the new values and state. What was staged in another buffer stays staged
-        until it is replaced.
+        into the buffer, which also has room for the new values and state. Values staged in another buffer stay staged
+        until they are replaced.
 
-        Statuses of ReadPartition. FAILED_PRECONDITION: the transport is closed. RESOURCE_EXHAUSTED: no memory for a
-        buffer.
+        Returns the statuses of ReadPartition. Also FAILED_PRECONDITION: the transport is closed. RESOURCE_EXHAUSTED: no
+        memory for a buffer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -373,7 +373,8 @@ class ShardServiceServicer(object):
     def StageStagingBuffer(self, request, context):
         """Trainer with a shm transport: as StagePartition, for new values and state in a shared staging buffer.
 
-        Statuses of StagePartition, and FAILED_PRECONDITION: the buffer is closed, or the state has other tensors now.
+        Returns the statuses of StagePartition. Also FAILED_PRECONDITION: the buffer is closed, or the tensors of the state
+        have changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -33,7 +33,7 @@ class Coordinator:
 
     Args:
         state: State of the coordinator.
-        calls: Performs RPCs to shard servers.
+        calls: Performs rpcs to shard servers.
     """
 
     def __init__(self, state: CoordinatorState, calls: ShardCalls) -> None:

@@ -33,7 +33,7 @@ _DECLARE_WAIT_S = 20.0
 
 
 class CoordinatorServicer:
-    """Serves the RPCs of the coordinator.
+    """Serves the rpcs of the coordinator.
 
     Args:
         coordinator: The core that executes them.
@@ -351,7 +351,7 @@ def _norm_type(value: float) -> float:
 
 
 def _wait_s(call: Call, wanted_s: float) -> float:
-    """Returns how long an RPC may wait: ``wanted_s``, but at most its deadline and ``MAX_WAIT_S``."""
+    """Returns how long an rpc may wait: ``wanted_s``, but at most its deadline and ``MAX_WAIT_S``."""
     _check_seconds("wait_s", wanted_s)
     return min(call.remaining_s(wanted_s), MAX_WAIT_S)
 

@@ -1,4 +1,4 @@
-"""The coordinator's state: runs, shard servers and events. Loads it from storage, and stores changes of it."""
+"""The coordinator's state: runs, shard servers and events. Loads the state from storage and stores its changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class CoordinatorState:
-    """Runs, shard servers and their storage. All of it belongs to one event loop and needs no locks.
+    """Runs, shard servers and their storage. Used on one event loop, so it needs no locks.
 
     Args:
         settings: Settings of the coordinator.

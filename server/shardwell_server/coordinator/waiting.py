@@ -19,7 +19,7 @@ class Signal:
         self._event = asyncio.Event()
 
     def notify(self) -> None:
-        """Wakes everyone who waits for the next change."""
+        """Wakes all waiters."""
         self._event.set()
         self._event = asyncio.Event()
 

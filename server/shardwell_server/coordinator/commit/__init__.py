@@ -1,1 +1,1 @@
-"""The step RPCs and the two-phase commit of a step."""
+"""The step rpcs and the two-phase commit of a step."""

@@ -9,8 +9,8 @@ Note: [Commit order]
     3. The commit record is written to disk. From here on the step is committed.
     4. ``Update`` on every server, repeated until the server acknowledges it, also after a coordinator restart.
        Trainers get their response after 3, without waiting for 4.
-    5. ``PrepareStep`` and ``Fence`` of the next step wait for 4. A server therefore never receives a request about a
-       step while it is still at the step before.
+    5. ``PrepareStep`` and ``Fence`` of the next step wait for 4. A server that has not updated yet therefore never
+       receives a request about the next step.
 
 Everything runs on the event loop. After each ``await`` the step may have advanced, or an item may have been reset: the
 code then compares ``Step.generation`` and ``Run.step`` with the values from before.
@@ -118,7 +118,7 @@ class Committer:
             )
         await run.wait_until_updated()
         if generation != step.generation or step is not run.step:
-            # An item was reset and is unfinished. The servers would take an incomplete manifest for a complete one.
+            # An item was reset and is unfinished. The servers would accept an incomplete manifest.
             return
         optimizer = _expected_optimizer(run)
 
@@ -208,7 +208,7 @@ class Committer:
         self._trainers.start_fencing(run)
 
     async def _confirm_update(self, run: Run, step: Step, proposal: StepProposal) -> bool:
-        """Has every server confirm that it can apply the update. See Note: [Commit order].
+        """Asks every server to confirm that it can apply the update. See Note: [Commit order].
 
         Returns:
             False if an item was reset, or the leader's proposal changed meanwhile.

@@ -1,6 +1,6 @@
-"""The step RPCs of trainers: FinishWork, ResetWork, PrepareGradients and CommitStep.
+"""The step rpcs of trainers: FinishWork, ResetWork, PrepareGradients and CommitStep.
 
-Each RPC waits at most ``wait_s`` and then answers what it waits for. Trainers repeat the whole request, so that a
+Each rpc waits at most ``wait_s`` and then returns what it waits for. Trainers repeat the whole request, so that a
 restarted coordinator receives everything it needs.
 """
 
@@ -27,7 +27,7 @@ from shardwell_wire.v1 import coordinator_pb2
 
 
 class StepRequests:
-    """Serves the step RPCs of every run.
+    """Serves the step rpcs of every run.
 
     Args:
         state: State of the coordinator.
@@ -53,7 +53,8 @@ class StepRequests:
         accept_work: bool,
         wait_s: float,
     ) -> coordinator_pb2.FinishWorkResponse:
-        """Marks items as finished. Waits until all items of the step are, or an item is leased to the caller."""
+        """Marks items as finished. Waits until all items of the step are finished, or an item is leased to the
+        caller."""
         run.settings.require_trains(run.name)
         step = _step_in_flight(run, number)
         if step is None:
@@ -89,8 +90,8 @@ class StepRequests:
                 await run.calls.recording(lambda: self._record_finished(run, step))
             return coordinator_pb2.FinishWorkResponse(all_finished=True) if step.recorded else None
         if accept_work:
-            # Items that are leased to the caller and not reported as finished are its work, even if a former response
-            # that said so was lost.
+            # Items that are leased to the caller and not reported as finished are its work, even if the response that
+            # granted them was lost.
             if not step.leased_to(member.name):
                 run.members.wait_for_work(member.name)
                 self._trainers.revoke_unfinished(run)
@@ -167,7 +168,7 @@ class StepRequests:
             run: The run.
             member: The trainer that sent the request.
             number: Number of the step.
-            norm_type: Type of another norm to compute beside the Euclidean norm. 0: none.
+            norm_type: Type of another norm to compute besides the Euclidean norm. 0: none.
             wait_s: Longest time to wait in seconds.
             unit_indices: Units over which to compute the norms. Empty: all.
 
@@ -269,8 +270,8 @@ class StepRequests:
         """Returns the response for a committed step, with the caller's current work and the run's current state."""
         record = run.commits.find(number)
         if record is not None:
-            # A trainer that joined after the commit passes through the step without its gradients, and so without the
-            # norm from which the committed clip coefficient was computed.
+            # A trainer that joined after the commit repeats the step without its gradients. It cannot compute the norm
+            # behind the committed clip coefficient, so its own coefficient is accepted.
             clip = record.clip_coefficient if number >= member.joined_step else proposal.clip_coefficient
             require_same_proposal(StepProposal.from_record(record, clip), proposal, run.units.layouts)
         response = coordinator_pb2.CommitStepResponse(

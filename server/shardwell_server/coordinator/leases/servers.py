@@ -4,8 +4,8 @@ Note: [Lost and ended servers]
     A server whose lease expires is probed. If it answers, its lease is renewed. If it is unreachable, it is *lost*. A
     lost server may still run: it may be suspended, disconnected, or behind a proxy that refuses connections. Runs
     wait for it. A server has *ended*, together with its memory, only if its process is gone from the coordinator's
-    own host, if another process of its id answers at its address or registers, or if it deregistered. Only then do
-    error messages advise to delete a run.
+    own host, if another process of its id answers at its address or registers, or if it deregistered. Error messages
+    advise to delete a run only in these cases.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class ServerLeases:
             self._probing.discard(server.epoch)
 
     def _is_in_doubt(self, server: Server) -> bool:
-        """True if a registered server may be alive or not."""
+        """True if it is unknown whether a registered server is alive."""
         cluster = self._state.cluster
         unconfirmed_or_lost = server.state in (ServerState.UNCONFIRMED, ServerState.LOST)
         current = cluster.servers.get(server.server_id) is server
@@ -258,7 +258,7 @@ class ServerLeases:
         return f": {_named(lost)} lost shards" if lost else ""
 
     def _notify_runs(self) -> None:
-        """Wakes everyone who waits for a change of the servers."""
+        """Wakes every rpc that waits for a change of the servers."""
         self._state.cluster.changed.notify()
         for run in self._state.runs.values():
             run.changed.notify()

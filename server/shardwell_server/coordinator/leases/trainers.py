@@ -3,8 +3,8 @@
 Note: [Expired and revoked leases]
     A trainer whose lease expires keeps its work items until another trainer wants them: it may only be suspended or
     disconnected, and its next request makes it live again. When another trainer waits for work, joins, or needs
-    something that only the expired trainer can provide, the lease is revoked: its items get new epochs, every server
-    fences the former epochs, and only then are unfinished items leased again.
+    something that only the expired trainer can provide, the lease is revoked. The trainer's items then get new epochs,
+    and every server fences the former epochs. Unfinished items are leased again only after that.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class TrainerLeases:
     def renew_all(self) -> None:
         """Starts every lease again, after the coordinator could not receive requests.
 
-        A lease starts when its trainer has had time to reconnect. Otherwise a short lease could expire before, and the
-        first trainer to reconnect would get the work of the others.
+        A lease starts when its trainer has had time to reconnect. Otherwise a short lease could expire earlier, and the
+        first trainer to reconnect would get the other trainers' work.
         """
         for run in self._state.runs.values():
             for member in run.members.live.values():
@@ -219,7 +219,7 @@ class TrainerLeases:
                     self.revoke(run, [member])
 
     def _is_cut_off(self, run: Run, member: Member, cut: UnreachableServer) -> bool:
-        """True if a server is live and a waiting trainer can reach it, but this trainer could not for a lease."""
+        """True if this trainer could not reach a live server for longer than a lease, but a waiting trainer can."""
         cluster, lease_s = self._state.cluster, self._state.settings.lease_s
         owners = (cluster.servers.get(server_id) for server_id in run.units.servers)
         server = next((at for at in owners if at is not None and at.address == cut.address), None)

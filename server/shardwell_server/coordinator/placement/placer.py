@@ -92,7 +92,7 @@ class UnitPlacer:
             )
 
     async def _place(self, run: Run, layout: UnitLayout) -> Unit | None:
-        """Places a unit that is new, or that lost an owner before it had values.
+        """Places a new unit, or a unit that lost an owner before it had values.
 
         The units of a run are placed one at a time. If a unit is refused, no later unit exists, and the next unit
         gets the same index.
@@ -130,7 +130,7 @@ class UnitPlacer:
             None if a chosen server has ended meanwhile.
         """
         shards, placement = self._choose_servers(layout), run.next_epoch()
-        await self._state.save(run)  # no other placement may get this number, also after a restart
+        await self._state.save(run)  # no other placement may get this number, even after a restart
         ranges = {shard.server_id: shard for shard in shards}
 
         def request(server_id: str) -> shard_pb2.ReserveUnitRequest:

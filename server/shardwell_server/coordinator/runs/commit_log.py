@@ -26,7 +26,7 @@ class PendingUpdate:
 
 
 class CommitLog:
-    """The committed steps of a run and what follows from the last one."""
+    """The commit records of a run, and the pending updates of its last commit."""
 
     def __init__(self) -> None:
         self.records: deque[CommitRecord] = deque(maxlen=KEPT_COMMITS)

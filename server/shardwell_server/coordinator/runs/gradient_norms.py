@@ -29,7 +29,7 @@ class PreparedGradients:
     norms: tuple[shard_pb2.UnitNorm, ...] = ()
     """Partial sums by unit and server, from which the norms were computed."""
     memory_ready_for: bytes | None = None
-    """``allocation_key`` of the optimizer for which every server has allocated memory. None: for no optimizer."""
+    """``allocation_key`` of the optimizer for which every server has allocated memory. None: no optimizer."""
     changed_buffers: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Layout indices of the buffers that the update will change, by unit index."""
 
@@ -58,7 +58,7 @@ class PreparedGradients:
 
     @classmethod
     def skipped(cls, norm_type: float) -> PreparedGradients:
-        """The result of a skipped step: its gradient is not finite."""
+        """Returns the result of a step that is skipped because a gradient is not finite."""
         return cls(math.inf, OtherNorm(norm_type, math.inf) if norm_type else None)
 
     def restricted_to(self, unit_indices: Collection[int]) -> PreparedGradients:

@@ -14,7 +14,7 @@ from shardwell_wire.errors import DuplicateError, InvalidRequestError, NotFoundE
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 MAX_GONE_MEMBERS = 256
-"""Trainers kept for inspection after they are gone, if they own no rank."""
+"""Maximum number of gone trainers that are kept for inspection. Owners of ranks are kept in addition."""
 
 MAX_TRANSPORTS = 4096
 """Most transports in one heartbeat. A trainer has one per shard server."""
@@ -113,7 +113,7 @@ class Member:
     revoked_because: str = ""
     """Why the lease was revoked although the trainer was sending requests."""
     rpcs_in_progress: int = 0
-    """RPCs of the trainer that are being served. The lease cannot expire while this is above 0."""
+    """Rpcs of the trainer that are being served. The lease cannot expire while this is above 0."""
 
     @property
     def live(self) -> bool:
@@ -136,7 +136,7 @@ class Member:
     def note_accepts_reassigned_work(self, accepts: bool) -> bool:
         """Records whether the trainer computes reassigned work. Returns True if this changed.
 
-        True is final: a trainer that could compute any item once can do it again, whatever a later RPC says.
+        True is final: a trainer that could compute any item once can do it again, whatever a later rpc says.
         """
         if self.accepts_reassigned_work is not None and accepts <= self.accepts_reassigned_work:
             return False
@@ -162,7 +162,7 @@ class Member:
 
     @contextmanager
     def serving_rpc(self, clock: Callable[[], float]) -> Iterator[None]:
-        """Keeps the lease valid while an RPC of the trainer is being served, and renews it at the end."""
+        """Keeps the lease valid while an rpc of the trainer is being served, and renews it at the end."""
         self.rpcs_in_progress += 1
         try:
             yield
@@ -258,7 +258,7 @@ class Members:
         self.by_name[member.name] = member
 
     def remove(self, member: Member) -> None:
-        """Removes a member without a trace."""
+        """Removes a member."""
         del self.by_name[member.name]
 
     def set_state(self, member: Member, state: MemberState) -> None:

@@ -43,7 +43,7 @@ class StepProposal:
         return runs_on_trainers(self.optimizer.algorithm)
 
     def same_update(self, other: StepProposal) -> bool:
-        """True if both proposals ask for the same update. A valid proposal then proves the other valid."""
+        """True if both proposals ask for the same update. If one of them is valid, the other is valid too."""
         return (self.clip_coefficient, self.unit_order, self.optimizer) == (
             other.clip_coefficient,
             other.unit_order,

@@ -1,7 +1,7 @@
 """Assigns logical ranks to trainers. Pure functions of names, hosts and requested ranks.
 
 ``assign_ranks`` assigns all ranks when a run starts. ``claim_ranks`` assigns ranks to a trainer that joins later.
-``distribute_items`` chooses who computes each work item of a step when some owners are gone.
+``distribute_items`` chooses the trainer of each work item of a step when some owners are gone.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ def distribute_items(
         accepts: Returns True if a live trainer computes work items of other trainers' ranks.
 
     Returns:
-        The owner of each rank if the owner is live. Otherwise the accepting trainer with the fewest items; if
-        several have as few, the owner of the lowest rank. None if no trainer accepts.
+        The owner of each rank if the owner is live. Otherwise the accepting trainer with the fewest items; among
+        equals, the owner of the lowest rank. None if no trainer accepts.
     """
     trainers: dict[int, str | None] = {
         rank: owner if owner in live else None for rank, owner in sorted(assigned.items())

@@ -1,6 +1,6 @@
 """The state of one run: members, rank assignments, units, commits and the step in flight.
 
-Methods change the state at once, on the event loop and without I/O. RPCs that wait for a change wait for ``changed``.
+Methods change the state at once, on the event loop and without I/O. Rpcs that wait for a change wait for ``changed``.
 A change that must be durable before a trainer or server can observe it calls ``touch``. ``CoordinatorState.save`` then
 stores the run.
 """
@@ -69,7 +69,7 @@ class StepCalls:
     recording: SharedCall[None] = field(default_factory=SharedCall)
     """Stores the finished items."""
     preparing: SharedCall[None] = field(default_factory=SharedCall)
-    """Has the servers reduce the gradients."""
+    """Asks the servers to reduce the gradients."""
     committing: SharedCall[None] = field(default_factory=SharedCall)
     """Writes the commit record."""
     fencing: SharedCall[None] = field(default_factory=SharedCall)
@@ -218,7 +218,7 @@ class Run:
         self._set_state(member, MemberState.EXPIRED)
 
     def restore_lease(self, member: Member) -> None:
-        """Makes an expired lease valid again. Its work was not reassigned, so its epochs are still valid."""
+        """Makes an expired lease valid again. The trainer's work was not reassigned, so its epochs are still valid."""
         self._set_state(member, MemberState.LIVE)
 
     def revoke_lease(self, member: Member) -> None:
@@ -271,7 +271,8 @@ class Run:
     def choose_initializer(self) -> Initializer | None:
         """Returns the trainer that sends initial values. Chooses another one only if the former one is gone.
 
-        This is the trainer of the lowest rank's work item, or else the live trainer that owns the lowest rank.
+        The initializer is the trainer of the lowest rank's work item, or else the live trainer that owns the lowest
+        rank.
         """
         live = self.members.live
         if self.units.initializer is None or self.units.initializer.trainer not in live:

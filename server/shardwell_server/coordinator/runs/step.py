@@ -69,7 +69,7 @@ class Step:
     """The step in flight.
 
     Args:
-        number: The step reads this version of every unit.
+        number: Number of the step, which is also the version of every unit that it reads.
         items: All work items, by global rank.
         started_s: Clock time at which the step started.
     """
@@ -129,7 +129,7 @@ class Step:
         return [item for item in self.items_of(trainer) if item.state is WorkState.LEASED]
 
     def items_of(self, trainer: str) -> list[WorkItem]:
-        """Returns the items whose current or last trainer is this one."""
+        """Returns the items whose current or last trainer is this trainer."""
         return [item for item in self._items_by_trainer.get(trainer, {}).values() if item.trainer == trainer]
 
     def waiting_for(self) -> list[str]:
@@ -184,7 +184,7 @@ class Step:
         now: float,
         written_buffers: Mapping[int, dict[tuple[int, int], int]] | None = None,
     ) -> bool:
-        """Marks items as finished. Returns True if they were the last ones.
+        """Marks items as finished. Returns True if they were the last unfinished items.
 
         Args:
             items: Result of ``check_finished``.
@@ -259,7 +259,8 @@ class Step:
         return self.items[global_rank]
 
     def require_leased(self, trainer: str, global_rank: int, epoch: int) -> WorkItem:
-        """Returns the item that a trainer computes or has finished. Raises StaleEpochError if it lost the item."""
+        """Returns the item that a trainer computes or has finished. Raises StaleEpochError if the trainer lost the
+        item."""
         item = self.item_of(global_rank)
         if epoch != item.epoch or item.trainer != trainer or item.state is WorkState.VACANT:
             raise StaleEpochError(
@@ -333,7 +334,7 @@ class Step:
     def partitions_for(
         self, trainer: str, live: Collection[str], next_epoch: Callable[[], int]
     ) -> list[coordinator_pb2.PartitionWork]:
-        """Returns the partitions that a trainer must stage now, including those it takes over from gone trainers."""
+        """Returns the partitions that a trainer must stage now, including partitions of gone trainers."""
         work = []
         for item in self._unstaged():
             if self._partition_trainer(item, live) is None and item.fenced:

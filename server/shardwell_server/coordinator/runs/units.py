@@ -20,7 +20,7 @@ class Unit:
     layout: UnitLayout
     shards: tuple[ShardRecord, ...]
     published: bool = False
-    """True once version 0 exists."""
+    """True once the initial values are version 0."""
     publishing: SharedCall[None] = field(default_factory=SharedCall)
 
     @property
@@ -84,7 +84,7 @@ class DeclaredUnits:
 
     @property
     def servers(self) -> dict[str, str]:
-        """Servers that own shards: server id to the incarnation of the process that received them."""
+        """Incarnations of the server processes that received shards, by server id."""
         return dict(self.processes)
 
     @property

@@ -20,21 +20,21 @@ from shardwell_wire.retry import retry_async
 from shardwell_wire.v1 import shard_pb2
 
 CALL_TIMEOUT_S = 120.0
-"""Deadline of one attempt in seconds. Preparing and updating take longer the larger the tensors are."""
+"""Deadline of one attempt in seconds. Preparing and updating take longer for larger tensors."""
 
 _PROBE_TIMEOUT_S = 2.0
 """Deadline of a probe in seconds."""
 
 
 class ShardCalls(Protocol):
-    """Performs RPCs to shard servers."""
+    """Performs rpcs to shard servers."""
 
     async def call(self, address: str, rpc_name: str, request: Message, *, retry_for_s: float) -> Any:
-        """Calls a unary RPC of ``ShardService``.
+        """Calls a unary rpc of ``ShardService``.
 
         Args:
             address: host:port of the server.
-            rpc_name: Name of the RPC in the proto file.
+            rpc_name: Name of the rpc in the proto file.
             request: Its request.
             retry_for_s: How long to retry while the server is unavailable, in seconds.
 
@@ -54,7 +54,7 @@ class ShardCalls(Protocol):
             same server id answers at its address.
 
         Raises:
-            UnavailableError: It did not answer. It may still run, even if the connection was refused.
+            UnavailableError: The process did not answer. It may still run, even if the connection was refused.
         """
         ...
 
@@ -63,7 +63,7 @@ class GrpcShardCalls:
     """``ShardCalls`` over gRPC, with one channel per address. For one event loop.
 
     Args:
-        credentials: Credentials of the cluster, which every RPC carries.
+        credentials: Credentials of the cluster, which every rpc carries.
     """
 
     def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
@@ -120,6 +120,6 @@ class GrpcShardCalls:
 
 
 def _connect(address: str) -> None:
-    """Raises OSError if no connection can be made. Its reason is shorter than gRPC's."""
+    """Raises OSError if the server accepts no connection. The error is shorter than gRPC's."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S).close()

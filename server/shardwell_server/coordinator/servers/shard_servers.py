@@ -24,7 +24,7 @@ class ShardServers:
 
     Args:
         cluster: The shard servers.
-        calls: Performs the RPCs.
+        calls: Performs the rpcs.
         term: Term of this coordinator, which fences the requests of former coordinators.
         lease_s: Lease of a server in seconds. An unavailable server is retried for this long.
     """
@@ -46,7 +46,7 @@ class ShardServers:
 
         Args:
             server_id: Id of the server.
-            rpc_name: Name of an RPC of ``ShardService``.
+            rpc_name: Name of an rpc of ``ShardService``.
             request: Its request.
             retry_for_s: How long to retry while the server is unavailable. None: as long as a lease.
         """
@@ -73,14 +73,15 @@ class ShardServers:
 
         Args:
             server_ids: Ids of the servers.
-            rpc_name: Name of an RPC of ``ShardService``.
+            rpc_name: Name of an rpc of ``ShardService``.
             request: Returns the request for a server id.
 
         Returns:
             The responses by server id.
 
         Raises:
-            ShardwellError: The error of one server. UnavailableError only if no server failed otherwise.
+            ShardwellError: The error of one server. It is an UnavailableError only if every failed server was
+                unavailable.
         """
         names = list(server_ids)
         outcomes = await asyncio.gather(

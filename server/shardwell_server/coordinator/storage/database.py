@@ -91,7 +91,7 @@ class Database:
             raise
 
     def _settle(self, number: int) -> bool:
-        """Returns True if the transaction whose COMMIT failed was made. See Note: [Failed COMMIT]."""
+        """Returns True if the transaction whose COMMIT failed took effect. See Note: [Failed COMMIT]."""
         try:
             self._connection.close()
             self._connection = self._open()

@@ -1,6 +1,6 @@
 """The coordinator's state that survives a restart.
 
-A change is stored before any trainer or server can observe it. State that is not stored (RPCs in progress, step
+A change is stored before any trainer or server can observe it. State that is not stored (rpcs in progress, step
 proposals) is sent again by the trainers when they poll the restarted coordinator.
 """
 
@@ -87,8 +87,8 @@ Result = TypeVar("Result")
 class Storage:
     """The stored state of one coordinator.
 
-    SQLite calls block, so they run in a thread of their own, one after another in the order of the calls. The async
-    methods are for the event loop. Every ``save`` and ``delete`` method returns when its change is durable.
+    SQLite calls block, so they run in a separate thread, in the order of the calls. The async methods are for the event
+    loop. Every ``save`` and ``delete`` method returns when its change is durable.
 
     Args:
         directory: Directory of the SQLite file. It is created if it does not exist.
