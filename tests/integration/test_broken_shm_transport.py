@@ -149,6 +149,7 @@ def break_once(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, when: str) -> 
             await adopt(push, gradient_buffer)
         calls.pop().cancel()
         async with asyncio.timeout(20.0):
+            # The session ends when the server sees its stream cancelled.
             while shm._open:
                 await asyncio.sleep(0)
         if when == "the push meets a closed transport":

@@ -99,6 +99,7 @@ class Cluster:
             if called == rpc_name and not killed.is_set():
                 killed.set()
                 self.kill()
+                # The restart must not block the server's event loop, which runs this function.
                 threading.Thread(target=self.restart).start()
                 raise UnavailableError("fake: the coordinator was killed")
 

@@ -234,6 +234,7 @@ def test_work_queued_behind_a_deletion_reports_the_deletion(
     monkeypatch.setattr(ShardOptimizer, "step", slowly)
     updating = in_background(lambda: one.update(0))
     assert started.wait(20)
+    # The deletion and the next step wait for the run's lock, in this order.
     dropping = in_background(one.drop)
     server.until(lambda: len(server.store.run("r")._lock._waiters or ()) == 1, "the deletion waits")
     preparing = in_background(lambda: one.prepare(1, (0, 0, 0)))

@@ -178,6 +178,7 @@ def test_cancelled_norm_keeps_a_prepared_step(server: ShardServer, monkeypatch: 
     future = call.future(one.prepare_request(0, norm_type=3.0).SerializeToString())
     assert started.wait(20)
     future.cancel()
+    # The update waits for the thread of the cancelled prepare.
     updating = in_background(lambda: one.update(0))
     resume.set()
     assert next(updating).version == 1
@@ -558,6 +559,7 @@ def test_update_finishes_after_its_caller_disconnects(server: ShardServer, monke
     assert started.wait(20)
     future.cancel()
     channel.close()
+    # A repetition waits for the update in flight and does not apply it again.
     waiting = in_background(lambda: one.update(0))
     resume.set()
     assert next(waiting).version == 1
@@ -582,6 +584,7 @@ def test_cancelled_prepare_leaves_no_trace(server: ShardServer, monkeypatch: pyt
     assert started.wait(20), "the mean is computed ahead of prepare"
 
     def num_waiting() -> int:
+        # Requests that wait for the run's lock.
         return len(server.store.run("r")._lock._waiters or ())
 
     call: Any = server.client._channel.unary_unary(f"/{SERVICE.full_name}/PrepareStep")

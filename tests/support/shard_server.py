@@ -246,7 +246,7 @@ class OneUnit:
     def prepare_request(
         self, step: int, *ranks: tuple[int, int, int], dp: int | None = None, term: int = 1, **fields: Any
     ) -> shard_pb2.PrepareStepRequest:
-        """Ranks are ``(dp_rank, attempt, part_count)``. Default: one part of attempt 0 from each rank."""
+        """Ranks are ``(dp_rank, attempt, part_count)``. By default, every rank pushed one part in attempt 0."""
         manifests = [
             shard_pb2.RankManifest(
                 dp_rank=rank,
@@ -347,7 +347,7 @@ class OneUnit:
         chunk_bytes: int = 64 << 10,
         **changes: Any,
     ) -> list[bytes]:
-        """Returns the messages of a push. Gradients by segment; None: no gradient in this part."""
+        """Returns the messages of a push. ``gradients`` has one entry per segment, None if the part has no gradient."""
         chosen = [(s.parameter_index, g) for s, g in zip(self.segments, gradients, strict=True) if g is not None]
         fields = {
             "context": self.context(step, epoch, request_id),

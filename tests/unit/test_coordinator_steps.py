@@ -666,7 +666,7 @@ def test_failed_early_preparation_is_retried_by_the_commit(tmp_path: Path) -> No
 
 
 def test_norm_requested_during_the_commit_does_not_prepare_the_next_step(tmp_path: Path) -> None:
-    """Otherwise servers would prepare the next step with no finished contributions."""
+    """The next step has no finished contributions yet, so servers must not prepare it."""
 
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
@@ -683,6 +683,7 @@ def test_norm_requested_during_the_commit_does_not_prepare_the_next_step(tmp_pat
 
             cluster.state.storage.save_commit = save_slowly
             committing = asyncio.create_task(a.commit(0, wait_s=5))
+            # The commit record is stored, but the commit is not finished.
             await written.wait()
             told.set()
             with pytest.raises(VersionGoneError, match="its norms are no longer kept"):

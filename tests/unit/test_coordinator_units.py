@@ -217,6 +217,7 @@ def test_declaration_waits_for_servers(tmp_path: Path, monkeypatch: pytest.Monke
                 looking.set()
                 return Signal.next_change(changed)
 
+            # Reports when the declaration starts to wait.
             monkeypatch.setattr(changed, "next_change", next_change)
             waiting = asyncio.create_task(a.declare(unit("u", (64,))))
             await looking.wait()

@@ -83,6 +83,7 @@ def test_existing_threads_run_all_calls_at_the_thread_limit(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
+    # No further thread can start, so the existing thread must run this call too.
     second = threads.submit(int)
     gate.set()
     assert first.result(20) and second.result(20) == 0

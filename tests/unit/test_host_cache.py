@@ -214,6 +214,7 @@ def test_older_version_is_rejected_after_a_newer_fetch_failed(memory: Path) -> N
 def test_version_replaced_during_a_copy_is_detected(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = join(memory)
     shard = admit(cache)
+    # `read` calls `count_hit` between its first check of the version and the copy.
     monkeypatch.setattr(shard, "count_hit", lambda: shard.ensure(2, filling(b"b")))
     shard.ensure(1, filling(b"a"))
     with pytest.raises(VersionGoneError):
@@ -357,6 +358,7 @@ def test_process_forked_during_a_fetch_holds_no_lock(memory: Path) -> None:
     children: list[int] = []
 
     def fetch(target: memoryview) -> None:
+        # The child inherits the open lock files. A lock that it kept would block the second cache.
         if not (child := os.fork()):
             signal.pause()
         children.append(child)

@@ -115,6 +115,7 @@ def test_close_stops_retries() -> None:
         raise UnavailableError("refused")
 
     def close() -> None:
+        # Closes the guard while an attempt fails or waits for its retry.
         refused.wait(20)
         assert guard.waiting_since is not None
         guard.close()

@@ -49,6 +49,7 @@ def test_cancelled_caller_waits_for_its_thread() -> None:
             while not started.is_set():
                 await asyncio.sleep(0)
             task.cancel()
+            # The cancellation must not end the task while its thread runs.
             for _ in range(10):
                 await asyncio.sleep(0)
             assert not task.done()
@@ -74,11 +75,13 @@ def test_newer_stream_starts_after_the_older_has_ended() -> None:
             notes.append("newer begins")
 
         first = asyncio.ensure_future(streams.replace("key", (1,), "the first", older))
+        # Each sleep lets every ready task run once.
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         following = [asyncio.ensure_future(streams.replace("key", (1,), f"number {n}", newer)) for n in range(2)]
         for _ in range(10):
             await asyncio.sleep(0)
+        # Streams with other numbers start at once.
         for other in ((0,), (2,)):
             await streams.replace("key", other, "of another lease", newer)
         assert not first.done()

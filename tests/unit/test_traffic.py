@@ -101,6 +101,7 @@ def test_interrupted_gather_returns_after_its_last_write(client: FakeServer, mon
     traffic, target, submit = Traffic(push_bytes=1), bytearray(LAYOUT.size_bytes), TransferQueue.submit
 
     def interrupted(queue: TransferQueue[int], size_bytes: int, work: Any) -> Future[int]:
+        # Interrupts the submission of the second shard, when the first shard's transfer is in flight.
         if size_bytes != CUT:
             raise KeyboardInterrupt
         return submit(queue, size_bytes, work)
@@ -288,7 +289,7 @@ def test_interrupted_process_exits_without_waiting_for_servers() -> None:
 
 
 def test_drain_returns_after_an_interrupt_at_any_line_of_a_push(client: FakeServer) -> None:
-    """Each round interrupts one line later. Only lines of the data plane and of ``threading`` count."""
+    """Each round interrupts one line later, in functions of the data plane or of ``threading``."""
 
     def push_after(line_count: int) -> bool:
         """Pushes, and sends SIGINT before the given line. Returns False if the push has fewer lines."""
@@ -296,6 +297,7 @@ def test_drain_returns_after_an_interrupt_at_any_line_of_a_push(client: FakeServ
 
         def trace(frame: FrameType, event: str, _: object) -> Any:
             nonlocal lines
+            # Lines of generators do not count.
             lines += event == "line" and not frame.f_code.co_flags & inspect.CO_GENERATOR
             if lines == line_count:
                 lines += 1

@@ -125,6 +125,7 @@ def test_concurrent_submit_does_not_overtake_a_starting_transfer() -> None:
             if self.other is None:
                 self.other = threading.Thread(target=queue.submit, args=(0, lambda _: begun.append(1)))
                 self.other.start()
+                # The other submission must wait, so this join is expected to time out.
                 self.other.join(0.2)
             return super().submit(fn, *args, **kwargs)
 
