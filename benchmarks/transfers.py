@@ -26,12 +26,12 @@ from torch import Tensor, distributed, nn
 
 import shardwell
 from benchmarks import workers
-from shardwell_wire import frames
-from shardwell_wire.codec import memory_at
+from shardwell_wire import socket_frames
+from shardwell_wire.chunk_streams import memory_at
 
 _RUN = "transfers"
 _FLIGHT_BATCH_BYTES = 4 << 20
-_CHECKED_BYTES = frames.DATA_BYTES
+_CHECKED_BYTES = socket_frames.DATA_BYTES
 """Bytes per call of the checksum, as in the socket transport."""
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shardwell_wire.codec import Buffer, memory_at
+from shardwell_wire.chunk_streams import Buffer, memory_at
 from shardwell_wire.v1 import common_pb2
 from shardwell_wire.wire_dtypes import AS_STORED, INT8_BLOCK_NUMEL, SCALE_BYTES, WireDtype
 

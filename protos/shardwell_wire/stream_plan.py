@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from shardwell_wire import quantization_blocks
-from shardwell_wire.codec import Buffer
+from shardwell_wire.chunk_streams import Buffer
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.quantization_blocks import bytes_tensor
 from shardwell_wire.wire_dtypes import AS_STORED, WireDtype, applied, encoded_block_bytes, stream_size, uniform_blocks

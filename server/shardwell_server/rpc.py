@@ -1,7 +1,7 @@
 """Binds a servicer to a gRPC server: decode, call, encode, and errors as statuses.
 
 Handlers receive raw bytes from grpc and decode them here. Bytes that cannot be decoded therefore get INVALID_ARGUMENT,
-where grpcio itself returns INTERNAL, and streamed messages stay bytes for the chunk codec.
+where grpcio itself returns INTERNAL, and streamed messages stay bytes for ``chunk_streams``.
 """
 
 from __future__ import annotations

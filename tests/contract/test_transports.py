@@ -26,7 +26,7 @@ from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell.transport.socket_transport import SocketTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import (
     DeadlineError,
     InvalidRequestError,

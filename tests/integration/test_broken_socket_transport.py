@@ -18,7 +18,7 @@ from shardwell.transport.socket_transport import SocketConnection, SocketTranspo
 from shardwell_server.shard.requests import streams
 from shardwell_server.shard.transports import socket_transport
 from shardwell_server.shard.transports.socket_connection import Connection
-from shardwell_wire import frames
+from shardwell_wire import socket_frames
 from shardwell_wire.credentials import NO_CREDENTIALS
 from shardwell_wire.errors import (
     AccessError,
@@ -30,8 +30,8 @@ from shardwell_wire.errors import (
     ShardwellError,
     UnavailableError,
 )
-from shardwell_wire.frames import Kind
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.socket_frames import Kind
 from shardwell_wire.v1 import common_pb2
 from tests.support.shard_server import (
     BIG,
@@ -67,8 +67,8 @@ def big(server: ShardServer) -> Iterator[ConnectedUnit]:
 @pytest.mark.parametrize(
     ("hello", "error"),
     [
-        (frames.hello(bytes(32)), AccessError),
-        (b"GET / HTTP/1.1\r\nHost: here\r\n".ljust(frames.HELLO_BYTES), InvalidRequestError),
+        (socket_frames.hello(bytes(32)), AccessError),
+        (b"GET / HTTP/1.1\r\nHost: here\r\n".ljust(socket_frames.HELLO_BYTES), InvalidRequestError),
         (b"shrdsock" + struct.pack("<I", 7) + bytes(32), InvalidRequestError),
     ],
 )
@@ -83,7 +83,7 @@ def test_connection_without_token_is_rejected_and_closed(
 
 def test_token_of_a_closed_session_is_rejected(connected: ConnectedUnit) -> None:
     other = SocketTransport(connected.server.client, connected.one.identity)
-    hello = frames.hello(other._offer.token)
+    hello = socket_frames.hello(other._offer.token)
     with Peer(connected, hello=hello) as peer:
         assert peer.frame() == (Kind.WELCOME, b"")
         other.close()
@@ -132,8 +132,8 @@ def test_opening_for_an_unknown_run_is_rejected(server: ShardServer) -> None:
         (struct.pack("<IB", 1 << 31, Kind.GATHER), "a GATHER frame of 2147483648 bytes: at most"),
         (struct.pack("<IB", 0, 99), "a frame of kind 99: expected GATHER or REDUCE_SCATTER"),
         (data(b"abc"), "a frame of kind 7: expected GATHER or REDUCE_SCATTER"),
-        (frames.encode(Kind.GATHER, b"\0"), "a GATHER frame of 1 bytes"),
-        (frames.encode(Kind.GATHER, b"\0\0\0\0\xff\xff"), "do not decode as shardwell_wire.v1.GatherRequest"),
+        (socket_frames.encode(Kind.GATHER, b"\0"), "a GATHER frame of 1 bytes"),
+        (socket_frames.encode(Kind.GATHER, b"\0\0\0\0\xff\xff"), "do not decode as shardwell_wire.v1.GatherRequest"),
         (bytes(range(256)) * 512, "a frame of kind 4: expected GATHER or REDUCE_SCATTER"),
     ],
 )
@@ -168,7 +168,7 @@ RIGHT = bytes(PLAIN.size_bytes)
         (data(b"", RIGHT) + end_of(RIGHT), ChunkError, "the frame at byte 0 is empty"),
         (struct.pack("<IB", (4 << 20) + 1, Kind.DATA), InvalidRequestError, "a DATA frame of 4194305 bytes"),
         (data(RIGHT) + end_of(b"other"), CorruptDataError, "the bytes have checksum"),
-        (data(RIGHT[1:]) + frames.encode(Kind.GATHER), InvalidRequestError, "expected DATA or END"),
+        (data(RIGHT[1:]) + socket_frames.encode(Kind.GATHER), InvalidRequestError, "expected DATA or END"),
     ],
     ids=["short", "long", "empty frame", "large frame", "checksum", "request within"],
 )
@@ -266,7 +266,7 @@ def test_many_small_frames_do_not_block_other_connections() -> None:
 @pytest.mark.parametrize("sent", [0, 1, 3 << 20])
 def test_push_aborted_within_its_stream_leaves_no_trace(big: ConnectedUnit, sent: int) -> None:
     with Peer(big) as peer:
-        peer.push(big, data(bytes(4 << 20))[: frames.HEAD_BYTES + sent])
+        peer.push(big, data(bytes(4 << 20))[: socket_frames.HEAD_BYTES + sent])
         big.server.until(lambda: len(big.one.shard.streams) == 1, "the stream is open")
     big.assert_nothing_came()
     assert not big.push(big.one.filled(1.0)).duplicate
@@ -284,17 +284,18 @@ def test_disconnected_reader_releases_its_version(big: ConnectedUnit) -> None:
 
 def test_deadline_within_a_frame_closes_only_the_connection(big: ConnectedUnit) -> None:
     with Peer(big) as slow:
-        slow.send(frames.encode_request(Kind.GATHER, big.one.gather_request(), 1.0))
+        slow.send(socket_frames.encode_request(Kind.GATHER, big.one.gather_request(), 1.0))
         assert slow.frame()[0] is Kind.GATHERING
         parameters = big.one.shard.values.current
         assert parameters is not None
         big.server.until(lambda: parameters.readers == 0, "no reader is left")
         rest = slow.read(big.one.size)
-        frame_bytes = frames.HEAD_BYTES + frames.DATA_BYTES
+        frame_bytes = socket_frames.HEAD_BYTES + socket_frames.DATA_BYTES
         heads = {
-            rest[start : start + frames.HEAD_BYTES] for start in range(0, len(rest) - frames.HEAD_BYTES, frame_bytes)
+            rest[start : start + socket_frames.HEAD_BYTES]
+            for start in range(0, len(rest) - socket_frames.HEAD_BYTES, frame_bytes)
         }
-    assert heads == {struct.pack("<IB", frames.DATA_BYTES, Kind.DATA)}
+    assert heads == {struct.pack("<IB", socket_frames.DATA_BYTES, Kind.DATA)}
     assert len(rest) < big.one.size
     assert big.gather()[0] == 0
 

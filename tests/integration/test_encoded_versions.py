@@ -13,7 +13,7 @@ from shardwell.transport.shm_transport import ShmTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.snapshots import EncodedVersions
 from shardwell_wire import wire_dtypes
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.stream_plan import InVector, StreamPlan

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwell.transport.partitions import PartitionLocation, PartitionSegment
-from shardwell_wire import codec
+from shardwell_wire import chunk_streams
 from shardwell_wire.errors import (
     CapacityError,
     ChunkError,
@@ -198,7 +198,7 @@ def messages(one: OneUnit, data: bytes, **changes: Any) -> list[bytes]:
         "parameter_indices": [segment.parameter_index for segment in at.segments],
     }
     first = shard_pb2.StagePartitionRequest(header=shard_pb2.StagePartitionHeader(**{**fields, **changes}))
-    return list(codec.encode_stream(first, [data], chunk_bytes=64 << 10))
+    return list(chunk_streams.encode_stream(first, [data], chunk_bytes=64 << 10))
 
 
 SIZE = 4 * 60_000

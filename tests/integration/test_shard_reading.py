@@ -16,7 +16,7 @@ from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_server.shard.memory import buffers
 from shardwell_server.shard.memory import sending as sending_module
 from shardwell_server.shard.requests import inspection
-from shardwell_wire import codec
+from shardwell_wire import chunk_streams
 from shardwell_wire.errors import (
     CapacityError,
     DeadlineError,
@@ -94,10 +94,10 @@ class StreamOf:
 
     def take(self, messages: list[bytes], flat: torch.Tensor) -> int:
         """Receives a whole Gather; returns the version its header names."""
-        receiver = codec.StreamReceiver([codec.memory_at(flat.data_ptr(), self.size)], "a gather")
+        receiver = chunk_streams.StreamReceiver([chunk_streams.memory_at(flat.data_ptr(), self.size)], "a gather")
         version = -1
         for data in messages:
-            message, chunk = codec.decode_message(data, shard_pb2.GatherResponse)
+            message, chunk = chunk_streams.decode_message(data, shard_pb2.GatherResponse)
             version = message.header.version if message.HasField("header") else version
             receiver.feed(chunk)
         receiver.require_complete()
@@ -367,7 +367,7 @@ def test_unread_messages_stay_within_limits_and_other_readers_are_served(server:
     assert server.evaluate(lambda: sending.used_bytes) == sending.peer_limit_bytes, "one connection gets a quarter"
     with closing(ShardClient(server.client.address)) as other:
         flat = torch.empty(one.size, dtype=torch.uint8)
-        target = codec.memory_at(flat.data_ptr(), one.size)
+        target = chunk_streams.memory_at(flat.data_ptr(), one.size)
         assert other.gather(one.gather_request(), target, timeout_s=20, retry_for_s=0.0) == 0
     for call in stalled:
         call.cancel()

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from shardwell_wire import codec
+from shardwell_wire import chunk_streams
 from shardwell_wire.errors import (
     AccessError,
     CapacityError,
@@ -91,7 +91,7 @@ BROKEN = list(broken_streams([b"."] * 3, []))
 def test_broken_push_leaves_no_trace(server: ShardServer, how: str) -> None:
     one = unit(server, BIG if how == "oversized chunk" else PLAIN)
     before = server.taken_bytes()
-    longer = one.push_messages(one.zeros(), chunk_bytes=codec.MAX_CHUNK_BYTES + 1) if one.size > 5 << 20 else []
+    longer = one.push_messages(one.zeros(), chunk_bytes=chunk_streams.MAX_CHUNK_BYTES + 1) if one.size > 5 << 20 else []
     messages, expected = broken_streams(one.push_messages(one.filled(1.0)), longer)[how]
     assert type(one.open_push().send(*messages).finish().error()) is expected
     server.until(lambda: one.shard.contributions.by_rank == {}, "no contribution")
@@ -103,7 +103,8 @@ def test_broken_push_leaves_no_trace(server: ShardServer, how: str) -> None:
 def test_broken_initial_values_leave_no_trace(server: ShardServer, how: str) -> None:
     one = OneUnit(server, BIG if how == "oversized chunk" else PLAIN)
     one.reserve()
-    longer = one.initialize_messages(one.zeros(), chunk_bytes=codec.MAX_CHUNK_BYTES + 1) if one.size > 5 << 20 else []
+    too_large = chunk_streams.MAX_CHUNK_BYTES + 1
+    longer = one.initialize_messages(one.zeros(), chunk_bytes=too_large) if one.size > 5 << 20 else []
     messages, expected = broken_streams(one.initialize_messages(one.filled(1.0)), longer)[how]
     assert type(one.open_initialize().send(*messages).finish().error()) is expected
     assert server.taken_bytes() == 0
@@ -178,7 +179,7 @@ def test_gather_outside_the_shard_is_rejected(server: ShardServer, start: int, s
     stub = server.client.byte_response_stub("Gather")
     request = one.gather_request(start_bytes=start, stop_bytes=stop)
     assert isinstance(error_of(lambda: list(stub(request, timeout=5))), InvalidRequestError)
-    too_large = one.gather_request(chunk_bytes=codec.MAX_CHUNK_BYTES + 1)
+    too_large = one.gather_request(chunk_bytes=chunk_streams.MAX_CHUNK_BYTES + 1)
     assert isinstance(error_of(lambda: list(stub(too_large, timeout=5))), InvalidRequestError)
     assert server.evaluate(lambda: one.shard.values.current is not None and one.shard.values.current.readers) == 0
 

@@ -17,7 +17,7 @@ from shardwell.processes.local_cluster import ServerProcess
 from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.rpc import Endpoint
 from shardwell.transport.socket_transport import SocketConnection, SocketTransport
-from shardwell_wire import frames
+from shardwell_wire import socket_frames
 from shardwell_wire.credentials import NO_CREDENTIALS
 from shardwell_wire.errors import (
     AccessError,
@@ -31,9 +31,9 @@ from shardwell_wire.errors import (
     VersionGoneError,
     to_status_details,
 )
-from shardwell_wire.frames import Kind
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.socket_frames import Kind
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import (
     BIG,
@@ -214,7 +214,7 @@ def test_stale_push_is_rejected_before_it_is_received(big: ConnectedUnit) -> Non
 
 
 def test_client_stops_sending_a_rejected_push() -> None:
-    refusal = frames.encode(Kind.ERROR, to_status_details(StaleEpochError("too late", newest=7)))
+    refusal = socket_frames.encode(Kind.ERROR, to_status_details(StaleEpochError("too late", newest=7)))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         connecting = in_background(
@@ -222,7 +222,7 @@ def test_client_stops_sending_a_rejected_push() -> None:
         )
         peer, _ = listener.accept()
         with peer:
-            peer.sendall(frames.encode(Kind.WELCOME) + refusal)  # without reading
+            peer.sendall(socket_frames.encode(Kind.WELCOME) + refusal)  # without reading
             with closing(next(connecting)) as connection:
                 much = memoryview(bytearray(64 << 20))
                 header = shard_pb2.ReduceScatterHeader()
@@ -303,7 +303,7 @@ def test_close_ends_connections_and_requests_in_flight(server: ShardServer) -> N
         error = error_of(lambda: connected.gather(retry_for_s=20.0))
         assert isinstance(error, UnavailableError)
         assert f"socket transport to {server.client.address} is closed" in str(error)
-        with Peer(connected, hello=frames.hello(connected.transport._offer.token)) as late:
+        with Peer(connected, hello=socket_frames.hello(connected.transport._offer.token)) as late:
             assert isinstance(late.error(), AccessError)
         assert other.gather()[0] == 0
 

@@ -12,7 +12,7 @@ import torch
 
 import shardwell
 from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support import transformer
 from tests.support.cluster import join_options

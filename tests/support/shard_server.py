@@ -27,7 +27,7 @@ from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_server.shard.transports.registry import TransportResources, build_transports
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_server.shard.transports.socket_transport import SocketTransport
-from shardwell_wire import codec
+from shardwell_wire import chunk_streams
 from shardwell_wire.channel import SERVER_OPTIONS
 from shardwell_wire.errors import ShardwellError, from_rpc_error
 from shardwell_wire.layout import DTYPE_NUMBERS, UnitLayout
@@ -326,7 +326,7 @@ class OneUnit:
         header = shard_pb2.InitializeUnitHeader(**{**fields, **changes})
         data = b"".join(value.view(torch.uint8).numpy().tobytes() for value in values)
         first = shard_pb2.InitializeUnitRequest(header=header)
-        return list(codec.encode_stream(first, [data], chunk_bytes=chunk_bytes))
+        return list(chunk_streams.encode_stream(first, [data], chunk_bytes=chunk_bytes))
 
     def initialize(self, values: Sequence[torch.Tensor], **options: Any) -> Any:
         return self.open_initialize().send(*self.initialize_messages(values, **options)).finish().result()
@@ -361,7 +361,7 @@ class OneUnit:
         }
         first = shard_pb2.ReduceScatterRequest(header=shard_pb2.ReduceScatterHeader(**{**fields, **changes}))
         data = b"".join(gradient.contiguous().view(torch.uint8).numpy().tobytes() for _, gradient in chosen)
-        return list(codec.encode_stream(first, [data], chunk_bytes=chunk_bytes))
+        return list(chunk_streams.encode_stream(first, [data], chunk_bytes=chunk_bytes))
 
     def push(self, gradients: Sequence[torch.Tensor | None], **options: Any) -> Any:
         return self.open_push().send(*self.push_messages(gradients, **options)).finish().result()
@@ -373,7 +373,7 @@ class OneUnit:
         flat = torch.empty(self.size, dtype=torch.uint8)
         got = self.server.client.gather(
             self.gather_request(version),
-            codec.memory_at(flat.data_ptr(), self.size),
+            chunk_streams.memory_at(flat.data_ptr(), self.size),
             timeout_s=timeout_s,
             retry_for_s=0.0,
         )

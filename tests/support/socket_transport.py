@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from shardwell.transport.socket_transport import SocketTransport
-from shardwell_wire import codec, frames
+from shardwell_wire import chunk_streams, socket_frames
 from shardwell_wire.errors import (
     ShardwellError,
     from_status_details,
 )
-from shardwell_wire.frames import Kind
 from shardwell_wire.layout import UnitLayout
+from shardwell_wire.socket_frames import Kind
 from shardwell_wire.v1 import shard_pb2
 from tests.support.shard_server import (
     PLAIN,
@@ -38,7 +38,7 @@ class ConnectedUnit:
         flat = torch.empty(self.one.size, dtype=torch.uint8)
         request = self.one.gather_request(version, **fields)
         size = request.stop_bytes - request.start_bytes or self.one.size
-        target = codec.memory_at(flat.data_ptr(), size)
+        target = chunk_streams.memory_at(flat.data_ptr(), size)
         return self.transport.gather(request, target, timeout_s=timeout_s, retry_for_s=retry_for_s), flat[:size]
 
     def header(self, *, step: int = 0, rank: int = 0, epoch: int = 1, **changes: Any) -> shard_pb2.ReduceScatterHeader:
@@ -53,7 +53,7 @@ class ConnectedUnit:
         return shard_pb2.ReduceScatterHeader(**{**fields, **changes})
 
     def push(self, gradients: list[torch.Tensor], **changes: Any) -> shard_pb2.ReduceScatterResponse:
-        pieces = [codec.memory_at(each.data_ptr(), each.nbytes) for each in gradients]
+        pieces = [chunk_streams.memory_at(each.data_ptr(), each.nbytes) for each in gradients]
         return self.transport.reduce_scatter(self.header(**changes), pieces, timeout_s=20.0, retry_for_s=0.0)
 
     def connections(self) -> int:
@@ -82,7 +82,7 @@ class Peer:
     def __init__(self, connected: ConnectedUnit, *, hello: bytes | None = None) -> None:
         offer = connected.transport._offer
         self.socket = socket.create_connection(("127.0.0.1", offer.port), 20.0)
-        self.send(frames.hello(offer.token) if hello is None else hello)
+        self.send(socket_frames.hello(offer.token) if hello is None else hello)
         if hello is None:
             assert self.frame() == (Kind.WELCOME, b"")
 
@@ -96,7 +96,7 @@ class Peer:
         self.socket.sendall(b"".join(parts))
 
     def request(self, kind: Kind, message: Any) -> None:
-        self.send(frames.encode_request(kind, message, 1000.0))
+        self.send(socket_frames.encode_request(kind, message, 1000.0))
 
     def push(self, connected: ConnectedUnit, *rest: bytes, **changes: Any) -> None:
         self.request(Kind.REDUCE_SCATTER, connected.header(**changes))
@@ -109,7 +109,7 @@ class Peer:
         return data
 
     def frame(self) -> tuple[Kind, bytes]:
-        size, kind = struct.unpack("<IB", self.read(frames.HEAD_BYTES))
+        size, kind = struct.unpack("<IB", self.read(socket_frames.HEAD_BYTES))
         return Kind(kind), self.read(size)
 
     def error(self) -> ShardwellError:
@@ -132,7 +132,7 @@ def data(*payloads: bytes) -> bytes:
 
 
 def end_of(payload: bytes) -> bytes:
-    sender = frames.StreamSender()
+    sender = socket_frames.StreamSender()
     sender.data([payload])
     return sender.end()
 

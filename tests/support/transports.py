@@ -19,7 +19,7 @@ from shardwell.transport.base import (
     ignore,
 )
 from shardwell.transport.shared_vector import SharedVector
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from shardwell_wire.wire_dtypes import AS_STORED, WireDtype
 from tests.support.shard_server import OneUnit

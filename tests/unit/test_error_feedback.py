@@ -9,7 +9,7 @@ import torch
 
 from shardwell.data_plane.error_feedback import ErrorFeedback
 from shardwell.memory.buffer_pool import BufferPool
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.stream_plan import InParameters, InVector, StreamPlan
 from shardwell_wire.v1.common_pb2 import (

@@ -21,7 +21,7 @@ from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
 from shardwell.memory.device_copies import Exchange
 from shardwell.module.mixed_precision import layout_in
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError, UnavailableError
 from shardwell_wire.layout import BLOCK_BYTES, Parameter, UnitLayout
 from shardwell_wire.run_identity import RunIdentity

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.layout import Parameter, Segment, UnitLayout, cut
 from shardwell_wire.stream_plan import InParameters, InVector, StreamPlan
 from shardwell_wire.v1 import common_pb2

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from shardwell.memory.buffer_pool import BufferPool
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.quantization_blocks import scratch_values
 from shardwell_wire.stream_plan import InParameters, RangePlans, Slice

@@ -16,7 +16,7 @@ from shardwell.transport.base import NearlyDone, PreparedPush, ShardAddress, ign
 from shardwell.transport.selector import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_wire import wire_dtypes
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.quantization_blocks import bytes_tensor
 from shardwell_wire.run_identity import RunIdentity

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 
 _MAPPED_BYTES = 1 << 20
 """Size from which buffers are mapped directly: in the heaps they would leave holes when they are freed."""

@@ -14,7 +14,7 @@ import threading
 
 import torch
 
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 
 _MAP_FIXED = 0x10
 _CHUNK_BYTES = 2 << 20

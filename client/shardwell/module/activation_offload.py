@@ -35,7 +35,7 @@ from shardwell.memory.device_copies import to_device, to_host
 from shardwell.module.graph_tracking import NO_TASK, backward_task
 from shardwell.module.hooks import wrap_forward
 from shardwell.module.tensors import local_part
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError, UsageError
 
 _CPU, _DISK = "cpu", "disk"

@@ -17,7 +17,7 @@ from shardwell.memory.buffer_pool import BufferPool
 from shardwell.memory.device_copies import Arrival, Exchange
 from shardwell.memory.nan_pages import nan_storage
 from shardwell.module.residency import ResidentBytes
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.layout import UnitLayout
 
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")

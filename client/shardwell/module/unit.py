@@ -24,7 +24,7 @@ from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy, Pr
 from shardwell.module.residency import ResidentUnit, UnitState
 from shardwell.module.store import InPlaceVector, ParameterStore
 from shardwell.module.unit_parameters import FoundParameter, UnitParameters
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.layout import UnitLayout
 

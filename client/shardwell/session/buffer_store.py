@@ -20,7 +20,7 @@ from shardwell.module.store import InitialValues
 from shardwell.session.membership import Membership
 from shardwell.session.run_units import ShardMappings, UnitDeclarations
 from shardwell.session.step_state import WorkItemState
-from shardwell_wire import codec
+from shardwell_wire import chunk_streams
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import ITEM_SIZES, Parameter, Segment, UnitLayout
 from shardwell_wire.v1 import coordinator_pb2, initialization_pb2, shard_pb2
@@ -129,7 +129,7 @@ class InitialBuffers:
 
     def read(self, segment: Segment) -> Iterator[bytes | memoryview]:
         tensor = self._values[segment.parameter_index].tensor
-        yield codec.memory_at(
+        yield chunk_streams.memory_at(
             tensor.data_ptr() + segment.start_element * tensor.element_size(), segment.size_bytes, tensor
         )
 
@@ -169,7 +169,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def memory_of(values: torch.Tensor) -> memoryview:
     """Returns the bytes of a dense tensor on the CPU."""
-    return codec.memory_at(values.data_ptr(), values.nbytes, values)
+    return chunk_streams.memory_at(values.data_ptr(), values.nbytes, values)
 
 
 def digest_of(tensor: torch.Tensor) -> int:
@@ -307,7 +307,7 @@ class RemoteBuffers:
 
         def fetch(shard: RemoteShard) -> int:
             size_bytes = shard.stop_bytes - shard.start_bytes
-            return shard.fetch(version, codec.memory_at(flat.data_ptr() + shard.start_bytes, size_bytes, flat))
+            return shard.fetch(version, chunk_streams.memory_at(flat.data_ptr() + shard.start_bytes, size_bytes, flat))
 
         if len(ranges) == 1:
             fetch(ranges[0])

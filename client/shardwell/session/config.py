@@ -12,7 +12,7 @@ from typing import Any, Self
 from shardwell.data_plane.node_group import BACKENDS
 from shardwell.module.strategy import BackwardPrefetch
 from shardwell.transport.selector import TRANSPORT_NAMES, parse_transports
-from shardwell_wire import codec
+from shardwell_wire import chunk_streams
 from shardwell_wire.errors import InvalidRequestError, UsageError, WorldError
 from shardwell_wire.names import check_name
 from shardwell_wire.topology import World
@@ -68,7 +68,7 @@ class TransferOptions(_Options):
     transports: str = ",".join(TRANSPORT_NAMES)
     """Transports to use, in order of preference: ``shm`` (shared memory on one host), ``socket`` (plain TCP) and
     ``grpc``. A transport that a server cannot open is skipped. The default is the order of their speed."""
-    chunk_bytes: int = codec.DEFAULT_CHUNK_BYTES
+    chunk_bytes: int = chunk_streams.DEFAULT_CHUNK_BYTES
     """Bytes of payload per message, at most 4 MiB. The default is the fastest of the measured sizes."""
     gather_dtype: str = "float32"
     """Dtype in which 32-bit weights travel: ``float32``, ``bfloat16``, ``float16``, or ``int8`` with one scale per
@@ -102,8 +102,8 @@ class TransferOptions(_Options):
 
     def __post_init__(self) -> None:
         parse_transports(self.transports)
-        if not 1 <= self.chunk_bytes <= codec.MAX_CHUNK_BYTES:
-            raise UsageError(f"chunk_bytes={self.chunk_bytes!r}: expected 1 to {codec.MAX_CHUNK_BYTES}")
+        if not 1 <= self.chunk_bytes <= chunk_streams.MAX_CHUNK_BYTES:
+            raise UsageError(f"chunk_bytes={self.chunk_bytes!r}: expected 1 to {chunk_streams.MAX_CHUNK_BYTES}")
         choices = {"gather_dtype": NAMES, "push_dtype": NAMES, "node_group": ("none", *BACKENDS)}
         for name, known in {**choices, "backward_prefetch": list(BackwardPrefetch)}.items():
             if getattr(self, name) not in known:

@@ -17,7 +17,7 @@ from shardwell.transport.partitions import (
     stage_header,
 )
 from shardwell.transport.rpc import ServiceClient
-from shardwell_wire import codec
+from shardwell_wire import chunk_streams
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -37,7 +37,7 @@ class ShardClient(ServiceClient):
         self,
         address: str,
         *,
-        chunk_bytes: int = codec.DEFAULT_CHUNK_BYTES,
+        chunk_bytes: int = chunk_streams.DEFAULT_CHUNK_BYTES,
         check: Callable[[], None] = lambda: None,
         credentials: Credentials | None = None,
     ) -> None:
@@ -61,10 +61,10 @@ class ShardClient(ServiceClient):
         request.chunk_bytes = self._chunk_bytes
 
         def fetch() -> int:
-            receiver = codec.StreamReceiver([target], f"Gather of unit {request.unit!r} from {self.address}")
+            receiver = chunk_streams.StreamReceiver([target], f"Gather of unit {request.unit!r} from {self.address}")
             header: shard_pb2.GatherHeader | None = None
             for data in self._gather(request, timeout=timeout_s):
-                message, chunk = codec.decode_message(data, shard_pb2.GatherResponse)
+                message, chunk = chunk_streams.decode_message(data, shard_pb2.GatherResponse)
                 header = header or message.header
                 receiver.feed(chunk)
                 if receiver.total_bytes - receiver.received_bytes <= NEARLY_DONE_BYTES:
@@ -88,7 +88,7 @@ class ShardClient(ServiceClient):
         first = shard_pb2.ReduceScatterRequest(header=header)
 
         def send() -> shard_pb2.ReduceScatterResponse:
-            stream = _then(codec.encode_stream(first, pieces, chunk_bytes=self._chunk_bytes), nearly_done)
+            stream = _then(chunk_streams.encode_stream(first, pieces, chunk_bytes=self._chunk_bytes), nearly_done)
             response: shard_pb2.ReduceScatterResponse = self._reduce_scatter(stream, timeout=timeout_s)
             return response
 
@@ -97,7 +97,7 @@ class ShardClient(ServiceClient):
     def initialize(
         self,
         header: shard_pb2.InitializeUnitHeader,
-        pieces: Callable[[], Iterable[codec.Buffer]],
+        pieces: Callable[[], Iterable[chunk_streams.Buffer]],
         size_bytes: int,
         *,
         timeout_s: float,
@@ -119,7 +119,7 @@ class ShardClient(ServiceClient):
         failures: list[Exception] = []
 
         def send() -> shard_pb2.InitializeUnitResponse:
-            stream = codec.encode_stream(
+            stream = chunk_streams.encode_stream(
                 first, _recording(pieces(), failures), chunk_bytes=self._chunk_bytes, total_bytes=size_bytes
             )
             response: shard_pb2.InitializeUnitResponse = self._initialize(stream, timeout=timeout_s)
@@ -176,7 +176,7 @@ class ShardClient(ServiceClient):
         def fetch() -> PartitionSegment:
             incoming = None
             for data in self.byte_response_stub("ReadPartition")(request, timeout=timeout_s):
-                message, chunk = codec.decode_message(data, shard_pb2.ReadPartitionResponse)
+                message, chunk = chunk_streams.decode_message(data, shard_pb2.ReadPartitionResponse)
                 incoming = incoming or IncomingPartition(location, message.header, cached)
                 incoming.receiver.feed(chunk)
             assert incoming is not None
@@ -215,7 +215,7 @@ class ShardClient(ServiceClient):
         first = shard_pb2.StagePartitionRequest(header=header)
 
         def send() -> None:
-            stream = codec.encode_stream(first, [memory_of(tensor) for tensor in tensors])
+            stream = chunk_streams.encode_stream(first, [memory_of(tensor) for tensor in tensors])
             self.byte_request_stub("StagePartition")(stream, timeout=timeout_s)
 
         self.attempt(send, retry_for_s=timeout_s)
@@ -285,7 +285,7 @@ def _then(stream: Iterable[bytes], callback: Callable[[], None]) -> Iterator[byt
     callback()
 
 
-def _recording(pieces: Iterable[codec.Buffer], failures: list[Exception]) -> Iterator[codec.Buffer]:
+def _recording(pieces: Iterable[chunk_streams.Buffer], failures: list[Exception]) -> Iterator[chunk_streams.Buffer]:
     """Yields ``pieces``, and appends the exception that iterating over them raises."""
     try:
         yield from pieces

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwell.transport.shared_vector import map_shared
-from shardwell_wire import codec
+from shardwell_wire import chunk_streams
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import DTYPE_NAMES, DTYPE_NUMBERS, Segment, UnitLayout
 from shardwell_wire.partitions import state_places, values_offset
@@ -162,7 +162,7 @@ class IncomingPartition:
             torch.empty(tuple(entry.shape), dtype=getattr(torch, DTYPE_NAMES[entry.dtype])) for entry in header.state
         ]
         targets = [*self._values.values(), *self._gradients.values(), *self._state]
-        self.receiver = codec.StreamReceiver(
+        self.receiver = chunk_streams.StreamReceiver(
             list(map(memory_of, targets)), f"partition of unit {location.layout.unit!r}"
         )
 
@@ -235,7 +235,7 @@ class StagingBuffer:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Returns the memory of a contiguous tensor."""
-    return codec.memory_at(tensor.data_ptr(), tensor.nbytes, tensor)
+    return chunk_streams.memory_at(tensor.data_ptr(), tensor.nbytes, tensor)
 
 
 def _state_by_parameter(

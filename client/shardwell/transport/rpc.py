@@ -163,13 +163,13 @@ class ServiceClient:
         return StandingRpc(answer, call)
 
     def byte_response_stub(self, rpc_name: str) -> Callable[..., Any]:
-        """Returns a stub that leaves response messages undecoded, for ``codec``."""
+        """Returns a stub that leaves response messages undecoded, for ``chunk_streams``."""
         method = self._service.methods_by_name[rpc_name]
         serializer = GetMessageClass(method.input_type).SerializeToString
         return self._with_credentials(self._channel.unary_stream(self._path(rpc_name), request_serializer=serializer))
 
     def byte_request_stub(self, rpc_name: str) -> Callable[..., Any]:
-        """Returns a stub that takes encoded request messages, from ``codec``."""
+        """Returns a stub that takes encoded request messages, from ``chunk_streams``."""
         method = self._service.methods_by_name[rpc_name]
         deserializer = GetMessageClass(method.output_type).FromString
         return self._with_credentials(

@@ -16,13 +16,13 @@ from typing import TypeVar
 from shardwell.transport.base import NEARLY_DONE_BYTES, ByteCounter, NearlyDone, StreamTransport, ignore
 from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.rpc import Endpoint
-from shardwell_wire import codec, frames
-from shardwell_wire.codec import Buffer
+from shardwell_wire import chunk_streams, socket_frames
+from shardwell_wire.chunk_streams import Buffer
 from shardwell_wire.errors import AccessError, DeadlineError, ShardwellError, UnavailableError, from_status_details
-from shardwell_wire.frames import Kind
 from shardwell_wire.low_water_mark import LowWaterMark
 from shardwell_wire.retry import retry
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.socket_frames import Kind
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 Result = TypeVar("Result")
@@ -244,7 +244,7 @@ class SocketConnection:
             self._mark = LowWaterMark(self._socket)
             self._send_limit_s = 0.0
             try:
-                self._send([frames.hello(token)])
+                self._send([socket_frames.hello(token)])
                 self._receive_message(Kind.WELCOME)
             except BaseException:
                 self._socket.close()
@@ -274,8 +274,8 @@ class SocketConnection:
     ) -> int:
         """Fetches a version into ``target``; returns the version."""
         with self._request(what, timeout_s):
-            self._send([frames.encode_request(Kind.GATHER, request, timeout_s)])
-            header = frames.parse_message(self._receive_message(Kind.GATHERING), shard_pb2.GatherHeader)
+            self._send([socket_frames.encode_request(Kind.GATHER, request, timeout_s)])
+            header = socket_frames.parse_message(self._receive_message(Kind.GATHERING), shard_pb2.GatherHeader)
             self._receive_stream(target, what, nearly_done)
             return header.version
 
@@ -284,7 +284,7 @@ class SocketConnection:
         what = "a measurement"
         with self._request(what, timeout_s):
             request = shard_pb2.MeasureTransportRequest(size_bytes=len(target))
-            self._send([frames.encode_request(Kind.MEASURE, request, timeout_s)])
+            self._send([socket_frames.encode_request(Kind.MEASURE, request, timeout_s)])
             self._receive_stream(target, what, ignore)
 
     def reduce_scatter(
@@ -300,23 +300,23 @@ class SocketConnection:
         with self._request(what, timeout_s):
             # A server that rejects the push answers in mid-stream and may close the connection before the stream ends.
             with contextlib.suppress(ConnectionError):
-                self._send_stream(frames.encode_request(Kind.REDUCE_SCATTER, header, timeout_s), pieces)
+                self._send_stream(socket_frames.encode_request(Kind.REDUCE_SCATTER, header, timeout_s), pieces)
             nearly_done()
             try:
                 payload = self._receive_message(Kind.REDUCE_SCATTERED)
             except ShardwellError:
                 self.is_idle = False  # the server does not read the rest of the stream
                 raise
-            return frames.parse_message(payload, shard_pb2.ReduceScatterResponse)
+            return socket_frames.parse_message(payload, shard_pb2.ReduceScatterResponse)
 
     def control(
         self, request: shard_pb2.ReduceGradientBufferRequest, *, what: str, timeout_s: float
     ) -> shard_pb2.ReduceGradientBufferResponse:
         """Sends a control message."""
         with self._request(what, timeout_s):
-            self._send([frames.encode_request(Kind.REDUCE_GRADIENT_BUFFER, request, timeout_s)])
+            self._send([socket_frames.encode_request(Kind.REDUCE_GRADIENT_BUFFER, request, timeout_s)])
             payload = self._receive_message(Kind.GRADIENT_BUFFER_REDUCED)
-            return frames.parse_message(payload, shard_pb2.ReduceGradientBufferResponse)
+            return socket_frames.parse_message(payload, shard_pb2.ReduceGradientBufferResponse)
 
     # ---- one request ----
 
@@ -337,9 +337,9 @@ class SocketConnection:
 
     def _send_stream(self, request: bytes, pieces: Sequence[memoryview]) -> None:
         """Sends a request and its stream. Stops early if the server answers before the stream ends."""
-        sender, left_bytes = frames.StreamSender(), sum(map(len, pieces))
+        sender, left_bytes = socket_frames.StreamSender(), sum(map(len, pieces))
         buffers: list[Buffer] = [request]
-        for parts in codec.batches(pieces, frames.DATA_BYTES):
+        for parts in chunk_streams.batches(pieces, socket_frames.DATA_BYTES):
             if parts:
                 buffers += sender.data(parts)
             left_bytes -= sum(map(len, parts))
@@ -351,7 +351,7 @@ class SocketConnection:
             buffers = []
 
     def _receive_stream(self, target: memoryview, what: str, nearly_done: NearlyDone) -> None:
-        receiver = frames.StreamReceiver([target], len(target), what, may_be_refused=True)
+        receiver = socket_frames.StreamReceiver([target], len(target), what, may_be_refused=True)
         while not receiver.over:
             receiver.took(self._receive(receiver.places()))
             if receiver.left_bytes <= NEARLY_DONE_BYTES:
@@ -361,7 +361,9 @@ class SocketConnection:
 
     def _receive_message(self, expected: Kind) -> bytes:
         """Returns the payload of the next frame. Raises the error that the server sent in its place."""
-        kind, size_bytes = frames.parse_head(self._receive_exactly(frames.HEAD_BYTES), expected, Kind.ERROR)
+        kind, size_bytes = socket_frames.parse_head(
+            self._receive_exactly(socket_frames.HEAD_BYTES), expected, Kind.ERROR
+        )
         if kind is Kind.ERROR:
             raise self._receive_error(size_bytes)
         return self._receive_exactly(size_bytes)
@@ -378,7 +380,7 @@ class SocketConnection:
         while left:
             self._limit_send()
             with contextlib.suppress(BlockingIOError):
-                left = frames.unsent(left, self._socket.sendmsg(left[:_MAX_BUFFERS]))
+                left = socket_frames.unsent(left, self._socket.sendmsg(left[:_MAX_BUFFERS]))
 
     def _limit_send(self) -> None:
         """Makes the next send raise BlockingIOError at about the deadline of the request."""

@@ -19,7 +19,7 @@ from shardwell_server.shard.state.store import ShardStore, named_identity
 from shardwell_server.shard.transports import shm_requests
 from shardwell_server.shard.transports.base import ServerTransports, measurement_chunks
 from shardwell_server.shard.transports.shm_transport import ShmTransport
-from shardwell_wire import codec
+from shardwell_wire import chunk_streams
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -138,8 +138,8 @@ class ShardServicer:
 
     async def Gather(self, request: shard_pb2.GatherRequest, call: Call) -> AsyncIterator[bytes]:
         async with reading.reading(self._store, request, call.remaining_s()) as found:
-            encoder = codec.StreamEncoder(shard_pb2.GatherResponse(header=found.header), found.size_bytes)
-            size = request.chunk_bytes or codec.DEFAULT_CHUNK_BYTES
+            encoder = chunk_streams.StreamEncoder(shard_pb2.GatherResponse(header=found.header), found.size_bytes)
+            size = request.chunk_bytes or chunk_streams.DEFAULT_CHUNK_BYTES
             for start in range(0, max(found.size_bytes, 1), size):
                 async with self._message(call, min(size, found.size_bytes)):
                     found.source.check()
@@ -155,7 +155,7 @@ class ShardServicer:
         messages = partitions.read(self._store, request, call.remaining_s())
         async with aclosing(messages):
             while True:
-                async with self._message(call, codec.DEFAULT_CHUNK_BYTES):
+                async with self._message(call, chunk_streams.DEFAULT_CHUNK_BYTES):
                     if (message := await anext(messages, None)) is None:
                         return
                     yield message
@@ -198,8 +198,8 @@ class ShardServicer:
                 await first_of(self._stopping, run.dropped)  # gRPC cancels this task when the trainer disconnects
 
     async def MeasureTransport(self, request: shard_pb2.MeasureTransportRequest, call: Call) -> AsyncIterator[bytes]:
-        encoder = codec.StreamEncoder(shard_pb2.MeasureTransportResponse(), request.size_bytes)
-        for piece in measurement_chunks(request, codec.DEFAULT_CHUNK_BYTES):
+        encoder = chunk_streams.StreamEncoder(shard_pb2.MeasureTransportResponse(), request.size_bytes)
+        for piece in measurement_chunks(request, chunk_streams.DEFAULT_CHUNK_BYTES):
             async with self._message(call, len(piece)):
                 yield encoder.encode([piece])
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from shardwell_server.shm_folders import DEFAULT_DIRECTORY, lock_folder, remove_remains
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.shared_files import SERVER_FOLDER_PREFIX, file_size, open_folder, opened
 from shardwell_wire.shared_segment import HEAD_BYTES, UPDATING, write_version

@@ -11,7 +11,7 @@ from shardwell_server.shard.arithmetic import random_values
 from shardwell_server.shard.requests.streams import IncomingStream
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard, first_non_finite
-from shardwell_wire import codec
+from shardwell_wire import chunk_streams
 from shardwell_wire.errors import InvalidRequestError, NonFiniteError, StaleEpochError
 from shardwell_wire.layout import Segment
 from shardwell_wire.v1 import initialization_pb2, shard_pb2
@@ -88,7 +88,7 @@ def _clear_gaps(shard: UnitShard, buffer: torch.Tensor) -> None:
 
 def _streamed(segments: Sequence[Segment], views: Sequence[torch.Tensor], draws: Draws) -> list[memoryview]:
     return [
-        codec.memory_at(view.data_ptr(), view.nbytes)
+        chunk_streams.memory_at(view.data_ptr(), view.nbytes)
         for segment, view in zip(segments, views, strict=True)
         if segment.parameter_index not in draws
     ]

@@ -16,7 +16,7 @@ from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.snapshots import VersionBytes
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_wire import codec
+from shardwell_wire import chunk_streams
 from shardwell_wire.errors import InvalidRequestError, NonFiniteError, StaleEpochError, StepStateError
 from shardwell_wire.layout import MAX_DIMS, Segment
 from shardwell_wire.partitions import state_places, state_size
@@ -145,7 +145,7 @@ async def read(
     try:
         generation, buffer = check_lease(run, shard, request), source.buffer
         header, pieces = _content(shard, source, request, version)
-        messages = codec.encode_stream(shard_pb2.ReadPartitionResponse(header=header), pieces)
+        messages = chunk_streams.encode_stream(shard_pb2.ReadPartitionResponse(header=header), pieces)
         while True:
             # Checked before each message, because the memory may have been reused. See Note: [Moving versions].
             source.check()
@@ -196,7 +196,7 @@ async def stage(
 
         try:
             state = shard.partitions.allocate_state(header.state, header.context.request_id, share=header.share_state)
-            await incoming.into([codec.memory_at(buffer.data_ptr(), buffer.numel()), *state.pieces], what)
+            await incoming.into([chunk_streams.memory_at(buffer.data_ptr(), buffer.numel()), *state.pieces], what)
             await store.in_thread(partial(compute_check_finite, shard, segments, values, what))
             await uninterrupted(run.exclusively(accept))
         finally:
@@ -229,7 +229,7 @@ def _content(
     state = shard.partitions.states.get(request.dp_rank, PartitionState())
     held = bool(request.cached_request_id) and request.cached_request_id == state.request_id
     present = mean_gradients(shard, segments)
-    gradients = [codec.memory_at(piece.data_ptr(), piece.nbytes) for _, piece in present]
+    gradients = [chunk_streams.memory_at(piece.data_ptr(), piece.nbytes) for _, piece in present]
     header = shard_pb2.ReadPartitionHeader(
         version=version,
         generation=shard.partitions.generation,

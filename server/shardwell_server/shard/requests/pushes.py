@@ -15,7 +15,7 @@ from shardwell_server.shard.state.contributions import Contribution
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_wire import codec
+from shardwell_wire import chunk_streams
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError, VersionGoneError
 from shardwell_wire.layout import Segment
 from shardwell_wire.stream_plan import StreamPlan
@@ -130,7 +130,7 @@ class Push:
             await self._shard.values.wait_for(self._step, wait_s)
 
     async def _receive(self, incoming: IncomingStream, received: IncomingBuffer) -> int:
-        shard, memory = self._shard, codec.memory_at(received.buffer.data_ptr(), self._shard.size_bytes)
+        shard, memory = self._shard, chunk_streams.memory_at(received.buffer.data_ptr(), self._shard.size_bytes)
         if not self._header.wire_dtype:
             return await incoming.into(self._targets(memory), self._what)
         # Encoded bytes are received into the end of the same buffer and decoded in place. With a second buffer, pushes

@@ -13,7 +13,7 @@ from shardwell_server.shard.state.snapshots import VersionBytes
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_server.shard.state.values import Values
-from shardwell_wire import codec
+from shardwell_wire import chunk_streams
 from shardwell_wire.errors import InvalidRequestError, VersionGoneError
 from shardwell_wire.v1 import shard_pb2
 
@@ -76,8 +76,10 @@ async def reading(store: ShardStore, request: shard_pb2.GatherRequest, wait_s: f
     run = store.run(request.run, request.run_id)
     shard = run.shard(request.unit)
     start, stop = _range(shard, request)
-    if request.chunk_bytes > codec.MAX_CHUNK_BYTES:
-        raise InvalidRequestError(f"chunk_bytes is {request.chunk_bytes}, expected at most {codec.MAX_CHUNK_BYTES}")
+    if request.chunk_bytes > chunk_streams.MAX_CHUNK_BYTES:
+        raise InvalidRequestError(
+            f"chunk_bytes is {request.chunk_bytes}, expected at most {chunk_streams.MAX_CHUNK_BYTES}"
+        )
     wanted = _version(request)
     if request.ema:
         async with _reading_averages(store, run, shard, wanted, wait_s) as (version, averages):

@@ -11,7 +11,7 @@ from typing import Protocol
 import xxhash
 from google.protobuf.message import Message
 
-from shardwell_wire.codec import AnyMessage, ChunkView, StreamReceiver, decode_message
+from shardwell_wire.chunk_streams import AnyMessage, ChunkView, StreamReceiver, decode_message
 from shardwell_wire.errors import CapacityError, ChunkError, DeadlineError, InvalidRequestError
 from shardwell_wire.names import check_names
 

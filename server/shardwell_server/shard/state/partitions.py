@@ -15,7 +15,7 @@ import torch
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
 from shardwell_server.shard.state.shard_spec import ShardSpec
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError, IncompleteStepError
 from shardwell_wire.layout import Segment
 from shardwell_wire.partitions import part_in, state_places

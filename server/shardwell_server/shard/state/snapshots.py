@@ -9,7 +9,7 @@ import torch
 
 from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import ShardwellError, VersionGoneError
 from shardwell_wire.stream_plan import InVector, RangePlans
 from shardwell_wire.wire_dtypes import WireDtype

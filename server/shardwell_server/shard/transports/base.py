@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import ClassVar, Protocol, TypeVar
 
-from shardwell_wire import codec
+from shardwell_wire import chunk_streams
 from shardwell_wire.errors import ConflictError, InvalidRequestError
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import shard_pb2
@@ -98,10 +98,10 @@ def measurement_chunks(request: shard_pb2.MeasureTransportRequest, default_bytes
     Raises:
         InvalidRequestError: The request exceeds a limit.
     """
-    if request.size_bytes > _MAX_MEASURED_BYTES or request.chunk_bytes > codec.MAX_CHUNK_BYTES:
+    if request.size_bytes > _MAX_MEASURED_BYTES or request.chunk_bytes > chunk_streams.MAX_CHUNK_BYTES:
         raise InvalidRequestError(
             f"size_bytes is {request.size_bytes} and chunk_bytes is {request.chunk_bytes}, expected at most "
-            f"{_MAX_MEASURED_BYTES} and {codec.MAX_CHUNK_BYTES}"
+            f"{_MAX_MEASURED_BYTES} and {chunk_streams.MAX_CHUNK_BYTES}"
         )
     chunk_bytes = request.chunk_bytes or default_bytes
     zeros = memoryview(bytes(min(chunk_bytes, request.size_bytes)))

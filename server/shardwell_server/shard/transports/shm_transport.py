@@ -12,7 +12,7 @@ from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.shared_memory import SharedBuffer, SharedMemory
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_server.shard.transports.shm_buffers import SharedGradientBuffer, SharedStagingBuffer
-from shardwell_wire.codec import memory_at
+from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import ConflictError
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2

@@ -10,11 +10,11 @@ from typing import ClassVar, Protocol
 
 from shardwell_server.rpc import reported_error
 from shardwell_server.shard.requests import streams
-from shardwell_wire import frames
-from shardwell_wire.codec import Buffer
+from shardwell_wire import socket_frames
+from shardwell_wire.chunk_streams import Buffer
 from shardwell_wire.errors import DeadlineError, ShardwellError, to_status_details
-from shardwell_wire.frames import Kind, StreamReceiver
 from shardwell_wire.low_water_mark import LowWaterMark
+from shardwell_wire.socket_frames import Kind, StreamReceiver
 
 _SCRATCH_BYTES = 256 << 10
 
@@ -64,7 +64,7 @@ class SendTransfer:
     receives: ClassVar[bool] = False
 
     def __init__(self, connected: socket.socket, buffers: Sequence[Buffer]) -> None:
-        self._socket, self._left = connected, frames.unsent(buffers, 0)
+        self._socket, self._left = connected, socket_frames.unsent(buffers, 0)
 
     @property
     def missing_bytes(self) -> int:
@@ -72,7 +72,7 @@ class SendTransfer:
 
     def move(self) -> int:
         sent_bytes = self._socket.sendmsg(self._left)
-        self._left = frames.unsent(self._left, sent_bytes)
+        self._left = socket_frames.unsent(self._left, sent_bytes)
         return sent_bytes
 
 
@@ -159,12 +159,12 @@ class Connection:
         Raises:
             InvalidRequestError: The bytes are not the head of a request.
         """
-        head = bytearray(frames.HEAD_BYTES)
+        head = bytearray(socket_frames.HEAD_BYTES)
         count = await self._receive_some(memoryview(head))
         if count == 0:
             return None
         await self._fill(memoryview(head)[count:])
-        return frames.parse_head(head, *frames.REQUESTS)
+        return socket_frames.parse_head(head, *socket_frames.REQUESTS)
 
     async def exactly(self, size_bytes: int) -> bytes:
         """Receives this many bytes."""
@@ -181,7 +181,7 @@ class Connection:
             pieces: Pieces of the stream.
             before: Frames to send first.
         """
-        sender = frames.StreamSender()
+        sender = socket_frames.StreamSender()
         for piece in pieces:
             await self.send(before, *sender.data([piece]))
             before = b""
@@ -196,7 +196,7 @@ class Connection:
         return await self._receive(_scratch(total_bytes), total_bytes, what)
 
     async def _receive(self, targets: Iterable[memoryview], total_bytes: int, what: str) -> int:
-        receiver = frames.StreamReceiver(targets, total_bytes, what)
+        receiver = socket_frames.StreamReceiver(targets, total_bytes, what)
         await self._drive(ReceiveStreamTransfer(self._socket, receiver), streams.IDLE_LIMIT_S)
         assert receiver.checksum is not None
         return receiver.checksum
@@ -233,7 +233,7 @@ class Connection:
         error = reported_error("a request over a socket transport", reason, self._peer)
         if self._torn:
             raise ConnectionAbortedError(f"the connection ended within a frame: {error}") from error
-        await self.send(frames.encode(Kind.ERROR, to_status_details(error)))
+        await self.send(socket_frames.encode(Kind.ERROR, to_status_details(error)))
 
     async def linger(self) -> None:
         """Closes the sending side and drains the receiving side for a while, so that the last frame arrives."""

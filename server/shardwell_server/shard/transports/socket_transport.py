@@ -21,11 +21,11 @@ from shardwell_server.shard.transports import shm_requests
 from shardwell_server.shard.transports.base import ServerTransports, measurement_chunks
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_server.shard.transports.socket_connection import Connection
-from shardwell_wire import frames
+from shardwell_wire import socket_frames
 from shardwell_wire.errors import AccessError, DeadlineError
-from shardwell_wire.frames import Kind
 from shardwell_wire.names import check_names
 from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.socket_frames import Kind
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _ACCEPT_PAUSE_S = 0.5
 @dataclass(eq=False)
 class _Session:
     run: RunIdentity
-    token: bytes = field(default_factory=lambda: secrets.token_bytes(frames.TOKEN_BYTES))
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(socket_frames.TOKEN_BYTES))
     connections: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -121,7 +121,7 @@ class SocketTransport:
         """Returns the session whose token a new connection sends. Closing the session then ends the connection."""
         try:
             async with asyncio.timeout(HELLO_LIMIT_S):
-                token = frames.token_of(await connection.exactly(frames.HELLO_BYTES))
+                token = socket_frames.token_of(await connection.exactly(socket_frames.HELLO_BYTES))
         except TimeoutError:
             raise DeadlineError(f"the connection sent no token within {HELLO_LIMIT_S:g} s") from None
         session = next((session for session in self._sessions if hmac.compare_digest(session.token, token)), None)
@@ -131,7 +131,7 @@ class SocketTransport:
         assert task is not None
         session.connections.add(task)
         task.add_done_callback(session.connections.discard)
-        await connection.send(frames.encode(Kind.WELCOME))
+        await connection.send(socket_frames.encode(Kind.WELCOME))
         return session
 
 
@@ -156,7 +156,7 @@ class _ConnectionRequests:
         """
         while (head := await self._connection.next_request()) is not None:
             kind, size_bytes = head
-            timeout_s, request = frames.parse_request(kind, await self._connection.exactly(size_bytes))
+            timeout_s, request = socket_frames.parse_request(kind, await self._connection.exactly(size_bytes))
             try:
                 async with asyncio.timeout(timeout_s) as limit:
                     await self._answer(request, max(0.0, timeout_s - DEADLINE_MARGIN_S))
@@ -173,7 +173,7 @@ class _ConnectionRequests:
         if isinstance(request, shard_pb2.GatherRequest):
             await self._gather(request, wait_s)
         elif isinstance(request, shard_pb2.MeasureTransportRequest):
-            await self._connection.send_stream(measurement_chunks(request, frames.DATA_BYTES))
+            await self._connection.send_stream(measurement_chunks(request, socket_frames.DATA_BYTES))
         elif isinstance(request, shard_pb2.ReduceGradientBufferRequest):
             await self._reduce_gradient_buffer(request, wait_s)
         else:
@@ -186,19 +186,19 @@ class _ConnectionRequests:
             readable = reading.is_readable(self._store, request)
             async with nullcontext() if readable else self._connection.while_silent():
                 found = await stack.enter_async_context(reading.reading(self._store, request, wait_s))
-            head = frames.encode(Kind.GATHERING, found.header.SerializeToString())
-            await self._connection.send_stream(found.pieces(frames.DATA_BYTES), before=head)
+            head = socket_frames.encode(Kind.GATHERING, found.header.SerializeToString())
+            await self._connection.send_stream(found.pieces(socket_frames.DATA_BYTES), before=head)
 
     async def _push(self, header: shard_pb2.ReduceScatterHeader, wait_s: float) -> None:
         self._check_run(header.context)
         response = await pushes.push(self._store, header, self._connection, wait_s)
-        await self._connection.send(frames.encode(Kind.REDUCE_SCATTERED, response.SerializeToString()))
+        await self._connection.send(socket_frames.encode(Kind.REDUCE_SCATTERED, response.SerializeToString()))
 
     async def _reduce_gradient_buffer(self, request: shard_pb2.ReduceGradientBufferRequest, wait_s: float) -> None:
         self._check_run(request.header.context)
         shm = self._offered.find(ShmTransport)
         response = await shm_requests.reduce_gradient_buffer(self._store, shm, request, wait_s)
-        await self._connection.send(frames.encode(Kind.GRADIENT_BUFFER_REDUCED, response.SerializeToString()))
+        await self._connection.send(socket_frames.encode(Kind.GRADIENT_BUFFER_REDUCED, response.SerializeToString()))
 
     def _check_run(self, request: NamesRun) -> None:
         if (request.run, request.run_id) != (self._run.name, self._run.run_id):

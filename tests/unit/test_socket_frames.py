@@ -7,60 +7,61 @@ import struct
 import pytest
 import xxhash
 
-from shardwell_wire import frames
+from shardwell_wire import socket_frames
 from shardwell_wire.errors import ChunkError, CorruptDataError, InvalidRequestError
-from shardwell_wire.frames import Kind
+from shardwell_wire.socket_frames import Kind
 from shardwell_wire.v1 import shard_pb2
 
 TOKEN = bytes(range(32))
 
 
 def test_hello_contains_the_token() -> None:
-    hello = frames.hello(TOKEN)
+    hello = socket_frames.hello(TOKEN)
     assert hello == b"shrdsock" + b"\x02\0\0\0" + TOKEN
-    assert (len(hello), frames.token_of(hello)) == (frames.HELLO_BYTES, TOKEN)
+    assert (len(hello), socket_frames.token_of(hello)) == (socket_frames.HELLO_BYTES, TOKEN)
 
 
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        (b"GET / HTTP/1.1\r\n".ljust(frames.HELLO_BYTES), "starts with b'GET / HT', expected b'shrdsock'"),
+        (b"GET / HTTP/1.1\r\n".ljust(socket_frames.HELLO_BYTES), "starts with b'GET / HT', expected b'shrdsock'"),
         (b"shrdsock" + b"\x01\0\0\0" + TOKEN, "protocol 1, expected 2"),
     ],
 )
 def test_invalid_hello_is_rejected(data: bytes, complaint: str) -> None:
     with pytest.raises(InvalidRequestError, match=complaint):
-        frames.token_of(data)
+        socket_frames.token_of(data)
 
 
 def test_frame_has_length_kind_and_payload() -> None:
-    frame = frames.encode(Kind.GATHERING, b"abc")
+    frame = socket_frames.encode(Kind.GATHERING, b"abc")
     assert frame == b"\x03\0\0\0" + bytes([Kind.GATHERING]) + b"abc"
-    assert frames.parse_head(frame[: frames.HEAD_BYTES], Kind.ERROR, Kind.GATHERING) == (Kind.GATHERING, 3)
+    head = frame[: socket_frames.HEAD_BYTES]
+    assert socket_frames.parse_head(head, Kind.ERROR, Kind.GATHERING) == (Kind.GATHERING, 3)
 
 
 @pytest.mark.parametrize("kind", Kind)
 def test_oversized_payload_length_is_rejected_for_every_kind(kind: Kind) -> None:
     with pytest.raises(InvalidRequestError, match=f"a {kind.name} frame has 4294967295 bytes, expected at most"):
-        frames.parse_head(struct.pack("<IB", 0xFFFFFFFF, kind), kind)
+        socket_frames.parse_head(struct.pack("<IB", 0xFFFFFFFF, kind), kind)
 
 
 def test_encoding_an_oversized_frame_is_rejected() -> None:
     with pytest.raises(InvalidRequestError, match="a WELCOME frame has 1 bytes, expected at most 0"):
-        frames.encode(Kind.WELCOME, b"x")
+        socket_frames.encode(Kind.WELCOME, b"x")
 
 
 @pytest.mark.parametrize("number", [0, Kind.DATA, 200])
 def test_unexpected_kind_is_rejected_and_named(number: int) -> None:
     with pytest.raises(InvalidRequestError, match=f"kind {number}: expected GATHER or REDUCE_SCATTER"):
-        frames.parse_head(struct.pack("<IB", 0, number), *frames.REQUESTS)
+        socket_frames.parse_head(struct.pack("<IB", 0, number), *socket_frames.REQUESTS)
 
 
 @pytest.mark.parametrize(("given_s", "read_s"), [(1.5, 1.5), (0.0, 0.001), (1e9, 4294967.295)])
 def test_request_contains_its_timeout(given_s: float, read_s: float) -> None:
     message = shard_pb2.GatherRequest(run="r", unit="u", version=3)
-    frame = frames.encode_request(Kind.GATHER, message, given_s)
-    assert frames.parse_request(Kind.GATHER, frame[frames.HEAD_BYTES :]) == (read_s, message)
+    frame = socket_frames.encode_request(Kind.GATHER, message, given_s)
+    assert socket_frames.parse_request(Kind.GATHER, frame[socket_frames.HEAD_BYTES :]) == (read_s, message)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_request_contains_its_timeout(given_s: float, read_s: float) -> None:
 )
 def test_invalid_request_is_rejected(payload: bytes, complaint: str) -> None:
     with pytest.raises(InvalidRequestError, match=complaint):
-        frames.parse_request(Kind.GATHER, payload)
+        socket_frames.parse_request(Kind.GATHER, payload)
 
 
 class Stream:
@@ -77,7 +78,7 @@ class Stream:
     def __init__(self, *sizes: int, step: int = 3, may_be_refused: bool = False) -> None:
         self.targets, self.step = [bytearray(size) for size in sizes], step
         targets = map(memoryview, self.targets)
-        self.receiver = frames.StreamReceiver(targets, sum(sizes), "a stream", may_be_refused=may_be_refused)
+        self.receiver = socket_frames.StreamReceiver(targets, sum(sizes), "a stream", may_be_refused=may_be_refused)
 
     def feed(self, sent: bytes) -> bytes:
         """Passes bytes until the stream is over. Returns the remaining bytes."""
@@ -102,16 +103,16 @@ def data(payload: bytes) -> bytes:
 
 
 def end(checksum: int) -> bytes:
-    return frames.encode(Kind.END, checksum.to_bytes(8, "little"))
+    return socket_frames.encode(Kind.END, checksum.to_bytes(8, "little"))
 
 
 @pytest.mark.parametrize("step", [1, 3, 7, 100])
 def test_stream_crosses_bounds_of_targets_and_frames(step: int) -> None:
     sent = bytes(range(23))
-    sender, stream = frames.StreamSender(), Stream(4, 0, 10, 9, step=step)
+    sender, stream = socket_frames.StreamSender(), Stream(4, 0, 10, 9, step=step)
     for payload in (sent[:5], sent[5:22], sent[22:]):
         head, *parts = sender.data([payload[:2], payload[2:]])
-        assert frames.parse_head(head, Kind.DATA) == (Kind.DATA, len(payload))
+        assert socket_frames.parse_head(head, Kind.DATA) == (Kind.DATA, len(payload))
         assert stream.feed(b"".join([head, *parts])) == b""
         assert not stream.receiver.over
     checksum = xxhash.xxh3_64_intdigest(sent)
@@ -123,7 +124,7 @@ def test_stream_crosses_bounds_of_targets_and_frames(step: int) -> None:
 
 def test_empty_stream_has_a_checksum() -> None:
     stream = Stream()
-    assert stream.feed(frames.StreamSender().end()) == b""
+    assert stream.feed(socket_frames.StreamSender().end()) == b""
     assert stream.receiver.checksum == xxhash.xxh3_64_intdigest(b"")
 
 
@@ -135,10 +136,10 @@ def test_empty_stream_has_a_checksum() -> None:
         (data(b""), ChunkError, "the frame at byte 0 is empty"),
         (data(bytes(7)) + end(0), ChunkError, "ended after 7 of 8 bytes"),
         (data(bytes(8)) + end(1), CorruptDataError, "expected 0x0000000000000001"),
-        (data(bytes(8)) + frames.encode(Kind.END, bytes(7)), ChunkError, "the checksum has 7 bytes"),
-        (data(bytes(8)) + frames.encode(Kind.END), ChunkError, "the checksum has 0 bytes"),
-        (data(bytes(3)) + frames.encode(Kind.WELCOME), InvalidRequestError, "kind 1: expected DATA or END"),
-        (frames.encode(Kind.ERROR, b"why"), InvalidRequestError, "kind 2: expected DATA or END"),
+        (data(bytes(8)) + socket_frames.encode(Kind.END, bytes(7)), ChunkError, "the checksum has 7 bytes"),
+        (data(bytes(8)) + socket_frames.encode(Kind.END), ChunkError, "the checksum has 0 bytes"),
+        (data(bytes(3)) + socket_frames.encode(Kind.WELCOME), InvalidRequestError, "kind 1: expected DATA or END"),
+        (socket_frames.encode(Kind.ERROR, b"why"), InvalidRequestError, "kind 2: expected DATA or END"),
     ],
 )
 def test_invalid_streams_are_rejected(sent: bytes, error: type[Exception], complaint: str) -> None:
@@ -148,12 +149,12 @@ def test_invalid_streams_are_rejected(sent: bytes, error: type[Exception], compl
 
 def test_error_frame_between_data_frames_is_left_to_the_caller() -> None:
     stream = Stream(8, may_be_refused=True)
-    assert stream.feed(data(bytes(3)) + frames.encode(Kind.ERROR, b"why")) == b"why"
+    assert stream.feed(data(bytes(3)) + socket_frames.encode(Kind.ERROR, b"why")) == b"why"
     assert (stream.receiver.refusal_bytes, stream.receiver.checksum) == (3, None)
 
 
 @pytest.mark.parametrize("sent", range(7))
 def test_unsent_returns_the_rest_of_the_buffers(sent: int) -> None:
-    left = frames.unsent([b"ab", b"", b"cde", b"f"], sent)
+    left = socket_frames.unsent([b"ab", b"", b"cde", b"f"], sent)
     assert b"".join(left) == b"abcdef"[sent:]
     assert all(len(buffer) for buffer in left[:1])

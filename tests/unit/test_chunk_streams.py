@@ -8,8 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from shardwell_wire import codec
-from shardwell_wire.codec import ChunkView, StreamReceiver, decode_message, encode_stream
+from shardwell_wire import chunk_streams
+from shardwell_wire.chunk_streams import (
+    MAX_CHUNK_BYTES,
+    ChunkView,
+    StreamReceiver,
+    decode_message,
+    encode_stream,
+)
 from shardwell_wire.errors import ChunkError, CorruptDataError, InvalidRequestError
 from shardwell_wire.v1 import shard_pb2
 
@@ -92,7 +98,7 @@ def broken(change: Callable[[list[ChunkView]], list[ChunkView]]) -> StreamReceiv
         (lambda c: c[:2], ChunkError, "ended after 2000 of 3000"),
         (lambda c: [], ChunkError, "ended after 0 of 3000"),
         (lambda c: [c[0], replace(c[1], payload=memoryview(bytes(2001)))], ChunkError, "expected 3000"),
-        (lambda c: [replace(c[0], payload=memoryview(bytes(codec.MAX_CHUNK_BYTES + 1)))], ChunkError, "at most"),
+        (lambda c: [replace(c[0], payload=memoryview(bytes(MAX_CHUNK_BYTES + 1)))], ChunkError, "at most"),
         (lambda c: [replace(c[0], payload=memoryview(b""))], ChunkError, "is empty"),
         (lambda c: [*c[:2], replace(c[2], checksum=None)], ChunkError, "expected a checksum on the last"),
         (lambda c: [replace(c[0], checksum=1)], ChunkError, "expected a checksum on the last"),
@@ -115,7 +121,7 @@ def test_slice_of_a_view_keeps_the_memory_alive() -> None:
     owner = Memory(b"weights")
     ended = weakref.ref(owner)
     address = ctypes.addressof(ctypes.c_char.from_buffer(owner))
-    part = codec.memory_at(address, len(owner), owner)[2:4]
+    part = chunk_streams.memory_at(address, len(owner), owner)[2:4]
     del owner
     assert ended() is not None
     assert bytes(part) == b"ig"

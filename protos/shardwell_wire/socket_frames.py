@@ -29,7 +29,7 @@ from typing import TypeVar
 import xxhash
 from google.protobuf.message import DecodeError, Message
 
-from shardwell_wire.codec import Buffer
+from shardwell_wire.chunk_streams import Buffer
 from shardwell_wire.errors import ChunkError, CorruptDataError, InvalidRequestError
 from shardwell_wire.v1 import shard_pb2
 
