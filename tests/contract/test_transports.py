@@ -355,7 +355,9 @@ def test_a_stopped_server_fails_all_transfers(name: str) -> None:
 
 
 @pytest.mark.parametrize("gather_dtype", [0, common_pb2.WIRE_DTYPE_BFLOAT16, common_pb2.WIRE_DTYPE_INT8])
-def test_values_are_rounded_alike(server: ShardServer, connection: ServerConnection, gather_dtype: Any) -> None:
+def test_all_transports_round_values_equally(
+    server: ShardServer, connection: ServerConnection, gather_dtype: Any
+) -> None:
     one = OneUnit(server, MIXED)
     results = []
     for over in (connection, None):
@@ -374,7 +376,9 @@ def test_values_are_rounded_alike(server: ShardServer, connection: ServerConnect
 
 
 @pytest.mark.parametrize("push_dtype", [0, common_pb2.WIRE_DTYPE_BFLOAT16, common_pb2.WIRE_DTYPE_INT8])
-def test_gradients_are_rounded_alike(server: ShardServer, connection: ServerConnection, push_dtype: Any) -> None:
+def test_all_transports_round_gradients_equally(
+    server: ShardServer, connection: ServerConnection, push_dtype: Any
+) -> None:
     one = OneUnit(server, MIXED)
     gradients = dict(enumerate(values_of(one)))
     shard = RemoteShard(one.identity, MIXED, connection, one.start, one.stop, Wire(0, push_dtype, wait_limit_s=20.0))

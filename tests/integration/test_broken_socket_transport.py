@@ -184,7 +184,7 @@ def test_malformed_stream_leaves_no_trace(
     assert type(refused) is error
     assert complaint in str(refused)
     if not known:
-        connected.assert_nothing_came()
+        connected.assert_no_push_is_kept()
     assert connected.push(connected.one.zeros()).duplicate == known
 
 
@@ -201,7 +201,7 @@ def test_stalled_push_is_cancelled(connected: ConnectedUnit, monkeypatch: pytest
         error = peer.error()
         assert isinstance(error, DeadlineError)
         assert "no bytes moved for 0.05 s in mid-stream" in str(error)
-    connected.assert_nothing_came()
+    connected.assert_no_push_is_kept()
 
 
 def test_stalled_reader_is_disconnected(big: ConnectedUnit, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +268,7 @@ def test_push_aborted_within_its_stream_leaves_no_trace(big: ConnectedUnit, sent
     with Peer(big) as peer:
         peer.push(big, data(bytes(4 << 20))[: socket_frames.HEAD_BYTES + sent])
         big.server.until(lambda: len(big.one.shard.streams) == 1, "the stream is open")
-    big.assert_nothing_came()
+    big.assert_no_push_is_kept()
     assert not big.push(big.one.filled(1.0)).duplicate
 
 

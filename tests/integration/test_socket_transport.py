@@ -209,7 +209,7 @@ def test_parameters_moved_during_a_gather_raise_version_gone(big: ConnectedUnit)
 def test_stale_push_is_rejected_before_it_is_received(big: ConnectedUnit) -> None:
     big.one.fence(0, (0, 5, 0))
     assert isinstance(error_of(lambda: big.push(big.one.filled(1.0), epoch=4)), StaleEpochError)
-    big.assert_nothing_came()
+    big.assert_no_push_is_kept()
     assert not big.push(big.one.filled(1.0), epoch=5).duplicate
 
 
@@ -252,7 +252,7 @@ def test_malformed_push_is_rejected(
     connected: ConnectedUnit, changes: dict[str, Any], error: type[ShardwellError]
 ) -> None:
     assert type(error_of(lambda: connected.push(connected.one.filled(1.0), **changes))) is error
-    connected.assert_nothing_came()
+    connected.assert_no_push_is_kept()
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,10 @@ class InMemoryStore:
     """Cuts and reduces shards as the servers do. The work items of a step run one after another.
 
     Args:
-        num_shards: Into how many shards each unit is cut.
+        num_shards: Number of shards per unit.
         make_optimizer: Updates segments of parameters.
         before_gather: Called in the background with the unit's index before bytes are copied.
-        num_threads: How many gathers run at once.
+        num_threads: Number of concurrent gathers.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class InMemoryStore:
             for start, stop, shard in unit.shards:
                 target[start:stop] = shard.numpy().tobytes()
             return 0
+        # The caller asks for another layout, such as one with other dtypes.
         whole = torch.frombuffer(target, dtype=torch.uint8)
         for (index, first), values in unit.segments.items():
             spec = layout.parameters[index]

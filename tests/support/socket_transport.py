@@ -59,7 +59,7 @@ class ConnectedUnit:
     def connections(self) -> int:
         return self.server.evaluate(lambda: len(self.server.sockets._connections))
 
-    def assert_nothing_came(self) -> None:
+    def assert_no_push_is_kept(self) -> None:
         """Checks that the server keeps nothing of a push, and that none is in flight."""
         shard = self.one.shard
         self.server.until(lambda: len(shard.streams) == 0, "no stream is open")

@@ -674,18 +674,18 @@ def test_norm_requested_during_the_commit_does_not_prepare_the_next_step(tmp_pat
             for trainer in (a, b):
                 await trainer.finish(0)
             await cluster.settle()
-            written, told, save = asyncio.Event(), asyncio.Event(), cluster.state.storage.save_commit
+            written, resume, save = asyncio.Event(), asyncio.Event(), cluster.state.storage.save_commit
 
             async def save_slowly(*arguments: Any) -> None:
                 await save(*arguments)
                 written.set()
-                await told.wait()
+                await resume.wait()
 
             cluster.state.storage.save_commit = save_slowly
             committing = asyncio.create_task(a.commit(0, wait_s=5))
             # The commit record is stored, but the commit is not finished.
             await written.wait()
-            told.set()
+            resume.set()
             with pytest.raises(VersionGoneError, match="its norms are no longer kept"):
                 await b.prepare(0, norm_type=3.0)
             assert (await committing).committed

@@ -134,8 +134,8 @@ def test_parameter_pushed_only_before_a_reset_starts_without_residual() -> None:
     assert push(feedback, gradient(2, BIAS), index=BIAS) == on_the_wire(gradient(2, BIAS), WIRE_DTYPE_INT8, BIAS)
 
 
-def after_one(first: torch.Tensor, second: torch.Tensor) -> bytes:
-    """Returns the int8 bytes of a gradient that is pushed after another one."""
+def pushed_after(first: torch.Tensor, second: torch.Tensor) -> bytes:
+    """Returns the int8 bytes of ``second``, pushed after ``first`` has left its residual."""
     lost = first - arrived(on_the_wire(first, WIRE_DTYPE_INT8), WIRE_DTYPE_INT8)
     return on_the_wire(second + lost, WIRE_DTYPE_INT8)
 
@@ -143,7 +143,7 @@ def after_one(first: torch.Tensor, second: torch.Tensor) -> bytes:
 def test_parts_of_one_step_share_residuals_in_order() -> None:
     feedback = feedback_of(WIRE_DTYPE_INT8)
     push(feedback, gradient(0))
-    assert push(feedback, gradient(1)) == after_one(gradient(0), gradient(1))
+    assert push(feedback, gradient(1)) == pushed_after(gradient(0), gradient(1))
 
 
 def test_ranks_and_units_have_separate_residuals() -> None:
@@ -166,7 +166,7 @@ def test_rank_without_a_push_is_dropped_but_parameter_is_kept() -> None:
     feedback.commit()
     push(feedback, gradient(2, index=BIAS), index=BIAS)
     feedback.commit()
-    assert push(feedback, gradient(3)) == after_one(gradient(0), gradient(3))
+    assert push(feedback, gradient(3)) == pushed_after(gradient(0), gradient(3))
     assert push(feedback, gradient(4), dp_rank=1) == on_the_wire(gradient(4), WIRE_DTYPE_INT8)
 
 

@@ -52,7 +52,7 @@ def test_limits_of_outer_cgroups_count(tmp_path: Path) -> None:
     assert sorted(cgroup_limits(proc)) == [3 * GIB, 4 * GIB]
 
 
-def test_version_1_and_hybrid_hierarchies(tmp_path: Path) -> None:
+def test_limits_are_found_in_version_1_and_hybrid_hierarchies(tmp_path: Path) -> None:
     proc = fake_proc(
         tmp_path,
         "12:cpu,cpuacct:/user\n9:memory:/slurm/uid_1/job_2\n0::/user.partition\n",

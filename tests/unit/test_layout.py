@@ -82,7 +82,7 @@ def test_invalid_units_are_rejected(parameters: tuple[Parameter, ...], message: 
         UnitLayout("u", parameters)
 
 
-def test_proto_round_trip() -> None:
+def test_layout_round_trips_through_its_proto() -> None:
     layout = UnitLayout("u", (*awkward_layout().parameters, Parameter("tied", (2,), "float32", aliases=("other",))))
     assert UnitLayout.from_proto(layout.to_proto()) == layout
 

@@ -81,7 +81,7 @@ def test_num_parameters_counts_tied_parameters_once() -> None:
     assert num_parameters(Sharded(plain, wrap_blocks).model) == expected
 
 
-def test_local_ratio_of_a_partly_sharded_model() -> None:
+def test_local_ratio_is_the_unsharded_share_of_the_parameters() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
     assert local_ratio(model) == 1.0
     Sharded(model[0], wrap_whole)

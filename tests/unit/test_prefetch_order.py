@@ -32,7 +32,7 @@ def test_nothing_is_predicted_at_first_and_everything_in_the_second_step() -> No
     assert observe(order, step) == [[1, 2], [2], [], [1, 0], [0], []]
 
 
-def test_two_uses_of_a_unit_are_distinguished_by_the_use_before() -> None:
+def test_two_uses_of_a_unit_are_distinguished_by_the_preceding_use() -> None:
     tied, a, b = FakeUnit(0), FakeUnit(1), FakeUnit(2)
     forward = [(tied, F), (a, F), (b, F), (tied, F)]
     order = UsageOrder()

@@ -85,7 +85,7 @@ def test_chosen_units_replace_the_prediction() -> None:
 
 
 @pytest.mark.parametrize("mode", BackwardPrefetch)
-def test_backward_prefetch_modes(mode: BackwardPrefetch) -> None:
+def test_backward_prefetch_mode_decides_when_units_are_gathered(mode: BackwardPrefetch) -> None:
     policy, units = make(prefetch_bytes=1 << 30, backward_prefetch=mode)
     for unit in units[1:]:
         policy.order.observe(unit, Phase.FORWARD)
@@ -105,7 +105,7 @@ def test_backward_prefetch_modes(mode: BackwardPrefetch) -> None:
         (ShardingStrategy.NO_SHARD, False, False, False),
     ],
 )
-def test_freeing_after_a_forward(
+def test_strategy_and_root_decide_whether_a_forward_frees_the_unit(
     chosen: ShardingStrategy | None, is_root: bool, expects_backward: bool, frees: bool
 ) -> None:
     policy, (unit,) = make(1)

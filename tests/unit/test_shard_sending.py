@@ -38,6 +38,7 @@ class Reader:
 
 
 async def turns() -> None:
+    """Lets tasks run until all of them wait."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -53,7 +54,7 @@ def test_stalled_readers_stay_within_the_limits_in_total_and_per_connection() ->
         limits = Sending(40)
         stalled = [Reader(limits, 2, "a") for _ in range(50)]
         await turns()
-        assert limits.used_bytes == 10, "a quarter"
+        assert limits.used_bytes == 10, "one connection gets a quarter of the limit"
         others = [Reader(limits, 2, f"b{number}") for number in range(100)]
         await turns()
         assert limits.used_bytes == 40
@@ -98,6 +99,7 @@ def test_message_larger_than_the_limits_is_sent_alone() -> None:
 
 def test_stalled_connection_is_closed_when_other_streams_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "_SWEEP_S", 0.01)
+    # Only a stream that waits for memory can cause the close, not the length of the stall.
     monkeypatch.setattr(sending, "STALL_LIMIT_S", 3600.0)
     monkeypatch.setattr(sending, "PRESSED_LIMIT_S", 0.05)
 
@@ -106,7 +108,7 @@ def test_stalled_connection_is_closed_when_other_streams_wait(monkeypatch: pytes
 
         def close(peer: str) -> bool:
             closed.append(peer)
-            stalled.task.cancel()  # as gRPC does
+            stalled.task.cancel()  # gRPC cancels the streams of a closed connection
             return True
 
         limits = Sending(4, close)

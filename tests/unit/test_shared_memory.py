@@ -222,6 +222,7 @@ def test_occupied_folder_name_does_not_prevent_creation(tmp_path: Path, monkeypa
         return str(path)
 
     monkeypatch.setattr(tempfile, "mkdtemp", make)
+    # The server's folder would be named after its temporary folder, but that name is occupied.
     with closing(SharedMemory(tmp_path)) as shared:
         assert Path(shared.create(8, "a gradient buffer").path).parent.parent == tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["shardwell-abcdefgh"]

@@ -68,7 +68,7 @@ def test_ranks_outside_the_world_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("world", ALL_WORLDS[::5], ids=str)
-def test_proto_round_trip(world: World) -> None:
+def test_world_round_trips_through_its_proto(world: World) -> None:
     assert World.from_proto(world.to_proto()) == world
 
 

@@ -24,10 +24,10 @@ class Overwritten(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8))
-        self.meanwhile: Callable[[], None] = lambda: None
+        self.during_forward: Callable[[], None] = lambda: None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.meanwhile()
+        self.during_forward()
         return x * self.weight
 
 
@@ -63,7 +63,7 @@ MODES: dict[str, Callable[[], Any]] = {
 def test_forward_with_replaced_weights_raises(store: InPlaceStore, settings: str, mode: str, training: bool) -> None:
     model, _ = shard(store, **CHOICES[settings])
     model.train(training)
-    model.meanwhile = store.overwrite
+    model.during_forward = store.overwrite
     with MODES[mode](), pytest.raises(VersionGoneError):
         model(torch.ones(8))
 
@@ -102,9 +102,9 @@ def test_backward_of_another_unit_with_replaced_weights_raises(store: InPlaceSto
 
 def test_next_version_is_read_after_the_error(store: InPlaceStore) -> None:
     model, _ = shard(store, strategy=ShardingStrategy.NO_SHARD)
-    model.meanwhile = store.overwrite
+    model.during_forward = store.overwrite
     with torch.no_grad(), pytest.raises(VersionGoneError):
         model(torch.ones(8))
-    model.meanwhile = lambda: None
+    model.during_forward = lambda: None
     with torch.no_grad():
         assert model(torch.ones(8)).tolist() == [2.0] * 8

@@ -54,6 +54,7 @@ class LargestResult(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # A result that shares memory with an argument is not a new allocation.
         known = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs or {}))}
         for tensor in _tensors(result):
             if tensor.untyped_storage().data_ptr() not in known:

@@ -39,10 +39,11 @@ LAYOUT = UnitLayout(
     ),
 )
 STARTS = (0, 64, 960, 1024, 1088, 4096, 5056)
-"""Starts of parameters: at a block, just before a block, just after a block."""
+"""First bytes of parameters: at, just before and just after the start of a block."""
 
 
 def slow_bfloat16(x: np.ndarray) -> tuple[bytes, np.ndarray]:
+    # Rounds half to even: adds 0x7FFF, and 1 more if the last kept bit is 1.
     bits = x.view(np.uint32).astype(np.uint64)
     high = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     return high.tobytes(), (high.astype(np.uint32) << 16).view(np.float32)
@@ -60,6 +61,7 @@ def slow_int8(x: np.ndarray, first_byte: int) -> tuple[bytes, np.ndarray]:
     while start < len(x):
         stop = start + (1024 - (first_byte + 4 * start) % 1024) // 4
         block = x[start:stop]
+        # 2**-126 is the smallest normal float32. Below it, the scale would be subnormal.
         if np.isfinite(block).all():
             scale = max(np.float32(max(abs(v) for v in block)) / np.float32(127), np.float32(2.0**-126))
             integers = [int(np.rint(v / scale)) for v in block]
@@ -182,6 +184,7 @@ def test_non_finite_values_stay_non_finite_and_affect_only_their_block(
     arrived = torch.empty_like(x)
     decode_into(encoded(x, 0, wire_dtype), 0, wire_dtype, arrived)
     assert not arrived[where].isfinite()
+    # int8 values share a scale, so one bad value spoils its whole block.
     block = slice(where // 256 * 256, where // 256 * 256 + 256)
     expected = torch.ones(1000)
     if wire_dtype == WIRE_DTYPE_INT8:
@@ -194,17 +197,20 @@ def test_non_finite_values_stay_non_finite_and_affect_only_their_block(
 @pytest.mark.parametrize(
     ("wire_dtype", "value", "expected"),
     [
+        # 65504 is float16's largest value. From 65520 on, a value is rounded to infinity.
         (WIRE_DTYPE_FLOAT16, 65519.0, 65504.0),
         (WIRE_DTYPE_FLOAT16, 65520.0, float("inf")),
         (WIRE_DTYPE_FLOAT16, -1e5, -float("inf")),
         (WIRE_DTYPE_FLOAT16, 2.0**-24, 2.0**-24),
         (WIRE_DTYPE_BFLOAT16, 3.4028234e38, float("inf")),
+        # Ties between two bfloat16 values go to the even one.
         (WIRE_DTYPE_BFLOAT16, 1.00390625, 1.0),
         (WIRE_DTYPE_BFLOAT16, 1.01171875, 1.015625),
         (WIRE_DTYPE_BFLOAT16, 2.0**-133, 2.0**-133),
         (WIRE_DTYPE_INT8, 127 * 2.0**120, 127 * 2.0**120),
         (WIRE_DTYPE_INT8, 3.4028234e38, float("inf")),
         (WIRE_DTYPE_INT8, -0.0, 0.0),
+        # The scale is at least 2**-126, so smaller values are rounded to its multiples.
         (WIRE_DTYPE_INT8, 2.0**-149, 0.0),
         (WIRE_DTYPE_INT8, 2.0**-126, 2.0**-126),
         (WIRE_DTYPE_INT8, 200 * 2.0**-130, 12 * 2.0**-126),
