@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.rpc import Endpoint
+from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.socket_transport import SocketConnection, SocketTransport
 from shardwell_server.shard.requests import streams
 from shardwell_server.shard.transports import socket_transport

@@ -11,7 +11,7 @@ import grpc
 import pytest
 import torch
 
-from shardwell.transport.grpc_transport import ShardClient
+from shardwell.transport.shard_client import ShardClient
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_server.shard.memory import buffers
 from shardwell_server.shard.memory import sending as sending_module

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from shardwell.processes.local_cluster import ServerProcess
-from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.rpc import Endpoint
+from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.socket_transport import SocketConnection, SocketTransport
 from shardwell_wire import socket_frames
 from shardwell_wire.credentials import NO_CREDENTIALS

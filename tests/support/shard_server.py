@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 import torch
 
-from shardwell.transport.grpc_transport import ShardClient
+from shardwell.transport.shard_client import ShardClient
 from shardwell_server.rpc import add_service
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.servicer import ShardServicer

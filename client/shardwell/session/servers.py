@@ -10,9 +10,9 @@ from typing import Any
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.session.config import JoinConfig
 from shardwell.session.membership import Membership
-from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.selector import ServerConnection
 from shardwell.transport.server_guard import ServerGuard
+from shardwell.transport.shard_client import ShardClient
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError
 from shardwell_wire.layout import UnitLayout

@@ -20,7 +20,7 @@ from shardwell.transport.base import (
     Transport,
     ignore,
 )
-from shardwell.transport.grpc_transport import GrpcTransport, ShardClient
+from shardwell.transport.grpc_transport import GrpcTransport
 from shardwell.transport.partitions import (
     CachedPartition,
     PartitionLocation,
@@ -28,6 +28,7 @@ from shardwell.transport.partitions import (
     SharedPartitionSegment,
 )
 from shardwell.transport.server_guard import ServerGuard
+from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.shm_transport import ShmTransport
 from shardwell.transport.socket_transport import SocketTransport
 from shardwell_wire.credentials import Credentials

@@ -25,7 +25,6 @@ from shardwell.transport.base import (
     SharedTransport,
     ignore,
 )
-from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.partitions import (
     PartitionLocation,
     PartitionSegment,
@@ -35,6 +34,7 @@ from shardwell.transport.partitions import (
     read_request,
     stage_header,
 )
+from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.shared_vector import map_shared
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.run_identity import RunIdentity

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from shardwell.transport.base import NEARLY_DONE_BYTES, ByteCounter, NearlyDone, StreamTransport, ignore
-from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.rpc import Endpoint
+from shardwell.transport.shard_client import ShardClient
 from shardwell_wire import chunk_streams, socket_frames
 from shardwell_wire.chunk_streams import Buffer
 from shardwell_wire.errors import AccessError, DeadlineError, ShardwellError, UnavailableError, from_status_details

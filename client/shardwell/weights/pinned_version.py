@@ -12,8 +12,8 @@ from types import TracebackType
 import torch
 
 from shardwell.session.coordinator_client import CoordinatorClient
-from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.rpc import StandingRpc
+from shardwell.transport.shard_client import ShardClient
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneError
