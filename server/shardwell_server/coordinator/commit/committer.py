@@ -102,7 +102,7 @@ class Committer:
         except NonFiniteError:
             if step is None or step is not run.step or not step.all_finished:
                 raise
-            proposal = run.leader_proposal()
+            proposal = step.proposals.leading(run.leader())
             if proposal is None or not proposal.optimizer.skip_non_finite:
                 raise
             step.skip()
@@ -120,7 +120,7 @@ class Committer:
         if generation != step.generation or step is not run.step:
             # An item was reset and is unfinished. The servers would accept an incomplete manifest.
             return
-        optimizer = _expected_optimizer(run)
+        optimizer = _expected_optimizer(run, step)
 
         def request(server_id: str) -> shard_pb2.PrepareStepRequest:
             return shard_pb2.PrepareStepRequest(
@@ -171,7 +171,9 @@ class Committer:
 
     async def _commit(self, run: Run) -> None:
         step, prepared = run.step, await self.prepare_or_skip(run)
-        if step is None or prepared is None or run.deleted or (proposal := run.leader_proposal()) is None:
+        if step is None or prepared is None or run.deleted:
+            return
+        if (proposal := step.proposals.leading(run.leader())) is None:
             return
         if not await self._confirm_update(run, step, proposal):
             return
@@ -227,7 +229,8 @@ class Committer:
             rpc_name = "PrepareUpdate"
             request = shard_pb2.PrepareUpdateRequest(context=context, optimizer=proposal.optimizer)
         await self._servers.call_all(run.units.servers, rpc_name, lambda _: request)
-        return generation == step.generation and not run.deleted and run.leader_proposal() == proposal
+        unchanged = generation == step.generation and not run.deleted
+        return unchanged and step.proposals.leading(run.leader()) == proposal
 
     # Updates
 
@@ -264,9 +267,9 @@ class Committer:
         run.changed.notify()
 
 
-def _expected_optimizer(run: Run) -> common_pb2.OptimizerStep | None:
+def _expected_optimizer(run: Run, step: Step) -> common_pb2.OptimizerStep | None:
     """Returns the optimizer that the step will probably be committed with. The servers allocate memory for it early."""
-    if (proposal := run.leader_proposal()) is not None:
+    if (proposal := step.proposals.leading(run.leader())) is not None:
         return proposal.optimizer
     if (last_commit := run.commits.last) is None:
         return None

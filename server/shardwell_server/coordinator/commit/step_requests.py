@@ -219,12 +219,12 @@ class StepRequests:
             StepStateError: The caller's own work is not finished.
         """
         step = _step_in_flight(run, number)
-        if step is None or not any(proposal.same_update(known) for known in step.proposals.values()):
+        if step is None or not step.proposals.prove_valid(proposal):
             validate_proposal(proposal, run.units.layouts, run.units.cuts)
         if step is not None:
             run.check_algorithms(proposal.optimizer)
-            step.check_ready(member.name, proposal)
-            step.add_proposal(proposal)
+            step.check_ready(proposal)
+            step.proposals.add(proposal)
             if step.note_staged(staged):
                 run.changed.notify()
 
@@ -243,12 +243,14 @@ class StepRequests:
     ) -> coordinator_pb2.CommitStepResponse | None:
         """Commits the step if all work is finished and the leader has proposed. Otherwise returns None."""
         self._servers.require_available(run)
-        step.check_ready(member.name, proposal)
+        step.check_ready(proposal)  # a work item may have been reset while the request waited
         if step.all_finished:
             self._trainers.revoke_for_commit(run, step, updates_on_trainers=proposal.updates_on_trainers)
-        # Propose again after every change: the leader may have proposed since, and a reset drops all proposals.
-        run.propose(step.proposals.get(member.name, proposal))
-        if run.leader_proposal() is not None and step.all_finished:
+        # Repeat this after every change: the leader may have proposed since, and a reset drops all proposals.
+        step.proposals.restore(proposal)
+        if (leading := step.proposals.leading(run.leader())) is not None:
+            step.proposals.reject_if_different(member.name, leading, run.units.layouts)
+        if leading is not None and step.all_finished:
             if proposal.updates_on_trainers:
                 if work := await self._partitions_for(run, member, step):
                     return coordinator_pb2.CommitStepResponse(partitions=work)

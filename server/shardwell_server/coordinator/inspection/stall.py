@@ -111,7 +111,8 @@ def _updates(run: Run, now: float) -> list[str]:
 
 
 def _proposals(run: Run, step: Step) -> list[str]:
-    leader, proposal = run.leader(), run.leader_proposal()
+    leader = run.leader()
+    proposal = step.proposals.leading(leader)
     if leader is None:
         return ["step proposal: every trainer of the run is gone; the step continues when a trainer joins"]
     if proposal is None:

@@ -1,9 +1,9 @@
-"""Step proposals: validation, and comparison between trainers. Pure functions."""
+"""Step proposals: validation, comparison between trainers, and the proposals of the step in flight."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -49,6 +49,53 @@ class StepProposal:
             other.unit_order,
             other.optimizer,
         )
+
+
+class Proposals:
+    """The proposals of the step in flight, at most one per trainer. The leader's proposal is committed."""
+
+    def __init__(self) -> None:
+        self._by_trainer: dict[str, StepProposal] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterates over the names of the trainers that have proposed."""
+        return iter(self._by_trainer)
+
+    def __contains__(self, trainer: str) -> bool:
+        return trainer in self._by_trainer
+
+    def add(self, proposal: StepProposal) -> None:
+        """Adds a trainer's proposal, or replaces it."""
+        self._by_trainer[proposal.trainer] = proposal
+
+    def restore(self, proposal: StepProposal) -> None:
+        """Adds a trainer's proposal again if it was dropped. A newer proposal of the trainer stays."""
+        self._by_trainer.setdefault(proposal.trainer, proposal)
+
+    def clear(self) -> None:
+        """Drops all proposals."""
+        self._by_trainer.clear()
+
+    def prove_valid(self, proposal: StepProposal) -> bool:
+        """True if a valid proposal asks for the same update."""
+        return any(proposal.same_update(valid) for valid in self._by_trainer.values())
+
+    def leading(self, leader: str | None) -> StepProposal | None:
+        """Returns the leader's proposal. None: there is no leader, or the leader has not proposed."""
+        return None if leader is None else self._by_trainer.get(leader)
+
+    def reject_if_different(self, trainer: str, leading: StepProposal, layouts: Sequence[UnitLayout]) -> None:
+        """Drops a trainer's proposal if it differs from the leader's.
+
+        Raises:
+            HyperparameterMismatchError: The proposals differ.
+        """
+        try:
+            require_same_proposal(leading, self._by_trainer[trainer], layouts)
+        except HyperparameterMismatchError:
+            # The trainer may become the leader later. The rejected proposal must not be committed then.
+            del self._by_trainer[trainer]
+            raise
 
 
 def validate_proposal(proposal: StepProposal, layouts: Sequence[UnitLayout], cuts: Sequence[Sequence[int]]) -> None:

@@ -12,12 +12,7 @@ from dataclasses import dataclass, field
 
 from shardwell_server.coordinator.runs.commit_log import CommitLog
 from shardwell_server.coordinator.runs.members import Member, Members, MemberState
-from shardwell_server.coordinator.runs.proposals import (
-    StepProposal,
-    committed_optimizer,
-    require_same_algorithms,
-    require_same_proposal,
-)
+from shardwell_server.coordinator.runs.proposals import committed_optimizer, require_same_algorithms
 from shardwell_server.coordinator.runs.rank_assignment import (
     Applicant,
     RankAssignments,
@@ -32,12 +27,7 @@ from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.coordinator.waiting import SharedCall, Signal
 from shardwell_server.hyperparameters import units_that_count
-from shardwell_wire.errors import (
-    DuplicateError,
-    HyperparameterMismatchError,
-    InvalidRequestError,
-    RunDeletedError,
-)
+from shardwell_wire.errors import DuplicateError, InvalidRequestError, RunDeletedError
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -382,7 +372,7 @@ class Run:
         self.touch()
         self.changed.notify()
 
-    # Proposals and commits
+    # Commits
 
     def check_algorithms(self, optimizer: common_pb2.OptimizerStep) -> None:
         """Raises ConflictError if a parameter has optimizer state of another algorithm."""
@@ -400,27 +390,6 @@ class Run:
         if (member is not None and member.live) or trainer in step.proposals:
             return trainer
         return self._lowest_live_trainer()
-
-    def leader_proposal(self) -> StepProposal | None:
-        """Returns the leader's proposal. None: there is none yet."""
-        leader = self.leader()
-        return None if leader is None else self._require_step().proposals.get(leader)
-
-    def propose(self, proposal: StepProposal) -> None:
-        """Adds a trainer's proposal.
-
-        Raises:
-            HyperparameterMismatchError: It differs from the leader's proposal.
-        """
-        step = self._require_step()
-        step.add_proposal(proposal)
-        if (leading := self.leader_proposal()) is not None:
-            try:
-                require_same_proposal(leading, proposal, self.units.layouts)
-            except HyperparameterMismatchError:
-                # Its trainer may become the leader later. The rejected proposal must not be committed then.
-                step.remove_proposal(proposal)
-                raise
 
     def advance(self, record: CommitRecord, state: coordinator_pb2.RunState | None) -> None:
         """Starts the next step. The commit record of the step in flight must be durable."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from shardwell_server.coordinator.runs.gradient_norms import PreparedGradients
-from shardwell_server.coordinator.runs.proposals import StepProposal
+from shardwell_server.coordinator.runs.proposals import Proposals, StepProposal
 from shardwell_wire.errors import InvalidRequestError, ShardwellError, StaleEpochError, StepStateError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -83,8 +83,7 @@ class Step:
     """Clock time at which the last item was finished. None: an item is unfinished."""
     recorded: bool = False
     """True if the finished items are durable. Only then may trainers learn that all are finished."""
-    proposals: dict[str, StepProposal] = field(default_factory=dict)
-    """Step proposals by trainer."""
+    proposals: Proposals = field(default_factory=Proposals)
     prepared: PreparedGradients | None = None
     failure: ShardwellError | None = None
     """Why the step cannot be prepared with its current contributions."""
@@ -271,7 +270,7 @@ class Step:
             )
         return item
 
-    # Preparation and proposals
+    # Preparation
 
     def record_prepared(self, prepared: PreparedGradients) -> None:
         """Records the result of ``PrepareStep`` on all servers."""
@@ -285,16 +284,9 @@ class Step:
         """Continues the step without a gradient, after a gradient was not finite."""
         self.skipped, self.failure = True, None
 
-    def add_proposal(self, proposal: StepProposal) -> None:
-        """Adds a trainer's proposal, or replaces it."""
-        self.proposals[proposal.trainer] = proposal
-
-    def remove_proposal(self, proposal: StepProposal) -> None:
-        """Removes a trainer's proposal."""
-        del self.proposals[proposal.trainer]
-
-    def check_ready(self, trainer: str, proposal: StepProposal) -> None:
+    def check_ready(self, proposal: StepProposal) -> None:
         """Raises StepStateError if a trainer proposes before its work is finished, or clips by an outdated norm."""
+        trainer = proposal.trainer
         if items := self.leased_to(trainer):
             ranks = ", ".join(str(item.global_rank) for item in items)
             raise StepStateError(
