@@ -254,6 +254,7 @@ def test_many_small_frames_do_not_block_other_connections() -> None:
     async def scenario(connection: Connection, peer: socket.socket) -> None:
         peer.sendall(data(*[b"\0"] * count) + end_of(sent))
         receiving, turns = asyncio.ensure_future(connection.into([memoryview(received)], "a stream")), 0
+        # Counts how often the loop could serve other connections.
         while not receiving.done():
             await asyncio.sleep(0)
             turns += 1

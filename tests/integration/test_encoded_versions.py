@@ -140,7 +140,7 @@ def test_slow_reader_finishes_a_discarded_encoding(server: ShardServer) -> None:
     received = [next(messages)]
     server.evaluate(server.store.memory.unreserved.evict)
     train(one, 0)
-    assert server.unreserved_bytes() >= encoded_size(one, BFLOAT16), "it still has a reader"
+    assert server.unreserved_bytes() >= encoded_size(one, BFLOAT16), "the encoding still has a reader"
     received.extend(messages)
     data = b"".join(shard_pb2.GatherResponse.FromString(message).chunk.payload for message in received)
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.uint8), expected)

@@ -55,7 +55,7 @@ def test_memory_pressure_evicts_snapshots_of_older_versions_only(server: ShardSe
     reader = SlowReader(one, reading)
     before = server.unreserved_bytes()
     server.evaluate(server.store.memory.unreserved.evict)
-    assert server.unreserved_bytes() == before > 0, "it has the newest version"
+    assert server.unreserved_bytes() == before > 0, "the snapshot has the newest version"
     train(one, 1)
     assert server.unreserved_bytes() == before, "no request waits for the memory"
     for part in range(2):
@@ -73,7 +73,7 @@ def test_slow_reader_finishes_an_older_version_without_memory_pressure(
     before = server.unreserved_bytes()
     train(one, 1)
     assert reader.received_bytes() == before
-    server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "it is released")
+    server.until(lambda: server.store.memory.unreserved.used_bytes == 0, "the memory is released")
 
 
 def test_update_evicts_snapshots_for_a_waiting_push(server: ShardServer, reading: dict[str, Any]) -> None:
@@ -82,12 +82,12 @@ def test_update_evicts_snapshots_for_a_waiting_push(server: ShardServer, reading
     one.push(one.filled(1.0), step=1)
     reader = SlowReader(one, reading)
     late = in_background(lambda: one.push(one.filled(1.0), step=1, part=1))
-    server.until(lambda: server.store.memory.unreserved.has_waiters, "it waits for memory")
+    server.until(lambda: server.store.memory.unreserved.has_waiters, "the push waits for memory")
     one.prepare(1)
     one.update(1)
     error = error_of(lambda: next(late))
     assert isinstance(error, VersionGoneError)
-    assert "step 1 of unit 'u' of run 'r': the step is committed" in str(error), "there was memory for it"
+    assert "step 1 of unit 'u' of run 'r': the step is committed" in str(error), "the push got its memory, but too late"
     assert isinstance(error_of(reader.received_bytes), VersionGoneError)
 
 

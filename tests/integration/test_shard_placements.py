@@ -30,7 +30,7 @@ def test_released_reservation_leaves_no_trace(server: ShardServer) -> None:
     server.until(lambda: len(one.shard.streams) == 1, "values are being received")
     assert release(one, 3) == free_bytes
     assert isinstance(uploading.error(), NotFoundError)
-    assert release(one, 3) == free_bytes, "it is idempotent"
+    assert release(one, 3) == free_bytes, "a release is idempotent"
     server.until(lambda: server.store.memory.used_bytes == 0, "all memory is released")
     assert isinstance(error_of(lambda: one.reserve(placement=3)), StaleEpochError)
     one.reserve(placement=4)
@@ -43,14 +43,16 @@ def test_later_placement_replaces_an_earlier_one(server: ShardServer) -> None:
     one.initialize(one.filled(5.0))
     moved = OneUnit(server, PLAIN, part=(0, half))
     moved.reserve(placement=2)
-    assert moved.reserve(placement=2).free_bytes > 0, "it is idempotent"
+    assert moved.reserve(placement=2).free_bytes > 0, "a reservation is idempotent"
     assert isinstance(error_of(lambda: one.reserve(placement=1)), UnitMismatchError)
     moved.initialize(moved.filled(1.0))
     moved.publish()
     assert_all(moved.gather()[1], 1.0)
     other = OneUnit(server, layout_of("other", a=((64,), "float32")))
     other.reserve(placement=3)
-    assert list(server.evaluate(lambda: one.server.store.run("r").shards)) == ["other"], "it now has the index"
+    assert list(server.evaluate(lambda: one.server.store.run("r").shards)) == ["other"], (
+        "the last placement has the index"
+    )
 
 
 def test_updated_unit_cannot_be_released(server: ShardServer) -> None:

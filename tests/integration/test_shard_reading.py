@@ -120,6 +120,7 @@ def test_stalled_reader_uses_one_snapshot_at_most(server: ShardServer) -> None:
 
 
 def test_updates_and_pushes_evict_snapshots() -> None:
+    # The unit reserves four times its size. One buffer is left for a snapshot or a push.
     with ShardServer(budget_bytes=BIG.size_bytes * 5) as server:
         one = unit(server, BIG)
         one.push(one.filled(1.0))
@@ -187,7 +188,8 @@ def test_disconnected_reader_releases_its_version(server: ShardServer) -> None:
     next(iter(reading))
     reading.cancel()
     server.until(
-        lambda: one.shard.values.current is not None and one.shard.values.current.readers == 0, "it is released"
+        lambda: one.shard.values.current is not None and one.shard.values.current.readers == 0,
+        "the version is released",
     )
     train(one, 0)
     assert server.taken_bytes() == one.size

@@ -194,7 +194,7 @@ def test_reservation_is_validated_and_idempotent(server: ShardServer) -> None:
     for changes in ({"dp": 1}, {"unit_index": 5}, {"stop_bytes": 4096}, {"unit": MIXED.to_proto(), "stop_bytes": 0}):
         assert isinstance(error_of(partial(one.reserve, **changes)), UnitMismatchError)
     other = OneUnit(server, layout_of("v", a=((4,), "float32")), dp=2)
-    assert isinstance(error_of(other.reserve), UnitMismatchError), "its index belongs to another unit"
+    assert isinstance(error_of(other.reserve), UnitMismatchError), "the index belongs to another unit"
     for changes in ({"start_bytes": 5}, {"stop_bytes": 5}, {"start_bytes": 4096, "stop_bytes": 0}, {"dp": 0}):
         invalid = OneUnit(server, layout_of("w", a=((4096,), "float32")), index=7)
         assert isinstance(error_of(partial(invalid.reserve, **changes)), InvalidRequestError)
@@ -306,7 +306,9 @@ def test_fenced_epochs_and_attempts_are_rejected(server: ShardServer) -> None:
 def test_higher_epoch_in_a_push_does_not_fence_the_leaseholder(server: ShardServer) -> None:
     one = unit(server)
     one.push(one.filled(1.0), epoch=2**62)
-    assert one.push(one.filled(1.0), epoch=1).duplicate is False, "it replaces the contribution of the other epoch"
+    assert one.push(one.filled(1.0), epoch=1).duplicate is False, (
+        "the push replaces the contribution of the other epoch"
+    )
     assert one.push(one.filled(1.0), epoch=1).duplicate is True
     one.prepare(0)
     one.update(0)

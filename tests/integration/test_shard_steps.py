@@ -294,6 +294,7 @@ def test_idle_stream_is_cancelled(server: ShardServer, monkeypatch: pytest.Monke
 def test_streams_wait_for_memory_in_order_and_time_out() -> None:
     layouts = [layout_of(name, a=((60_000,), "float32")) for name in "abc"]
     size = layouts[0].size_bytes
+    # A unit reserves four times its size: values, two moments, a contribution. One buffer is left for all streams.
     with ShardServer(budget_bytes=size * 13) as server:
         ones = [OneUnit(server, layout, index=index) for index, layout in enumerate(layouts)]
         for one in ones:
@@ -355,7 +356,7 @@ def test_update_is_applied_once_after_keeping_gradients_failed(
     error_of(lambda: server.call("Update", request))
     server.call("Update", request)
     kept, *updated = one.gather(1)[1]
-    assert torch.equal(kept, torch.zeros_like(kept)), "its gradient is kept for another optimizer's step"
+    assert torch.equal(kept, torch.zeros_like(kept)), "the gradient is kept for another optimizer's step"
     assert updated
     assert all(torch.equal(values, torch.full_like(values, -1.0)) for values in updated), "updated exactly once"
 
@@ -411,7 +412,7 @@ def test_invalid_update_changes_nothing(server: ShardServer) -> None:
 def test_slow_push_under_an_unleased_epoch_does_not_block_the_leaseholder(server: ShardServer) -> None:
     one = unit(server)
     slow = one.open_push().send(*one.push_messages(one.filled(9.0), epoch=1 << 40)[:-1])
-    server.until(lambda: len(one.shard.streams) == 1, "it is being received")
+    server.until(lambda: len(one.shard.streams) == 1, "the push is being received")
     for step in range(2):
         train(one, step)
     assert_all(one.gather()[1], -2.0)
@@ -532,7 +533,7 @@ def test_optimizer_state_beyond_the_budget_is_rejected_before_the_commit() -> No
         one = unit(server, layout)
         one.push(one.filled(1.0))
         one.prepare(0)
-        # The reservation covers Adam's two moments, but not amsgrad's third moment and not an average.
+        # The reservation covers Adam's two moments, but neither amsgrad's third moment nor an average.
         error = error_of(lambda: one.prepare_update(0, algorithm="adamw", amsgrad=1.0, ema_decay=0.5))
         assert isinstance(error, CapacityError)
         assert f"of the budget of {6 * size} are free. The step is not committed" in str(error)
@@ -591,7 +592,7 @@ def test_cancelled_prepare_leaves_no_trace(server: ShardServer, monkeypatch: pyt
     future = call.future(one.prepare_request(0).SerializeToString())
     server.until(lambda: num_waiting() == 1, "the prepare waits for the thread")
     future.cancel()
-    server.until(lambda: num_waiting() == 0, "it is cancelled")
+    server.until(lambda: num_waiting() == 0, "the prepare is cancelled")
     fencing = in_background(lambda: one.fence(0, (0, 1, 1)))
     server.until(lambda: num_waiting() == 1, "the fence waits for the thread")
     resume.set()

@@ -13,27 +13,27 @@ from torch import nn
 import shardwell
 from tests.support.reference import ADAMW, sha256
 
-Meddling = Callable[[torch.Tensor], object]
+WeightWrite = Callable[[torch.Tensor], object]
 
 
-class Meddled(nn.Module):
+class WritingLinear(nn.Module):
     """A linear layer whose forward first modifies its weight, once."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(64, 32))
-        self.meddle: Meddling | None = None
+        self.write: WeightWrite | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        meddle, self.meddle = self.meddle, None
-        if meddle is not None:
-            meddle(self.weight)
+        write, self.write = self.write, None
+        if write is not None:
+            write(self.weight)
         return F.linear(x, self.weight)
 
 
 def build() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), Meddled(), nn.Linear(64, 3))
+    return nn.Sequential(nn.Linear(16, 32), WritingLinear(), nn.Linear(64, 3))
 
 
 def batch(step: int) -> torch.Tensor:
@@ -62,7 +62,7 @@ class Trained:
         self.optimizer = shardwell.optim.AdamW(self.model.parameters(), **ADAMW)
 
     @property
-    def meddled(self) -> Meddled:
+    def writing(self) -> WritingLinear:
         return self.model[1]  # type: ignore[return-value]
 
     def backward(self) -> None:
@@ -116,11 +116,11 @@ def write_one_element(weight: torch.Tensor) -> None:
 # Writes.
 
 
-@pytest.mark.parametrize("meddle", [add_in_place, add_to_data, add_to_detached, write_one_element])
-def test_write_in_forward_raises_and_leaves_no_trace(shared: Trained, meddle: Meddling) -> None:
+@pytest.mark.parametrize("write", [add_in_place, add_to_data, add_to_detached, write_one_element])
+def test_write_in_forward_raises_and_leaves_no_trace(shared: Trained, write: WeightWrite) -> None:
     shared.step()
-    shared.meddled.meddle = meddle
-    with pytest.raises(shardwell.UsageError, match=r"parameter 'Meddled-0\.weight'.* was written in place"):
+    shared.writing.write = write
+    with pytest.raises(shardwell.UsageError, match=r"parameter 'WritingLinear-0\.weight'.* was written in place"):
         shared.step()
     shared.optimizer.zero_grad()
     for _ in range(2):
@@ -130,8 +130,8 @@ def test_write_in_forward_raises_and_leaves_no_trace(shared: Trained, meddle: Me
 
 def test_in_place_write_raises_the_same_error_on_every_transport(trained: Trained) -> None:
     trained.step()
-    trained.meddled.meddle = add_in_place
-    with pytest.raises(shardwell.UsageError, match=r"parameter 'Meddled-0\.weight'"):
+    trained.writing.write = add_in_place
+    with pytest.raises(shardwell.UsageError, match=r"parameter 'WritingLinear-0\.weight'"):
         trained.step()
     trained.optimizer.zero_grad()
     for _ in range(2):
@@ -139,12 +139,12 @@ def test_in_place_write_raises_the_same_error_on_every_transport(trained: Traine
     assert trained.hash() == plain_hash(3)
 
 
-@pytest.mark.parametrize("meddle", [add_in_place, add_to_data])
-def test_work_item_computed_with_written_weights_is_discarded(shared: Trained, meddle: Meddling) -> None:
+@pytest.mark.parametrize("write", [add_in_place, add_to_data])
+def test_work_item_computed_with_written_weights_is_discarded(shared: Trained, write: WeightWrite) -> None:
     for step in shared.session.steps(3):
         if step.number == 1:
-            shared.meddled.meddle = meddle
-            with pytest.raises(shardwell.UsageError, match=r"parameter 'Meddled-0\.weight'"):
+            shared.writing.write = write
+            with pytest.raises(shardwell.UsageError, match=r"parameter 'WritingLinear-0\.weight'"):
                 for _ in step.batches(lambda number, _: batch(number)):
                     shared.backward()
         for _ in step.batches(lambda number, _: batch(number)):
@@ -154,13 +154,13 @@ def test_work_item_computed_with_written_weights_is_discarded(shared: Trained, m
     assert shared.hash() == plain_hash(3)
 
 
-@pytest.mark.parametrize("meddle", [add_in_place, add_to_data])
-def test_write_between_unshard_and_reshard_raises(shared: Trained, meddle: Meddling) -> None:
+@pytest.mark.parametrize("write", [add_in_place, add_to_data])
+def test_write_between_unshard_and_reshard_raises(shared: Trained, write: WeightWrite) -> None:
     shared.step()
-    shared.meddled.unshard()
-    meddle(shared.meddled.weight)
-    with pytest.raises(shardwell.UsageError, match=r"parameter 'Meddled-0\.weight'"):
-        shared.meddled.reshard()
+    shared.writing.unshard()
+    write(shared.writing.weight)
+    with pytest.raises(shardwell.UsageError, match=r"parameter 'WritingLinear-0\.weight'"):
+        shared.writing.reshard()
     for _ in range(2):
         shared.step()
     assert shared.hash() == plain_hash(3)
@@ -170,14 +170,14 @@ def test_writes_are_invisible_to_other_trainers(cluster: shardwell.LocalCluster,
     shared.step()
     before = shared.hash()
     with joined(cluster.address, shared.session.run) as other:
-        shared.meddled.unshard()
-        shared.meddled.weight.data.fill_(float("nan"))
+        shared.writing.unshard()
+        shared.writing.weight.data.fill_(float("nan"))
         assert other.hash() == before
-        other.meddled.unshard()
-        assert bool(other.meddled.weight.isfinite().all())
-        other.meddled.reshard()
+        other.writing.unshard()
+        assert bool(other.writing.weight.isfinite().all())
+        other.writing.reshard()
         with pytest.raises(shardwell.UsageError):
-            shared.meddled.reshard()
+            shared.writing.reshard()
         assert shared.hash() == before
 
 
@@ -238,8 +238,8 @@ def catch_up(evaluator: Trained) -> None:
 
 def test_weights_overwritten_during_use_are_detected(shared: Trained, evaluator: Trained) -> None:
     assert torch.equal(evaluate(evaluator), evaluate(shared))
-    evaluator.meddled.meddle = lambda _: overwrite(shared)
-    with pytest.raises(shardwell.VersionGoneError, match="version 0 of unit 'Meddled-0' was overwritten"):
+    evaluator.writing.write = lambda _: overwrite(shared)
+    with pytest.raises(shardwell.VersionGoneError, match="version 0 of unit 'WritingLinear-0' was overwritten"):
         evaluate(evaluator)
     catch_up(evaluator)
     assert torch.equal(evaluate(evaluator), evaluate(shared))
@@ -259,9 +259,9 @@ def test_write_before_the_commit_is_detected_and_the_step_stays_committed(shared
     shared.step()
     shared.backward()
     shared.optimizer.clip_grad_norm_(float("inf"))  # ends the work
-    shared.meddled.unshard()
-    shared.meddled.weight.data.fill_(0.0)
-    with pytest.raises(shardwell.UsageError, match=r"parameter 'Meddled-0\.weight'"):
+    shared.writing.unshard()
+    shared.writing.weight.data.fill_(0.0)
+    with pytest.raises(shardwell.UsageError, match=r"parameter 'WritingLinear-0\.weight'"):
         shared.optimizer.step()
     assert shared.session.step == 2
     shared.optimizer.zero_grad()

@@ -303,7 +303,7 @@ def test_contribution_outlives_its_session(connected: ConnectedUnit) -> None:
     (path,) = [gradient_buffer.path for gradient_buffer in connected.gradient_buffers()]
     connected.transport.close()
     connected.server.until(lambda: not Path(path).exists(), "the gradient buffer's name is gone")
-    assert shared_bytes(connected.server) == 2 * one.size, "its memory is still in use"
+    assert shared_bytes(connected.server) == 2 * one.size, "the contribution's memory is still in use"
     one.push(one.filled(1.0), rank=1)
     one.prepare(0)
     one.update(0)

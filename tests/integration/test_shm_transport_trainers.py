@@ -101,7 +101,7 @@ def test_server_without_shared_memory_is_reached_over_grpc(caplog: pytest.LogCap
 def test_wrong_proof_file_falls_back_to_grpc(
     server: ShardServer, shared: SharedMemory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulates a host of the same name, or another /dev/shm."""
+    """Simulates a server on another host with this host's name, or with another /dev/shm."""
     real, one = shared.create, unit(server)
 
     def elsewhere(size_bytes: int, what: str) -> Any:

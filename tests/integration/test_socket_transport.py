@@ -222,7 +222,7 @@ def test_client_stops_sending_a_rejected_push() -> None:
         )
         peer, _ = listener.accept()
         with peer:
-            peer.sendall(socket_frames.encode(Kind.WELCOME) + refusal)  # without reading
+            peer.sendall(socket_frames.encode(Kind.WELCOME) + refusal)  # sent before the peer reads anything
             with closing(next(connecting)) as connection:
                 much = memoryview(bytearray(64 << 20))
                 header = shard_pb2.ReduceScatterHeader()

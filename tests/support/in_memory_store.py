@@ -179,7 +179,7 @@ class InMemoryStore:
             unit.parts = []
 
     def step(self, *, dp: int = 1) -> None:
-        """Commits the step: adds parts in order, then ranks in order, divides by ``dp``, updates."""
+        """Commits the step: sums parts and then ranks in order, divides by ``dp``, and updates the shards."""
         if any(unit.parts for unit in self.units) or not self.units[0].contributions:
             self.finish_item()
         assert len(self.units[0].contributions) == dp

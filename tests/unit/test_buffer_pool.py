@@ -10,7 +10,7 @@ LIMIT = 1000
 
 
 def kept(pool: BufferPool, size_bytes: int) -> bool:
-    """Returns whether a released buffer is the next one acquired of its size."""
+    """Returns whether a released buffer is acquired again by the next request of its size."""
     buffer = pool.acquire(size_bytes)
     pool.release(buffer)
     return pool.acquire(size_bytes) is buffer

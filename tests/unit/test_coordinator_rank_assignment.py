@@ -1,4 +1,4 @@
-"""Rank assignment at the start of a run, on a later join, and when owners are gone."""
+"""Rank assignment at the start of a run, on a later join, and after a rank's trainer is gone."""
 
 from __future__ import annotations
 

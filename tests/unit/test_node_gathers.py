@@ -41,7 +41,7 @@ SHORT_S, LONG_S = 0.2, 60.0
 
 
 class Server(FakeStream):
-    """A transport with the values of each version. It counts received bytes and can fail."""
+    """A fake transport that returns the values of each version, counts received bytes, and can fail."""
 
     def __init__(self) -> None:
         super().__init__()

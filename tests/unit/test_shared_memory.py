@@ -188,7 +188,7 @@ def test_files_of_a_killed_server_are_removed_by_the_next(tmp_path: Path, holder
     assert len(files(tmp_path)) == 1
     with closing(SharedMemory(tmp_path)):
         assert files(tmp_path) == []
-        assert len(list(tmp_path.iterdir())) == 1, "its own folder"
+        assert len(list(tmp_path.iterdir())) == 1, "only the new server's folder is left"
 
 
 def test_files_of_a_running_server_are_kept(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:

@@ -290,7 +290,7 @@ def siblings() -> nn.Sequential:
 
 
 def test_parents_of_a_shared_module_become_units_if_it_is_a_unit() -> None:
-    """If they were no units, their parameters would all belong to the unit around them."""
+    """Otherwise the unit around the parents would contain all their parameters."""
     with pytest.warns(UserWarning, match="chooses no module"):
         assert list(wrapped(siblings(), CustomPolicy(lambda module: isinstance(module, int)))) == ["Sequential"]
     assert list(wrapped(siblings(), ModuleTypePolicy({Parent, nn.Linear}))) == ["0.own", "0.shared", "1.own", "2"]
