@@ -84,4 +84,4 @@ def check_address(address: str) -> None:
     """
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise UsageError(f"{address!r} is no address: expected HOST:PORT, such as localhost:50051")
+        raise UsageError(f"{address!r} is not an address: expected HOST:PORT, such as localhost:50051")

@@ -172,7 +172,8 @@ class UnitLayout:
         names = [name for parameter in self.parameters for name in (parameter.name, *parameter.aliases)]
         if len(set(names)) != len(names) or not all(names):
             raise InvalidRequestError(
-                f"unit {self.unit!r} has two parameters of one name, or a parameter without a name", unit=self.unit
+                f"unit {self.unit!r} has two parameters with the same name, or a parameter without a name",
+                unit=self.unit,
             )
         dtypes = ITEM_SIZES if self.holds_buffers else PARAMETER_ITEM_SIZES
         for parameter in self.parameters:

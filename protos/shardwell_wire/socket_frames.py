@@ -276,7 +276,7 @@ class StreamReceiver:
             self.refusal_bytes = size_bytes
         elif kind is Kind.DATA:
             self._begin(size_bytes)
-        elif self._head_bytes < HEAD_BYTES + size_bytes:
+        elif self._head_bytes < HEAD_BYTES + size_bytes:  # END: the checksum follows the head in the same buffer
             self._head_wanted_bytes = HEAD_BYTES + size_bytes
         else:
             self._end(self._head[HEAD_BYTES : self._head_bytes])

@@ -23,8 +23,8 @@ OPEN_SERVICES = frozenset({health_pb2.DESCRIPTOR.services_by_name["Health"].full
 """Services that need no token."""
 
 _ADVICE = (
-    f"set the file with the cluster's token in {TOKEN_FILE_VARIABLE} or --token-file. As the user who started a local "
-    "cluster on this host, `shardwell token --address HOST:PORT` prints the header, for grpcurl -H"
+    f"set the file with the cluster's token in {TOKEN_FILE_VARIABLE} or --token-file. The user who started a "
+    "local cluster on this host gets the header for grpcurl -H from `shardwell token --address HOST:PORT`"
 )
 
 

@@ -129,10 +129,10 @@ def test_opening_for_an_unknown_run_is_rejected(server: ShardServer) -> None:
 @pytest.mark.parametrize(
     ("sent", "complaint"),
     [
-        (struct.pack("<IB", 1 << 31, Kind.GATHER), "a GATHER frame of 2147483648 bytes: at most"),
+        (struct.pack("<IB", 1 << 31, Kind.GATHER), "a GATHER frame has 2147483648 bytes, expected at most"),
         (struct.pack("<IB", 0, 99), "a frame of kind 99: expected GATHER or REDUCE_SCATTER"),
         (data(b"abc"), "a frame of kind 7: expected GATHER or REDUCE_SCATTER"),
-        (socket_frames.encode(Kind.GATHER, b"\0"), "a GATHER frame of 1 bytes"),
+        (socket_frames.encode(Kind.GATHER, b"\0"), "a GATHER frame has 1 bytes"),
         (socket_frames.encode(Kind.GATHER, b"\0\0\0\0\xff\xff"), "do not decode as shardwell_wire.v1.GatherRequest"),
         (bytes(range(256)) * 512, "a frame of kind 4: expected GATHER or REDUCE_SCATTER"),
     ],
@@ -166,7 +166,7 @@ RIGHT = bytes(PLAIN.size_bytes)
         (data(RIGHT[1:]) + end_of(RIGHT[1:]), ChunkError, "ended after 239999 of 240000 bytes"),
         (data(RIGHT, b"\0") + end_of(RIGHT + b"\0"), ChunkError, "240001 bytes or more, expected 240000"),
         (data(b"", RIGHT) + end_of(RIGHT), ChunkError, "the frame at byte 0 is empty"),
-        (struct.pack("<IB", (4 << 20) + 1, Kind.DATA), InvalidRequestError, "a DATA frame of 4194305 bytes"),
+        (struct.pack("<IB", (4 << 20) + 1, Kind.DATA), InvalidRequestError, "a DATA frame has 4194305 bytes"),
         (data(RIGHT) + end_of(b"other"), CorruptDataError, "the bytes have checksum"),
         (data(RIGHT[1:]) + socket_frames.encode(Kind.GATHER), InvalidRequestError, "expected DATA or END"),
     ],
@@ -200,7 +200,7 @@ def test_stalled_push_is_cancelled(connected: ConnectedUnit, monkeypatch: pytest
         peer.push(connected, sent)
         error = peer.error()
         assert isinstance(error, DeadlineError)
-        assert "no bytes moved for 0.05 s in mid-stream" in str(error)
+        assert "no bytes moved for 0.05 s during a transfer" in str(error)
     connected.assert_no_push_is_kept()
 
 

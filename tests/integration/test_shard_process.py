@@ -204,7 +204,7 @@ def test_error_names_an_invalid_setting(
     ("arguments", "complaint"),
     [
         (["--listen", "TAKEN"], "Address already in use; choose another address with --listen (port 0: a free port)"),
-        (["--coordinator", "node0"], "'node0' is no address: expected HOST:PORT"),
+        (["--coordinator", "node0"], "'node0' is not an address: expected HOST:PORT"),
     ],
 )
 def test_error_names_an_invalid_address(arguments: list[str], complaint: str) -> None:

@@ -66,7 +66,7 @@ def test_absent_coordinator_is_reported(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("address", ["localhost", "localhost:", ":50051", "http://localhost:50051", "a:0", "a:65536"])
 def test_invalid_address_is_rejected_at_once(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = f"{address!r} is no address: expected HOST:PORT, such as localhost:50051"
+    expected = f"{address!r} is not an address: expected HOST:PORT, such as localhost:50051"
     assert main(["runs", "--address", address]) == 1
     assert capsys.readouterr().err == f"shardwell runs: {expected}\n"
     assert server_cli.main(["health", address]) == 1

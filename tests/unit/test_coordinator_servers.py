@@ -91,7 +91,7 @@ def test_only_a_gone_server_without_shards_can_be_forgotten(tmp_path: Path) -> N
             cluster.state.cluster.servers["s1"].last_seen_s -= 11
             cluster.coordinator.expire()
             await cluster.until(lambda: cluster.state.cluster.servers["s1"].ended, "the end of s1")
-            with pytest.raises(ConflictError, match="owns shards of run 'r', and without it they could not be located"):
+            with pytest.raises(ConflictError, match="owns shards of run 'r', which cannot be located"):
                 await cluster.call("ForgetServer", server_id="s1")
             cluster.limit_s = 0.1
             await cluster.call("DeleteRun", run="r", force=True)

@@ -67,10 +67,10 @@ def test_cuts_are_proportional_to_weights() -> None:
     ("parameters", "message"),
     [
         ((Parameter("a", (1,), "int64"),), "dtype int64"),
-        ((Parameter("a", (1,), "float32"), Parameter("a", (1,), "float32")), "two parameters of one name"),
+        ((Parameter("a", (1,), "float32"), Parameter("a", (1,), "float32")), "two parameters with the same name"),
         (
             (Parameter("a", (1,), "float32", aliases=("b",)), Parameter("b", (1,), "float32")),
-            "two parameters of one name",
+            "two parameters with the same name",
         ),
         ((Parameter("", (1,), "float32"),), "a parameter without a name"),
         ((Parameter("a", (1 << 40, 2), "float32"),), "more than the limit"),

@@ -103,7 +103,7 @@ class CoordinatorState:
 
     async def delete_run(self, run: Run) -> None:
         """Deletes a run. Returns when the deletion is durable."""
-        run.set_deleted(True)
+        run.set_deleted(True)  # before the write, so that no other method stores the run meanwhile
         try:
             await self.storage.delete_run(run.name, run.last_epoch)
         except ShardwellError:
@@ -130,7 +130,7 @@ class CoordinatorState:
 
     async def _save(self, run: Run) -> None:
         run.check_not_deleted()
-        made = run.unsaved.made
+        made = run.unsaved.made  # changes during the write are not part of it
         await self.storage.save_run(_run_record(run))
         run.unsaved.note_saved(made)
 

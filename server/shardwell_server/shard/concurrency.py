@@ -86,9 +86,9 @@ class _Stream:
 class OpenStreams:
     """The unfinished streams to one shard. A newer stream replaces one with the same key and fencing numbers.
 
-    Streams with other fencing numbers do not affect each other, because only the coordinator knows which number belongs
-    to a valid lease. The coordinator fences former leases (``end``) before it grants a new one. So a stream under an
-    invalid number neither ends the leaseholder's stream nor blocks it.
+    Streams with different fencing numbers do not affect each other, because only the coordinator knows which number
+    belongs to a valid lease. The coordinator fences former leases (``end``) before it grants a new one. A stream under
+    an invalid number therefore neither ends nor blocks the leaseholder's stream.
     """
 
     def __init__(self) -> None:

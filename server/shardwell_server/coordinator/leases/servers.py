@@ -121,8 +121,8 @@ class ServerLeases:
                 )
             if runs := self._runs_on(server):
                 raise ConflictError(
-                    f"server {server_id!r} owns shards of {_named(runs)}, and without it they could not be located: "
-                    "delete these runs first if they cannot continue",
+                    f"server {server_id!r} owns shards of {_named(runs)}, which cannot be located if the server is "
+                    "forgotten: delete these runs first if they cannot continue",
                     server=server_id,
                 )
             await self._forget(server)

@@ -172,11 +172,13 @@ def claim_ranks(
     elif own:
         return own
     fair_share = -(-len(assigned) // max(len(players), expected)) if shared else 1
+    # First, ranks of gone trainers.
     for rank in sorted(rank for rank, owner in assigned.items() if owner not in players and rank not in own):
         if counts[name] < fair_share:
             take(rank)
     if counts[name] > (wanted is not None):
         return own
+    # Otherwise, ranks of the busiest live trainers, until the numbers of ranks are balanced.
     while (surplus := _surplus_rank(assigned, own, counts, requested)) is not None:
         if counts[assigned[surplus]] <= counts[name] + 1:
             break

@@ -331,7 +331,7 @@ class Step:
         for item in self._unstaged():
             if self._partition_trainer(item, live) is None and item.fenced:
                 self._partition_substitutes[item.dp_rank] = trainer
-                item.epoch = next_epoch()
+                item.epoch = next_epoch()  # overrides what a former substitute may still stage
             if self._partition_trainer(item, live) == trainer:
                 work.append(
                     coordinator_pb2.PartitionWork(dp_rank=item.dp_rank, epoch=item.epoch, attempts=self.attempts)

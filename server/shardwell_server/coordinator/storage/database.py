@@ -126,6 +126,7 @@ class Database:
         except (OSError, sqlite3.Error) as error:
             raise UnavailableError(f"cannot open {self.path}: {error}", path=self.path) from error
         try:
+            # The first access locks the file until the connection is closed, so a second coordinator fails here.
             database.execute("PRAGMA locking_mode = EXCLUSIVE")
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = FULL")

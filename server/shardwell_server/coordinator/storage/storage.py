@@ -158,7 +158,7 @@ class Storage:
             if changed:
                 writes.append((_upsert(table, len(changed[0])), changed))
         self._database.write(writes)
-        self._stored[run] = record
+        self._stored[run] = record  # not earlier: after a failed write, the next call must write the difference again
 
     async def save_units(self, run: str, records: Sequence[UnitRecord]) -> None:
         """Stores units and their shards, replacing the units' previous shards."""

@@ -1,1 +1,1 @@
-"""Sums in rank order, norms, optimizers, averages and random values. Knows no requests."""
+"""Arithmetic on tensors: sums in rank order, norms, optimizers, averages and random values."""

@@ -41,7 +41,7 @@ class Reduced:
         return max((abs(float(value)) for pair in values for value in pair), default=0.0)
 
     def power_partials(self, first_bytes: Sequence[int], norm_type: float) -> list[float]:
-        """Returns the share of another norm, as ``square_partials`` is for the Euclidean norm.
+        """Returns this shard's share of another norm, in the form of ``square_partials``.
 
         Args:
             first_bytes: First byte of each segment in the flat vector.

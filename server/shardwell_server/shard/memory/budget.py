@@ -59,7 +59,7 @@ class _Reservation:
 
 
 class BufferQuota:
-    """Counts how many more buffers of one kind a shard's reservation covers. Further ones need unreserved memory.
+    """Counts how many more buffers of one kind a shard's reservation covers. Further buffers need unreserved memory.
 
     Args:
         count: Number of buffers that the reservation covers.

@@ -14,8 +14,8 @@ from shardwell_wire.errors import CapacityError
 class BufferPool:
     """Pool of byte tensors. Used on the event loop only.
 
-    Idle buffers are kept for the next caller that asks for their size, while everything fits the limit. Reuse matters:
-    page faults make a fresh allocation ten times slower to fill than memcpy.
+    Idle buffers are kept, within the limit, for the next caller that asks for their size. Reuse matters: page faults
+    make filling a fresh allocation ten times slower than memcpy.
 
     Args:
         limit_bytes: Idle buffers are freed when acquired buffers, idle buffers and ``elsewhere_bytes`` exceed this.
@@ -26,7 +26,7 @@ class BufferPool:
         """Size of all acquired buffers."""
         self.idle_bytes = 0
         self.elsewhere_bytes = 0
-        """Memory that counts against the limit but not in this pool: optimizer state and shared memory."""
+        """Memory that counts against the limit but is not in this pool: optimizer state and shared memory."""
         self._limit_bytes = limit_bytes
         self._idle: dict[int, list[torch.Tensor]] = {}
 
@@ -90,9 +90,9 @@ class UnreservedMemory:
     """FIFO allocator for memory outside reservations; evicts old snapshots under pressure. Used on the event loop.
 
     It counts bytes only; buffers come from ``BufferPool``. Four things use it: streams that replace a shard's initial
-    values, parts that are added to a contribution, encodings and averages that readers are sent, and old versions that
-    still have readers. Snapshots of old versions are evicted when another caller needs memory, because their readers
-    may be arbitrarily slow.
+    values, parts that are added to a contribution, encodings and averages for readers, and old versions that still have
+    readers. Snapshots of old versions are evicted when another caller needs memory, because their readers may be
+    arbitrarily slow.
     """
 
     def __init__(self) -> None:

@@ -90,7 +90,7 @@ class Sending:
 
     gRPC holds a message and a copy of it until the client's flow control admits it. A client that does not read
     therefore uses the memory of one message per open stream. Nothing frees this memory while the connection is open,
-    not even the end of the rpc on the server. So the connection of a stalled reader is closed.
+    not even the end of the rpc on the server. Therefore the connection of a stalled reader is closed.
 
     Args:
         limit_bytes: Limit for all connections together.
@@ -117,8 +117,8 @@ class Sending:
         the block.
 
         Args:
-            size_bytes: Size of the message with its copies. A larger message than the limits is admitted when no other
-                message counts.
+            size_bytes: Size of the message with its copies. A message larger than the limits is admitted when no other
+                message is counted.
             peer: The connection.
             wait_s: Seconds to wait for memory.
 
@@ -214,7 +214,7 @@ class Sending:
         stalled = {}
         for message in self._sent:
             if loop.time() - message.since_s < limit_s:
-                break
+                break  # all later messages are newer
             stalled[message.peer] = loop.time() - message.since_s
         for peer, stalled_s in stalled.items():
             if self._close(peer):

@@ -68,7 +68,7 @@ class ProcessGroup:
     """Shard servers as child processes. Used on the event loop.
 
     Each child has its own session, so that Ctrl-C in a terminal reaches it through this process only. Each child reads
-    a pipe that this process keeps open, so that it stops however this process ends.
+    a pipe that this process keeps open. When this process ends for any reason, the pipe closes and the child stops.
 
     Args:
         members: Settings of each child; see ``member_settings``.

@@ -73,7 +73,8 @@ class Registration:
     async def running(self, address: str) -> AsyncIterator[asyncio.Future[None]]:
         """Registers on entry, sends heartbeats while the block runs, and deregisters on exit.
 
-        Yields a future that raises when the server must stop. These errors come from registering, on entry or again.
+        Yields a future that raises when the server must stop. The errors below come from the registration on entry or a
+        later one.
 
         Args:
             address: host:port by which clients reach this server.
@@ -147,7 +148,7 @@ class Registration:
             logger.info("cannot deregister: %s", error)
 
     async def _ask_term(self) -> None:
-        """Sends a heartbeat now, whose answer contains the coordinator's term."""
+        """Sends a heartbeat now. Its response contains the coordinator's term."""
         try:
             await self._beat()
         except _LEASE_LOST as error:
@@ -172,7 +173,7 @@ class Registration:
                 self._drop_deleted(run_id)
 
     def _drop_deleted(self, run_id: str) -> None:
-        """Drops a run whose deletion this server missed. Runs in the background, after work on the run."""
+        """Drops a run whose deletion this server missed. Runs in the background, after pending work on the run."""
 
         async def drop() -> None:
             try:

@@ -116,7 +116,7 @@ def compute_check_finite(
         # Packed values of mixed dtypes need not be aligned.
         aligned = piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
         numbers = aligned.view(dtype)
-        # The sum needs one pass, and is finite only if all values are. It may overflow although they are.
+        # The sum needs one pass and is finite only if all values are finite. It may overflow even if they are.
         if not math.isfinite(numbers.sum().item()) and not bool(torch.isfinite(numbers).all()):
             raise NonFiniteError(
                 f"{what}: the new value of parameter {parameter.name!r} has NaN or infinity; nothing was updated",
@@ -136,13 +136,14 @@ async def read(
     Raises:
         InvalidRequestError: The range is not the partition's.
         StaleEpochError: The lease is over.
-        StepStateError: The step is not prepared, or no longer.
+        StepStateError: The step is not prepared, or its gradient has been discarded.
     """
     run = store.exact_run(request.context)
     shard = run.shard(request.unit)
     check_lease(run, shard, request)
     version, source = await shard.values.read(request.context.step, wait_s)
     try:
+        # The lease is checked again, because it may have ended during the wait.
         generation, buffer = check_lease(run, shard, request), source.buffer
         header, pieces = _content(shard, source, request, version)
         messages = chunk_streams.encode_stream(shard_pb2.ReadPartitionResponse(header=header), pieces)
@@ -189,6 +190,7 @@ async def stage(
 
         async def accept() -> None:
             nonlocal is_staged
+            # Checked again: the lease or the gradient may have changed while the stream was received.
             check_current(run, shard, header, what)
             staged = StagedPartition(header.context.epoch, segments, values, state, release)
             shard.partitions.stage(header.dp_rank, staged)

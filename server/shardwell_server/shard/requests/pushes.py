@@ -133,8 +133,8 @@ class Push:
         shard, memory = self._shard, chunk_streams.memory_at(received.buffer.data_ptr(), self._shard.size_bytes)
         if not self._header.wire_dtype:
             return await incoming.into(self._targets(memory), self._what)
-        # Encoded bytes are received into the end of the same buffer and decoded in place. With a second buffer, pushes
-        # that hold one and wait for the other could wait for each other.
+        # Encoded bytes are received into the end of the same buffer and decoded in place. With two buffers per push,
+        # pushes that hold one buffer and wait for another could deadlock.
         plan = self._plan()
         checksum = await incoming.into([memory[len(memory) - plan.size_bytes :]], self._what)
         await self._store.in_thread(lambda: plan.decode_in_place(memory, shard.start_bytes))
@@ -215,8 +215,8 @@ class Push:
         numbers = [shard.segment_of[segment.parameter_index] for segment in self._pushed_segments]
         shard.discard_reduced()
         if self._part == 0:
-            # The replaced contribution is of an older attempt or another lease: parts of two trainers are never added.
-            # Dropped before the claim, so that its quota is free.
+            # The replaced contribution belongs to an older attempt or another lease: parts of two trainers are never
+            # added. It is dropped before the claim, so that its quota is free.
             contributions.drop(self._dp_rank)
             first = Contribution(self._epoch, self._attempt, source.claim(), views, source.release, set(numbers))
             contributions.add(self._dp_rank, first)

@@ -43,8 +43,8 @@ async def prepare(
 ) -> shard_pb2.PrepareStepResponse:
     """Confirms the contributions of a step and reduces them. Idempotent.
 
-    A rejected request, and a request for another norm, keep a prepared step prepared: it may be committed already. If
-    the request names the optimizer that is expected to update the step, the memory for it is allocated.
+    A step stays prepared after a rejected request or a request for another norm, because it may be committed already.
+    If the request names the optimizer that is expected to update the step, the memory for it is allocated.
 
     Raises:
         IncompleteStepError: Contributions are missing, or more arrived than the manifest names.
@@ -77,7 +77,7 @@ async def _prepare(
             return former.answer
     else:
         _check_complete(run, request)
-        run.set_prepared(PreparedStep(step, manifest, request.norm_type, None))  # rejects pushes from here on
+        run.set_prepared(PreparedStep(step, manifest, request.norm_type, None))  # pushes are rejected from here on
     try:
         answer = await _reduced(run, in_thread, request)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Streams of rpcs: gradients and values that come in, and streams that stay open as long as a client likes."""
+"""Client streams of gradients and values, and limits on the streams that clients keep open."""
 
 from __future__ import annotations
 

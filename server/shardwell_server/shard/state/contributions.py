@@ -95,7 +95,7 @@ class Contributions:
         return contribution.part_count
 
     def seem_complete(self, dp: int) -> bool:
-        """True if every rank has pushed as many parts as in the last step, or one in the first step."""
+        """True if every rank has pushed as many parts as in the last step, or one part in the first step."""
         # Called after every push: cheap until the last rank has pushed.
         if not self.by_rank or len(self.by_rank) < (len(self._usual) or dp):
             return False
@@ -170,7 +170,7 @@ class KeptGradients:
     ) -> None:
         self._reserve, self._acquire, self._release, self._views = reserve, acquire, release, views
         self._by_rank: dict[int, Contribution] = {}
-        """Every entry has a buffer. Some have no gradient in it."""
+        """Every entry has a buffer. The buffer of some entries contains no gradient."""
 
     @property
     def size_bytes(self) -> int:
@@ -222,7 +222,7 @@ class KeptGradients:
     def compute_keep(self, contributions: Mapping[int, Contribution], numbers: Collection[int]) -> None:
         """Keeps some segments of a committed step's contributions. Idempotent for the same arguments.
 
-        The contributions include what had been kept before.
+        The contributions include the gradients that were kept before.
         """
         for rank, contribution in contributions.items():
             present = contribution.present.intersection(numbers)

@@ -11,8 +11,8 @@ from shardwell_wire.v1 import shard_pb2
 class Fences:
     """The oldest epoch and attempt that one run accepts from each logical dp rank.
 
-    Only the coordinator raises them; the numbers in a push do not. Epochs never fall. Attempts start at 0 in every
-    step.
+    Only the coordinator raises these bounds; the numbers in a push do not. Epochs never fall. Attempts start at 0 in
+    every step.
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ class StagingBuffer(Protocol):
         """Passes the new state to the shard and takes the former state's memory for the next one.
 
         Args:
-            former: The former state. None: there was none, or not in shared memory.
+            former: The former state. None: there was no state, or it was not in shared memory.
             writer: Staging buffer in which the former state was written. None: the state was received.
 
         Returns:
@@ -55,7 +55,7 @@ class PartitionState:
     data: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     """All tensors, at the offsets that ``state_places`` returns. uint8. [size_bytes]"""
     shared: SharedBuffer | None = None
-    """The file that ``data`` is, if trainers on this host can map it."""
+    """The file that contains ``data``. None: trainers cannot map the state."""
     writer: StagingBuffer | None = None
     """Staging buffer in which a trainer wrote the state. None: the state was received."""
     request_id: str = ""
@@ -151,7 +151,8 @@ class Partitions:
             writer = staged.state.writer
             if staged.state.pooled:
                 self._memory.pool.detach(staged.state.data)
-            # The new state occupies the staging buffer's memory for state, so the buffer gets the former state's.
+            # The new state occupies the staging buffer's memory for state, so the buffer gets the memory of the former
+            # state.
             if writer is None or not writer.swap_state(former.shared, former.writer):
                 self._free_settled(former)
             staged.release()
@@ -174,7 +175,8 @@ class Partitions:
     def allocate_state(
         self, tensors: Sequence[shard_pb2.StateTensor], request_id: str, *, share: bool
     ) -> PartitionState:
-        """Allocates memory for state that a trainer is about to send, in shared memory if asked to and possible."""
+        """Allocates memory for state that a trainer is about to send, in shared memory if ``share`` is True and
+        possible."""
         _, size_bytes = state_places(tensors)
         if share and self._shared is not None and size_bytes:
             try:
@@ -207,7 +209,8 @@ class Partitions:
         staging_buffer.close()
 
     def evict(self) -> None:
-        """Closes the staging buffers without staged values. Their trainers open others or use another transport."""
+        """Closes the staging buffers without staged values. Their trainers open other buffers or use another
+        transport."""
         for staging_buffer in [staging_buffer for staging_buffer in self._staging_buffers if not staging_buffer.staged]:
             self.close_staging_buffer(staging_buffer)
 

@@ -27,7 +27,7 @@ class VersionBytes:
     buffer: torch.Tensor
     """uint8. [stop_bytes - start_bytes]"""
     version: int
-    """Number of the version. For unpublished values, the version that they will be."""
+    """Number of the version. For unpublished values, the version that they become when published."""
     readers: int = 0
     """The bytes stay unchanged while this is positive, unless they are revoked."""
     pins: int = 0

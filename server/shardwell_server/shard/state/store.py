@@ -26,7 +26,7 @@ from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.topology import check_data_ranks
 
 _REMEMBERED_IDS = 1024
-"""Number of deleted runs whose ids are remembered. Requests for them get a precise error and reserve nothing."""
+"""Number of deleted runs whose ids are remembered. Requests for these runs get a precise error and reserve nothing."""
 
 
 class NamesRun(Protocol):
@@ -177,6 +177,7 @@ class ShardStore:
 
     async def drop(self, run_id: str) -> int:
         """Drops a run permanently; returns the bytes of the budget that became free."""
+        # First, so that no request creates the run again while this one waits for the lock.
         if run_id not in self._dropped:
             self._dropped.append(run_id)
         run = self.runs.get(run_id)

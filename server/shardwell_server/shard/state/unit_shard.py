@@ -121,7 +121,7 @@ class UnitShard:
     # ---- reducing ----
 
     async def reduce(self, in_thread: InThread) -> Reduced:
-        """Adds the contributions in rank order and takes the mean. Returns the same result when repeated.
+        """Computes the mean of the contributions in rank order. Returns the same result when repeated.
 
         Raises:
             NonFiniteError: The mean has NaN or infinity. The error names the parameter and the ranks.
@@ -145,7 +145,7 @@ class UnitShard:
     async def reduce_ahead(self, in_thread: InThread) -> None:
         """Computes the mean before ``reduce`` is called, if all contributions seem to have arrived.
 
-        The contributions are not consumed: a later part or a withdrawn contribution discards the mean.
+        The contributions are kept. A later part, or the drop of a contribution, discards the mean.
         """
         if self.seems_complete:
             self.reduced = await self._reduce(in_thread)
@@ -329,8 +329,9 @@ class UnitShard:
         assert self.reduced is not None and self.values.live is not None
         numbers = self._kept_numbers(groups)
         if numbers or self.kept.ranks:
-            # Before the next version becomes readable, because trainers then overwrite their gradient buffers. Before
-            # the optimizer, because keeping is idempotent and a successful optimizer step is not.
+            # Gradients are kept before the next version becomes readable, because trainers then overwrite their
+            # gradient buffers. They are kept before the optimizer runs, because keeping is idempotent and an optimizer
+            # step is not.
             self.kept.compute_keep(self.contributions.by_rank, numbers)
         if runs_on_trainers(optimizer.algorithm):
             self.partitions.compute_apply(self.values.live.buffer)

@@ -227,8 +227,8 @@ class Values:
         until it succeeds. If an error occurs before the block, nothing has changed.
         """
         assert self.live is not None
-        self._updating = True
-        if self._becoming != version:
+        self._updating = True  # from here on no new read can start
+        if self._becoming != version:  # a repeated update has already moved the readers
             try:
                 await self._move_readers(in_thread)
             except BaseException:
@@ -236,6 +236,7 @@ class Values:
                 self._notify()
                 raise
             self._becoming = version
+            # Before the first byte changes. See Note: [Memory ordering] in ``shared_segment.py``.
             self.live.show(UPDATING)
         yield
         self.version = version

@@ -1,7 +1,7 @@
-"""What a transport of a shard server is, and which one the OpenTransport rpc opens.
+"""The interface of a shard server's transports, and the lookup of the transport that OpenTransport opens.
 
-To add a transport, write its module, and add one entry to ``registry.py``. gRPC is not in this table: it is always
-available, and ``servicer.py`` serves it.
+To add a transport, write its module, and add one entry to ``registry.py``. gRPC has no entry: it is always available,
+and ``servicer.py`` serves it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from shardwell_wire.partitions import values_offset
 
 
 class SharedGradientBuffer:
-    """Shared memory in which a trainer leaves a gradient, laid out like a shard. It becomes a contribution as it is.
+    """Shared memory in which a trainer leaves a gradient, laid out like a shard. The gradient becomes a contribution
+    without a copy.
 
     Used on the event loop. See Note: [Buffers belong to one trainer].
 
@@ -149,7 +150,7 @@ class SharedStagingBuffer:
         return self._state
 
     def written_state(self, size_bytes: int) -> SharedBuffer | None:
-        """Returns the new state that the trainer wrote. None if it has no bytes.
+        """Returns the new state that the trainer wrote. None if the state is empty.
 
         Raises:
             ConflictError: ``allocate_state`` has not allocated this size.

@@ -79,7 +79,7 @@ async def open_staging_buffer(
     Raises:
         InvalidRequestError: The range is not the partition's.
         StaleEpochError: The lease is over, or a later lease has staged the partition.
-        StepStateError: The step is not prepared, or no longer.
+        StepStateError: The step is not prepared, or its gradient has been discarded.
         CapacityError: The buffer does not fit the memory budget or the shared memory.
         ConflictError: The optimizer's state is not in shared memory, or the buffer was evicted.
     """
@@ -147,6 +147,7 @@ async def stage_staging_buffer(
     ]
 
     async def accept() -> None:
+        # Checked again: the lease or the gradient may have changed while the values were checked.
         partitions.check_current(run, shard, header, what)
         staging_buffer.check_open()
         state = _written_state(shard, staging_buffer, header)

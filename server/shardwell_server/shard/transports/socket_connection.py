@@ -26,14 +26,15 @@ _YIELD_AFTER_BYTES = 8 << 20
 """Other tasks on the event loop run after this many bytes were moved without waiting for the socket."""
 
 _CALL_BYTES = 64 << 10
-"""Added to ``_YIELD_AFTER_BYTES``' count per system call: about as many bytes are copied in the time of a call."""
+"""Each system call counts as this many bytes towards ``_YIELD_AFTER_BYTES``: copying them takes about as long as the
+call."""
 
 
 class PeerClosedError(ConnectionResetError):
-    """Raised when the peer closed the connection in mid-stream."""
+    """Raised when the peer closes the connection before a transfer is complete."""
 
     def __init__(self) -> None:
-        super().__init__("the peer closed the connection in mid-stream")
+        super().__init__("the peer closed the connection during a transfer")
 
 
 class Transfer(Protocol):
@@ -44,7 +45,7 @@ class Transfer(Protocol):
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes to move before the caller has to decide anything. 0: the transfer is complete."""
+        """Minimum number of bytes that are still to be moved. 0: the transfer is complete."""
         ...
 
     def move(self) -> int:
@@ -127,7 +128,7 @@ class ReceiveStreamTransfer:
 class Connection:
     """Sends and receives on one connected socket. Used by one task at a time.
 
-    Every method raises OSError if the connection broke, and DeadlineError if nothing moves in mid-stream.
+    Every method raises OSError if the connection broke, and DeadlineError if no bytes move during a transfer.
 
     Args:
         peer: The socket.
@@ -136,11 +137,11 @@ class Connection:
     def __init__(self, peer: socket.socket) -> None:
         peer.setblocking(False)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # The loop watches the descriptor's number: asyncio formats the repr of a socket object whenever it watches it.
+        # The loop watches the descriptor's number: for a socket object, asyncio would format its repr at every call.
         self._socket, self._number, self._loop = peer, peer.fileno(), asyncio.get_running_loop()
         self._mark = LowWaterMark(peer)
         self._peer = _name_of(peer)
-        """For the log."""
+        """Address of the peer, for the log."""
         self._since_wait_bytes = 0
         self._torn = False
         """True if part of a frame was sent: the peer cannot interpret any further bytes."""
@@ -175,7 +176,8 @@ class Connection:
     # ---- streams ----
 
     async def send_stream(self, pieces: Iterable[memoryview], before: bytes = b"") -> None:
-        """Sends DATA frames and END. An error that ``pieces`` raises leaves the connection between two frames.
+        """Sends DATA frames and END. If ``pieces`` raises an error, the connection is between two frames, and an ERROR
+        frame can follow.
 
         Args:
             pieces: Pieces of the stream.
@@ -205,7 +207,7 @@ class Connection:
 
     @asynccontextmanager
     async def while_silent(self) -> AsyncIterator[None]:
-        """Cancels the block if the peer closes the connection, or sends before it has the answer."""
+        """Cancels the block if the peer closes the connection, or sends bytes before it receives the answer."""
         task, ended = asyncio.current_task(), False
         assert task is not None
 
@@ -215,19 +217,22 @@ class Connection:
             ended = True
             task.cancel()
 
+        # A peer that waits for an answer sends nothing, so the socket becomes readable only if the peer gives up.
         self._mark.want(1)
         self._loop.add_reader(self._number, end)
         try:
             yield
         except asyncio.CancelledError:
-            if ended and task.uncancel() == 0:
-                raise ConnectionResetError("the peer did not wait for the answer") from None
+            if ended and task.uncancel() == 0:  # nothing but ``end`` cancelled the task
+                raise ConnectionResetError(
+                    "the peer closed the connection, or sent bytes, before it received the answer"
+                ) from None
             raise
         finally:
             self._loop.remove_reader(self._number)
 
     async def send_error(self, reason: Exception) -> None:
-        """Sends an error to the peer. Raises OSError if that is impossible."""
+        """Sends an error to the peer. Raises OSError if the connection broke, or ended within a frame."""
         if isinstance(reason, OSError) and not isinstance(reason, ShardwellError):
             raise reason
         error = reported_error("a request over a socket transport", reason, self._peer)
@@ -271,7 +276,7 @@ class Connection:
         def move() -> None:
             nonlocal moved_at
             if done.done():
-                return
+                return  # the loop had already scheduled this call when the transfer ended
             try:
                 transfer.move()
                 moved_at = self._loop.time()
@@ -286,13 +291,14 @@ class Connection:
 
         def check_idle(limit_s: float) -> None:
             nonlocal timer
-            move()  # on a slow network, fewer bytes than the low-water mark may have arrived, which wake no one
+            # On a slow network, fewer bytes than the low-water mark may have arrived. They do not wake the task.
+            move()
             if done.done():
                 return
             if self._loop.time() < moved_at + limit_s:
                 timer = self._loop.call_at(moved_at + limit_s, check_idle, limit_s)
             else:
-                done.set_exception(DeadlineError(f"no bytes moved for {limit_s:g} s in mid-stream"))
+                done.set_exception(DeadlineError(f"no bytes moved for {limit_s:g} s during a transfer"))
 
         watch, unwatch = (
             (self._loop.add_reader, self._loop.remove_reader)

@@ -1,4 +1,4 @@
-"""The socket transport: who may connect, for how long, and the requests of one connection."""
+"""The socket transport: accepts and authenticates connections, and serves their requests."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class _ConnectionRequests:
         """Serves requests until the peer closes the connection.
 
         Raises:
-            Exception: Why no further request can be read. The peer has not been sent the error.
+            Exception: No further request can be read. The error has not been sent to the peer.
         """
         while (head := await self._connection.next_request()) is not None:
             kind, size_bytes = head

@@ -189,7 +189,7 @@ def _sgd_kernel(parts: Sequence[Part], settings: Settings, *, is_first_step: boo
 
 
 def _muon(*lists: list[Tensor], **settings: Any) -> None:
-    from torch.optim._muon import muon  # newer than the oldest torch that servers support
+    from torch.optim._muon import muon  # the oldest supported torch lacks this module
 
     muon(*lists, has_complex=False, **settings)
 
