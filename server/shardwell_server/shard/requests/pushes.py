@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-import torch
-
-from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.memory.budget import IncomingBuffer
 from shardwell_server.shard.requests.streams import IncomingStream
-from shardwell_server.shard.state.contributions import Contribution
+from shardwell_server.shard.state.contributions import ContributionMemory
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import chunk_streams
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError, VersionGoneError
-from shardwell_wire.layout import Segment
 from shardwell_wire.stream_plan import StreamPlan
 from shardwell_wire.v1 import common_pb2, shard_pb2
-
-
-class ContributionMemory(Protocol):
-    """Memory that holds one complete gradient, laid out like its shard."""
-
-    @property
-    def buffer(self) -> torch.Tensor:
-        """uint8. [stop_bytes - start_bytes]"""
-        ...
-
-    def claim(self) -> torch.Tensor:
-        """Makes the buffer a contribution: its bytes stay unchanged until ``release``."""
-        ...
-
-    def release(self) -> None:
-        """Called when the contribution has been used or dropped."""
-        ...
 
 
 class AdoptableMemory(ContributionMemory, Protocol):
@@ -208,32 +187,10 @@ class Push:
         if self._is_duplicate():
             self._count_duplicate(checksum)
             return True
-        shard, contributions = self._shard, self._shard.contributions
         if check is not None:
             check()  # not earlier: the transport session may have closed while this push waited for its run
-        views = shard.views(source.buffer)
-        numbers = [shard.segment_of[segment.parameter_index] for segment in self._pushed_segments]
-        shard.discard_reduced()
-        if self._part == 0:
-            # The replaced contribution belongs to an older attempt or another lease: parts of two trainers are never
-            # added. It is dropped before the claim, so that its quota is free.
-            contributions.drop(self._dp_rank)
-            first = Contribution(self._epoch, self._attempt, source.claim(), views, source.release, set(numbers))
-            contributions.add(self._dp_rank, first)
-            if (kept := shard.kept.find(self._dp_rank, excluding=self._dropped_segments)) is not None:
-                await uninterrupted(self._store.in_thread(lambda: first.compute_add_kept(kept)))
-            first.count_part(checksum)
-        else:
-            contribution = contributions.by_rank[self._dp_rank]
-            contribution.drop(self._dropped_segments)
-            await uninterrupted(self._add(contribution, views, numbers, checksum))
+        await self._shard.add_part(self._header, source, checksum, self._store.in_thread)
         return False
-
-    async def _add(
-        self, contribution: Contribution, views: Sequence[torch.Tensor], numbers: Sequence[int], checksum: int | None
-    ) -> None:
-        await self._store.in_thread(lambda: contribution.compute_add(views, numbers))
-        contribution.count_part(checksum)
 
     def _count_duplicate(self, checksum: int | None) -> None:
         contribution = self._shard.contributions.by_rank.get(self._dp_rank)
@@ -241,23 +198,12 @@ class Push:
 
     # ---- the stream ----
 
-    @property
-    def _pushed_segments(self) -> list[Segment]:
-        """Segments that the push contains, in the order of the stream."""
-        return self._shard.plans.segments(tuple(self._header.parameter_indices))
-
-    @property
-    def _dropped_segments(self) -> set[int]:
-        """Segments whose earlier gradients the push drops."""
-        segment_of = self._shard.segment_of
-        return {segment_of[index] for index in self._header.dropped_indices if index in segment_of}
-
     def _plan(self) -> StreamPlan:
         return self._shard.plans.plan(tuple(self._header.parameter_indices), self._header.wire_dtype)
 
     def _targets(self, memory: memoryview) -> list[memoryview]:
-        start = self._shard.start_bytes
-        return [memory[segment.start_bytes - start : segment.stop_bytes - start] for segment in self._pushed_segments]
+        start, segments = self._shard.start_bytes, self._shard.plans.segments(tuple(self._header.parameter_indices))
+        return [memory[segment.start_bytes - start : segment.stop_bytes - start] for segment in segments]
 
 
 async def push(

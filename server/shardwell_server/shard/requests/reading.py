@@ -159,7 +159,7 @@ async def _reading_averages(
             )
         shard.check_averaged()
         await store.in_thread(lambda: shard.compute_averages(copy))
-        shard.snapshots.add(averages)
+        shard.reader_copies.add(averages)
 
     averages = VersionBytes(copy, newest, readers=1)
     try:
@@ -170,7 +170,7 @@ async def _reading_averages(
     try:
         yield newest, averages
     finally:
-        shard.snapshots.release(averages)
+        shard.reader_copies.release(averages)
 
 
 @asynccontextmanager

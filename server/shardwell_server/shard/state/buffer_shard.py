@@ -71,7 +71,7 @@ class BufferShard(UnitShard):
     ) -> None:
         """Makes version ``step + 1`` from version ``step`` and the values that rank 0 pushed."""
         self.encoded.discard()
-        self.snapshots.supersede()
+        self.reader_copies.supersede()
         async with self.values.becoming(step + 1, in_thread):
             if self.contributions.by_rank:
                 await self._compute(in_thread, self.compute_store)

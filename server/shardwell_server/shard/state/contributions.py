@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from shardwell_wire.errors import CapacityError
 
 _NO_LEASE = 0
+
+
+class ContributionMemory(Protocol):
+    """Memory that holds one complete gradient, laid out like its shard."""
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """uint8. [stop_bytes - start_bytes]"""
+        ...
+
+    def claim(self) -> torch.Tensor:
+        """Makes the buffer a contribution: its bytes stay unchanged until ``release``."""
+        ...
+
+    def release(self) -> None:
+        """Called when the contribution has been used or dropped."""
+        ...
 
 
 @dataclass

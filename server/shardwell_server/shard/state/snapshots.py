@@ -122,11 +122,11 @@ class EncodedVersions:
         plans: Stream plans of the shard.
         start_bytes: Start of the shard in the flat vector.
         memory: Memory for encodings.
-        snapshots: Takes encodings that are replaced while they have readers.
+        reader_copies: Takes encodings that are replaced while they have readers.
     """
 
-    def __init__(self, plans: RangePlans, start_bytes: int, memory: Memory, snapshots: Snapshots) -> None:
-        self._plans, self._start_bytes, self._memory, self._snapshots = plans, start_bytes, memory, snapshots
+    def __init__(self, plans: RangePlans, start_bytes: int, memory: Memory, reader_copies: Snapshots) -> None:
+        self._plans, self._start_bytes, self._memory, self._reader_copies = plans, start_bytes, memory, reader_copies
         self._kept: dict[WireDtype, VersionBytes] = {}
         self._lock = asyncio.Lock()
         """Held while encoding, so that concurrent readers share one encoding."""
@@ -156,18 +156,18 @@ class EncodedVersions:
             encoded.readers += 1
             if not source.newest:
                 encoded.newest = False
-                self._snapshots.add(encoded)
+                self._reader_copies.add(encoded)
             return encoded
 
     def release(self, encoded: VersionBytes) -> None:
         """Ends one read of an encoding."""
-        self._snapshots.release(encoded)
+        self._reader_copies.release(encoded)
 
     def discard(self) -> None:
-        """Discards all encodings. Those with readers become snapshots."""
+        """Discards all encodings. Those with readers become reader copies."""
         kept, self._kept = self._kept, {}
         for encoded in kept.values():
-            self._snapshots.add(encoded)
+            self._reader_copies.add(encoded)
 
     async def _encode(
         self, wire_dtype: WireDtype, source: VersionBytes, in_thread: InThread, wait_s: float, what: str

@@ -11,10 +11,10 @@ import torch
 from shardwell_server import hyperparameters
 from shardwell_server.shard.arithmetic.reduction import Reduced, reduce_shard
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
-from shardwell_server.shard.concurrency import InThread, OpenStreams
+from shardwell_server.shard.concurrency import InThread, OpenStreams, uninterrupted
 from shardwell_server.shard.memory.budget import BufferQuota, Memory
 from shardwell_server.shard.memory.shared_memory import SharedMemory
-from shardwell_server.shard.state.contributions import Contribution, Contributions, KeptGradients
+from shardwell_server.shard.state.contributions import Contribution, ContributionMemory, Contributions, KeptGradients
 from shardwell_server.shard.state.partitions import Partitions
 from shardwell_server.shard.state.shard_spec import ShardSpec, segment_views, shaped
 from shardwell_server.shard.state.snapshots import EncodedVersions, Snapshots
@@ -29,7 +29,7 @@ from shardwell_wire.errors import (
 from shardwell_wire.optimizers import KEPT_GROUP
 from shardwell_wire.partitions import runs_on_trainers
 from shardwell_wire.stream_plan import RangePlans
-from shardwell_wire.v1 import common_pb2
+from shardwell_wire.v1 import common_pb2, shard_pb2
 
 Result = TypeVar("Result")
 
@@ -63,9 +63,9 @@ class UnitShard:
         self.optimizer: ShardOptimizer | None = None
         self.optimizer_bytes = 0
         self.initial_quota, self.contribution_quota = BufferQuota(1), BufferQuota(self.max_contributions)
-        self.snapshots = Snapshots(self.what, self.unit, memory)
-        """Averages and replaced encodings that still have readers."""
-        self.encoded = EncodedVersions(self.plans, spec.start_bytes, memory, self.snapshots)
+        self.reader_copies = Snapshots(self.what, self.unit, memory)
+        """Averages and replaced encodings that still have readers. ``Values`` has the snapshots of older versions."""
+        self.encoded = EncodedVersions(self.plans, spec.start_bytes, memory, self.reader_copies)
         self.kept = KeptGradients(
             lambda count: memory.reserve_kept(str(self.run), self.unit, count * self.size_bytes),
             lambda: memory.pool.acquire(self.size_bytes),
@@ -104,7 +104,7 @@ class UnitShard:
     def evict(self) -> None:
         """Releases everything that can be recreated or reread."""
         self.encoded.discard()
-        self.snapshots.evict()
+        self.reader_copies.evict()
         self.values.evict()
         self.partitions.evict()
 
@@ -115,8 +115,62 @@ class UnitShard:
         self.kept.drop()
         self.partitions.close()
         self.encoded.discard()
-        self.snapshots.drop(why)
+        self.reader_copies.drop(why)
         self.values.drop(why)
+
+    # ---- contributions ----
+
+    async def add_part(
+        self,
+        header: shard_pb2.ReduceScatterHeader,
+        memory: ContributionMemory,
+        checksum: int | None,
+        in_thread: InThread,
+    ) -> None:
+        """Adds the next part of a rank's contribution, and discards the mean. Runs in ``HostedRun.exclusively``.
+
+        Part 0 starts a contribution, from the rank's kept gradient if there is one.
+
+        Args:
+            header: Header of the push that contains the part, checked by ``Push``.
+            memory: The complete part. The contribution claims the memory of part 0.
+            checksum: Checksum of the part's stream. None: the part came through shared memory.
+            in_thread: Runs tensor work in a thread.
+        """
+        views = self.views(memory.buffer)
+        pushed = self.plans.segments(tuple(header.parameter_indices))
+        numbers = [self.segment_of[segment.parameter_index] for segment in pushed]
+        dropped = {self.segment_of[index] for index in header.dropped_indices if index in self.segment_of}
+        self.discard_reduced()
+        if header.part == 0:
+            # The replaced contribution belongs to an older attempt or another lease: parts of two trainers are never
+            # added. It is dropped before the claim, so that its quota is free.
+            self.contributions.drop(header.dp_rank)
+            epoch, attempt = header.context.epoch, header.attempt
+            first = Contribution(epoch, attempt, memory.claim(), views, memory.release, set(numbers))
+            self.contributions.add(header.dp_rank, first)
+            if (kept := self.kept.find(header.dp_rank, excluding=dropped)) is not None:
+                await uninterrupted(in_thread(lambda: first.compute_add_kept(kept)))
+            first.count_part(checksum)
+        else:
+            contribution = self.contributions.by_rank[header.dp_rank]
+            contribution.drop(dropped)
+
+            async def add() -> None:
+                await in_thread(lambda: contribution.compute_add(views, numbers))
+                contribution.count_part(checksum)
+
+            await uninterrupted(add())
+
+    def drop_older(self, dp_rank: int, attempt: int) -> None:
+        """Drops a rank's contribution and the mean if the contribution belongs to an older attempt."""
+        if self.contributions.drop_older(dp_rank, attempt):
+            self.discard_reduced()
+
+    def drop_contributions(self) -> None:
+        """Drops all contributions and their mean."""
+        self.discard_reduced()
+        self.contributions.clear()
 
     # ---- reducing ----
 
@@ -205,16 +259,6 @@ class UnitShard:
             self._memory.pool.release(self.reduced.buffer)
         self.reduced = None
         self.partitions.invalidate()
-
-    def drop_older(self, dp_rank: int, attempt: int) -> None:
-        """Drops a rank's contribution and the mean if the contribution belongs to an older attempt."""
-        if self.contributions.drop_older(dp_rank, attempt):
-            self.discard_reduced()
-
-    def drop_contributions(self) -> None:
-        """Drops all contributions and their mean."""
-        self.discard_reduced()
-        self.contributions.clear()
 
     # ---- updating ----
 
@@ -313,7 +357,7 @@ class UnitShard:
         """
         await self.prepare_update(in_thread, optimizer, groups, key)
         self.encoded.discard()
-        self.snapshots.supersede()
+        self.reader_copies.supersede()
         async with self.values.becoming(step + 1, in_thread):
             await self._compute(in_thread, lambda: self.compute_update(optimizer, groups, clip_coefficient, key))
         if runs_on_trainers(optimizer.algorithm):
