@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.report import Chart, Report, Summary, ratio, summarize, to_table
-from shardwell_server.hyperparameters import allocation_key
+from shardwell_server.optimizer_checks import allocation_key
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_server.shard.state.contributions import Contribution
 from shardwell_server.shard.state.shard_spec import ShardSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.server_optimizer import OTHERS, measure, parse_arguments, to_elements, to_sections, to_step
-from shardwell_server import hyperparameters
+from shardwell_server import optimizer_checks
 
 
 def test_every_kind_of_update_has_a_rate_and_a_cell() -> None:
@@ -19,7 +19,7 @@ def test_every_kind_of_update_has_a_rate_and_a_cell() -> None:
 
 @pytest.mark.parametrize("algorithm", [*OTHERS, "adamw"])
 def test_optimizer_steps_are_valid(algorithm: str) -> None:
-    hyperparameters.validate(to_step(algorithm))
+    optimizer_checks.validate(to_step(algorithm))
 
 
 def test_shard_sizes_are_whole_rows() -> None:

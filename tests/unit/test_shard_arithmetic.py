@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell_server import hyperparameters
+from shardwell_server import optimizer_checks
 from shardwell_server.shard.arithmetic.reduction import (
     block_powers,
     block_squares,
@@ -207,7 +207,7 @@ def test_error_names_an_invalid_hyperparameter(change: dict[str, Any], message: 
         units=[common_pb2.UnitGroups(unit_index=0, group_indices=change.get("group_indices", [0]))],
     )
     with pytest.raises(InvalidRequestError, match=message):
-        hyperparameters.validate(optimizer)
+        optimizer_checks.validate(optimizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

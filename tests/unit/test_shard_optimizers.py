@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell_server import hyperparameters
+from shardwell_server import optimizer_checks
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import Parameter, UnitLayout
@@ -82,7 +82,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 def test_every_algorithm_is_covered() -> None:
     assert SETTINGS.keys() == OPTIMIZERS.keys()
     for algorithm in OPTIMIZERS:
-        hyperparameters.validate(step_of(algorithm))
+        optimizer_checks.validate(step_of(algorithm))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -145,7 +145,7 @@ def test_groups_can_use_different_algorithms() -> None:
     values = [torch.ones(3, 2), torch.ones(5)]
     groups = [common_pb2.ParameterGroup(algorithm=name, hyperparameters=SETTINGS[name]) for name in ("muon", "rmsprop")]
     both = common_pb2.OptimizerStep(groups=groups)
-    hyperparameters.validate(both)
+    optimizer_checks.validate(both)
     optimizer = ShardOptimizer(values)
     optimizer.step([torch.ones(6), torch.ones(5)], both, [0, 1], 1.0)
     assert optimizer.state_names == ["grad_avg", "momentum_buffer", "square_avg"]
@@ -161,7 +161,7 @@ def test_clip_value_beyond_the_dtypes_range_clips_nothing(dtype: torch.dtype, cl
         values, step = torch.ones(4, dtype=dtype), step_of("sgd")
         if clip is not None:
             step.clip_value = clip
-        hyperparameters.validate(step)
+        optimizer_checks.validate(step)
         ShardOptimizer([values]).step([torch.full((4,), 3.0, dtype=dtype)], step, [0], 1.0)
         outcomes.append(bits(values))
     assert outcomes[0] == outcomes[1]
@@ -185,7 +185,7 @@ def test_clip_value_beyond_the_dtypes_range_clips_nothing(dtype: torch.dtype, cl
 )
 def test_error_names_an_invalid_setting(algorithm: str, changes: dict[str, float], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        hyperparameters.validate(step_of(algorithm, **changes))
+        optimizer_checks.validate(step_of(algorithm, **changes))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_whole_tensor_algorithms_reject_cut_parameters(
     shapes = {"big": (32, 64), "after": (16, 64), "flat": (7,)}
     layout = UnitLayout("u", tuple(Parameter(name, shape, "float32") for name, shape in shapes.items()))
     if message is None:
-        hyperparameters.check_fit(step_of(algorithm), groups, layout, cuts)
+        optimizer_checks.check_fit(step_of(algorithm), groups, layout, cuts)
     else:
         with pytest.raises(InvalidRequestError, match=message):
-            hyperparameters.check_fit(step_of(algorithm), groups, layout, cuts)
+            optimizer_checks.check_fit(step_of(algorithm), groups, layout, cuts)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwell_server.hyperparameters import allocation_key
+from shardwell_server.optimizer_checks import allocation_key
 from shardwell_server.shard.arithmetic.algorithms import engines
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_wire.optimizers import OPTIMIZERS

@@ -26,15 +26,15 @@ from itertools import pairwise
 
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
-from shardwell_server.coordinator.runs.buffers import changed_buffers, next_run_state
 from shardwell_server.coordinator.runs.gradient_norms import PreparedGradients
+from shardwell_server.coordinator.runs.module_buffers import changed_buffers, next_run_state
 from shardwell_server.coordinator.runs.proposals import StepProposal, committed_optimizer
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.step import Step
 from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CommitRecord
-from shardwell_server.hyperparameters import allocation_key, units_that_count
+from shardwell_server.optimizer_checks import allocation_key, units_that_count
 from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError, StepStateError
 from shardwell_wire.retry import retry_async
 from shardwell_wire.v1 import common_pb2, shard_pb2

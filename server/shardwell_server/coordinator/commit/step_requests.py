@@ -12,9 +12,9 @@ from shardwell_server.coordinator.commit.committer import Committer
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.inspection.stall import explain_stall
 from shardwell_server.coordinator.leases.trainers import TrainerLeases
-from shardwell_server.coordinator.runs.buffers import check_written_buffers
 from shardwell_server.coordinator.runs.gradient_norms import OtherNorm, PreparedGradients
 from shardwell_server.coordinator.runs.members import Member
+from shardwell_server.coordinator.runs.module_buffers import check_written_buffers
 from shardwell_server.coordinator.runs.proposals import StepProposal, require_same_proposal, validate_proposal
 from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.step import Step, WorkItem

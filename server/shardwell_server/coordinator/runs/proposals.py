@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from shardwell_server import hyperparameters
+from shardwell_server import optimizer_checks
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_wire.errors import ConflictError, HyperparameterMismatchError, InvalidRequestError
 from shardwell_wire.layout import UnitLayout
@@ -106,7 +106,7 @@ def validate_proposal(proposal: StepProposal, layouts: Sequence[UnitLayout], cut
         layouts: Layouts of the units.
         cuts: Start of every shard in bytes of its unit's flat vector.
     """
-    hyperparameters.validate(proposal.optimizer)
+    optimizer_checks.validate(proposal.optimizer)
     clip = proposal.clip_coefficient
     if not math.isfinite(clip) or clip < 0:
         raise InvalidRequestError(
@@ -128,7 +128,7 @@ def validate_proposal(proposal: StepProposal, layouts: Sequence[UnitLayout], cut
                 f"for {len(unit.group_indices)}",
                 unit=layout.unit,
             )
-        hyperparameters.check_fit(proposal.optimizer, unit.group_indices, layout, cuts[unit.unit_index])
+        optimizer_checks.check_fit(proposal.optimizer, unit.group_indices, layout, cuts[unit.unit_index])
 
 
 def _check_indices(what: str, indices: Sequence[int], count: int) -> None:
@@ -150,7 +150,7 @@ def require_same_algorithms(
 ) -> None:
     """Raises ConflictError if a parameter with the state of one algorithm is to be updated by another."""
     algorithms = {
-        hyperparameters.algorithm_of(each, group) for each in (before, optimizer) for group in range(len(each.groups))
+        optimizer_checks.algorithm_of(each, group) for each in (before, optimizer) for group in range(len(each.groups))
     }
     if len(algorithms) < 2:
         return
@@ -160,7 +160,7 @@ def require_same_algorithms(
         for parameter, old, new in groups:
             if old < 0 or new < 0:
                 continue
-            expected, got = hyperparameters.algorithm_of(before, old), hyperparameters.algorithm_of(optimizer, new)
+            expected, got = optimizer_checks.algorithm_of(before, old), optimizer_checks.algorithm_of(optimizer, new)
             if expected != got:
                 raise ConflictError(
                     f"parameter {parameter.name!r} already has {expected!r} state in this run: to train it with "
@@ -194,7 +194,7 @@ def _first_difference(
     if len(ours.groups) != len(theirs.groups):
         return "number of parameter groups", len(ours.groups), len(theirs.groups)
     for index, (left, right) in enumerate(zip(ours.groups, theirs.groups, strict=True)):
-        algorithms = hyperparameters.algorithm_of(ours, index), hyperparameters.algorithm_of(theirs, index)
+        algorithms = optimizer_checks.algorithm_of(ours, index), optimizer_checks.algorithm_of(theirs, index)
         if algorithms[0] != algorithms[1]:
             return f"algorithm of parameter group {index}", repr(algorithms[0]), repr(algorithms[1])
         for name in sorted({*left.hyperparameters, *right.hyperparameters}):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shardwell_server.coordinator.runs.commit_log import CommitLog
+from shardwell_server.coordinator.runs.committed_steps import CommittedSteps
 from shardwell_server.coordinator.runs.members import Member, Members, MemberState
 from shardwell_server.coordinator.runs.proposals import committed_optimizer, require_same_algorithms
 from shardwell_server.coordinator.runs.rank_assignment import (
@@ -26,7 +26,7 @@ from shardwell_server.coordinator.runs.units import DeclaredUnits, Initializer
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.coordinator.waiting import SharedCall, Signal
-from shardwell_server.hyperparameters import units_that_count
+from shardwell_server.optimizer_checks import units_that_count
 from shardwell_wire.errors import DuplicateError, InvalidRequestError, RunDeletedError
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -100,7 +100,7 @@ class Run:
         self.step: Step | None = None
         """The step in flight. None until the run starts."""
         self.calls = StepCalls()
-        self.commits = CommitLog()
+        self.commits = CommittedSteps()
         self.fence_error = ""
         """Error of the last attempt to fence former trainers. Empty: it succeeded."""
 
@@ -111,7 +111,7 @@ class Run:
     @property
     def committed_step(self) -> int:
         """Number of committed steps, which is also the number of the step in flight."""
-        return self.commits.committed_steps
+        return self.commits.count
 
     def touch(self) -> None:
         """Marks the run as changed, so that the next ``save`` stores it."""

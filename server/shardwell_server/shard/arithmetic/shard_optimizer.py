@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardwell_server.hyperparameters import algorithm_of, allocation_key
+from shardwell_server.optimizer_checks import algorithm_of, allocation_key
 from shardwell_server.shard.arithmetic.algorithms.engines import ENGINES, Engine, Part, Settings, State, torch_settings
 from shardwell_server.shard.arithmetic.averages import AveragedUpdate, Averages
 from shardwell_wire.v1 import common_pb2

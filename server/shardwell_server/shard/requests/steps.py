@@ -6,7 +6,7 @@ import logging
 import math
 from functools import partial
 
-from shardwell_server import hyperparameters
+from shardwell_server import optimizer_checks
 from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.state.buffer_shard import BufferShard
 from shardwell_server.shard.state.runs import HostedRun, PreparedStep
@@ -118,14 +118,14 @@ async def prepare_update(run: HostedRun, in_thread: InThread, request: shard_pb2
         InvalidRequestError: The optimizer cannot be applied.
         CapacityError: There is no memory for the update.
     """
-    hyperparameters.validate(request.optimizer)
+    optimizer_checks.validate(request.optimizer)
     _require_prepared(run, request.context.step)
     await _allocate(run, in_thread, request.context.step, request.optimizer)
 
 
 async def _allocate(run: HostedRun, in_thread: InThread, step: int, optimizer: common_pb2.OptimizerStep) -> None:
     groups = {unit.unit_index: unit.group_indices for unit in optimizer.units}
-    key, shards = hyperparameters.allocation_key(optimizer), run.published
+    key, shards = optimizer_checks.allocation_key(optimizer), run.published
     for shard in shards:
         if shard.version == step + 1:
             continue
@@ -144,7 +144,7 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
         InvalidRequestError: The optimizer cannot be applied; nothing was changed.
         CapacityError: There is no memory for the optimizer state of a shard; that shard was not changed.
     """
-    hyperparameters.validate(request.optimizer)
+    optimizer_checks.validate(request.optimizer)
     step, clip = request.context.step, request.clip_coefficient
     if not math.isfinite(clip) or clip < 0.0:
         raise InvalidRequestError(f"clip_coefficient is {clip}, expected a finite number of at least 0")
@@ -157,7 +157,7 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
     waiting = [shard for shard in shards if shard.version != step + 1]
     if waiting:
         _require_prepared(run, step)
-    key = hyperparameters.allocation_key(request.optimizer)
+    key = optimizer_checks.allocation_key(request.optimizer)
     groups = {unit.unit_index: unit.group_indices for unit in request.optimizer.units}
     for shard in waiting:
         shard.check_update(step, request.optimizer, groups.get(shard.index))

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from shardwell_server import hyperparameters
+from shardwell_server import optimizer_checks
 from shardwell_server.shard.arithmetic.reduction import Reduced, reduce_shard
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_server.shard.concurrency import InThread, OpenStreams, uninterrupted
@@ -290,7 +290,7 @@ class UnitShard:
                 f"for {len(groups)}"
             )
         if groups is not None:
-            hyperparameters.check_fit(optimizer, groups, self.layout, (self.start_bytes, self.stop_bytes))
+            optimizer_checks.check_fit(optimizer, groups, self.layout, (self.start_bytes, self.stop_bytes))
 
     def check_partitions(self) -> None:
         """Raises IncompleteStepError unless the partitions of all data ranks are staged."""
@@ -305,7 +305,7 @@ class UnitShard:
             in_thread: Runs tensor work in a thread.
             optimizer: The step's optimizer, checked by ``check_update``.
             groups: The group of each parameter of the unit. None: no parameter is optimised.
-            key: ``hyperparameters.allocation_key`` of the optimizer.
+            key: ``optimizer_checks.allocation_key`` of the optimizer.
 
         Raises:
             CapacityError: The memory does not fit the budget, or the operating system has none.

@@ -1,4 +1,4 @@
-"""Checks of a step's optimizer before the step is committed. Imports no torch."""
+"""Checks of the optimizer in a step proposal or a request, and the units and memory that it needs. Imports no torch."""
 
 from __future__ import annotations
 

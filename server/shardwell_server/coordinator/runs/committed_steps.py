@@ -25,8 +25,8 @@ class PendingUpdate:
         self.error = error
 
 
-class CommitLog:
-    """The commit records of a run, and the pending updates of its last commit."""
+class CommittedSteps:
+    """The commit records of a run, and the pending updates of its last commit. ``Storage`` makes them durable first."""
 
     def __init__(self) -> None:
         self.records: deque[CommitRecord] = deque(maxlen=KEPT_COMMITS)
@@ -43,7 +43,7 @@ class CommitLog:
         return self.records[-1] if self.records else None
 
     @property
-    def committed_steps(self) -> int:
+    def count(self) -> int:
         """Number of committed steps, which is also the number of the step in flight."""
         return self.records[-1].step + 1 if self.records else 0
 
@@ -54,7 +54,7 @@ class CommitLog:
     def restore(
         self, records: Sequence[CommitRecord], state: bytes | None, servers: dict[str, str], now: float
     ) -> None:
-        """Restores the log after a coordinator restart. The last update is sent again to every server."""
+        """Restores the commits after a coordinator restart. The last update is sent again to every server."""
         self.records.extend(records)
         if state is not None:
             self.state = coordinator_pb2.RunState.FromString(state)
