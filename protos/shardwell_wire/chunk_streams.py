@@ -47,6 +47,7 @@ def memory_at(address: int, size_bytes: int, owner: object = None) -> memoryview
     if size_bytes == 0:
         return memoryview(bytearray())
     memory = (ctypes.c_char * size_bytes).from_address(address)
+    # The memoryview references the ctypes array, and the array references the owner.
     memory.owner = owner  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
 
@@ -92,6 +93,7 @@ class StreamEncoder:
         self._offset += size
         if self._offset == self._total_bytes:
             chunk.checksum = self._hasher.intdigest()
+        # The payload field is written by hand, so that protobuf does not copy the payload.
         head, self._head = self._head, b""
         chunk_head = chunk.SerializeToString() + _CHUNK_TAG + _varint(size)
         return b"".join((head, _CHUNK_TAG, _varint(len(chunk_head) + size), chunk_head, *parts))

@@ -217,6 +217,7 @@ class UnitLayout:
         Parameters without elements have no segment.
         """
         found = []
+        # The last parameter that starts at or before the range.
         first = max(0, bisect_right(self.starts, start_bytes) - 1)
         for index in range(first, len(self.parameters)):
             begin, end, size = self._spans[index]
@@ -315,5 +316,6 @@ def cut(size_bytes: int, weights: Sequence[float], min_shard_bytes: int) -> list
     for index, weight in enumerate(weights):
         share += weight if index in used else 0.0
         stop = round(size_bytes * share / total / BLOCK_BYTES) * BLOCK_BYTES
+        # The last weight in use gets the rest of the vector, and all later weights get empty ranges.
         bounds.append(size_bytes if index >= max(used) else min(size_bytes, stop))
     return list(pairwise(bounds))

@@ -124,6 +124,7 @@ def _quantize(values: torch.Tensor, encoded: torch.Tensor) -> None:
     torch.amax(torch.abs(values, out=quotients), 1, out=scales)
     scales.div_(_LARGEST_INT8).clamp_(min=_SMALLEST_SCALE)
     torch.div(values, column, out=quotients).round_()
+    # The sum is finite only if all scales are finite. If it overflows, the branch below changes nothing.
     if not math.isfinite(scales.sum().item()):
         # A NaN scale decodes to NaN with any integers. 0 gives the same bytes on every machine.
         scales.masked_fill_(~scales.isfinite(), math.nan)

@@ -245,6 +245,7 @@ class StreamReceiver:
         head = self._head[self._head_bytes : self._head_wanted_bytes]
         if not self._missing_bytes:
             return [head]
+        # Targets may be empty.
         while not self._target:
             self._target = next(self._targets)
         place = self._target[: self._missing_bytes]

@@ -1785,7 +1785,7 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
     """Id of the run. Required for reading the values."""
     @property
     def world(self) -> shardwell_wire.v1.common_pb2.World:
-        """The grid of logical ranks. Each tp and pp rank has units of its own."""
+        """The grid of logical ranks. Each combination of tp and pp rank has its own units."""
 
     @property
     def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnitWeights]:

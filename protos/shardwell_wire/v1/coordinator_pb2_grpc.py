@@ -33,8 +33,8 @@ if _version_not_supported:
 class CoordinatorServiceStub(object):
     """Assigns logical ranks to trainers, places units on shard servers, and commits steps.
 
-    Each rpc names its caller: a shard server, a trainer, or any client. Rpcs that wait return after `wait_s` at the
-    latest and list what they wait for. Repeating a request is harmless.
+    The description of each rpc starts with its caller: a shard server, a trainer, or any client. Rpcs that wait return
+    after `wait_s` at the latest and list what they wait for. Repeating a request is harmless.
 
     Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, trainer or server),
     UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (coordinator is shutting down). Other
@@ -167,8 +167,8 @@ class CoordinatorServiceStub(object):
 class CoordinatorServiceServicer(object):
     """Assigns logical ranks to trainers, places units on shard servers, and commits steps.
 
-    Each rpc names its caller: a shard server, a trainer, or any client. Rpcs that wait return after `wait_s` at the
-    latest and list what they wait for. Repeating a request is harmless.
+    The description of each rpc starts with its caller: a shard server, a trainer, or any client. Rpcs that wait return
+    after `wait_s` at the latest and list what they wait for. Repeating a request is harmless.
 
     Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, trainer or server),
     UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (coordinator is shutting down). Other
@@ -504,8 +504,8 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
 class CoordinatorService(object):
     """Assigns logical ranks to trainers, places units on shard servers, and commits steps.
 
-    Each rpc names its caller: a shard server, a trainer, or any client. Rpcs that wait return after `wait_s` at the
-    latest and list what they wait for. Repeating a request is harmless.
+    The description of each rpc starts with its caller: a shard server, a trainer, or any client. Rpcs that wait return
+    after `wait_s` at the latest and list what they wait for. Repeating a request is harmless.
 
     Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, trainer or server),
     UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (coordinator is shutting down). Other

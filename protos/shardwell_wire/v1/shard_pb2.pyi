@@ -342,7 +342,7 @@ class SharedSegment(google.protobuf.message.Message):
 
     The first 4096 bytes are its header, which starts with the readable version: a little-endian signed 64-bit integer,
     or -1 while the next version is written. The bytes of the shard follow. A reader loads the version before and after
-    it reads: if both are equal, the bytes are of that version.
+    it reads: if both are equal, the bytes belong to that version.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1248,9 +1248,9 @@ class ReadPartitionResponse(google.protobuf.message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     @property
     def header(self) -> global___ReadPartitionHeader:
-        """On the first message only. The stream has, clipped to the range, the values of all parameters and the gradients
-        of those that have one, each in layout order and without padding, and then the state tensors in the header's
-        order.
+        """On the first message only. The stream has the values of all parameters, then the gradients of the parameters that
+        have one, then the state tensors in the header's order. Values and gradients are clipped to the range, in layout
+        order and without padding.
         """
 
     @property

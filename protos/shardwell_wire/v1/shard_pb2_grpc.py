@@ -33,8 +33,8 @@ if _version_not_supported:
 class ShardServiceStub(object):
     """Stores shards of units and their optimizer state.
 
-    Each rpc names its caller: the coordinator, a trainer, or any client. A failed request changes nothing. Repeating a
-    request of the coordinator is harmless.
+    The description of each rpc starts with its caller: the coordinator, a trainer, or any client. A failed request
+    changes nothing. Repeating a request of the coordinator is harmless.
 
     Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter),
     UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
@@ -188,8 +188,8 @@ class ShardServiceStub(object):
 class ShardServiceServicer(object):
     """Stores shards of units and their optimizer state.
 
-    Each rpc names its caller: the coordinator, a trainer, or any client. A failed request changes nothing. Repeating a
-    request of the coordinator is harmless.
+    The description of each rpc starts with its caller: the coordinator, a trainer, or any client. A failed request
+    changes nothing. Repeating a request of the coordinator is harmless.
 
     Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter),
     UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the
@@ -601,8 +601,8 @@ def add_ShardServiceServicer_to_server(servicer, server):
 class ShardService(object):
     """Stores shards of units and their optimizer state.
 
-    Each rpc names its caller: the coordinator, a trainer, or any client. A failed request changes nothing. Repeating a
-    request of the coordinator is harmless.
+    The description of each rpc starts with its caller: the coordinator, a trainer, or any client. A failed request
+    changes nothing. Repeating a request of the coordinator is harmless.
 
     Every rpc may return INVALID_ARGUMENT (malformed request), NOT_FOUND (unknown run, unit or parameter),
     UNAUTHENTICATED (missing or wrong token), DEADLINE_EXCEEDED and UNAVAILABLE (server is shutting down). Rpcs of the

@@ -78,6 +78,7 @@ class CoordinatorServicer:
         settings = RunSettings.from_proto(request.config, world_size=request.world_size)
         applicant = _applicant(request, settings.world)
         run = self._coordinator.trainers.find_or_create_run(request.run, settings)
+        # Joining and waiting for the start share one limit.
         deadline = monotonic() + wait_s
         member = await self._coordinator.trainers.join(run, applicant, request.incarnation, wait_s)
         if member is None:

@@ -33,6 +33,7 @@ async def uninterrupted(work: Awaitable[Result]) -> Result:
 def _completion(task: asyncio.Future[Any]) -> asyncio.Future[None]:
     """Returns a future that is done when a task is done. Cancelling the future does not cancel the task."""
     ended: asyncio.Future[None] = task.get_loop().create_future()
+    # ``ended`` is done already if the waiting task was cancelled.
     task.add_done_callback(lambda _: None if ended.done() else ended.set_result(None))
     return ended
 
@@ -117,6 +118,7 @@ class OpenStreams:
         try:
             if older is not None:
                 older.end(StaleEpochError(f"{what}: a newer stream replaced this one"))
+                # Not interrupted: a successor of this stream must not start before the older stream has ended.
                 await uninterrupted(older.ended.wait())
             return await receive()
         except asyncio.CancelledError:

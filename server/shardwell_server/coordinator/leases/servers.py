@@ -37,7 +37,7 @@ class ServerLeases:
     def __init__(self, state: CoordinatorState, calls: ShardCalls) -> None:
         self._state, self._calls = state, calls
         self._registration_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By server id. Held while a server is registered or forgotten."""
+        """By server id. Held while a server is registered or forgotten. A lock exists only while a task uses it."""
         self._probing: set[int] = set()
         """Epochs of the servers that are being probed."""
         self._forgetting: set[str] = set()

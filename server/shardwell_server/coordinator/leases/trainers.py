@@ -88,6 +88,7 @@ class TrainerLeases:
         try:
             async with asyncio.timeout(wait_s):
                 while former.live and former.last_seen_s == last_seen_s and not former.rpcs_in_progress:
+                    # A request of the former process does not notify ``changed``, so check periodically.
                     await run.changed.wait(self._state.settings.lease_s / 10)
         except TimeoutError:
             return False

@@ -40,7 +40,7 @@ class UnitPlacer:
     # Declaration
 
     async def declare(self, run: Run, layout: UnitLayout, wait_s: float) -> Unit:
-        """Returns the unit with this layout. Places a new unit on servers. A rejected unit leaves no trace.
+        """Returns the unit with this layout. Places a new unit on servers. A rejected declaration has no effect.
 
         Raises:
             UnitMismatchError: The unit was declared with another layout.

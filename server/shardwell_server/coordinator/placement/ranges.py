@@ -41,7 +41,7 @@ def place(layout: UnitLayout, candidates: Sequence[Candidate], min_shard_bytes: 
         min_shard_bytes: Smallest range.
 
     Returns:
-        Ranges in order, which cover the flat vector. A range is empty only if the unit is.
+        Ranges in order, which cover the flat vector. A range is empty only if the unit is empty.
     """
     ranked = sorted(candidates, key=lambda candidate: (-candidate.free_bytes, candidate.server_id))
     weights = [float(candidate.free_bytes) for candidate in ranked]

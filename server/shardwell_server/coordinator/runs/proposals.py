@@ -148,7 +148,7 @@ def committed_optimizer(record_optimizer: bytes) -> common_pb2.OptimizerStep:
 def require_same_algorithms(
     before: common_pb2.OptimizerStep, optimizer: common_pb2.OptimizerStep, layouts: Sequence[UnitLayout]
 ) -> None:
-    """Raises ConflictError if a parameter with the state of one algorithm is to be updated by another."""
+    """Raises ConflictError if a step would update a parameter that has the state of another algorithm."""
     algorithms = {
         optimizer_checks.algorithm_of(each, group) for each in (before, optimizer) for group in range(len(each.groups))
     }

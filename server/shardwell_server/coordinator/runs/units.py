@@ -131,7 +131,7 @@ class DeclaredUnits:
 
 
 def tensor_noun(layout: UnitLayout) -> str:
-    """Returns what the unit's tensors are called in messages."""
+    """Returns the noun for the unit's tensors in messages."""
     return "buffer" if layout.holds_buffers else "parameter"
 
 

@@ -94,6 +94,8 @@ def stream_key(seed: int, stream: str) -> int:
 
 def _uniform(key: int, block: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Returns the first numbers of a block, in the open interval (0, 1). [count]"""
+    # Each block has its own range of the 256-bit counter. The upper 53 bits of a number make a double; adding one half
+    # excludes 0.
     raw = np.random.Philox(key=key, counter=block << 64).random_raw(count)
     return ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 

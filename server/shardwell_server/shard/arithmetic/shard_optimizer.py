@@ -126,6 +126,7 @@ class ShardOptimizer:
         size_bytes, workspace_bytes = self._size_bytes, 0
         for member in self._members(present, optimizer, group_of):
             values, own = self._values[member.number], self._own_state(member)
+            # Tensors on the meta device have a size and no memory.
             made = member.engine.missing(values.to("meta"), own, member.settings)
             size_bytes += sum(tensor.nbytes for tensor in made.values())
             workspace_bytes = max(workspace_bytes, member.engine.workspace_bytes(values, {**own, **made}))

@@ -182,6 +182,7 @@ class Memory:
             CapacityError: The shard does not fit; nothing changed.
         """
         need = shard_need_bytes(shard_bytes, dp, holds_buffers=holds_buffers)
+        # If this is the largest shard, the unreserved memory must grow to the size of the shard.
         set_aside = max(self._largest_bytes(), self.unreserved.used_bytes)
         total = need + max(0, shard_bytes - set_aside)
         if total > self.free_bytes:

@@ -163,6 +163,7 @@ class UnreservedMemory:
         self._admit()
 
     def _admit(self) -> None:
+        # In order of arrival: small requests never overtake a large one.
         while self._waiting and self.used_bytes + self._waiting[0][0] <= self._limit_bytes:
             size_bytes, admitted = self._waiting.popleft()
             if admitted.done():  # cancelled in this loop iteration; its task calls _stop_waiting

@@ -89,5 +89,5 @@ def _mounts(text: str) -> Iterator[_Mount]:
 
 
 def _unescaped(path: str) -> str:
-    """Decodes the octal escapes of ``mountinfo``, such as those of blanks."""
+    """Decodes the octal escapes that ``mountinfo`` uses for spaces and similar characters."""
     return path.encode().decode("unicode_escape")

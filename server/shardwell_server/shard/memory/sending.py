@@ -58,6 +58,7 @@ def _shut_down_if_connected(descriptor: int, wanted: tuple[str, int]) -> bool:
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return False
+        # A duplicate, because gRPC owns the descriptor and must close it itself.
         with socket.socket(fileno=os.dup(descriptor)) as connected:
             if connected.family not in (socket.AF_INET, socket.AF_INET6) or connected.type != socket.SOCK_STREAM:
                 return False

@@ -126,6 +126,7 @@ class Registration:
             await asyncio.sleep(self._lease_s / 3)
             try:
                 await self._beat_or_register()
+            # Permanent: another process has the id, or the coordinator is too old.
             except (DuplicateError, ConflictError):
                 raise
             except ShardwellError as error:

@@ -59,7 +59,7 @@ def check_lease(
 
 
 def check_current(run: HostedRun, shard: UnitShard, header: shard_pb2.StagePartitionHeader, what: str) -> None:
-    """Raises unless new values of a partition may be staged now."""
+    """Raises StepStateError or StaleEpochError unless new values of a partition may be staged now."""
     if check_lease(run, shard, header) != header.generation:
         raise StepStateError(f"{what}: its gradient has since been recomputed: read the partition again")
     if shard.partitions.staged_epoch(header.dp_rank) > header.context.epoch:
@@ -162,7 +162,7 @@ async def read(
 async def stage(
     store: ShardStore, header: shard_pb2.StagePartitionHeader, incoming: IncomingStream
 ) -> shard_pb2.StagePartitionResponse:
-    """Receives and stages a partition's new values and state. A broken stream leaves no trace.
+    """Receives and stages a partition's new values and state. A broken stream has no effect.
 
     Raises:
         InvalidRequestError: The header does not fit the partition, or the stream is broken.

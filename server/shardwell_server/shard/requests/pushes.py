@@ -47,7 +47,7 @@ class Push:
     async def receive(self, incoming: IncomingStream, wait_s: float) -> bool:
         """Receives the gradient from a stream; returns True if the part had been accepted before.
 
-        A stream that is broken, rejected or replaced by a newer one leaves no trace.
+        A stream that is broken, rejected or replaced by a newer stream has no effect.
 
         Args:
             incoming: The stream.

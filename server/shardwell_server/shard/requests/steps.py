@@ -34,6 +34,7 @@ def fence(run: HostedRun, request: shard_pb2.FenceRequest) -> None:
             rank = fenced.dp_rank
             oldest = (run.fences.epoch(rank), run.fences.attempt(rank, step))
             shard.streams.end(rank, oldest, StaleEpochError(f"{shard.what}, rank {rank}: the lease or attempt is over"))
+    # The reduced gradient may contain a contribution that was dropped.
     if risen and run.is_prepared(step):
         run.clear_prepared()
 

@@ -1,4 +1,4 @@
-"""Which part of which unit a shard is, and its bytes split into segments of parameters."""
+"""Identity of a shard, and its bytes split into segments of parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwell_wire.run_identity import RunIdentity
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSpec:
-    """Which part of which unit a shard is."""
+    """Identity of a shard: its run, its unit and its range in the unit."""
 
     run: RunIdentity
     layout: UnitLayout

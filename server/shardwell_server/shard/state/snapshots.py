@@ -154,6 +154,7 @@ class EncodedVersions:
                 if source.newest:
                     self._kept[wire_dtype] = encoded
             encoded.readers += 1
+            # The version was replaced meanwhile, so the encoding lasts only as long as its readers.
             if not source.newest:
                 encoded.newest = False
                 self._reader_copies.add(encoded)

@@ -41,7 +41,7 @@ class UnitShard:
     """One shard of a unit of parameters. Used on the event loop; methods named ``compute_*`` run in a thread.
 
     Args:
-        spec: Which part of which unit the shard is.
+        spec: Run, unit and range of the shard.
         memory: The server's memory budget.
         shared: Shared memory for the parameters, if trainers on this host may map them.
     """
@@ -369,7 +369,7 @@ class UnitShard:
     def compute_update(
         self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, clip_coefficient: float, key: bytes
     ) -> None:
-        """Applies the optimizer, or what trainers staged, in place."""
+        """Applies the optimizer, or the values that trainers staged, in place."""
         assert self.reduced is not None and self.values.live is not None
         numbers = self._kept_numbers(groups)
         if numbers or self.kept.ranks:

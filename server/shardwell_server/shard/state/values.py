@@ -1,4 +1,4 @@
-"""The values of one shard: which versions can be read, who reads them, and how an update replaces them."""
+"""The values of one shard: its readable versions, their readers, and updates in place."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Values:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    # ---- from version to version ----
+    # ---- publishing and updating ----
 
     def accept_initial(self, epoch: int, received: IncomingBuffer) -> None:
         """Accepts complete initial values. Replaces earlier unpublished ones."""

@@ -144,6 +144,7 @@ class SharedStagingBuffer:
         if self._state is None or self._state.tensor.numel() != size_bytes:
             self._free_state()
             self._state, self._state_grant = self._allocate(size_bytes)
+            # The allocation may have evicted this buffer, which closes it.
             if self._closed:
                 self._free_state()
             self.check_open()

@@ -62,7 +62,7 @@ class Part:
     done_elements: int = 0
     """Number of leading elements that are updated, for engines that work on slices."""
     done: bool = False
-    """True if values and state are those of the next version."""
+    """True if values and state belong to the next version."""
 
 
 class Engine:
@@ -145,6 +145,7 @@ class _AdamKernel(Engine):
     """torch's fused Adam or AdamW, for all parts at once. The kernel expects that steps are already counted."""
 
     def update(self, parts: Sequence[Part], settings: Settings) -> None:
+        # Not in place: if the kernel fails, the parts keep their old step counts.
         steps = torch._foreach_add([part.state["step"] for part in parts], 1)
         lists = [
             [part.state[name] for part in parts] if _is_enabled(tensor, settings) else []
