@@ -12,7 +12,7 @@ import torch
 from shardwell.data_plane.error_feedback import EncodedGradients
 from shardwell.data_plane.host_cache import CachedShard
 from shardwell.memory.buffer_pool import BufferPool
-from shardwell.transport.base import NearlyDone, PreparedPush, ShardAddress, ignore
+from shardwell.transport.base import GradientPart, NearlyDone, ShardAddress, ignore
 from shardwell.transport.selector import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_wire import wire_dtypes
@@ -172,33 +172,34 @@ class RemoteShard:
         """Prepares a push of this shard's part of gradients.
 
         Args:
-            header: Everything but the range and the dtype.
+            header: Everything but the parameter indices, the range and the dtype.
             flats: Whole gradients by parameter index; contiguous, on the CPU, without a graph. Each [numel].
 
         Returns:
             A function that pushes the gradients, in any thread. It refers to ``flats`` only if they are streamed: a
             transport through shared memory has copied them.
         """
-        indices, wire_dtype = self._complete(header), self._wire.push_dtype
+        indices, wire_dtype = tuple(sorted(flats)), self._wire.push_dtype
         part = _FlatGradients(self._plans, indices, wire_dtype, self.start_bytes, flats, self._wire.encoded)
-        return partial(self._push, self.server.prepare_push(self._address, header, part))
+        return self._prepare(header, indices, part)
 
     def prepare_push_encoded(
         self, header: shard_pb2.ReduceScatterHeader, gradients: EncodedGradients
     ) -> Callable[[NearlyDone], None]:
         """Prepares a push of this shard's part of encoded gradients; see ``prepare_push``."""
-        indices, wire_dtype = self._complete(header), gradients.wire_dtype
+        indices, wire_dtype = gradients.indices, gradients.wire_dtype
         stream = gradients.stream[self._plans.part_of_unit(indices, wire_dtype)]
         part = _EncodedPart(self._plans, indices, wire_dtype, self.start_bytes, stream)
-        return partial(self._push, self.server.prepare_push(self._address, header, part))
+        return self._prepare(header, indices, part)
 
-    def _complete(self, header: shard_pb2.ReduceScatterHeader) -> tuple[int, ...]:
-        """Sets the range of a header; returns the indices of its parameters."""
-        header.start_bytes, header.stop_bytes = self.start_bytes, self.stop_bytes
-        return tuple(header.parameter_indices)
-
-    def _push(self, prepared: PreparedPush, nearly_done: NearlyDone) -> None:
-        self.server.push(prepared, wait_limit_s=self._wire.wait_limit_s, nearly_done=nearly_done)
+    def _prepare(
+        self, header: shard_pb2.ReduceScatterHeader, indices: Sequence[int], part: GradientPart
+    ) -> Callable[[NearlyDone], None]:
+        own = shard_pb2.ReduceScatterHeader()
+        own.CopyFrom(header)
+        own.parameter_indices[:] = indices
+        own.start_bytes, own.stop_bytes = self.start_bytes, self.stop_bytes
+        return self.server.prepare_push(self._address, own, part, wait_limit_s=self._wire.wait_limit_s)
 
 
 @dataclass(slots=True, eq=False)

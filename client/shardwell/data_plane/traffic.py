@@ -206,35 +206,29 @@ class Traffic:
 
         Args:
             unit: The unit.
-            header: Everything but the range and the parameter indices.
+            header: See ``RemoteShard.prepare_push``.
             gradients: ``(parameter index, gradient)`` by rising index. The caller must not change them afterwards.
         """
         self._raise_push_error()
         copies, copied = to_host([gradient for _, gradient in gradients])
         flats = {index: flat for (index, _), flat in zip(gradients, copies, strict=True)}
-        header.parameter_indices[:] = sorted(flats)
         size = sum(flat.nbytes for flat in flats.values())
         # Gradients on the CPU that go through shared memory are copied before this method returns.
         on_cpu = all(gradient.device.type == "cpu" for _, gradient in gradients)
-        held_bytes = size if not on_cpu or _are_streamed(unit) else 0
-
-        def prepare(shard: RemoteShard, own: shard_pb2.ReduceScatterHeader) -> Callable[[NearlyDone], None]:
-            if on_cpu:
-                return _prepared(lambda: shard.prepare_push(own, flats))
-            return partial(_push_after_copy, copied, shard, own, flats)
-
-        self._push(unit, header, prepare, size, held_bytes)
+        if on_cpu:
+            held_bytes = size if _are_streamed(unit) else 0
+            self._push(unit, lambda shard: shard.prepare_push(header, flats), size, held_bytes)
+        else:
+            self._push(unit, lambda shard: partial(_push_after_copy, copied, shard, header, flats), size, size)
 
     def push_encoded(
         self, unit: RemoteUnit, header: shard_pb2.ReduceScatterHeader, gradients: EncodedGradients
     ) -> None:
         """Starts to push encoded gradients; see ``push``. Releases them when all shards have their part."""
         self._raise_push_error()
-        header.parameter_indices[:] = gradients.indices
         self._push(
             unit,
-            header,
-            lambda shard, own: _prepared(lambda: shard.prepare_push_encoded(own, gradients)),
+            lambda shard: shard.prepare_push_encoded(header, gradients),
             gradients.stored_bytes,
             len(gradients.stream) if _are_streamed(unit) else 0,
             gradients.release,
@@ -243,8 +237,7 @@ class Traffic:
     def _push(
         self,
         unit: RemoteUnit,
-        header: shard_pb2.ReduceScatterHeader,
-        prepare: Callable[[RemoteShard, shard_pb2.ReduceScatterHeader], Callable[[NearlyDone], None]],
+        prepare: Callable[[RemoteShard], Callable[[NearlyDone], None]],
         size_bytes: int,
         held_bytes: int,
         when_pushed: Callable[[], None] = lambda: None,
@@ -253,8 +246,7 @@ class Traffic:
 
         Args:
             unit: The unit.
-            header: Everything but the range.
-            prepare: Returns a function that pushes one shard's part. Called with the shard and its own header.
+            prepare: Returns a function that pushes one shard's part.
             size_bytes: Size of the gradients.
             held_bytes: Memory that is in use until all parts are pushed.
             when_pushed: Called when all parts are pushed.
@@ -266,11 +258,9 @@ class Traffic:
             futures: list[Future[None]] = []
             try:
                 for number, shard in enumerate(unit.shards):
-                    own = shard_pb2.ReduceScatterHeader()
-                    own.CopyFrom(header)
                     previous = self._last_part.get((unit.index, number))
                     streamed_bytes = 0 if shard.server.copies_gradients else shard.stop_bytes - shard.start_bytes
-                    send = partial(_send, prepare(shard, own), previous)
+                    send = partial(_send, _prepared(prepare, shard), previous)
                     future = self._push_queues[shard.server].submit(streamed_bytes, send)
                     self._last_part[unit.index, number] = future
                     futures.append(future)
@@ -375,11 +365,14 @@ def _await_version(shard: RemoteShard, version: int, _: NearlyDone) -> int:
     return shard.await_version(version)
 
 
-def _prepared(prepare: Callable[[], Callable[[NearlyDone], None]]) -> Callable[[NearlyDone], None]:
+def _prepared(
+    prepare: Callable[[RemoteShard], Callable[[NearlyDone], None]], shard: RemoteShard
+) -> Callable[[NearlyDone], None]:
     """Returns a function that pushes a shard's part, or one that raises the error of preparing the push."""
     try:
-        return prepare()
+        return prepare(shard)
     except ShardwellError as error:
+        # In this frame nothing refers to the error: a cycle would keep the gradients until a garbage collection.
         return partial(_fail, error)
 
 

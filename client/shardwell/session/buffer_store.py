@@ -23,7 +23,7 @@ from shardwell.session.step_state import WorkItemState
 from shardwell_wire import chunk_streams
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import ITEM_SIZES, Parameter, Segment, UnitLayout
-from shardwell_wire.v1 import coordinator_pb2, initialization_pb2, shard_pb2
+from shardwell_wire.v1 import coordinator_pb2, initialization_pb2
 
 _READ_THREADS = 8
 """Ranges of one unit that are read at the same time."""
@@ -280,14 +280,8 @@ class RemoteBuffers:
         self._membership.check()
         unit = self._units[unit_index]
         with uninterrupted:  # the servers wait for every part that is counted
-            part, _ = item.record_push(unit_index)
-            header = shard_pb2.ReduceScatterHeader(
-                context=self._membership.context(step, epoch=item.item.epoch),
-                unit=unit.layout.unit,
-                dp_rank=item.item.dp_rank,
-                attempt=item.item.attempt,
-                part=part,
-            )
+            context = self._membership.context(step, epoch=item.item.epoch)
+            header = item.start_part(context, unit.layout.unit, unit_index)
             self._traffic.push(unit, header, [(index, tensor.reshape(-1)) for index, tensor in buffers])
 
     def read(self, unit_index: int, version: int, wanted: Sequence[tuple[int, torch.Tensor]]) -> None:

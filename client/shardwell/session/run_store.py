@@ -30,7 +30,7 @@ from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire import wire_dtypes
 from shardwell_wire.errors import UsageError
 from shardwell_wire.layout import UnitLayout
-from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 _CLOSE_LIMIT_S = 5.0
 """Seconds to wait for transfers in ``close``. A transfer ends with its connection, except while it is connecting."""
@@ -209,15 +209,8 @@ class RunStore:
     def _push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         self._membership.check()
         unit, current = self._units[unit_index], self._state.require_current()
-        part, dropped = current.record_push(unit_index, (index for index, _ in gradients))
-        header = shard_pb2.ReduceScatterHeader(
-            context=self._membership.context(self._state.number, epoch=current.item.epoch),
-            unit=unit.layout.unit,
-            dp_rank=current.item.dp_rank,
-            attempt=current.item.attempt,
-            part=part,
-            dropped_indices=dropped,
-        )
+        context = self._membership.context(self._state.number, epoch=current.item.epoch)
+        header = current.start_part(context, unit.layout.unit, unit_index, (index for index, _ in gradients))
         if self._feedback is not None and gradients:
             copies, copied = to_host([gradient for _, gradient in gradients])
             copied()

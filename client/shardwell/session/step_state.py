@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from shardwell.session.step_commit import StepUpdate
 from shardwell_wire.errors import UsageError
-from shardwell_wire.v1 import common_pb2, coordinator_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 ParameterIndices = dict[int, set[int]]
 """Indices of parameters by unit index."""
@@ -65,6 +65,20 @@ class WorkItemState:
         self.pushed[unit_index] -= dropped
         self.pushed[unit_index].update(parameter_indices)
         return part, sorted(dropped)
+
+    def start_part(
+        self, context: common_pb2.RequestContext, unit: str, unit_index: int, parameter_indices: Iterable[int] = ()
+    ) -> shard_pb2.ReduceScatterHeader:
+        """Counts one push of a unit; returns its header, without the fields that depend on shard and transport."""
+        part, dropped = self.record_push(unit_index, parameter_indices)
+        return shard_pb2.ReduceScatterHeader(
+            context=context,
+            unit=unit,
+            dp_rank=self.item.dp_rank,
+            attempt=self.item.attempt,
+            part=part,
+            dropped_indices=dropped,
+        )
 
     def drop(self, unit_index: int, parameter_indices: Iterable[int]) -> None:
         """Drops the gradients that earlier steps and this item have pushed for some parameters of a unit."""

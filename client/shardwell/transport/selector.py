@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from shardwell.transport.base import (
@@ -137,7 +138,7 @@ class ServerConnection:
             self._close_transports()
             raise
         self.copies_gradients = self._shared is not None
-        """Whether ``prepare_push`` copies gradients, so that their memory can be reused before ``push``."""
+        """Whether ``prepare_push`` copies gradients, so that their memory can be reused before they are pushed."""
         logger.info("shard server at %s: transport %s, %.2f GB/s", address, self.transport.name, self.bytes_per_s / 1e9)
 
     @property
@@ -215,18 +216,26 @@ class ServerConnection:
     # ---- gradients ----
 
     def prepare_push(
-        self, shard: ShardAddress, header: shard_pb2.ReduceScatterHeader, part: GradientPart
-    ) -> PreparedPush:
-        """Returns a push of gradients, copied to shared memory if ``copies_gradients``."""
+        self,
+        shard: ShardAddress,
+        header: shard_pb2.ReduceScatterHeader,
+        part: GradientPart,
+        *,
+        wait_limit_s: float,
+    ) -> Callable[[NearlyDone], None]:
+        """Returns a function that pushes one part of a contribution, in any thread; see ``Transport.push``.
+
+        Copies the gradients to shared memory first if ``copies_gradients``.
+        """
         if self.copies_gradients:
             try:
-                return self._over_shared(lambda shared: shared.prepare_push(shard, header, part))
+                copied = self._over_shared(lambda shared: shared.prepare_push(shard, header, part))
+                return partial(self._push, copied, wait_limit_s)
             except (CapacityError, OSError) as error:
                 self._stop_sharing_gradients(error)
-        return PreparedPush(shard, header, part)
+        return partial(self._push, PreparedPush(shard, header, part), wait_limit_s)
 
-    def push(self, prepared: PreparedPush, *, wait_limit_s: float, nearly_done: NearlyDone = ignore) -> None:
-        """Pushes one part of a contribution; see ``Transport.push``."""
+    def _push(self, prepared: PreparedPush, wait_limit_s: float, nearly_done: NearlyDone) -> None:
         retry_for_s = min(_RETRY_S, wait_limit_s)
         if prepared.is_shared:
             try:
