@@ -252,7 +252,7 @@ def test_run_continues_after_a_kill_while_trainers_wait(cluster: Cluster) -> Non
     together(lambda: a.train(1), lambda: b.train(1))
 
     def kill_and_finish() -> None:
-        wait_until(lambda: finished_ranks(cluster, a.run) == [0], "a waits for rank 1")
+        wait_until(lambda: finished_ranks(cluster, a.run) == [0], "trainer a waits for rank 1")
         cluster.kill()
         cluster.restart()
         b.take_step(1)

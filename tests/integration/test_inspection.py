@@ -32,7 +32,7 @@ def show(cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]) ->
 
 def test_runs_command_lists_runs(show, run) -> None:
     line = next(line for line in show("runs").splitlines() if line.startswith(run))
-    assert line.split()[2:6] == ["1", "x", "1", "x"], "after the name and the id"
+    assert line.split()[2:6] == ["1", "x", "1", "x"], "the columns after the name and the id"
     assert "1 live" in line and " 2 " in line
 
 

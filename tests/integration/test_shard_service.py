@@ -94,7 +94,7 @@ def test_broken_push_leaves_no_trace(server: ShardServer, how: str) -> None:
     longer = one.push_messages(one.zeros(), chunk_bytes=chunk_streams.MAX_CHUNK_BYTES + 1) if one.size > 5 << 20 else []
     messages, expected = broken_streams(one.push_messages(one.filled(1.0)), longer)[how]
     assert type(one.open_push().send(*messages).finish().error()) is expected
-    server.until(lambda: one.shard.contributions.by_rank == {}, "no contribution")
+    server.until(lambda: one.shard.contributions.by_rank == {}, "no contribution is kept")
     assert (server.taken_bytes(), server.unreserved_bytes()) == (before, 0)
     assert one.push(one.filled(1.0)).duplicate is False
 
@@ -377,14 +377,14 @@ def test_only_the_newest_unfinished_upload_uses_memory(server: ShardServer) -> N
     one.reserve()
     messages = one.initialize_messages(one.filled(1.0))
     open_streams = [one.open_initialize().send(*messages[:-1]) for _ in range(20)]
-    server.until(lambda: sum(stream.future.done() for stream in open_streams) == 19, "all but one are ended")
+    server.until(lambda: sum(stream.future.done() for stream in open_streams) == 19, "all uploads but one have ended")
     assert server.taken_bytes() == one.size
     for stream in open_streams:
         stream.send(messages[-1]).finish()
     ended = [stream.error() for stream in open_streams if stream.future.exception() is not None]
     assert len(ended) == 19
     assert all(isinstance(error, StaleEpochError) and "a newer stream replaced" in str(error) for error in ended)
-    server.until(lambda: server.store.memory.used_bytes == one.size, "the rest is released")
+    server.until(lambda: server.store.memory.used_bytes == one.size, "the upload's memory is released")
     one.publish()
 
 

@@ -244,7 +244,7 @@ def test_newer_stream_of_a_rank_replaces_the_older(server: ShardServer) -> None:
     before = server.taken_bytes()
     messages = one.push_messages(one.filled(1.0))
     older = one.open_push().send(*messages[:-1])
-    server.until(lambda: len(one.shard.streams) == 1, "the older has started")
+    server.until(lambda: len(one.shard.streams) == 1, "the older stream has started")
     newer = one.open_push().send(*messages[:-1])
     assert isinstance(older.error(), StaleEpochError)
     stale = one.open_push().send(*one.push_messages(one.filled(1.0), epoch=0)[:-1])
@@ -276,7 +276,7 @@ def test_disconnected_push_releases_its_memory(server: ShardServer, part: int) -
     server.until(lambda: server.store.memory.pool.taken_bytes > before, "the stream is being received")
     assert server.unreserved_bytes() == part * one.size
     half.cancel()
-    server.until(lambda: server.store.memory.pool.taken_bytes == before, "its memory is released")
+    server.until(lambda: server.store.memory.pool.taken_bytes == before, "the memory is released")
     assert server.unreserved_bytes() == 0
     assert one.push(one.filled(1.0), part=part).duplicate is False
 
@@ -302,13 +302,13 @@ def test_streams_wait_for_memory_in_order_and_time_out() -> None:
             one.push(one.filled(1.0))
         messages = [one.push_messages(one.filled(1.0), part=1) for one in ones]
         first = ones[0].open_push().send(*messages[0][:-1])
-        server.until(lambda: server.store.memory.unreserved.used_bytes == size, "the first has the memory")
+        server.until(lambda: server.store.memory.unreserved.used_bytes == size, "the first stream has the memory")
         error = error_of(lambda: ones[1].open_push(timeout_s=0.5).send(*messages[1]).finish().result())
         assert isinstance(error, CapacityError | DeadlineError)
         second = ones[1].open_push().send(*messages[1]).finish()
-        server.until(lambda: len(ones[1].shard.streams) == 1, "the second waits")
+        server.until(lambda: len(ones[1].shard.streams) == 1, "the second stream waits")
         vanishing = ones[2].open_push().send(*messages[2])
-        server.until(lambda: len(ones[2].shard.streams) == 1, "the third waits")
+        server.until(lambda: len(ones[2].shard.streams) == 1, "the third stream waits")
         vanishing.cancel()
         assert server.taken_bytes() == 7 * size
         first.send(messages[0][-1]).finish()
@@ -522,7 +522,7 @@ def test_memory_for_an_update_is_allocated_before_the_commit(
     monkeypatch.setattr(torch, "zeros_like", no_memory)
     one.update(0, algorithm="adamw")
     one.push(one.filled(1.0), step=1)
-    assert one.prepare(1, optimizer=adam).update_ready, "nothing more is needed"
+    assert one.prepare(1, optimizer=adam).update_ready, "the prepare allocates no more memory"
     one.update(1, algorithm="adamw")
 
 

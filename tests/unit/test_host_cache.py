@@ -84,7 +84,7 @@ def failing(target: memoryview) -> None:
 def content(shard: CachedShard, version: int, fetch: Callable[[memoryview], None]) -> bytes:
     target = bytearray(shard.location.stop_bytes - shard.location.start_bytes)
     assert shard.read(version, memoryview(target), fetch) == version
-    assert len(set(target)) == 1, "a mixture"
+    assert len(set(target)) == 1, "the bytes mix two versions"
     return bytes(target[:1])
 
 

@@ -249,7 +249,7 @@ def test_death_during_an_exchange_leaves_no_wrong_byte(make: MakeMembers, caplog
     with caplog.at_level(logging.WARNING):
         all_do(members, lambda member: member.gather(0, vector=(Surviving, Dying)[members.index(member)]()))
         assert not any(member.gather(1).exchanged for member in members)
-    assert len(caplog.records) == 2, "one line per member"
+    assert len(caplog.records) == 2, "each member logs one line"
 
 
 def test_unexpected_error_of_an_exchange_falls_back_to_whole_units(

@@ -311,7 +311,7 @@ def test_all_kinds_of_buffers_are_stored() -> None:
     one.module.cache.zero_()
     assert state_of(other.module) == state_of(one.module)
     assert other.module.also_scalar is other.module.scalar
-    assert [len(read) for read in store.reads] == [6], "all but the empty one"
+    assert [len(read) for read in store.reads] == [6], "every buffer but the empty one is read"
     quiet = one.compute(item(0), lambda: None)
     assert not store.pushed, "NaN has the same bytes as before"
     one.commit(store.commit(quiet))

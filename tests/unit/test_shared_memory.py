@@ -293,7 +293,9 @@ def test_reserve_stays_free_in_a_shared_file_system(
         for _ in range(3):
             with pytest.raises(CapacityError, match=r"268439552 of 1073741824 bytes are free, of which 268435456 are"):
                 shared.create(4097, "a shard")
-        assert len([line for line in caplog.messages if "are left to other programs" in line]) == 1, "logged once"
+        assert len([line for line in caplog.messages if "are left to other programs" in line]) == 1, (
+            "the message is logged once"
+        )
         made.unlink()
 
 

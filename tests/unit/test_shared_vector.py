@@ -122,12 +122,12 @@ def test_forget_writes_finds_and_discards_a_written_byte(shared: SharedMemory, a
 
 
 def test_write_of_the_same_value_is_detected(shared: SharedMemory) -> None:
-    """Otherwise the private page would hide later updates of the server."""
+    """A write makes the page private, so it hides later updates of the server."""
     shards = Shards(shared, BLOCK_BYTES)
     vector = shards.vector()
     vector.bytes.copy_(numbers(0, BLOCK_BYTES))
     shards.segments[0].buffer.fill_(1)
-    assert torch.equal(vector.bytes, numbers(0, BLOCK_BYTES)), "private"
+    assert torch.equal(vector.bytes, numbers(0, BLOCK_BYTES)), "the page is private and hides the update"
     assert vector.forget_writes() == 0
     assert set(vector.bytes.tolist()) == {1}
 
