@@ -142,18 +142,18 @@ def break_once(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, when: str) -> 
     """Breaks the session while the server answers the next ReduceGradientBuffer."""
     adopt, shm, calls = Push.adopt, trainer.server.shm, [trainer.transport._rpc._call]
 
-    async def breaking(push: Push, gradient_buffer: SharedGradientBuffer) -> bool:
+    async def breaking(push: Push, gradient_buffer: SharedGradientBuffer, wait_s: float) -> bool:
         if not calls:
-            return await adopt(push, gradient_buffer)
+            return await adopt(push, gradient_buffer, wait_s)
         if when == "the answer is lost":
-            await adopt(push, gradient_buffer)
+            await adopt(push, gradient_buffer, wait_s)
         calls.pop().cancel()
         async with asyncio.timeout(20.0):
             # The session ends when the server sees its stream cancelled.
             while shm._open:
                 await asyncio.sleep(0)
         if when == "the push meets a closed transport":
-            return await adopt(push, gradient_buffer)
+            return await adopt(push, gradient_buffer, wait_s)
         raise UnavailableError("the connection was lost")
 
     monkeypatch.setattr(Push, "adopt", breaking)

@@ -129,7 +129,7 @@ def test_address_of_a_shard_server_is_rejected(
     cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["runs", "--address", cluster.shards[0].address]) == 1
-    assert "does not serve this: is it the address of another server?" in capsys.readouterr().err
+    assert "check that the address belongs to the right kind of server" in capsys.readouterr().err
 
 
 def test_error_names_an_unknown_parameter(

@@ -100,7 +100,7 @@ def test_copies_raise(sharded: Sharded, copying: Any) -> None:
 )
 def test_conversion_raises_and_changes_nothing(sharded: Sharded, convert: Any) -> None:
     for module in (sharded.model, sharded.model[0]):
-        with pytest.raises(UsageError, match=r"cannot become.*convert or move the module before.*mp_policy"):
+        with pytest.raises(UsageError, match=r"cannot become.*convert or move the module first.*mp_policy"):
             convert(module)
     assert {parameter.dtype for parameter in sharded.model.parameters()} == {torch.float32}
     sharded.model(inputs(0, 4, 7)).sum().backward()
