@@ -88,6 +88,13 @@ REQUESTS: dict[Kind, type[Message]] = {
 }
 """Message types of the requests."""
 
+_RESPONSES: dict[type[Message], Kind] = {
+    shard_pb2.GatherHeader: Kind.GATHERING,
+    shard_pb2.ReduceScatterResponse: Kind.REDUCE_SCATTERED,
+    shard_pb2.ReduceGradientBufferResponse: Kind.GRADIENT_BUFFER_REDUCED,
+}
+"""Kinds of the frames that answer requests, by message type."""
+
 _MAX_BYTES = {
     Kind.WELCOME: 0,
     Kind.ERROR: 1 << 20,
@@ -179,6 +186,11 @@ def parse_request(kind: Kind, payload: bytes) -> tuple[float, Message]:
         raise InvalidRequestError(f"a {kind.name} frame has {len(payload)} bytes, expected at least {_TIMEOUT.size}")
     (timeout_ms,) = _TIMEOUT.unpack_from(payload)
     return timeout_ms / 1000, parse_message(payload[_TIMEOUT.size :], REQUESTS[kind])
+
+
+def encode_response(message: Message) -> bytes:
+    """Returns the frame of a message that answers a request."""
+    return encode(_RESPONSES[type(message)], message.SerializeToString())
 
 
 class StreamSender:

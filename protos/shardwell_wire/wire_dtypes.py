@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
+from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.v1 import common_pb2
 
@@ -40,6 +41,14 @@ NAMES: dict[str, WireDtype] = {
 """Wire dtypes by the names in user options."""
 
 _KNOWN = frozenset(common_pb2.WireDtype.values())
+
+
+def check_wire_dtype(wire_dtype: int) -> None:
+    """Raises InvalidRequestError unless the wire dtype of a request exists."""
+    if wire_dtype not in _KNOWN:
+        raise InvalidRequestError(
+            f"wire_dtype is {wire_dtype}, expected one of {', '.join(common_pb2.WireDtype.keys())}"
+        )
 
 
 def applied(wire_dtype: WireDtype, dtype: str) -> WireDtype:

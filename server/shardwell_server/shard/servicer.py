@@ -137,7 +137,8 @@ class ShardServicer:
         return shard_pb2.InitializeUnitResponse(version=shard.version)
 
     async def Gather(self, request: shard_pb2.GatherRequest, call: Call) -> AsyncIterator[bytes]:
-        async with reading.reading(self._store, request, call.remaining_s()) as found:
+        run, shard = reading.requested_shard(self._store, request)
+        async with reading.reading(self._store, run, shard, request, call.remaining_s()) as found:
             encoder = chunk_streams.StreamEncoder(shard_pb2.GatherResponse(header=found.header), found.size_bytes)
             size = request.chunk_bytes or chunk_streams.DEFAULT_CHUNK_BYTES
             for start in range(0, max(found.size_bytes, 1), size):

@@ -15,7 +15,8 @@ from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_wire import chunk_streams
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError, VersionGoneError
 from shardwell_wire.stream_plan import StreamPlan
-from shardwell_wire.v1 import common_pb2, shard_pb2
+from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.wire_dtypes import check_wire_dtype
 
 
 class AdoptableMemory(ContributionMemory, Protocol):
@@ -219,11 +220,3 @@ async def push(
     run = store.exact_run(header.context)
     duplicate = await Push(store, run, run.shard(header.unit), header).receive(incoming, wait_s)
     return shard_pb2.ReduceScatterResponse(duplicate=duplicate, version=header.context.step)
-
-
-def check_wire_dtype(wire_dtype: int) -> None:
-    """Raises InvalidRequestError unless the wire dtype exists."""
-    if wire_dtype not in common_pb2.WireDtype.values():
-        raise InvalidRequestError(
-            f"wire_dtype is {wire_dtype}, expected one of {', '.join(common_pb2.WireDtype.keys())}"
-        )

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from shardwell_server.shard.requests.pushes import check_wire_dtype
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.snapshots import VersionBytes
 from shardwell_server.shard.state.store import ShardStore
@@ -16,6 +15,7 @@ from shardwell_server.shard.state.values import Values
 from shardwell_wire import chunk_streams
 from shardwell_wire.errors import InvalidRequestError, VersionGoneError
 from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.wire_dtypes import check_wire_dtype
 
 
 @dataclass(frozen=True)
@@ -53,28 +53,40 @@ class Reading:
                 )
 
 
-def is_readable(store: ShardStore, request: shard_pb2.GatherRequest) -> bool:
-    """Returns True if ``reading`` need not wait for the version.
+def requested_shard(store: ShardStore, request: shard_pb2.GatherRequest) -> tuple[HostedRun, UnitShard]:
+    """Returns the run and the shard that a Gather names.
 
     Raises:
         NotFoundError: This server does not hold the run or the unit.
     """
-    return store.run(request.run, request.run_id).shard(request.unit).values.readable(_version(request))
+    run = store.run(request.run, request.run_id)
+    return run, run.shard(request.unit)
+
+
+def is_readable(shard: UnitShard, request: shard_pb2.GatherRequest) -> bool:
+    """Returns True if ``reading`` need not wait for the version."""
+    return shard.values.readable(_version(request))
 
 
 @asynccontextmanager
-async def reading(store: ShardStore, request: shard_pb2.GatherRequest, wait_s: float) -> AsyncIterator[Reading]:
+async def reading(
+    store: ShardStore, run: HostedRun, shard: UnitShard, request: shard_pb2.GatherRequest, wait_s: float
+) -> AsyncIterator[Reading]:
     """Waits for the version that a Gather requests, and keeps it readable while the block runs.
 
+    Args:
+        store: The server's memory and threads.
+        run: The run, from ``requested_shard``.
+        shard: The shard, from ``requested_shard``.
+        request: The request.
+        wait_s: Seconds to wait for the version, and for memory.
+
     Raises:
-        NotFoundError: This server does not hold the run or the unit.
         InvalidRequestError: The range is outside the shard, or the chunks are too large.
         DeadlineError: The version does not exist yet.
         VersionGoneError: The version has been overwritten.
         StepStateError: The request is for averages, and there are none.
     """
-    run = store.run(request.run, request.run_id)
-    shard = run.shard(request.unit)
     start, stop = _range(shard, request)
     if request.chunk_bytes > chunk_streams.MAX_CHUNK_BYTES:
         raise InvalidRequestError(

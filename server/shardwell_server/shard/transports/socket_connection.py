@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import ClassVar, Protocol
 
+from google.protobuf.message import Message
+
 from shardwell_server.rpc import reported_error
 from shardwell_server.shard.requests import streams
 from shardwell_wire import socket_frames
@@ -126,13 +128,15 @@ class ReceiveStreamTransfer:
 
 
 class Connection:
-    """Sends and receives on one connected socket. Used by one task at a time.
+    """A ``StreamConnection`` on one connected socket. Used by one task at a time.
 
     Every method raises OSError if the connection broke, and DeadlineError if no bytes move during a transfer.
 
     Args:
         peer: The socket.
     """
+
+    piece_bytes: ClassVar[int] = socket_frames.DATA_BYTES
 
     def __init__(self, peer: socket.socket) -> None:
         peer.setblocking(False)
@@ -154,18 +158,20 @@ class Connection:
         await self._drive(SendTransfer(self._socket, buffers), streams.IDLE_LIMIT_S)
         self._torn = False
 
-    async def next_request(self) -> tuple[Kind, int] | None:
-        """Waits without limit for the next request; returns its kind and size. None if the peer has closed.
+    async def send_response(self, response: Message) -> None:
+        """Sends a response without a stream."""
+        await self.send(socket_frames.encode_response(response))
 
-        Raises:
-            InvalidRequestError: The bytes are not the head of a request.
-        """
+    async def next_request(self) -> tuple[str, float, Message] | None:
+        """Waits without limit for the next request; see ``StreamConnection``."""
         head = bytearray(socket_frames.HEAD_BYTES)
         count = await self._receive_some(memoryview(head))
         if count == 0:
             return None
         await self._fill(memoryview(head)[count:])
-        return socket_frames.parse_head(head, *socket_frames.REQUESTS)
+        kind, size_bytes = socket_frames.parse_head(head, *socket_frames.REQUESTS)
+        timeout_s, request = socket_frames.parse_request(kind, await self.exactly(size_bytes))
+        return kind.name, timeout_s, request
 
     async def exactly(self, size_bytes: int) -> bytes:
         """Receives this many bytes."""
@@ -175,14 +181,16 @@ class Connection:
 
     # ---- streams ----
 
-    async def send_stream(self, pieces: Iterable[memoryview], before: bytes = b"") -> None:
-        """Sends DATA frames and END. If ``pieces`` raises an error, the connection is between two frames, and an ERROR
-        frame can follow.
+    async def send_stream(self, pieces: Iterable[memoryview], header: Message | None = None) -> None:
+        """Sends the header, DATA frames and END.
+
+        If ``pieces`` raises an error, the connection is between two frames, and an ERROR frame can follow.
 
         Args:
             pieces: Pieces of the stream.
-            before: Frames to send first.
+            header: Message to send first. None: the stream has no header.
         """
+        before = b"" if header is None else socket_frames.encode_response(header)
         sender = socket_frames.StreamSender()
         for piece in pieces:
             await self.send(before, *sender.data([piece]))

@@ -1,4 +1,4 @@
-"""The socket transport: accepts and authenticates connections, and serves their requests."""
+"""The socket transport: accepts and authenticates connections."""
 
 from __future__ import annotations
 
@@ -8,22 +8,16 @@ import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from google.protobuf.message import Message
-
-from shardwell_server.rpc import DEADLINE_MARGIN_S
-from shardwell_server.shard.requests import pushes, reading
-from shardwell_server.shard.state.store import NamesRun, ShardStore
-from shardwell_server.shard.transports import shm_requests
-from shardwell_server.shard.transports.base import ServerTransports, measurement_chunks
-from shardwell_server.shard.transports.shm_transport import ShmTransport
+from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.transports.base import ServerTransports
 from shardwell_server.shard.transports.socket_connection import Connection
+from shardwell_server.shard.transports.stream_requests import StreamRequests
 from shardwell_wire import socket_frames
 from shardwell_wire.errors import AccessError, DeadlineError
-from shardwell_wire.names import check_names
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.socket_frames import Kind
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -110,7 +104,7 @@ class SocketTransport:
                 connection = Connection(peer)
                 try:
                     session = await self._authenticate(connection)
-                    await _ConnectionRequests(self._store, session.run, connection, self._offered).serve()
+                    await StreamRequests(self.name, self._store, session.run, connection, self._offered).serve()
                 except Exception as error:
                     await connection.send_error(error)
                     await connection.linger()
@@ -133,80 +127,6 @@ class SocketTransport:
         task.add_done_callback(session.connections.discard)
         await connection.send(socket_frames.encode(Kind.WELCOME))
         return session
-
-
-class _ConnectionRequests:
-    """Serves the requests of one connection, one after the other.
-
-    Args:
-        store: The server's shards.
-        run: The run that requests must name, by name and id.
-        connection: The connection.
-        offered: The server's transports.
-    """
-
-    def __init__(self, store: ShardStore, run: RunIdentity, connection: Connection, offered: ServerTransports) -> None:
-        self._store, self._run, self._connection, self._offered = store, run, connection, offered
-
-    async def serve(self) -> None:
-        """Serves requests until the peer closes the connection.
-
-        Raises:
-            Exception: No further request can be read. The error has not been sent to the peer.
-        """
-        while (head := await self._connection.next_request()) is not None:
-            kind, size_bytes = head
-            timeout_s, request = socket_frames.parse_request(kind, await self._connection.exactly(size_bytes))
-            try:
-                async with asyncio.timeout(timeout_s) as limit:
-                    await self._answer(request, max(0.0, timeout_s - DEADLINE_MARGIN_S))
-            except Exception as error:
-                reason = (
-                    DeadlineError(f"{kind.name} did not finish within {timeout_s:g} s") if limit.expired() else error
-                )
-                if kind is Kind.REDUCE_SCATTER:
-                    raise reason from None  # the rest of the stream may follow, so the connection cannot be reused
-                await self._connection.send_error(reason)
-
-    async def _answer(self, request: Message, wait_s: float) -> None:
-        check_names(request)
-        if isinstance(request, shard_pb2.GatherRequest):
-            await self._gather(request, wait_s)
-        elif isinstance(request, shard_pb2.MeasureTransportRequest):
-            await self._connection.send_stream(measurement_chunks(request, socket_frames.DATA_BYTES))
-        elif isinstance(request, shard_pb2.ReduceGradientBufferRequest):
-            await self._reduce_gradient_buffer(request, wait_s)
-        else:
-            assert isinstance(request, shard_pb2.ReduceScatterHeader)
-            await self._push(request, wait_s)
-
-    async def _gather(self, request: shard_pb2.GatherRequest, wait_s: float) -> None:
-        self._check_run(request)
-        async with AsyncExitStack() as stack:
-            readable = reading.is_readable(self._store, request)
-            async with nullcontext() if readable else self._connection.while_silent():
-                found = await stack.enter_async_context(reading.reading(self._store, request, wait_s))
-            head = socket_frames.encode(Kind.GATHERING, found.header.SerializeToString())
-            await self._connection.send_stream(found.pieces(socket_frames.DATA_BYTES), before=head)
-
-    async def _push(self, header: shard_pb2.ReduceScatterHeader, wait_s: float) -> None:
-        self._check_run(header.context)
-        response = await pushes.push(self._store, header, self._connection, wait_s)
-        await self._connection.send(socket_frames.encode(Kind.REDUCE_SCATTERED, response.SerializeToString()))
-
-    async def _reduce_gradient_buffer(self, request: shard_pb2.ReduceGradientBufferRequest, wait_s: float) -> None:
-        self._check_run(request.header.context)
-        shm = self._offered.find(ShmTransport)
-        response = await shm_requests.reduce_gradient_buffer(self._store, shm, request, wait_s)
-        await self._connection.send(socket_frames.encode(Kind.GRADIENT_BUFFER_REDUCED, response.SerializeToString()))
-
-    def _check_run(self, request: NamesRun) -> None:
-        if (request.run, request.run_id) != (self._run.name, self._run.run_id):
-            raise AccessError(
-                f"the socket session belongs to run {self._run.name!r} with id {self._run.run_id}, but the request "
-                f"names run {request.run!r} with id {request.run_id or 'none'}: open another session",
-                run=request.run,
-            )
 
 
 def listen(host: str) -> socket.socket:
