@@ -42,7 +42,7 @@ def validate(optimizer: common_pb2.OptimizerStep) -> None:
         if given != spec.names:
             wrong = ", ".join(sorted(given ^ spec.names))
             raise InvalidRequestError(
-                f"parameter group {index} of {spec.name}: {wrong} missing or unknown; "
+                f"parameter group {index} of {spec.name}: hyper-parameter {wrong} is missing or unknown; "
                 f"expected exactly {', '.join(sorted(spec.names))}"
             )
         for hyperparameter in spec.hyperparameters:

@@ -195,7 +195,7 @@ def test_parameter_restarts_under_another_algorithm() -> None:
         ({"hyperparameters": {**ADAM, "beta1": 1.0}}, "0 <= beta1 < 1"),
         ({"hyperparameters": {**ADAM, "amsgrad": 0.5}}, "expected 0 or 1"),
         ({"hyperparameters": {"lr": 1.0}}, "missing or unknown"),
-        ({"hyperparameters": {**ADAM, "momentum": 0.9}}, "momentum missing or unknown"),
+        ({"hyperparameters": {**ADAM, "momentum": 0.9}}, "momentum is missing or unknown"),
         ({"group_indices": [1]}, "parameter group 1"),
         ({"group_indices": [-3]}, "parameter group -3"),
     ],

@@ -177,7 +177,7 @@ def test_clip_value_beyond_the_dtypes_range_clips_nothing(dtype: torch.dtype, cl
         ("adafactor", {"beta2_decay": 0.5}, "at most 0"),
         ("muon", {"ns_steps": 2.5}, "whole number"),
         ("muon", {"ns_steps": 100.0}, "at most 99"),
-        ("lion", {"eps": 1e-8}, "eps missing or unknown"),
+        ("lion", {"eps": 1e-8}, "eps is missing or unknown"),
         ("lamb", {"eps": math.inf}, "not finite"),
         ("adamw", {"eps": math.nan}, "not finite"),
         ("lion", {"lr": 1e39}, "not finite in fp32"),

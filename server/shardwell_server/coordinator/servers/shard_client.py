@@ -50,8 +50,8 @@ class ShardCalls(Protocol):
         """Probes the process of a shard server.
 
         Returns:
-            True if it answered. False if it has ended: its process is gone from this host, or another process of the
-            same server id answers at its address.
+            True if the process answered. False if the process has ended: it is gone from this host, or another process
+            of the same server id answers at its address.
 
         Raises:
             UnavailableError: The process did not answer. It may still run, even if the connection was refused.

@@ -129,7 +129,7 @@ def _range(shard: UnitShard, request: shard_pb2.GatherRequest) -> tuple[int, int
         return shard.start_bytes, shard.stop_bytes
     if request.wire_dtype and (start, stop) != (shard.start_bytes, shard.stop_bytes):
         raise InvalidRequestError(
-            f"{shard.what}: range [{start}, {stop}) with wire_dtype {request.wire_dtype}: another dtype is available "
+            f"{shard.what}: range [{start}, {stop}) with wire_dtype {request.wire_dtype}: lossy dtypes are available "
             f"for the whole shard only, [{shard.start_bytes}, {shard.stop_bytes})"
         )
     if not shard.start_bytes <= start <= stop <= shard.stop_bytes:
