@@ -103,9 +103,9 @@ class Server:
         self.state = ServerState.ENDED
 
     def to_record(self) -> ServerRecord:
-        left = self.state is ServerState.LEFT
+        has_left = self.state is ServerState.LEFT
         return ServerRecord(
-            self.server_id, self.address, self.incarnation, self.epoch, self.budget_bytes, self.process, left
+            self.server_id, self.address, self.incarnation, self.epoch, self.budget_bytes, self.process, has_left
         )
 
     @classmethod
@@ -119,7 +119,7 @@ class Server:
             record.budget_bytes,
             now,
             record.process,
-            state=ServerState.LEFT if record.left else ServerState.UNCONFIRMED,
+            state=ServerState.LEFT if record.has_left else ServerState.UNCONFIRMED,
         )
 
 

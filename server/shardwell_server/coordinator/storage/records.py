@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 KEPT_COMMITS = 8
 """Commit records kept per run. Trainers are rarely more than one step behind."""
 
 
 @dataclass(frozen=True, slots=True)
-class ServerRecord:
+class Row:
+    """A record of one table. Its fields are the last columns of the table, in order."""
+
+    def to_row(self) -> tuple[object, ...]:
+        """Returns the values of the columns."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> Self:
+        """Returns the record that ``to_row`` was called on."""
+        return cls(*row)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRecord(Row):
     """A stored shard server."""
 
     server_id: str
@@ -18,12 +34,17 @@ class ServerRecord:
     epoch: int
     budget_bytes: int
     process: str = ""
-    left: bool = False
+    has_left: bool = False
     """True if the server deregistered."""
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> Self:
+        record = cls(*row)
+        return replace(record, has_left=bool(record.has_left))
 
 
 @dataclass(frozen=True, slots=True)
-class MemberRecord:
+class MemberRecord(Row):
     """A stored trainer."""
 
     trainer: str
@@ -35,9 +56,15 @@ class MemberRecord:
     """Value of a ``MemberState``."""
     accepts_reassigned_work: bool | None
 
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> Self:
+        record = cls(*row)
+        accepts = record.accepts_reassigned_work
+        return replace(record, accepts_reassigned_work=None if accepts is None else bool(accepts))
+
 
 @dataclass(frozen=True, slots=True)
-class RankRecord:
+class RankRecord(Row):
     """A stored logical rank: its owner and the lease of its work item."""
 
     global_rank: int
@@ -68,7 +95,7 @@ class RunRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardRecord:
+class ShardRecord(Row):
     """A stored shard and the server process that owns it."""
 
     start_bytes: int
@@ -88,7 +115,7 @@ class UnitRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedRecord:
+class FinishedRecord(Row):
     """A stored finished work item."""
 
     global_rank: int
@@ -97,7 +124,7 @@ class FinishedRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitRecord:
+class CommitRecord(Row):
     """The durable record that makes a step final."""
 
     step: int
@@ -113,6 +140,19 @@ class CommitRecord:
     other_norm: float | None = None
     skipped: bool = False
     """True if a gradient was not finite and the step changed no parameter."""
+
+    def to_row(self) -> tuple[object, ...]:
+        """Returns the values of the columns. The unit order is stored as text."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        columns["unit_order"] = " ".join(map(str, self.unit_order))
+        return tuple(columns.values())
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> Self:
+        columns = dict(zip((field.name for field in fields(cls)), row, strict=True))
+        columns["unit_order"] = tuple(map(int, columns["unit_order"].split()))
+        columns["skipped"] = bool(columns["skipped"])
+        return cls(**columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,7 +37,7 @@ _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE servers (
     server_id TEXT PRIMARY KEY, address TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
-    budget_bytes INTEGER NOT NULL, process TEXT NOT NULL, departed INTEGER NOT NULL
+    budget_bytes INTEGER NOT NULL, process TEXT NOT NULL, has_left INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE runs (
     run TEXT PRIMARY KEY, run_id TEXT NOT NULL, config BLOB NOT NULL, created REAL NOT NULL, started INTEGER NOT NULL,
@@ -125,7 +124,7 @@ class Storage:
 
     async def save_server(self, record: ServerRecord) -> None:
         """Stores a shard server."""
-        await self._call(self._database.write, [(_upsert("servers", 7), [_values(record)])])
+        await self._call(self._database.write, [(_upsert("servers", 7), [record.to_row()])])
 
     async def delete_server(self, server_id: str, last_epoch: int) -> None:
         """Deletes a server and stores ``last_epoch``, the highest epoch of any server, so that no epoch is reused."""
@@ -163,11 +162,7 @@ class Storage:
     async def save_units(self, run: str, records: Sequence[UnitRecord]) -> None:
         """Stores units and their shards, replacing the units' previous shards."""
         units = [(run, record.unit_index, record.spec, record.published) for record in records]
-        shards = [
-            (run, record.unit_index, at.start_bytes, at.stop_bytes, at.server_id, at.incarnation)
-            for record in records
-            for at in record.shards
-        ]
+        shards = [(run, record.unit_index, *at.to_row()) for record in records for at in record.shards]
         replaced = [(run, record.unit_index) for record in records]
         writes = [
             (_upsert("units", 4), units),
@@ -182,27 +177,13 @@ class Storage:
         Not synced to disk: the rows survive a crash of this process, but a crash of the machine only after the next
         commit.
         """
-        rows = [(run, step, *_values(record)) for record in records]
+        rows = [(run, step, *record.to_row()) for record in records]
         await self._call(self._database.write, [_clear("finished", run), (_upsert("finished", 5), rows)], full=False)
 
     async def save_commit(self, run: str, record: CommitRecord, state: bytes | None) -> None:
         """Stores a commit record and, if it changed, the run's state. When this returns, the step is committed."""
-        order = " ".join(map(str, record.unit_order))
-        row = (
-            run,
-            record.step,
-            record.time,
-            record.leader,
-            record.optimizer,
-            record.clip_coefficient,
-            order,
-            record.grad_norm,
-            record.norm_type,
-            record.other_norm,
-            int(record.skipped),
-        )
         writes: list[Write] = [
-            (_upsert("commits", 11), [row]),
+            (_upsert("commits", 11), [(run, *record.to_row())]),
             ("DELETE FROM commits WHERE run = ? AND step <= ?", [(run, record.step - KEPT_COMMITS)]),
             _clear("finished", run),
         ]
@@ -241,12 +222,7 @@ class Storage:
         return int(rows[0][0]) if rows else 0
 
     def _load(self) -> StoredState:
-        servers = (
-            ServerRecord(server_id, address, incarnation, epoch, budget_bytes, process, bool(departed))
-            for server_id, address, incarnation, epoch, budget_bytes, process, departed in self._database.read(
-                "SELECT * FROM servers"
-            )
-        )
+        servers = map(ServerRecord.from_row, self._database.read("SELECT * FROM servers"))
         names = [name for (name,) in self._database.read("SELECT run FROM runs")]
         runs = [self._load_run(name) for name in names]
         self._stored = {each.record.run: each.record for each in runs}
@@ -258,35 +234,7 @@ class Storage:
 
     def _load_run(self, run: str) -> StoredRun:
         (_, run_id, config, created, started, last_epoch, initializer, initializer_epoch), *_ = self._rows("runs", run)
-        members = [
-            MemberRecord(
-                trainer,
-                host,
-                incarnation,
-                epoch,
-                rank,
-                state,
-                None if accepts is None else bool(accepts),
-            )
-            for _, trainer, host, incarnation, epoch, rank, state, accepts in self._rows("members", run)
-        ]
-        commits = [
-            CommitRecord(
-                step,
-                time,
-                leader,
-                optimizer,
-                clip,
-                tuple(map(int, order.split())),
-                grad_norm,
-                norm_type,
-                other_norm,
-                bool(skipped),
-            )
-            for _, step, time, leader, optimizer, clip, order, grad_norm, norm_type, other_norm, skipped in self._rows(
-                "commits", run
-            )
-        ]
+        commits = [CommitRecord.from_row(row) for _, *row in self._rows("commits", run)]
         step = commits[-1].step + 1 if commits else 0
         states = self._rows("states", run)
         return StoredRun(
@@ -299,20 +247,20 @@ class Storage:
                 last_epoch=last_epoch,
                 initializer=initializer,
                 initializer_epoch=initializer_epoch,
-                members=tuple(members),
-                ranks=tuple(RankRecord(*row[1:]) for row in self._rows("ranks", run)),
+                members=tuple(MemberRecord.from_row(row) for _, *row in self._rows("members", run)),
+                ranks=tuple(RankRecord.from_row(row) for _, *row in self._rows("ranks", run)),
                 addresses=tuple((name, address) for _, name, address in self._rows("addresses", run)),
             ),
             units=tuple(self._load_units(run)),
             commits=tuple(commits),
             state=states[0][2] if states else None,
-            finished=tuple(FinishedRecord(*row[2:]) for row in self._rows("finished", run) if row[1] == step),
+            finished=tuple(FinishedRecord.from_row(row) for _, at, *row in self._rows("finished", run) if at == step),
         )
 
     def _load_units(self, run: str) -> list[UnitRecord]:
         shards: dict[int, list[ShardRecord]] = {}
         for _, unit_index, *shard in sorted(self._rows("shards", run)):
-            shards.setdefault(unit_index, []).append(ShardRecord(*shard))
+            shards.setdefault(unit_index, []).append(ShardRecord.from_row(shard))
         return [
             UnitRecord(unit_index, spec, bool(published), tuple(shards.get(unit_index, ())))
             for _, unit_index, spec, published in self._rows("units", run)
@@ -338,9 +286,4 @@ def _rows_by_key(record: RunRecord | None, table: str) -> dict[object, tuple[obj
     if table == "addresses":
         return {address[0]: address for address in record.addresses}
     rows = record.members if table == "members" else record.ranks
-    return {(values := _values(row))[0]: values for row in rows}
-
-
-def _values(record: Any) -> tuple[object, ...]:
-    """Returns a record's fields in the order of the table's columns."""
-    return tuple(getattr(record, field.name) for field in fields(record))
+    return {(values := row.to_row())[0]: values for row in rows}
