@@ -82,11 +82,11 @@ class NodeGathers:
         """
         part = self._group.part(layout.size_bytes)
         if part is None or vector.device_type != self._group.device_type:
-            return fetch(self._traffic, unit, version, target, layout)
+            return self._traffic.gather(unit, version, target, layout)
         number = self._last.number + 1 if self._last.version == version else 0
         self._last = Round(version, number)
         if self._left or self._separate_version == version:
-            return fetch(self._traffic, unit, version, target, layout)
+            return self._traffic.gather(unit, version, target, layout)
         own = _part_of(unit, layout, *part)
         gather = _Gather(
             unit,
@@ -95,7 +95,7 @@ class NodeGathers:
             layout,
             vector,
             *part,
-            part=fetch(self._traffic, own, version, target, layout),
+            part=self._traffic.gather(own, version, target, layout),
             whole=TimedFuture(self._traffic.stats),
         )
         self._jobs.put(gather)
@@ -154,7 +154,7 @@ class NodeGathers:
                 gather.whole.set_result(_untimed_result(whole))
 
         try:
-            whole = fetch(self._traffic, gather.unit, gather.this_round.version, gather.target, gather.layout)
+            whole = self._traffic.gather(gather.unit, gather.this_round.version, gather.target, gather.layout)
         except BaseException as error:
             gather.whole.set_exception(error)
         else:
@@ -183,13 +183,6 @@ class NodeGathers:
             self._left = True
             logger.warning("node group: every unit is fetched whole from now on: %s", reason)
             self._group.leave()
-
-
-def fetch(traffic: Traffic, unit: RemoteUnit, version: int, target: memoryview, layout: UnitLayout) -> Future[int]:
-    """Starts to fetch the shards of a unit, in the dtypes of a layout."""
-    if layout == unit.layout:
-        return traffic.gather(unit, version, target)
-    return traffic.gather_cast(unit, version, target, layout)
 
 
 def _untimed_result(fetched: Future[int]) -> int:

@@ -154,32 +154,32 @@ class Traffic:
         self._last_part: dict[tuple[int, int], Future[None]] = {}
         """The last push to each shard, keyed by unit index and shard number."""
 
-    def gather(self, unit: RemoteUnit, version: int | None, target: memoryview, *, exact: bool = False) -> Future[int]:
-        """Starts to fetch a unit.
-
-        Args:
-            unit: The unit.
-            version: None: the newest.
-            target: Receives the flat vector; must stay in place until the future is done. [unit.layout.size_bytes]
-            exact: Whether to read the values as stored, without rounding.
-        """
-        self.stats.gather_count += 1
-        self.stats.gathered_bytes += unit.layout.size_bytes
-        return self._fetch(
-            unit,
-            lambda shard: partial(shard.fetch, version, target[shard.start_bytes : shard.stop_bytes], exact=exact),
-        )
-
-    def gather_cast(self, unit: RemoteUnit, version: int, target: memoryview, layout: UnitLayout) -> Future[int]:
-        """Starts to fetch a unit in other dtypes than the stored ones.
+    def gather(
+        self,
+        unit: RemoteUnit,
+        version: int,
+        target: memoryview,
+        layout: UnitLayout | None = None,
+        *,
+        exact: bool = False,
+    ) -> Future[int]:
+        """Starts to fetch all shards of a unit.
 
         Args:
             unit: The unit.
             version: The version to fetch.
-            target: Receives the values; must stay in place until the future is done. [layout.size_bytes]
-            layout: The same parameters in the dtypes to deliver.
+            target: Receives the flat vector; must stay in place until the future is done. [layout.size_bytes]
+            layout: The same parameters in the dtypes to deliver. None: the stored dtypes.
+            exact: Whether to read the values as stored, without rounding.
         """
         self.stats.gather_count += 1
+        if layout is None or layout == unit.layout:
+            self.stats.gathered_bytes += unit.layout.size_bytes
+            return self._fetch(
+                unit,
+                lambda shard: partial(shard.fetch, version, target[shard.start_bytes : shard.stop_bytes], exact=exact),
+            )
+        assert not exact
         self.stats.gathered_bytes += layout.size_bytes
         return self._fetch(unit, lambda shard: partial(shard.fetch_cast, version, layout, target))
 

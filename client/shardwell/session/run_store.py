@@ -12,7 +12,7 @@ import torch
 
 from shardwell.data_plane.error_feedback import ErrorFeedback
 from shardwell.data_plane.interrupts import uninterrupted
-from shardwell.data_plane.node_gathers import NodeGathers, fetch
+from shardwell.data_plane.node_gathers import NodeGathers
 from shardwell.data_plane.partition_updates import PartitionUpdates
 from shardwell.data_plane.remote_shard import Wire
 from shardwell.data_plane.traffic import RemoteUnit, Traffic
@@ -152,12 +152,9 @@ class RunStore:
         """See ``ParameterStore.gather``."""
         self._membership.check()
         unit, version = self._units[unit_index], self._state.number
-        if exact:
-            assert layout is None or layout == unit.layout
-            return self._traffic.gather(unit, version, target, exact=True)
-        if self._node is not None and vector is not None and self._is_shared_in_node(unit):
+        if self._node is not None and vector is not None and not exact and self._is_shared_in_node(unit):
             return self._node.gather(unit, version, target, layout or unit.layout, vector)
-        return fetch(self._traffic, unit, version, target, layout or unit.layout)
+        return self._traffic.gather(unit, version, target, layout, exact=exact)
 
     def _is_shared_in_node(self, unit: RemoteUnit) -> bool:
         """True if the other trainers of the node are expected to gather the unit now.
