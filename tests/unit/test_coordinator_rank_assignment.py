@@ -138,3 +138,11 @@ def test_trainer_that_rejects_reassigned_work_gets_none() -> None:
         2: "able",
     }
     assert distribute_items(rank_assignments, {"plain"}, lambda name: False) == {0: None, 1: "plain", 2: None}
+
+
+def test_expired_owner_keeps_its_item_only_if_no_trainer_accepts_it() -> None:
+    rank_assignments = {0: "expired", 1: "gone", 2: "a"}
+    kept = distribute_items(rank_assignments, {"a"}, lambda name: False, {"expired"})
+    assert kept == {0: "expired", 1: None, 2: "a"}
+    reassigned = distribute_items(rank_assignments, {"a"}, lambda name: True, {"expired"})
+    assert reassigned == {0: "a", 1: "a", 2: "a"}

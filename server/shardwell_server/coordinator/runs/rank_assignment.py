@@ -195,18 +195,22 @@ def _surplus_rank(
 
 
 def distribute_items(
-    assigned: Mapping[int, str], live: Collection[str], accepts: Callable[[str], bool]
+    assigned: Mapping[int, str], live: Collection[str], accepts: Callable[[str], bool], expired: Collection[str] = ()
 ) -> dict[int, str | None]:
-    """Chooses the trainer that computes each rank's work item in a step.
+    """Chooses the trainer that computes each rank's work item when a step starts.
+
+    Items that become vacant within the step go to waiting trainers, see ``Run.lease_vacant_items``.
 
     Args:
         assigned: Owner of every rank.
         live: Names of the live trainers.
         accepts: Returns True if a live trainer computes work items of other trainers' ranks.
+        expired: Names of the trainers whose leases expired and were not revoked.
 
     Returns:
         The owner of each rank if the owner is live. Otherwise the accepting trainer with the fewest items; among
-        equals, the owner of the lowest rank. None if no trainer accepts.
+        equals, the owner of the lowest rank. If no trainer accepts: the owner if its lease expired, None if the owner
+        is gone.
     """
     trainers: dict[int, str | None] = {
         rank: owner if owner in live else None for rank, owner in sorted(assigned.items())
@@ -225,4 +229,6 @@ def distribute_items(
             )
             trainers[rank] = substitute
             load[substitute] += 1
+        elif trainer is None and assigned[rank] in expired:
+            trainers[rank] = assigned[rank]
     return trainers

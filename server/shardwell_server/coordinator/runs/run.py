@@ -285,13 +285,10 @@ class Run:
     def begin_step(self, number: int, previous: dict[int, WorkItem]) -> Step:
         """Starts a step and leases its items. ``previous`` contains the items of the previous step."""
         now, live = self.clock(), self.members.live
-        trainers = distribute_items(
-            self.rank_assignments, live, lambda name: live[name].accepts_reassigned_work is not False
-        )
         expired = {member.name for member in self.members.expired}
-        for rank, owner in self.rank_assignments.items():
-            if trainers[rank] is None and owner in expired:  # no other trainer accepts it
-                trainers[rank] = owner
+        trainers = distribute_items(
+            self.rank_assignments, live, lambda name: live[name].accepts_reassigned_work is not False, expired
+        )
         items = {}
         for rank, trainer in trainers.items():
             before, dp_rank = previous.get(rank), self.settings.world.coordinates(rank).dp_rank
@@ -326,7 +323,10 @@ class Run:
         return self.step
 
     def lease_vacant_items(self) -> list[WorkItem]:
-        """Leases vacant items to trainers that wait for work: one item each, spares first. Returns the items."""
+        """Leases vacant items to trainers that wait for work: one item each, spares first. Returns the items.
+
+        Unlike ``distribute_items``, this compares no loads: a waiting trainer has no unfinished item.
+        """
         leasable = self._require_step().leasable
         if not leasable or not self.members.waiting_for_work:
             return []
