@@ -111,9 +111,9 @@ def test_opening_ends_at_the_deadline() -> None:
 
 def test_unreachable_port_fails_the_opening(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     one = unit(server)
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(server.sockets, "_port", nobody.getsockname()[1])
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(server.sockets, "_port", unused.getsockname()[1])
         error = error_of(lambda: SocketTransport(server.client, one.identity))
     assert isinstance(error, UnavailableError)
     server.until(lambda: not server.sockets._sessions, "the session is closed")

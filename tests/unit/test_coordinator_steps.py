@@ -787,18 +787,18 @@ def test_failure_of_a_reset_attempt_is_ignored(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, b = trainers = await team_with_unit(cluster, "a", "b")
-            begun_anew = False
+            restarted = False
 
             def fail(rpc_name: str, request: Any) -> None:
                 if rpc_name == "PrepareStep" and request.ranks[1].attempt == 0:
-                    raise IncompleteStepError("rank 1 is missing") if begun_anew else UnavailableError("busy")
+                    raise IncompleteStepError("rank 1 is missing") if restarted else UnavailableError("busy")
 
             cluster.shards["s1"].fail = fail
             await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
             committing = asyncio.create_task(a.commit(0, wait_s=5))
             await cluster.until(lambda: cluster.shards["s1"].calls["PrepareStep"] > 0, "the first attempt to prepare")
             await b.reset(0, 1)
-            begun_anew = True
+            restarted = True
             await b.finish(0)
             assert (await committing).committed
 

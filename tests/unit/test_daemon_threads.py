@@ -18,15 +18,15 @@ INTERRUPTED = """
 import atexit, threading
 from shardwell.data_plane.transfer_queue import DaemonThreads
 
-begun = threading.Event()
+started = threading.Event()
 
 def wait_for_ever():
-    begun.set()
+    started.set()
     threading.Event().wait()
 
 atexit.register(print, "closed at exit")
 DaemonThreads(1, "waiting").submit(wait_for_ever)
-begun.wait()
+started.wait()
 raise KeyboardInterrupt
 """
 
@@ -44,23 +44,23 @@ def test_futures_have_results_and_errors(threads: DaemonThreads) -> None:
 
 
 def test_calls_start_in_order() -> None:
-    begun = list[int]()
+    started = list[int]()
     with DaemonThreads(1, "test") as threads:
         for number in range(50):
-            threads.submit(begun.append, number)
-    assert begun == list(range(50))
+            threads.submit(started.append, number)
+    assert started == list(range(50))
 
 
 def test_calls_in_flight_do_not_exceed_the_threads(threads: DaemonThreads) -> None:
-    gate, begun = threading.Event(), threading.Semaphore(0)
+    gate, started = threading.Event(), threading.Semaphore(0)
 
     def call() -> None:
-        begun.release()
+        started.release()
         assert gate.wait(20)
 
     calls = [threads.submit(call) for _ in range(20)]
-    assert all(begun.acquire(timeout=20) for _ in range(3))
-    assert not begun.acquire(timeout=0.05)
+    assert all(started.acquire(timeout=20) for _ in range(3))
+    assert not started.acquire(timeout=0.05)
     gate.set()
     for each in calls:
         each.result(20)
@@ -94,9 +94,9 @@ def test_existing_threads_run_all_calls_at_the_thread_limit(
 
 def test_shutdown_runs_or_cancels_waiting_calls_and_ends_threads() -> None:
     for cancel in (False, True):
-        threads, gate, begun = DaemonThreads(1, "test"), threading.Event(), threading.Event()
-        running = threads.submit(lambda: begun.set() or gate.wait(20))  # noqa: B023
-        assert begun.wait(20)
+        threads, gate, started = DaemonThreads(1, "test"), threading.Event(), threading.Event()
+        running = threads.submit(lambda: started.set() or gate.wait(20))  # noqa: B023
+        assert started.wait(20)
         waiting = threads.submit(int)
         threads.shutdown(wait=False, cancel_futures=cancel)
         with pytest.raises(RuntimeError, match="shut down"):

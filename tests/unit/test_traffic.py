@@ -42,7 +42,7 @@ class FakeServer(FakeStream):
         self.pushes: list[tuple[shard_pb2.ReduceScatterHeader, bytes]] = []
         self.gate = threading.Event()
         self.gate.set()
-        self.begun = threading.Semaphore(0)
+        self.started = threading.Semaphore(0)
         """Released by every push that starts."""
         self.error: Exception | None = None
 
@@ -54,7 +54,7 @@ class FakeServer(FakeStream):
         return int(request.version)
 
     def reduce_scatter(self, header: Any, pieces: Sequence[memoryview], **_: float) -> None:
-        self.begun.release()
+        self.started.release()
         assert self.gate.wait(10)
         if self.error:
             raise self.error
@@ -248,7 +248,7 @@ def test_join_waits_for_transfers_in_flight(client: FakeServer) -> None:
     traffic = Traffic(push_bytes=1 << 20)
     client.gate.clear()
     traffic.push(unit_on(client), shard_pb2.ReduceScatterHeader(part=0), gradients())
-    assert client.begun.acquire(timeout=10)
+    assert client.started.acquire(timeout=10)
     traffic.close()
     traffic.join(0.01)
     assert not client.pushes, "the push is in flight, and the limit has passed"
@@ -262,11 +262,11 @@ import atexit, threading
 from tests.unit.test_traffic import LAYOUT, FakeServer, gradients, shard_pb2, unit_on
 from shardwell.data_plane.traffic import Traffic
 
-begun = threading.Semaphore(0)
+started = threading.Semaphore(0)
 
 class SilentServer(FakeServer):
     def gather(self, *_, **__):
-        begun.release()
+        started.release()
         threading.Event().wait()
 
     reduce_scatter = gather
@@ -276,7 +276,7 @@ atexit.register(print, "closed at exit")
 traffic.gather(unit, 0, memoryview(bytearray(LAYOUT.size_bytes)))
 traffic.push(unit, shard_pb2.ReduceScatterHeader(part=0), gradients())
 for _ in range(2 * len(unit.shards)):
-    begun.acquire()
+    started.acquire()
 raise KeyboardInterrupt
 """
 

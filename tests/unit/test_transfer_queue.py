@@ -20,7 +20,7 @@ class Transfers:
     """Transfers that the queue starts. A test reports each as nearly done, and finishes it."""
 
     def __init__(self, queue: TransferQueue[int]) -> None:
-        self.begun: list[int] = []
+        self.started: list[int] = []
         self._queue = queue
         self._gates: dict[int, threading.Event] = {}
         self._nearly: dict[int, NearlyDone] = {}
@@ -32,7 +32,7 @@ class Transfers:
         def work(nearly: NearlyDone) -> int:
             with self._changed:
                 self._nearly[number] = nearly
-                self.begun.append(number)
+                self.started.append(number)
                 self._changed.notify_all()
             assert self._gates[number].wait(20)
             return number
@@ -48,7 +48,7 @@ class Transfers:
 
     def await_started(self, *numbers: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: sorted(self.begun) == sorted(numbers), 20), self.begun
+            assert self._changed.wait_for(lambda: sorted(self.started) == sorted(numbers), 20), self.started
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_transfer_starts_when_one_of_two_is_nearly_done(threads: ThreadPoolExecu
     transfers.make_nearly_done(0)  # a repeated report starts no transfer
     transfers.finish(0)  # the report has already started a transfer
     assert asked[0].result(20) == 0
-    assert sorted(transfers.begun) == [0, 1, 2]
+    assert sorted(transfers.started) == [0, 1, 2]
     transfers.finish(1)  # finished without a report
     transfers.await_started(0, 1, 2, 3)
     transfers.make_nearly_done(2)
@@ -108,13 +108,13 @@ def test_close_fails_only_waiting_transfers(threads: ThreadPoolExecutor) -> None
     transfers.make_nearly_done(1)
     transfers.finish(0, 1)
     assert [future.result(20) for future in asked[:2]] == [0, 1]
-    assert sorted(transfers.begun) == [0, 1]
+    assert sorted(transfers.started) == [0, 1]
     with pytest.raises(UnavailableError):
         queue.submit(1, lambda _: 0)
 
 
 def test_concurrent_submit_does_not_overtake_a_starting_transfer() -> None:
-    begun = list[int]()
+    started = list[int]()
 
     class Threads(ThreadPoolExecutor):
         """Blocks in the submission of the first transfer, while another thread submits the second."""
@@ -123,7 +123,7 @@ def test_concurrent_submit_does_not_overtake_a_starting_transfer() -> None:
 
         def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
             if self.other is None:
-                self.other = threading.Thread(target=queue.submit, args=(0, lambda _: begun.append(1)))
+                self.other = threading.Thread(target=queue.submit, args=(0, lambda _: started.append(1)))
                 self.other.start()
                 # The other submission must wait, so this join is expected to time out.
                 self.other.join(0.2)
@@ -131,7 +131,7 @@ def test_concurrent_submit_does_not_overtake_a_starting_transfer() -> None:
 
     with Threads(1) as threads:
         queue = TransferQueue[None](threads)
-        queue.submit(0, lambda _: begun.append(0))
+        queue.submit(0, lambda _: started.append(0))
         assert threads.other is not None
         threads.other.join(20)
-    assert begun == [0, 1]
+    assert started == [0, 1]
