@@ -3,9 +3,7 @@
 Clients take hyper-parameters and their bounds from the table, the coordinator checks every commit against it, shard
 servers allocate the optimizer state that it lists, and ``shardwell plan`` estimates memory with it. Imports no torch.
 
-Note: [Adding an optimizer]
-    Add an entry here, the arithmetic to ``server/shardwell_server/shard/arithmetic/algorithms/``, and a class with
-    the constructor to ``client/shardwell/optimizers/server_side.py``, which ``client/shardwell/optim.py`` exports.
+CONTRIBUTING.md lists the steps of adding an optimizer.
 """
 
 from __future__ import annotations

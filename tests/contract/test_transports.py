@@ -1,10 +1,14 @@
-"""The contract of a transport, on a real shard server: every transport gives the same bits and errors."""
+"""The contract of a transport, on a real shard server: every transport gives the same bits and errors.
+
+The transports are those of the client's selector, so a new transport is tested without an edit.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ import torch
 from shardwell.data_plane.remote_shard import RemoteShard, Wire
 from shardwell.transport.base import (
     NEARLY_DONE_BYTES,
+    ByteCounter,
     PreparedPush,
     ShardAddress,
     SharedTransport,
@@ -21,10 +26,8 @@ from shardwell.transport.base import (
     ignore,
 )
 from shardwell.transport.grpc_transport import GrpcTransport
-from shardwell.transport.selector import TRANSPORT_NAMES, ServerConnection
+from shardwell.transport.selector import SHARED_TRANSPORTS, STREAM_TRANSPORTS, TRANSPORT_NAMES, ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
-from shardwell.transport.shm_transport import ShmTransport
-from shardwell.transport.socket_transport import SocketTransport
 from shardwell_server.shard.memory.shared_memory import SharedMemory
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.errors import (
@@ -55,9 +58,13 @@ from tests.support.shard_server import (
 from tests.support.transports import Gradients, Target, address_of
 
 EMPTY = layout_of(a=((0,), "float32"))
-SESSIONS = ("shm with socket", "shm with grpc", "socket")
-"""Transports with a session that can end. For shm, the second name is the transport of its control messages."""
-STREAMS = ("socket", "grpc")
+SESSIONS = (
+    *(f"{shared} with {stream}" for shared in SHARED_TRANSPORTS for stream in STREAM_TRANSPORTS),
+    *(stream for stream in STREAM_TRANSPORTS if stream != GrpcTransport.name),
+)
+"""Transports with a session that can end: all but gRPC. For a shared transport, the second name is the transport of its
+control messages."""
+ALL = (*SESSIONS, GrpcTransport.name)
 
 
 class Opened:
@@ -66,17 +73,14 @@ class Opened:
     def __init__(self, one: OneUnit, name: str) -> None:
         self.one, self.server = one, one.server
         self._ends = ExitStack()
-        client, identity = self.server.client, one.identity
+        connection: Any = SimpleNamespace(client=self.server.client, run=one.identity, counter=ByteCounter())
         name, _, control = name.partition(" with ")
-        streams: dict[str, Any] = {
-            "socket": partial(SocketTransport, client, identity),
-            "grpc": partial(GrpcTransport, client),
-        }
-        if name == "shm":
-            path: StreamTransport = self._ends.enter_context(closing(streams[control]()))
-            self.transport: Transport = ShmTransport(client, identity, path.control, timeout_s=20.0)
+        if control:
+            path = self._ends.enter_context(closing(STREAM_TRANSPORTS[control](connection)))
+            connection.control = path.control
+            self.transport: Transport = SHARED_TRANSPORTS[name](connection)
         else:
-            self.transport = streams[name]()
+            self.transport = STREAM_TRANSPORTS[name](connection)
         self._ends.callback(self.transport.close)
 
     def __enter__(self) -> Opened:
@@ -88,7 +92,7 @@ class Opened:
     def address(self, one: OneUnit | None = None) -> ShardAddress:
         """The shard, mapped if the transport shares memory."""
         address = address_of(one or self.one)
-        if isinstance(self.transport, ShmTransport):
+        if isinstance(self.transport, SharedTransport):
             path = self.transport.locate(address, None, timeout_s=20.0, retry_for_s=0.0).segment.path
             address.window = SharedVector("u", [SegmentLocation(path, address.start_bytes, address.stop_bytes)])
         return address
@@ -130,7 +134,7 @@ def server() -> Iterator[ShardServer]:
         running.until(lambda: not running.shm._open, "all sessions are closed")
 
 
-@pytest.fixture(params=(*SESSIONS, "grpc"))
+@pytest.fixture(params=ALL)
 def opened(server: ShardServer, request: pytest.FixtureRequest) -> Iterator[Opened]:
     with Opened(unit(server, dp=2), request.param) as made:
         yield made
@@ -140,7 +144,7 @@ def opened(server: ShardServer, request: pytest.FixtureRequest) -> Iterator[Open
 def connection(server: ShardServer, request: pytest.FixtureRequest) -> Iterator[ServerConnection]:
     one = OneUnit(server, MIXED)
     one.begin(values_of(one))
-    transports = (request.param, "grpc") if request.param == "shm" else (request.param,)
+    transports = (request.param, "grpc") if request.param in SHARED_TRANSPORTS else (request.param,)
     made = ServerConnection(server.client.address, one.identity, transports=transports, chunk_bytes=64 << 10)
     with closing(made):
         yield made
@@ -206,7 +210,7 @@ def test_concurrent_fetches_never_return_a_mixture_of_versions(server: ShardServ
         next(reader)
 
 
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("name", STREAM_TRANSPORTS)
 def test_streams_report_that_they_are_nearly_done(server: ShardServer, name: str) -> None:
     with Opened(unit(server, BIG), name) as opened:
         transport = opened.transport
@@ -237,7 +241,7 @@ def test_streams_report_that_they_are_nearly_done(server: ShardServer, name: str
 
 
 @pytest.mark.parametrize("layout", [MIXED, PLAIN, EMPTY], ids=["mixed", "plain", "empty"])
-@pytest.mark.parametrize("name", (*SESSIONS, "grpc"))
+@pytest.mark.parametrize("name", ALL)
 def test_pushes_give_the_same_bits_as_rpcs(server: ShardServer, name: str, layout: UnitLayout) -> None:
     """Two parts of two ranks: all by rpcs, all over the transport, and mixed."""
     generator = torch.Generator().manual_seed(1)
@@ -342,7 +346,7 @@ def test_a_transport_breaks_with_its_connection(server: ShardServer, name: str) 
         assert transport.broke
 
 
-@pytest.mark.parametrize("name", (*SESSIONS, "grpc"))
+@pytest.mark.parametrize("name", ALL)
 def test_a_stopped_server_fails_all_transfers(name: str) -> None:
     with closing(SharedMemory()) as shared:
         with ShardServer(shared=shared) as server:

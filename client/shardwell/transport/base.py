@@ -2,8 +2,7 @@
 
 Note: [Adding a transport]
     A transport is a module of this package with one class: a ``StreamTransport`` if it sends bytes over a connection,
-    a ``SharedTransport`` if it maps memory of the server. It also needs an entry in ``selector.py``, a value of
-    ``TransportKind`` in ``common.proto``, and the server's counterpart with an entry in its registry.
+    a ``SharedTransport`` if it maps memory of the server. CONTRIBUTING.md lists the other places to edit.
 
 Note: [Credentials]
     A transport opens connections by the ``Endpoint`` of its rpc client only (``rpc.py``). That class holds the

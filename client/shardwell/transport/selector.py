@@ -51,19 +51,19 @@ _NOTICE_S = 1.0
 _RETRY_S = 2.0
 """How long a transport retries by itself before the guard asks the coordinator why the server is unavailable."""
 
-_SHARED: dict[str, Callable[[ServerConnection], SharedTransport]] = {
+SHARED_TRANSPORTS: dict[str, Callable[[ServerConnection], SharedTransport]] = {
     ShmTransport.name: lambda server: ShmTransport(
         server.client, server.run, server.control, timeout_s=_OPEN_TIMEOUT_S
     ),
 }
-_STREAMS: dict[str, Callable[[ServerConnection], StreamTransport]] = {
+STREAM_TRANSPORTS: dict[str, Callable[[ServerConnection], StreamTransport]] = {
     SocketTransport.name: lambda server: SocketTransport(
         server.client, server.run, server.counter, timeout_s=_OPEN_TIMEOUT_S
     ),
     GrpcTransport.name: lambda server: GrpcTransport(server.client, server.counter),
 }
 
-TRANSPORT_NAMES = (*_SHARED, *_STREAMS)
+TRANSPORT_NAMES = (*SHARED_TRANSPORTS, *STREAM_TRANSPORTS)
 """Names of all transports, the fastest first."""
 
 
@@ -77,7 +77,7 @@ def parse_transports(text: str) -> tuple[str, ...]:
     if not names or any(name not in TRANSPORT_NAMES for name in names):
         raise UsageError(f"transports={text!r}: expected some of {', '.join(TRANSPORT_NAMES)}, the preferred one first")
     for name in names[1:]:
-        if name in _SHARED:
+        if name in SHARED_TRANSPORTS:
             raise UsageError(f"transports={text!r}: {name} must come first, because it is the fastest where it works")
     return names
 
@@ -128,8 +128,8 @@ class ServerConnection:
         self._shared: SharedTransport | None = None
         self._stream: StreamTransport | None = None
         try:
-            if self._names[0] in _SHARED:
-                self._shared = self._try_open(_SHARED, self._names[0])
+            if self._names[0] in SHARED_TRANSPORTS:
+                self._shared = self._try_open(SHARED_TRANSPORTS, self._names[0])
             if self._shared is None:
                 self._stream = self._open_stream()
             self.bytes_per_s = self.transport.measure(timeout_s=_OPEN_TIMEOUT_S)
@@ -259,7 +259,7 @@ class ServerConnection:
         if self._shared is None or not self._shared.keeps_memory:
             return
         # The memory ends with its session.
-        replacement = self._try_open(_SHARED, self._shared.name)
+        replacement = self._try_open(SHARED_TRANSPORTS, self._shared.name)
         if replacement is not None:
             former, self._shared = self._shared, replacement
             former.close()
@@ -340,7 +340,9 @@ class ServerConnection:
         def send(path: StreamTransport | ShardClient) -> shard_pb2.ReduceGradientBufferResponse:
             return path.control(request, timeout_s=timeout_s, retry_for_s=retry_for_s)
 
-        return self._over_stream(send) if any(name in _STREAMS for name in self._names) else self._over_rpcs(send)
+        return (
+            self._over_stream(send) if any(name in STREAM_TRANSPORTS for name in self._names) else self._over_rpcs(send)
+        )
 
     def _over_rpcs(self, action: Callable[[ShardClient], Result]) -> Result:
         return self.guard.run("a request", lambda: action(self.client))
@@ -387,14 +389,14 @@ class ServerConnection:
                 logger.warning(
                     "shard server at %s: transport %s broke, opening another", self.address, self._shared.name
                 )
-                self._shared = _SHARED[self._shared.name](self)
+                self._shared = SHARED_TRANSPORTS[self._shared.name](self)
             return self._shared
 
     # ---- opening and closing ----
 
     def _open_stream(self) -> StreamTransport:
         for name in self._names:
-            if name in _STREAMS and (stream := self._try_open(_STREAMS, name)) is not None:
+            if name in STREAM_TRANSPORTS and (stream := self._try_open(STREAM_TRANSPORTS, name)) is not None:
                 return stream
         self._check()
         raise UnavailableError(
@@ -409,7 +411,7 @@ class ServerConnection:
             return openers[name](self)
         except (ShardwellError, OSError) as error:
             # Shared memory of another host is no surprise.
-            level = logging.INFO if name in _SHARED and not is_this_host(self.address) else logging.WARNING
+            level = logging.INFO if name in SHARED_TRANSPORTS and not is_this_host(self.address) else logging.WARNING
             logger.log(level, "shard server at %s: no transport %s: %s", self.address, name, error)
             return None
 

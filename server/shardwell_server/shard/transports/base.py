@@ -1,7 +1,7 @@
 """The interface of a shard server's transports, and the lookup of the transport that OpenTransport opens.
 
-To add a transport, write its module, and add one entry to ``registry.py``. gRPC has no entry: it is always available,
-and ``servicer.py`` serves it.
+CONTRIBUTING.md lists the steps of adding a transport. gRPC has no entry in ``registry.py``: it is always available, and
+``servicer.py`` serves it.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Engine:
     """
 
     def __init__(self, name: str, function: Callable[..., None], **options: Any) -> None:
-        spec = OPTIMIZERS[name]
+        self.name, spec = name, OPTIMIZERS[name]
         self._function, self._options = function, options
         self._state = {tensor.name: tensor for tensor in spec.state}
         self._scalars = [tensor.name for tensor in spec.state if tensor.shape is StateShape.SCALAR]
@@ -218,21 +218,22 @@ def _allocate(tensor: StateTensor, values: Tensor, settings: Settings) -> Tensor
 
 
 # With `foreach=False` torch processes parameters one by one.
-ENGINES: Mapping[str, Engine] = {
-    "sgd": _Sgd("sgd", sgd),
-    "adam": _AdamKernel("adam", torch._fused_adam_),
-    "adamw": _AdamKernel("adamw", torch._fused_adamw_),
-    "nadam": Engine("nadam", nadam, foreach=False),
-    "radam": Engine("radam", radam, foreach=False),
-    "adamax": Engine("adamax", adamax, foreach=False),
-    "rmsprop": Engine("rmsprop", rmsprop, foreach=False),
-    "adagrad": Engine("adagrad", adagrad, foreach=False, fused=False),
-    "adadelta": Engine("adadelta", adadelta, foreach=False),
-    "lion": Engine("lion", lion),
-    "lamb": Engine("lamb", lamb),
-    "adafactor": Engine("adafactor", adafactor, foreach=False),
-    "muon": Engine("muon", _muon),
-}
+_ENGINES: tuple[Engine, ...] = (
+    _Sgd("sgd", sgd),
+    _AdamKernel("adam", torch._fused_adam_),
+    _AdamKernel("adamw", torch._fused_adamw_),
+    Engine("nadam", nadam, foreach=False),
+    Engine("radam", radam, foreach=False),
+    Engine("adamax", adamax, foreach=False),
+    Engine("rmsprop", rmsprop, foreach=False),
+    Engine("adagrad", adagrad, foreach=False, fused=False),
+    Engine("adadelta", adadelta, foreach=False),
+    Engine("lion", lion),
+    Engine("lamb", lamb),
+    Engine("adafactor", adafactor, foreach=False),
+    Engine("muon", _muon),
+)
+ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in _ENGINES}
 """The engine of every optimizer in the table."""
 
 
