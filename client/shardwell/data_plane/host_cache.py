@@ -162,8 +162,8 @@ class CachedShard:
         """Fetches a version while the lock is held; returns False if another trainer has fetched it."""
         if self._shows(version):
             return False
-        # Versions only rise. A late trainer could otherwise restore an older version that others had read before, and
-        # they would not notice that the memory had changed meanwhile.
+        # Versions only rise. If a late trainer restored an older version, its readers would not notice that the
+        # memory had changed in between.
         if struct.unpack_from("<q", self._head, _NEWEST_OFFSET)[0] > version:
             raise self._gone(version)
         struct.pack_into("<q", self._head, _NEWEST_OFFSET, version)
@@ -359,7 +359,7 @@ def try_lock(descriptor: int) -> bool:
 
 
 def unlock(descriptor: int) -> None:
-    """Unlocks a file, also for processes that were forked meanwhile."""
+    """Unlocks a file, also for forked processes that share the descriptor."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 

@@ -98,7 +98,7 @@ class GatherFuture(TimedFuture):
 
 
 class VersionInPlace(Future[int]):
-    """A version of memory that is read in place. ``result`` polls for the version; no thread waits for it before.
+    """A version of memory that is read in place. ``result`` polls for the version. No background thread waits.
 
     Args:
         unit: The unit. All its servers share their memory.

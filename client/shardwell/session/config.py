@@ -114,7 +114,7 @@ class TransferOptions(_Options):
         _require_positive(self, "push_bytes")
 
     @property
-    def kinds(self) -> tuple[str, ...]:
+    def transport_names(self) -> tuple[str, ...]:
         """``transports`` as a tuple."""
         return parse_transports(self.transports)
 

@@ -143,7 +143,7 @@ class _JoinedCluster:
         if "error" in found:
             raise UnavailableError(found["error"])
         self.address: str = found["address"]
-        # Not passed through the store, which every user of the host can read. The ranks are processes of one user.
+        # The store does not carry the token, because every user of the host can read it. All ranks run as one user.
         self.credentials = find_credentials(self.address)
 
     def close(self) -> None:

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 _STORE_NAME = "torch.distributed"
 
 RENDEZVOUS_LIMIT_S = 5.0
-"""Seconds to wait for the other members of a node group. ``join`` returns on all trainers of a run at once, so a later
-trainer has joined at another time."""
+"""Seconds to wait for the other members of a node group. ``join`` returns on all trainers of a run at the
+same time, so a short wait is enough."""
 
 _CONNECT_LIMIT_S = 60.0
 
@@ -84,13 +84,13 @@ class NodeMembers:
     key: str
     """Identifies these members. Another set of trainers, or the same trainers after another join, has another key."""
     global_ranks: tuple[int, ...]
-    """In increasing order."""
+    """Logical ranks of the members, in increasing order."""
     position: int
     """Index of this trainer in ``global_ranks``."""
 
 
 def form_node_group(membership: Membership, config: JoinConfig) -> NodeGroup | None:
-    """Connects this trainer with the other trainers of its host, which have joined at the same time.
+    """Connects this trainer with the other trainers of its host that joined at the same time.
 
     Returns:
         None if there is no other trainer, or if not all of them could be connected. The reason is logged, and all of

@@ -64,7 +64,7 @@ class RunBuffers:
         self._unit_count = 0
         self._changed_in = _versions(state)
         self._version: int | None = None
-        """Version of the committed values on this trainer. None: unknown, they are read again."""
+        """Version of the committed values on this trainer. None: unknown, so all values are read again."""
         self._source: tuple[int, int] | None = None
         """Epoch and attempt of the item of rank 0 that ended on this trainer in this step."""
         self._item_started = False
@@ -147,7 +147,7 @@ class RunBuffers:
         self._undisturbed = True
 
     def push_again(self, step: int, item: WorkItemState) -> None:
-        """Repeats the push after a finished item of rank 0, which was withdrawn with the item's gradients."""
+        """Repeats the push of rank 0's finished item. It was withdrawn together with the item's gradients."""
         if item.item.global_rank == 0:
             self._push(step, item)
 

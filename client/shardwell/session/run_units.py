@@ -25,7 +25,7 @@ from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 logger = logging.getLogger(__name__)
 
 _UPLOAD_THREADS = 8
-"""Limits memory: each thread holds one piece of the values."""
+"""Threads that upload a unit. Limited, because each holds one piece of the values in memory."""
 
 _UPLOAD_RETRY_S = 2.0
 """Seconds for which an upload is retried before the coordinator is asked for the unit's current placement."""
@@ -131,7 +131,7 @@ class UnitDeclarations:
 
 
 class ShardMappings:
-    """Maps shards into this process that are in shared memory: of a server on this host, or of the host cache.
+    """Maps shards into this process: from shared memory of a server on this host, or from the host cache.
 
     Args:
         membership: The membership of this trainer.

@@ -84,7 +84,7 @@ class ShardServers:
                 lambda: ServerConnection(
                     address,
                     membership.identity,
-                    transports=config.transfers.kinds,
+                    transports=config.transfers.transport_names,
                     chunk_bytes=config.transfers.chunk_bytes,
                     check=membership.check,
                     credentials=membership.credentials,

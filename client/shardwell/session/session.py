@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """One trainer's session in a run, from ``join``. A context manager; else closed at exit of the process.
+    """One trainer's session in a run, from ``join``. A context manager. Without ``with``, closed at process exit.
 
     Used by one training thread.
 

@@ -16,7 +16,7 @@ class GradNorm:
 
     value: float
     attempts: int
-    """Number of attempts of the step's work. A gradient of another attempt has another number."""
+    """Number of attempts of the step's work. It differs after the gradient was recomputed."""
 
 
 PartitionUpdate = Callable[[Sequence[coordinator_pb2.PartitionWork]], Sequence[coordinator_pb2.PartitionWork]]
@@ -32,7 +32,7 @@ class StepUpdate:
     clip_coefficient: float = 1.0
     """Factor of the gradient."""
     norm_attempts: int | None = None
-    """``GradNorm.attempts`` of the norm that determined the coefficient. None: no norm did."""
+    """``GradNorm.attempts`` of the norm that determined the coefficient. None: no norm was used."""
     update_partitions: PartitionUpdate | None = None
     """Called with the partitions that the coordinator assigns to this trainer. None: the servers update."""
 

@@ -1,4 +1,4 @@
-"""What a transport is: how the bytes of a shard travel between this trainer and one shard server.
+"""The interface of a transport, which moves the bytes of a shard between this trainer and one shard server.
 
 Note: [Adding a transport]
     A transport is a module of this package with one class: a ``StreamTransport`` if it sends bytes over a connection,
@@ -68,7 +68,7 @@ class ShardAddress:
         """Copies the mapped shard, which must show ``version``; returns the version.
 
         Raises:
-            VersionGoneError: The server replaced the version meanwhile.
+            VersionGoneError: The server replaced the version during the copy.
         """
         assert self.window is not None
         target.copy_from(self.window)
@@ -357,7 +357,7 @@ class SharedTransport(Transport):
 
     @abstractmethod
     def release(self, dp_rank: int | None = None) -> None:
-        """Makes the memory of one rank's contributions, or of all, reusable: the server no longer reads them."""
+        """Releases the memory of a rank's contributions, which the server no longer reads. None: of all ranks."""
 
     @property
     @abstractmethod

@@ -43,7 +43,7 @@ AnyTransport = TypeVar("AnyTransport", bound=Transport)
 Result = TypeVar("Result")
 
 _OPEN_TIMEOUT_S = 60.0
-"""A server that receives a large upload may respond late. Abandoning a transport too early costs more than waiting."""
+"""Deadline for opening a transport. Long, because a server that receives a large upload may respond late."""
 
 _NOTICE_S = 1.0
 """How long to wait, after the server rejected a session, for this process to notice that the session broke."""
@@ -250,7 +250,7 @@ class ServerConnection:
         )
 
     def release(self, dp_rank: int | None = None) -> None:
-        """Makes the memory of one rank's contributions, or of all, reusable: the server no longer reads them."""
+        """Releases the memory of a rank's contributions, which the server no longer reads. None: of all ranks."""
         if self._shared is not None:
             self._shared.release(dp_rank)
 
@@ -258,7 +258,7 @@ class ServerConnection:
         """Has the server free the memory that it keeps for this trainer. Nothing may be in flight."""
         if self._shared is None or not self._shared.keeps_memory:
             return
-        # The memory ends with its session.
+        # The server frees the memory when the session closes.
         replacement = self._try_open(SHARED_TRANSPORTS, self._shared.name)
         if replacement is not None:
             former, self._shared = self._shared, replacement
@@ -410,7 +410,7 @@ class ServerConnection:
         try:
             return openers[name](self)
         except (ShardwellError, OSError) as error:
-            # Shared memory of another host is no surprise.
+            # Shared memory cannot work with a server on another host, so this needs no warning.
             level = logging.INFO if name in SHARED_TRANSPORTS and not is_this_host(self.address) else logging.WARNING
             logger.log(level, "shard server at %s: no transport %s: %s", self.address, name, error)
             return None
@@ -434,6 +434,6 @@ def is_this_host(address: str) -> bool:
 
 
 def _require_memory_problem(error: Exception) -> None:
-    """Raises errors that a stream would meet too, such as a step that is not prepared."""
+    """Raises errors that a stream would raise too, such as a step that is not prepared."""
     if isinstance(error, ConflictError) and type(error) is not ConflictError:
         raise error

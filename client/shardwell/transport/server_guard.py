@@ -29,7 +29,7 @@ _ASK_PAUSE_S = 0.05
 _EXPLAINABLE = (NotFoundError, VersionGoneError, StaleEpochError, ConflictError)
 """Errors of a server for which the coordinator may have the reason."""
 _SETTLE_S = 5.0
-"""How long a restarted server may reject a trainer until it has registered with the coordinator."""
+"""How long a restarted server may reject trainers, until the server has registered with the coordinator."""
 
 
 class ServerGuard:
