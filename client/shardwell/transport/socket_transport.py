@@ -298,7 +298,7 @@ class SocketConnection:
     ) -> shard_pb2.ReduceScatterResponse:
         """Pushes the bytes of ``pieces``."""
         with self._request(what, timeout_s):
-            # A server that rejects the push answers in mid-stream and may close the connection before the stream ends.
+            # A server that rejects the push answers mid-stream and may close the connection before the stream ends.
             with contextlib.suppress(ConnectionError):
                 self._send_stream(socket_frames.encode_request(Kind.REDUCE_SCATTER, header, timeout_s), pieces)
             nearly_done()
@@ -415,7 +415,7 @@ class SocketConnection:
             with contextlib.suppress(BlockingIOError):
                 count, *_ = self._socket.recvmsg_into(places, 0, socket.MSG_DONTWAIT)
                 if not count:
-                    raise ConnectionResetError("the server closed the connection in mid-answer")
+                    raise ConnectionResetError("the server closed the connection in the middle of a response")
                 return count
 
     def _remaining_s(self) -> float:
