@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import struct
 from collections.abc import Callable, Coroutine, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from shardwell.transport.rpc import Endpoint
+from shardwell.transport.selector import ServerConnection
 from shardwell.transport.shard_client import ShardClient
 from shardwell.transport.socket_transport import SocketConnection, SocketTransport
 from shardwell_server.shard.requests import streams
@@ -36,6 +38,7 @@ from shardwell_wire.v1 import common_pb2
 from tests.support.shard_server import (
     BIG,
     PLAIN,
+    OneUnit,
     ShardServer,
     error_of,
     in_background,
@@ -117,6 +120,34 @@ def test_unreachable_port_fails_the_opening(server: ShardServer, monkeypatch: py
         error = error_of(lambda: SocketTransport(server.client, one.identity))
     assert isinstance(error, UnavailableError)
     server.until(lambda: not server.sockets._sessions, "the session is closed")
+
+
+def level_of_fallback(one: OneUnit, caplog: pytest.LogCaptureFixture, reason: str) -> int:
+    """Connects to a server whose socket transport cannot be opened; returns the level of the log record."""
+    caplog.set_level(logging.INFO)
+    names = ("socket", "grpc")
+    address = one.server.client.address
+    with closing(ServerConnection(address, one.identity, transports=names, chunk_bytes=64 << 10)) as connection:
+        assert connection.transport.name == "grpc"
+    (record,) = (each for each in caplog.records if "no transport socket" in each.getMessage())
+    assert reason in record.getMessage()
+    return record.levelno
+
+
+def test_transport_that_is_not_offered_is_logged_without_a_warning(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(SocketTransport, "kind", 77)
+    assert level_of_fallback(unit(server), caplog, "does not offer transport kind 77") == logging.INFO
+
+
+def test_transport_that_fails_to_open_is_logged_as_a_warning(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(server.sockets, "_port", nobody.getsockname()[1])
+        assert level_of_fallback(unit(server), caplog, "connect") == logging.WARNING
 
 
 def test_opening_for_an_unknown_run_is_rejected(server: ShardServer) -> None:

@@ -59,7 +59,7 @@ def encoded_size(one: OneUnit, wire_dtype: int) -> int:
 def gather(one: OneUnit, wire_dtype: int = BFLOAT16, version: int | None = None) -> tuple[int, torch.Tensor]:
     """Returns the version and the encoded bytes."""
     encoded = torch.empty(encoded_size(one, wire_dtype), dtype=torch.uint8)
-    got = one.server.client.gather(
+    got = one.server.client.fetch_stream(
         one.gather_request(version, wire_dtype=wire_dtype),
         memory_at(encoded.data_ptr(), encoded.numel()),
         timeout_s=20.0,

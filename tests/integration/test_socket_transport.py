@@ -226,7 +226,7 @@ def test_client_stops_sending_a_rejected_push() -> None:
             with closing(next(connecting)) as connection:
                 much = memoryview(bytearray(64 << 20))
                 header = shard_pb2.ReduceScatterHeader()
-                error = error_of(lambda: connection.reduce_scatter(header, [much], what="a push", timeout_s=20.0))
+                error = error_of(lambda: connection.push_stream(header, [much], what="a push", timeout_s=20.0))
     assert (type(error), error.data) == (StaleEpochError, {"newest": "7"})
 
 
@@ -271,7 +271,8 @@ def test_malformed_gather_is_rejected(
     request.MergeFrom(shard_pb2.GatherRequest(**fields))
     nowhere = memoryview(bytearray(64))
     assert (
-        type(error_of(lambda: connected.transport.gather(request, nowhere, timeout_s=20.0, retry_for_s=0.0))) is error
+        type(error_of(lambda: connected.transport.fetch_stream(request, nowhere, timeout_s=20.0, retry_for_s=0.0)))
+        is error
     )
     assert connected.connections() == 1
 
@@ -280,7 +281,13 @@ def test_target_of_another_size_raises_chunk_error(connected: ConnectedUnit) -> 
     for size in (connected.one.size - 64, connected.one.size + 64):
         target = memoryview(bytearray(size))
         error = error_of(
-            partial(connected.transport.gather, connected.one.gather_request(), target, timeout_s=20.0, retry_for_s=0.0)
+            partial(
+                connected.transport.fetch_stream,
+                connected.one.gather_request(),
+                target,
+                timeout_s=20.0,
+                retry_for_s=0.0,
+            )
         )
         assert isinstance(error, ChunkError)
     assert connected.gather()[0] == 0
@@ -335,7 +342,7 @@ def test_server_process_offers_the_transport_and_stops_cleanly(tmp_path: Path) -
             shard.stop(20.0)
             assert shard.exit_code == 0
             gather = partial(
-                transport.gather,
+                transport.fetch_stream,
                 shard_pb2.GatherRequest(run="r", run_id="id-of-r", unit="u"),
                 memoryview(bytearray(64)),
             )

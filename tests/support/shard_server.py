@@ -371,7 +371,7 @@ class OneUnit:
 
     def gather(self, version: int | None = None, *, timeout_s: float = 20.0) -> tuple[int, list[torch.Tensor]]:
         flat = torch.empty(self.size, dtype=torch.uint8)
-        got = self.server.client.gather(
+        got = self.server.client.fetch_stream(
             self.gather_request(version),
             chunk_streams.memory_at(flat.data_ptr(), self.size),
             timeout_s=timeout_s,

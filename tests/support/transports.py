@@ -64,14 +64,14 @@ class Gradients:
 
 
 class FakeStream(StreamTransport):
-    """A stream transport without a server. Tests override ``gather`` and ``reduce_scatter``."""
+    """A stream transport without a server. Tests override ``fetch_stream`` and ``push_stream``."""
 
     name, kind, broke = "fake", common_pb2.TRANSPORT_KIND_GRPC, False
 
-    def gather(self, request: shard_pb2.GatherRequest, target: memoryview, **_: Any) -> int:
+    def fetch_stream(self, request: shard_pb2.GatherRequest, target: memoryview, **_: Any) -> int:
         raise NotImplementedError
 
-    def reduce_scatter(self, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[memoryview], **_: Any) -> Any:
+    def push_stream(self, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[memoryview], **_: Any) -> Any:
         raise NotImplementedError
 
     def control(self, request: shard_pb2.ReduceGradientBufferRequest, **_: Any) -> Any:

@@ -47,7 +47,7 @@ class Server(FakeStream):
         super().__init__()
         self.error: Exception | None = None
 
-    def gather(self, request: Any, target: memoryview, **_: float) -> int:
+    def fetch_stream(self, request: Any, target: memoryview, **_: float) -> int:
         if self.error:
             raise self.error
         target[:] = bytes_of(request.version)[request.start_bytes : request.stop_bytes].numpy().tobytes()
@@ -269,8 +269,8 @@ def test_only_the_training_thread_counts_waiting_time(make: MakeMembers) -> None
     member, _ = make(2, patience_s=SHORT_S)
     vector, fetched = Vector(), threading.Event()
     target = memory_at(vector.bytes.data_ptr(), vector.bytes.numel())
-    fetches, member.server.gather = (
-        member.server.gather,
+    fetches, member.server.fetch_stream = (
+        member.server.fetch_stream,
         lambda *arguments, **options: (  # type: ignore[method-assign]
             fetched.wait(LONG_S) and fetches(*arguments, **options)
         ),

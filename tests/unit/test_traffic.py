@@ -46,14 +46,14 @@ class FakeServer(FakeStream):
         """Released by every push that starts."""
         self.error: Exception | None = None
 
-    def gather(self, request: Any, target: memoryview, **_: float) -> int:
+    def fetch_stream(self, request: Any, target: memoryview, **_: float) -> int:
         assert self.gate.wait(10)
         if self.error:
             raise self.error
         target[:] = bytes([request.start_bytes % 251]) * len(target)
         return int(request.version)
 
-    def reduce_scatter(self, header: Any, pieces: Sequence[memoryview], **_: float) -> None:
+    def push_stream(self, header: Any, pieces: Sequence[memoryview], **_: float) -> None:
         self.started.release()
         assert self.gate.wait(10)
         if self.error:
@@ -265,11 +265,11 @@ from shardwell.data_plane.traffic import Traffic
 started = threading.Semaphore(0)
 
 class SilentServer(FakeServer):
-    def gather(self, *_, **__):
+    def fetch_stream(self, *_, **__):
         started.release()
         threading.Event().wait()
 
-    reduce_scatter = gather
+    push_stream = fetch_stream
 
 traffic, unit = Traffic(push_bytes=1 << 20), unit_on(SilentServer())
 atexit.register(print, "closed at exit")

@@ -24,8 +24,8 @@ from shardwell_wire.errors import ShardwellError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import shard_pb2
 
-_GATHER_THREADS = _PUSH_THREADS = 16
-"""The threads mostly wait for the network. A gather may also wait for a version."""
+_FETCH_THREADS = _PUSH_THREADS = 16
+"""The threads mostly wait for the network. A fetch may also wait for a version."""
 
 _POLL_LIMIT_S = 0.1
 """How long to poll shared memory for a version before asking the servers, which may report it gone."""
@@ -143,10 +143,14 @@ class Traffic:
     def __init__(self, *, push_bytes: int) -> None:
         self.stats = TrafficStats()
         self._push_limit = push_bytes
-        self._gathers = DaemonThreads(_GATHER_THREADS, "shardwell-gather")
-        self._pushes = DaemonThreads(_PUSH_THREADS, "shardwell-push")
-        self._gather_queues = defaultdict[ServerConnection, TransferQueue[int]](lambda: TransferQueue(self._gathers))
-        self._push_queues = defaultdict[ServerConnection, TransferQueue[None]](lambda: TransferQueue(self._pushes))
+        self._fetch_threads = DaemonThreads(_FETCH_THREADS, "shardwell-fetch")
+        self._push_threads = DaemonThreads(_PUSH_THREADS, "shardwell-push")
+        self._fetch_queues = defaultdict[ServerConnection, TransferQueue[int]](
+            lambda: TransferQueue(self._fetch_threads)
+        )
+        self._push_queues = defaultdict[ServerConnection, TransferQueue[None]](
+            lambda: TransferQueue(self._push_threads)
+        )
         self._changed = threading.Condition()
         """Protects the next three fields, which the push threads change too."""
         self._bytes_in_flight, self._pushes_in_flight = 0, 0
@@ -175,13 +179,13 @@ class Traffic:
         self.stats.gather_count += 1
         if layout is None or layout == unit.layout:
             self.stats.gathered_bytes += unit.layout.size_bytes
-            return self._fetch(
+            return self._fetch_shards(
                 unit,
                 lambda shard: partial(shard.fetch, version, target[shard.start_bytes : shard.stop_bytes], exact=exact),
             )
         assert not exact
         self.stats.gathered_bytes += layout.size_bytes
-        return self._fetch(unit, lambda shard: partial(shard.fetch_cast, version, layout, target))
+        return self._fetch_shards(unit, lambda shard: partial(shard.fetch_cast, version, layout, target))
 
     def await_version(self, unit: RemoteUnit, version: int) -> Future[int]:
         """Starts to wait until a unit that is read in place has a version."""
@@ -195,7 +199,7 @@ class Traffic:
             return found
         if all(shard.cached is None for shard in unit.shards):
             return VersionInPlace(unit, version, self.stats)
-        return self._fetch(unit, lambda shard: partial(_await_version, shard, version))
+        return self._fetch_shards(unit, lambda shard: partial(_await_version, shard, version))
 
     def push(
         self, unit: RemoteUnit, header: shard_pb2.ReduceScatterHeader, gradients: Sequence[tuple[int, torch.Tensor]]
@@ -284,12 +288,14 @@ class Traffic:
         self.stats.push_wait_s += time.perf_counter() - started
         self._last_part.clear()
 
-    def _fetch(self, unit: RemoteUnit, work_of: Callable[[RemoteShard], Callable[[NearlyDone], int]]) -> Future[int]:
+    def _fetch_shards(
+        self, unit: RemoteUnit, work_of: Callable[[RemoteShard], Callable[[NearlyDone], int]]
+    ) -> Future[int]:
         parts: list[Future[int]] = []
         with uninterrupted:
             try:
                 for shard in unit.shards:
-                    queue = self._gather_queues[shard.server]
+                    queue = self._fetch_queues[shard.server]
                     parts.append(queue.submit(shard.stop_bytes - shard.start_bytes, work_of(shard)))
             except BaseException:  # without a future, the caller may reuse the target at once
                 wait(parts)
@@ -298,17 +304,17 @@ class Traffic:
 
     def close(self) -> None:
         """Fails all waiting transfers. Transfers in flight end when the connection to their server is closed."""
-        for gathers in self._gather_queues.values():
-            gathers.close()
+        for fetches in self._fetch_queues.values():
+            fetches.close()
         for pushes in self._push_queues.values():
             pushes.close()
-        self._gathers.shutdown(wait=False)
-        self._pushes.shutdown(wait=False)
+        self._fetch_threads.shutdown(wait=False)
+        self._push_threads.shutdown(wait=False)
 
     def join(self, limit_s: float) -> None:
         """Waits after ``close`` until no transfer uses memory of units, at most ``limit_s`` for each direction."""
-        self._gathers.join(limit_s)
-        self._pushes.join(limit_s)
+        self._fetch_threads.join(limit_s)
+        self._push_threads.join(limit_s)
 
     def _reserve(self, size_bytes: int) -> None:
         started = time.perf_counter()

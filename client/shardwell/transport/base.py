@@ -232,7 +232,7 @@ class StreamTransport(Transport):
             ema=average,
         )
         with target.stream_buffer() as buffer:
-            fetched = self.gather(
+            fetched = self.fetch_stream(
                 request, buffer, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done
             )
             self._counter.add(received_bytes=len(buffer))
@@ -244,7 +244,7 @@ class StreamTransport(Transport):
         """See ``Transport``."""
         prepared.header.wire_dtype = prepared.part.wire_dtype
         with prepared.part.stream() as pieces:
-            self.reduce_scatter(
+            self.push_stream(
                 prepared.header, pieces, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done
             )
             self._counter.add(sent_bytes=sum(map(len, pieces)))
@@ -255,7 +255,7 @@ class StreamTransport(Transport):
         return self.measure_stream(self._MEASURED_BYTES, timeout_s=timeout_s)
 
     @abstractmethod
-    def gather(
+    def fetch_stream(
         self,
         request: shard_pb2.GatherRequest,
         target: memoryview,
@@ -267,7 +267,7 @@ class StreamTransport(Transport):
         """Fetches one version of a shard into ``target``, encoded in ``request.wire_dtype``; see ``fetch``."""
 
     @abstractmethod
-    def reduce_scatter(
+    def push_stream(
         self,
         header: shard_pb2.ReduceScatterHeader,
         pieces: Sequence[memoryview],

@@ -26,7 +26,7 @@ class GrpcTransport(StreamTransport):
         super().__init__(counter)
         self._client = client
 
-    def gather(
+    def fetch_stream(
         self,
         request: shard_pb2.GatherRequest,
         target: memoryview,
@@ -36,11 +36,11 @@ class GrpcTransport(StreamTransport):
         nearly_done: NearlyDone = ignore,
     ) -> int:
         """See ``StreamTransport``."""
-        return self._client.gather(
+        return self._client.fetch_stream(
             request, target, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done
         )
 
-    def reduce_scatter(
+    def push_stream(
         self,
         header: shard_pb2.ReduceScatterHeader,
         pieces: Sequence[memoryview],
@@ -50,7 +50,7 @@ class GrpcTransport(StreamTransport):
         nearly_done: NearlyDone = ignore,
     ) -> shard_pb2.ReduceScatterResponse:
         """See ``StreamTransport``."""
-        return self._client.reduce_scatter(
+        return self._client.push_stream(
             header, pieces, timeout_s=timeout_s, retry_for_s=retry_for_s, nearly_done=nearly_done
         )
 

@@ -410,8 +410,10 @@ class ServerConnection:
         try:
             return openers[name](self)
         except (ShardwellError, OSError) as error:
-            # Shared memory cannot work with a server on another host, so this needs no warning.
-            level = logging.INFO if name in SHARED_TRANSPORTS and not is_this_host(self.address) else logging.WARNING
+            # Shared memory cannot work with a server on another host, and a server need not offer every stream
+            # transport. Neither needs a warning.
+            expected = not is_this_host(self.address) if name in SHARED_TRANSPORTS else type(error) is ConflictError
+            level = logging.INFO if expected else logging.WARNING
             logger.log(level, "shard server at %s: no transport %s: %s", self.address, name, error)
             return None
 

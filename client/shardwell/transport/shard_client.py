@@ -48,7 +48,7 @@ class ShardClient(ServiceClient):
         self._initialize = self.byte_request_stub("InitializeUnit")
         self._reduce_scatter = self.byte_request_stub("ReduceScatter")
 
-    def gather(
+    def fetch_stream(
         self,
         request: shard_pb2.GatherRequest,
         target: memoryview,
@@ -75,7 +75,7 @@ class ShardClient(ServiceClient):
 
         return self.attempt(fetch, retry_for_s=retry_for_s)
 
-    def reduce_scatter(
+    def push_stream(
         self,
         header: shard_pb2.ReduceScatterHeader,
         pieces: Sequence[memoryview],

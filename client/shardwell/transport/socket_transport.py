@@ -45,7 +45,7 @@ _MAX_BUFFERS = 512
 class SocketTransport(StreamTransport):
     """Moves bytes over TCP connections, within a session that ends with its rpc.
 
-    Connections are opened on demand, one for each request in flight. Their number is not limited: gathers that wait for
+    Connections are opened on demand, one for each request in flight. Their number is not limited: fetches that wait for
     a version must not block the pushes that produce this version.
 
     Args:
@@ -83,7 +83,7 @@ class SocketTransport(StreamTransport):
             self.close()
             raise
 
-    def gather(
+    def fetch_stream(
         self,
         request: shard_pb2.GatherRequest,
         target: memoryview,
@@ -95,14 +95,14 @@ class SocketTransport(StreamTransport):
         """See ``StreamTransport``."""
         what = f"Gather of unit {request.unit!r}"
         return self._attempt(
-            lambda connection: connection.gather(
+            lambda connection: connection.fetch_stream(
                 request, target, what=what, timeout_s=timeout_s, nearly_done=nearly_done
             ),
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
         )
 
-    def reduce_scatter(
+    def push_stream(
         self,
         header: shard_pb2.ReduceScatterHeader,
         pieces: Sequence[memoryview],
@@ -114,7 +114,7 @@ class SocketTransport(StreamTransport):
         """See ``StreamTransport``."""
         what = f"ReduceScatter of unit {header.unit!r}"
         return self._attempt(
-            lambda connection: connection.reduce_scatter(
+            lambda connection: connection.push_stream(
                 header, pieces, what=what, timeout_s=timeout_s, nearly_done=nearly_done
             ),
             timeout_s=timeout_s,
@@ -263,7 +263,7 @@ class SocketConnection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def gather(
+    def fetch_stream(
         self,
         request: shard_pb2.GatherRequest,
         target: memoryview,
@@ -287,7 +287,7 @@ class SocketConnection:
             self._send([socket_frames.encode_request(Kind.MEASURE, request, timeout_s)])
             self._receive_stream(target, what, ignore)
 
-    def reduce_scatter(
+    def push_stream(
         self,
         header: shard_pb2.ReduceScatterHeader,
         pieces: Sequence[memoryview],

@@ -104,7 +104,7 @@ class UnitReader:
         )
         target = memory_at(flat.data_ptr() + shard.start_bytes, shard.stop_bytes - shard.start_bytes)
         try:
-            client.gather(request, target, timeout_s=self._timeout_s, retry_for_s=0.0)
+            client.fetch_stream(request, target, timeout_s=self._timeout_s, retry_for_s=0.0)
         except UnavailableError as error:
             raise unreachable(shard, error) from error
 
