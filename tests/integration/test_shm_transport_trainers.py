@@ -114,7 +114,7 @@ def test_wrong_proof_file_falls_back_to_grpc(
     with closing(connect(one)) as connection:
         assert connection.transport.name == "grpc"
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "is another file here" in warning
+    assert "on this host is not its file" in warning
     server.until(lambda: not server.shm._open, "the unusable session is closed")
 
 

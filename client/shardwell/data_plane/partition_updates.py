@@ -1,4 +1,4 @@
-"""Updates of optimizer partitions on the trainer: read ahead of the arithmetic and staged behind it, in threads."""
+"""Updates optimizer partitions on the trainer. Threads read the next partition and stage the last one meanwhile."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class PlannedCall:
     module: str
     """Name of the module; empty for the model."""
     can_recompute: bool = False
-    """True if ``checkpoint_activations`` makes it recompute its forward, with all units inside it."""
+    """True if ``checkpoint_activations`` recomputes the module's forward, including all units inside."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ _LOG_TAIL_LINES = 20
 
 
 class LocalCluster:
-    """Starts a coordinator and shard servers on free loopback ports, and stops them with itself.
+    """Starts a coordinator and shard servers on free loopback ports. ``close`` stops them.
 
     A context manager::
 

@@ -26,7 +26,7 @@ _STORE_NAME = "torch.distributed"
 
 RENDEZVOUS_LIMIT_S = 5.0
 """Seconds to wait for the other members of a node group. ``join`` returns on all trainers of a run at the
-same time, so a short wait is enough."""
+same time, so a short wait is enough. A trainer that joins later does not take part in this rendezvous."""
 
 _CONNECT_LIMIT_S = 60.0
 

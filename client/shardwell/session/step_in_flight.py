@@ -198,7 +198,7 @@ class StepInFlight:
             self._mark_late_drops(update.optimizer)
             response = self._send_proposal(step, update)
         except (DeadlineError, UnavailableError):
-            raise  # the other trainers may commit the step
+            raise  # the other trainers may still commit the step, so the commit stays pending
         except Exception:
             state.abandon_commit()
             raise

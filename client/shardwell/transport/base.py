@@ -327,7 +327,7 @@ class SharedTransport(Transport):
     def read_partition(
         self, shard: ShardAddress, location: PartitionLocation, context: common_pb2.RequestContext, *, timeout_s: float
     ) -> PartitionSegment:
-        """Returns an optimizer partition of a prepared step, in memory that it can be staged from.
+        """Returns an optimizer partition of a prepared step, in memory that the server maps too.
 
         Raises:
             CapacityError: The server has no memory for the partition.

@@ -146,7 +146,7 @@ class ServerConnection:
         """The transport in use."""
         if self._shared is not None:
             return self._shared
-        # A heartbeat may ask after the stream broke. It must not open another one.
+        # Heartbeats read this after the stream broke. They must not open another one.
         return self._stream or self._require_stream()
 
     def describe(self) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class ServerGuard:
     def _unavailable(self, what: str, error: UnavailableError, tried_s: float) -> UnavailableError:
         return UnavailableError(
             f"{what}: the shard server at {self.address} could not be reached for {tried_s:.1f} s: {error}. The "
-            "coordinator has not seen it end: check its process and the network to it (shardwell servers shows its "
-            "state), then start this trainer again",
+            "coordinator has not reported its end: check the server's process and the network to it (shardwell servers "
+            "shows its state), then start this trainer again",
             **{**error.data, "address": self.address},
         )

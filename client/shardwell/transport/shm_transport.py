@@ -197,7 +197,9 @@ class ShmTransport(SharedTransport):
         except (OSError, ValueError) as error:
             raise UnavailableError(f"{self._client.peer} offers shared memory at {offer.path}, but {error}") from error
         if len(offer.proof) < _MIN_PROOF_BYTES or proof[: len(offer.proof)] != offer.proof:
-            raise UnavailableError(f"{self._client.peer} offers shared memory, but {offer.path} is another file here")
+            raise UnavailableError(
+                f"{self._client.peer} offers shared memory, but {offer.path} on this host is not its file"
+            )
         return proof
 
     # ---- weights ----
