@@ -175,7 +175,7 @@ class Membership:
             logger.info("the coordinator did not answer a heartbeat: %s", error)
 
     def leave(self) -> None:
-        """Leaves the run, so that the coordinator reassigns the ranks at once. Does nothing once the membership has ended."""
+        """Leaves the run, so that the coordinator reassigns the ranks at once. No effect after the membership ended."""
         self._stop.set()
         self._heartbeats.join(timeout=self._config.waits.rpc_timeout_s)
         if self._ended is None:
