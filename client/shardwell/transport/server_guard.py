@@ -91,6 +91,7 @@ class ServerGuard:
         self._closed.set()
 
     def _run(self, what: str, action: Callable[[], Result], started: float) -> Result:
+        # `retry` cannot express this loop: errors of the coordinator are final, also those that `retry` would repeat.
         pauses: Iterator[float] | None = None
         while True:
             try:
