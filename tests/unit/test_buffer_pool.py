@@ -77,9 +77,9 @@ def test_lower_limit_frees_idle_buffers() -> None:
 @pytest.mark.parametrize("size_bytes", [0, 1, 1 << 20, (1 << 20) + 1])
 def test_buffer_is_writable_and_has_the_requested_size(size_bytes: int) -> None:
     pool = BufferPool(4 << 20)
-    with pool.acquired(size_bytes) as lent:
-        lent[:] = b"\x07" * size_bytes
-        assert len(lent) == size_bytes
+    with pool.acquired(size_bytes) as buffer:
+        buffer[:] = b"\x07" * size_bytes
+        assert len(buffer) == size_bytes
     assert bytes(memoryview(pool.acquire(size_bytes).numpy())) == b"\x07" * size_bytes
 
 
