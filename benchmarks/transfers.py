@@ -62,7 +62,7 @@ class TransferSpec:
 
 
 def make_layer(size_bytes: int) -> Tensor:
-    """Returns weights: small integers, whose sums are exact, in a pattern that reveals misplaced chunks. [numel]"""
+    """Returns small integers, so that sums are exact. Their pattern reveals misplaced chunks. [numel]"""
     return torch.arange(size_bytes // 4).remainder_(997).float()
 
 

@@ -358,7 +358,7 @@ def test_process_forked_during_a_fetch_holds_no_lock(memory: Path) -> None:
     children: list[int] = []
 
     def fetch(target: memoryview) -> None:
-        # The child inherits the open lock files. A lock that it kept would block the second cache.
+        # The child inherits the open lock files. If the child kept a lock, the second cache would wait for it.
         if not (child := os.fork()):
             signal.pause()
         children.append(child)

@@ -119,7 +119,7 @@ def check_parameters(named_parameters: Sequence[tuple[str, nn.Parameter]], meta_
 
     Args:
         named_parameters: The parameters of the unit.
-        meta_device: The device that parameters on the meta device are moved to.
+        meta_device: Target device of parameters that are on the meta device.
     """
     for name, parameter in named_parameters:
         if is_lazy(parameter):

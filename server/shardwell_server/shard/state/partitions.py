@@ -209,8 +209,7 @@ class Partitions:
         staging_buffer.close()
 
     def evict(self) -> None:
-        """Closes the staging buffers without staged values. Their trainers open other buffers or use another
-        transport."""
+        """Closes the staging buffers that have no staged values. A trainer then opens another buffer or streams."""
         for staging_buffer in [staging_buffer for staging_buffer in self._staging_buffers if not staging_buffer.staged]:
             self.close_staging_buffer(staging_buffer)
 
