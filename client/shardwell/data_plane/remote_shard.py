@@ -15,7 +15,7 @@ from shardwell.memory.buffer_pool import BufferPool
 from shardwell.transport.base import GradientPart, NearlyDone, ShardAddress, ignore
 from shardwell.transport.selector import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
-from shardwell_wire import wire_dtypes
+from shardwell_wire import fault_points, wire_dtypes
 from shardwell_wire.chunk_streams import memory_at
 from shardwell_wire.layout import Segment, UnitLayout
 from shardwell_wire.quantization_blocks import bytes_tensor
@@ -199,7 +199,8 @@ class RemoteShard:
         own.CopyFrom(header)
         own.parameter_indices[:] = indices
         own.start_bytes, own.stop_bytes = self.start_bytes, self.stop_bytes
-        return self.server.prepare_push(self._address, own, part, wait_limit_s=self._wire.wait_limit_s)
+        push = self.server.prepare_push(self._address, own, part, wait_limit_s=self._wire.wait_limit_s)
+        return partial(_push_between_points, push, own) if fault_points.are_armed() else push
 
 
 @dataclass(slots=True, eq=False)
@@ -357,6 +358,15 @@ def _views(plans: RangePlans, layout: UnitLayout, memory: memoryview, start_byte
 def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
+
+
+def _push_between_points(
+    push: Callable[[NearlyDone], None], header: shard_pb2.ReduceScatterHeader, nearly_done: NearlyDone
+) -> None:
+    details = {"unit": header.unit, "dp_rank": header.dp_rank, "part": header.part}
+    fault_points.reach("client.push.before", **details)
+    push(nearly_done)
+    fault_points.reach("client.push.after", **details)
 
 
 def _memory_of(window: SharedVector) -> memoryview:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from shardwell.credentials import PublishedCredentials
+from shardwell_wire import fault_points
 from shardwell_wire.credentials import Credentials, new_credentials
 from shardwell_wire.errors import UnavailableError, UsageError
 from shardwell_wire.shared_files import open_file, opened
@@ -297,8 +298,12 @@ def write_token(path: Path, credentials: Credentials) -> str:
 
 
 def _server_environment() -> dict[str, str]:
-    """Returns this process's environment without SHARDWELL_* variables, which are meant for trainers."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SHARDWELL_")}
+    """Returns this process's environment without SHARDWELL_* variables, which are meant for trainers.
+
+    Faults of tests are kept: they name the server to which they belong.
+    """
+    kept = {name for name in os.environ if not name.startswith("SHARDWELL_")} | {fault_points.VARIABLE}
+    inherited = {name: value for name, value in os.environ.items() if name in kept}
     return {"OMP_NUM_THREADS": "1", **inherited}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardwell.session.membership import Membership
+from shardwell_wire import fault_points
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 
@@ -76,6 +77,7 @@ class StepCommitter:
             items=finished,
             accept_work=accept_work,
         )
+        fault_points.reach("client.finish_work.before", step=step)
         started = time.perf_counter()
         response: coordinator_pb2.FinishWorkResponse = self._membership.poll(
             "FinishWork",
@@ -84,6 +86,7 @@ class StepCommitter:
             what=f"the work of step {step}",
         )
         self._finish_wait_s += time.perf_counter() - started
+        fault_points.reach("client.finish_work.after", step=step)
         return response
 
     def grad_norm(self, step: int, norm_type: float, unit_indices: Sequence[int] = ()) -> GradNorm:
@@ -136,6 +139,7 @@ class StepCommitter:
             unit_order=unit_order,
             state=state,
         )
+        fault_points.reach("client.commit.before", step=step)
         started = time.perf_counter()
         response = self._poll_commit(request)
         while update.update_partitions is not None and response.partitions:
@@ -143,6 +147,7 @@ class StepCommitter:
             request.context.CopyFrom(self._membership.context(step))
             response = self._poll_commit(request)
         self._commit_wait_s += time.perf_counter() - started
+        fault_points.reach("client.commit.after", step=step)
         return response
 
     def _poll_commit(self, request: coordinator_pb2.CommitStepRequest) -> coordinator_pb2.CommitStepResponse:

@@ -19,7 +19,7 @@ from shardwell_server.shard.state.store import ShardStore, named_identity
 from shardwell_server.shard.transports import shm_requests
 from shardwell_server.shard.transports.base import ServerTransports, measurement_chunks
 from shardwell_server.shard.transports.shm_transport import ShmTransport
-from shardwell_wire import chunk_streams
+from shardwell_wire import chunk_streams, fault_points
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -145,6 +145,7 @@ class ShardServicer:
                 async with self._message(call, min(size, found.size_bytes)):
                     found.source.check()
                     yield encoder.encode([found.memory()[start : start + size]])
+                    fault_points.reach("server.gather.middle")
 
     async def ReduceScatter(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.ReduceScatterResponse:
         incoming = IncomingMessages(stream, shard_pb2.ReduceScatterRequest)

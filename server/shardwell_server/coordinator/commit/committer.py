@@ -35,6 +35,7 @@ from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.optimizer_checks import allocation_key, units_that_count
+from shardwell_wire import fault_points
 from shardwell_wire.errors import IncompleteStepError, NonFiniteError, ShardwellError, StepStateError
 from shardwell_wire.retry import retry_async
 from shardwell_wire.v1 import common_pb2, shard_pb2
@@ -194,6 +195,7 @@ class Committer:
         )
         layouts, changed = run.units.layouts, prepared.changed_buffers
         state = next_run_state(run.commits.state, step, proposal.state, changed, layouts)
+        fault_points.reach("coordinator.commit.before_record", step=step.number)
         try:
             with run.commits.writing_record():  # resets wait until the record is written
                 await self._state.save_commit(run, record, state)
@@ -202,6 +204,7 @@ class Committer:
             raise
         finally:
             run.changed.notify()
+        fault_points.reach("coordinator.commit.after_record", step=step.number)
         # No ``await`` here: once ``writing`` is False, no other request may run before the step has advanced.
         run.advance(record, state)
         outcome = "skipped" if step.skipped else f"gradient norm {prepared.grad_norm:.6g}"
@@ -263,6 +266,7 @@ class Committer:
                 self._state.events.add(EventKind.UPDATE_DELAYED, message, run=run.name)
 
         await retry_async(attempt, errors=ShardwellError, check=note_failure)
+        fault_points.reach("coordinator.update.acknowledged", step=record.step, server=server_id)
         run.commits.finish_update(server_id)
         run.changed.notify()
 

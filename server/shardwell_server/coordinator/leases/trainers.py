@@ -23,6 +23,7 @@ from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.waiting import poll
+from shardwell_wire import fault_points
 from shardwell_wire.channel import RECONNECT_S
 from shardwell_wire.errors import NotFoundError, ShardwellError
 from shardwell_wire.v1 import shard_pb2
@@ -241,6 +242,7 @@ class TrainerLeases:
         while not run.deleted and run.step is not None and (items := run.step.unfenced):
             # Store the new epochs before any server sees them: a restarted coordinator must not issue them again.
             await self._state.save_or_retry(run)
+            fault_points.reach("coordinator.fence.before")
             try:
                 await self.fence(run, items)
             except ShardwellError as error:
@@ -249,6 +251,7 @@ class TrainerLeases:
                 await asyncio.sleep(_FENCE_RETRY_S)
                 continue
             run.note_fence_error("")
+            fault_points.reach("coordinator.fence.after")
             self.lease_vacant_items(run)
             run.changed.notify()
 

@@ -10,6 +10,7 @@ import torch
 from shardwell_server.optimizer_checks import algorithm_of, allocation_key
 from shardwell_server.shard.arithmetic.algorithms.engines import ENGINES, Engine, Part, Settings, State, torch_settings
 from shardwell_server.shard.arithmetic.averages import AveragedUpdate, Averages
+from shardwell_wire import fault_points
 from shardwell_wire.v1 import common_pb2
 
 _AVERAGE = "ema"
@@ -81,6 +82,7 @@ class _Update:
         for engine, settings, parts in self.groups:
             if remaining := [part for part in parts if not part.done]:
                 engine.update(remaining, settings)
+                fault_points.reach("server.update.middle")
         self.averages.after()
 
 

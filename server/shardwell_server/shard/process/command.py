@@ -23,6 +23,7 @@ from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.transports.registry import TransportResources, build_transports
 from shardwell_server.shm_folders import DEFAULT_DIRECTORY
 from shardwell_server.sizes import parse_size
+from shardwell_wire import fault_points
 from shardwell_wire.v1 import shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -163,6 +164,7 @@ def _run_group(arguments: argparse.Namespace, endpoint: process.Endpoint) -> int
 async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> None:
     """Serves ``ShardService`` with the command's arguments until the process is asked to stop."""
     server_id = arguments.id or f"{socket.gethostname()}-{os.getpid()}"
+    fault_points.describe_process(server=server_id)
     credentials = authentication.from_arguments(arguments)
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(2, thread_name_prefix="tensor-work"))

@@ -12,7 +12,7 @@ from shardwell_server.shard.state.contributions import ContributionMemory
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_wire import chunk_streams
+from shardwell_wire import chunk_streams, fault_points
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError, VersionGoneError
 from shardwell_wire.stream_plan import StreamPlan
 from shardwell_wire.v1 import shard_pb2
@@ -191,6 +191,7 @@ class Push:
         if check is not None:
             check()  # not earlier: the transport session may have closed while this push waited for its run
         await self._shard.add_part(self._header, source, checksum, self._store.in_thread)
+        fault_points.reach("server.push.accepted", dp_rank=self._dp_rank, part=self._part)
         return False
 
     def _count_duplicate(self, checksum: int | None) -> None:

@@ -12,7 +12,7 @@ from shardwell_server.shard.state.snapshots import VersionBytes
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_server.shard.state.unit_shard import UnitShard
 from shardwell_server.shard.state.values import Values
-from shardwell_wire import chunk_streams
+from shardwell_wire import chunk_streams, fault_points
 from shardwell_wire.errors import InvalidRequestError, VersionGoneError
 from shardwell_wire.v1 import shard_pb2
 from shardwell_wire.wire_dtypes import check_wire_dtype
@@ -44,6 +44,7 @@ class Reading:
         for start in range(0, self.size_bytes, piece_bytes):
             buffer = self.source.buffer
             yield self.memory()[start : start + piece_bytes]
+            fault_points.reach("server.gather.middle")
             self.source.check()
             if self.source.buffer is not buffer:
                 raise VersionGoneError(

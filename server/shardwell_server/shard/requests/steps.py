@@ -10,6 +10,7 @@ from shardwell_server import optimizer_checks
 from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.state.buffer_shard import BufferShard
 from shardwell_server.shard.state.runs import HostedRun, PreparedStep
+from shardwell_wire import fault_points
 from shardwell_wire.errors import (
     IncompleteStepError,
     InvalidRequestError,
@@ -37,6 +38,7 @@ def fence(run: HostedRun, request: shard_pb2.FenceRequest) -> None:
     # The reduced gradient may contain a contribution that was dropped.
     if risen and run.is_prepared(step):
         run.clear_prepared()
+    fault_points.reach("server.fence.after", step=step)
 
 
 async def prepare(
@@ -62,6 +64,7 @@ async def prepare(
         except ShardwellError as error:
             # Not raised: the step may be committed with another optimizer. Otherwise PrepareUpdate raises it.
             logger.info("cannot prepare the update of step %d of run %r: %s", request.context.step, run.name, error)
+    fault_points.reach("server.prepare.after", step=request.context.step)
     return answer
 
 
@@ -162,9 +165,12 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
     groups = {unit.unit_index: unit.group_indices for unit in request.optimizer.units}
     for shard in waiting:
         shard.check_update(step, request.optimizer, groups.get(shard.index))
+    fault_points.reach("server.update.before", step=step)
     for shard in waiting:
         await shard.update(in_thread, step, request.optimizer, groups.get(shard.index), clip, key)
+        fault_points.reach("server.update.between_shards", step=step, unit=shard.index)
     run.clear_prepared()
+    fault_points.reach("server.update.after", step=step)
     return step + 1
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import xxhash
 from google.protobuf.message import Message
 
+from shardwell_wire import fault_points
 from shardwell_wire.chunk_streams import AnyMessage, ChunkView, StreamReceiver, decode_message
 from shardwell_wire.errors import CapacityError, ChunkError, DeadlineError, InvalidRequestError
 from shardwell_wire.names import check_names
@@ -85,6 +86,7 @@ class IncomingMessages:
             message, chunk = decode_message(data, self._type)
             if message.HasField("header"):
                 raise ChunkError(f"{what}: the stream has a second header")
+            fault_points.reach("server.stream.middle")
             receiver.feed(chunk)
         receiver.require_complete()
         return receiver.checksum

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from shardwell_server.rpc import reported_error
 from shardwell_server.shard.requests import streams
-from shardwell_wire import socket_frames
+from shardwell_wire import fault_points, socket_frames
 from shardwell_wire.chunk_streams import Buffer
 from shardwell_wire.errors import DeadlineError, ShardwellError, to_status_details
 from shardwell_wire.low_water_mark import LowWaterMark
@@ -124,6 +124,8 @@ class ReceiveStreamTransfer:
         if not received:
             raise PeerClosedError
         self._receiver.took(received)
+        if not self._receiver.over:
+            fault_points.reach("server.stream.middle")
         return received
 
 

@@ -31,6 +31,7 @@ from torch.optim.sgd import sgd
 
 from shardwell_server.shard.arithmetic.algorithms.lamb import lamb
 from shardwell_server.shard.arithmetic.algorithms.lion import lion
+from shardwell_wire import fault_points
 from shardwell_wire.layout import BLOCK_BYTES
 from shardwell_wire.optimizers import OPTIMIZERS, StateShape, StateTensor
 
@@ -124,6 +125,7 @@ class Engine:
             if here.stop == values.numel():
                 part.state |= {name: state[name] for name in scalars}
             part.done_elements = here.stop
+            fault_points.reach("server.update.middle")
 
     def _update(self, part: Part, values: Tensor, gradient: Tensor, state: State, settings: Settings) -> None:
         """Updates some values and their state. Restores both if it fails."""

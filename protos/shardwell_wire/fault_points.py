@@ -1,0 +1,227 @@
+"""Named points at which tests make a process fail.
+
+``reach`` marks a point in the code. It does nothing unless a test armed the point: in this process with ``armed``, or
+in a child process with the environment variable ``SHARDWELL_TEST_FAULTS``, which ``environment`` writes and this module
+reads when it is imported. A point that is not armed costs one test of an empty dictionary.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from shardwell_wire import errors
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "SHARDWELL_TEST_FAULTS"
+
+POINTS: Mapping[str, str] = {
+    "client.push.before": "a shard's part of a unit's gradient is about to be pushed (unit, dp_rank, part)",
+    "client.push.after": "a shard's part of a unit's gradient is acknowledged (unit, dp_rank, part)",
+    "client.finish_work.before": "the finished items are about to be reported (step)",
+    "client.finish_work.after": "the coordinator answered the report of finished items (step)",
+    "client.commit.before": "the step proposal is about to be sent (step)",
+    "client.commit.after": "the coordinator answered the step proposal (step)",
+    "server.stream.middle": "a chunk of a gradient or of initial values arrived, and more follow",
+    "server.push.accepted": "a part of a contribution is stored, and the trainer has no answer yet (dp_rank, part)",
+    "server.gather.middle": "a chunk of a shard was sent, and more follow",
+    "server.fence.after": "older leases and attempts are fenced (step)",
+    "server.prepare.after": "the step is prepared, and the coordinator has no answer yet (step)",
+    "server.update.before": "the update of a prepared step is about to begin (step)",
+    "server.update.between_shards": "a shard is updated, and others of the run are not (step, unit)",
+    "server.update.middle": "parameters of a shard have changed in part, and its version is still the old one",
+    "server.update.after": "all shards are updated, and the coordinator has no answer yet (step)",
+    "coordinator.commit.before_record": "all servers can apply the step, and the record is not written (step)",
+    "coordinator.commit.after_record": "the record is durable, and no server received the update (step)",
+    "coordinator.update.acknowledged": "a server acknowledged the update of a committed step (step, server)",
+    "coordinator.fence.before": "new epochs are durable, and no server is fenced",
+    "coordinator.fence.after": "the servers are fenced, and the work is not leased yet",
+}
+"""What has happened at each point, with the details that ``reach`` passes."""
+
+ACTIONS = ("kill", "stop", "raise", "delay")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """What happens when a point is reached."""
+
+    point: str
+    """A name of ``POINTS``."""
+    action: str
+    """``kill`` (SIGKILL) or ``stop`` (SIGSTOP) this process, ``raise`` an error, or ``delay`` the thread."""
+    nth: int = 1
+    """Occurrence at which it happens, counted from 1. Only occurrences that match ``where`` count."""
+    where: Mapping[str, str | int] = field(default_factory=dict)
+    """Details that the occurrence must have, such as ``{"unit": 2}`` or ``{"server": "shard-0"}``."""
+    error: str = "UnavailableError"
+    """Name of the class of ``shardwell_wire.errors`` to raise."""
+    delay_s: float = 0.1
+    """Duration of ``delay`` in seconds. The whole thread sleeps, also an event loop."""
+    once: str = ""
+    """Path of a file that is created when the fault happens. A fault whose file exists does not happen again, for
+    example in the next process. Empty: no file."""
+
+    def __post_init__(self) -> None:
+        if self.point not in POINTS:
+            raise ValueError(f"the fault point {self.point!r} does not exist; existing points: {', '.join(POINTS)}")
+        if self.action not in ACTIONS:
+            raise ValueError(f"action is {self.action!r}, expected one of {', '.join(ACTIONS)}")
+        if self.nth < 1:
+            raise ValueError(f"nth is {self.nth}, expected at least 1")
+        if self.action == "raise":
+            _error_class(self.error)
+
+
+Handler = Callable[[Mapping[str, Any]], None]
+"""Called with the details of an occurrence."""
+
+
+class ArmedPoint:
+    """A point that is armed in this process. Thread-safe.
+
+    Args:
+        nth: Occurrence at which ``handler`` is called.
+        where: Details that the occurrence must have.
+        handler: Called once, at that occurrence.
+
+    Attributes:
+        count: Number of occurrences so far.
+    """
+
+    def __init__(self, nth: int, where: Mapping[str, Any], handler: Handler) -> None:
+        self.count = 0
+        self._nth, self._where, self._handler = nth, where, handler
+        self._lock = threading.Lock()
+
+    @property
+    def has_happened(self) -> bool:
+        """Whether the occurrence was reached at which the handler is called."""
+        return self.count >= self._nth
+
+    def reached(self, details: Mapping[str, Any]) -> None:
+        """Counts an occurrence and calls the handler if it is the chosen one."""
+        known = {**_process, **details}
+        if any(known.get(name) != value for name, value in self._where.items()):
+            return
+        with self._lock:
+            self.count += 1
+            chosen = self.count == self._nth
+        if chosen:
+            self._handler(known)
+
+
+_armed: dict[str, tuple[ArmedPoint, ...]] = {}
+"""Replaced as a whole, so that ``reach`` needs no lock."""
+_process: dict[str, Any] = {}
+
+
+def reach(name: str, **details: Any) -> None:
+    """Marks a point. Does nothing unless a test armed the point.
+
+    Args:
+        name: A name of ``POINTS``.
+        **details: Facts about this occurrence, for ``Fault.where``.
+    """
+    if _armed:
+        for point in _armed.get(name, ()):
+            point.reached(details)
+
+
+def are_armed() -> bool:
+    """Returns whether a test armed any point in this process."""
+    return bool(_armed)
+
+
+def describe_process(**details: Any) -> None:
+    """Adds details to every occurrence in this process, such as ``server="shard-0"``."""
+    _process.update(details)
+
+
+@contextmanager
+def armed(
+    name: str,
+    action: str | Handler,
+    *,
+    nth: int = 1,
+    error: str = "UnavailableError",
+    delay_s: float = 0.1,
+    **where: Any,
+) -> Iterator[ArmedPoint]:
+    """Arms a point in this process while the block runs.
+
+    Args:
+        name: A name of ``POINTS``.
+        action: See ``Fault.action``; or a function that is called with the details of the occurrence.
+        nth: See ``Fault.nth``.
+        error: See ``Fault.error``.
+        delay_s: See ``Fault.delay_s``.
+        **where: See ``Fault.where``.
+    """
+    if callable(action):
+        Fault(point=name, action="delay", nth=nth)  # checks the name
+        handler = action
+    else:
+        handler = _handler(Fault(point=name, action=action, nth=nth, error=error, delay_s=delay_s))
+    point = ArmedPoint(nth, where, handler)
+    _armed[name] = (*_armed.get(name, ()), point)
+    try:
+        yield point
+    finally:
+        remaining = tuple(each for each in _armed[name] if each is not point)
+        if remaining:
+            _armed[name] = remaining
+        else:
+            del _armed[name]
+
+
+def environment(*faults: Fault) -> dict[str, str]:
+    """Returns the environment variable that arms faults in a child process."""
+    return {VARIABLE: json.dumps([asdict(fault) for fault in faults])}
+
+
+def _handler(fault: Fault) -> Handler:
+    def happen(details: Mapping[str, Any]) -> None:
+        if fault.once:
+            try:
+                os.close(os.open(fault.once, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return
+        logger.warning("fault point %s: %s %s", fault.point, fault.action, dict(details))
+        match fault.action:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "delay":
+                time.sleep(fault.delay_s)
+            case _:
+                raise _error_class(fault.error)(f"fault point {fault.point}: raised by a test")
+
+    return happen
+
+
+def _error_class(name: str) -> type[errors.ShardwellError]:
+    found = getattr(errors, name, None)
+    if not (isinstance(found, type) and issubclass(found, errors.ShardwellError)):
+        raise ValueError(f"error is {name!r}, expected the name of a class of shardwell_wire.errors")
+    return found
+
+
+def _arm_from_environment(text: str) -> None:
+    for fields in json.loads(text):
+        fault = Fault(**fields)
+        _armed[fault.point] = (*_armed.get(fault.point, ()), ArmedPoint(fault.nth, fault.where, _handler(fault)))
+
+
+if VARIABLE in os.environ:
+    _arm_from_environment(os.environ[VARIABLE])
