@@ -13,6 +13,7 @@
     |   +-- UnitMismatchError          FAILED_PRECONDITION  same unit name, another layout
     |   +-- HyperparameterMismatchError  FAILED_PRECONDITION  ranks propose different hyper-parameters
     |   +-- StepStateError             FAILED_PRECONDITION  wrong phase of the step
+    |   |   +-- StepRestartedError     FAILED_PRECONDITION  the step's work must be computed again
     |   +-- IncompleteStepError        FAILED_PRECONDITION  contributions are missing
     +-- NonFiniteError                 FAILED_PRECONDITION  NaN or infinity in values or gradients
     +-- DuplicateError                 ALREADY_EXISTS       request id, trainer or rank already in use
@@ -112,6 +113,14 @@ class HyperparameterMismatchError(ConflictError):
 
 class StepStateError(ConflictError):
     """The request is not possible in the current phase of the step."""
+
+
+class StepRestartedError(StepStateError):
+    """The step's work was restarted, so that its gradients must be computed again.
+
+    A loop over ``step.batches`` never sees this error. Any other loop runs the forward and the backward of the step
+    again, then ``optimizer.step()``.
+    """
 
 
 class IncompleteStepError(ConflictError):

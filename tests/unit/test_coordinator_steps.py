@@ -18,6 +18,7 @@ from shardwell_wire.errors import (
     NonFiniteError,
     ShardwellError,
     StaleEpochError,
+    StepRestartedError,
     StepStateError,
     UnavailableError,
     VersionGoneError,
@@ -147,11 +148,13 @@ def test_manifest_contains_only_units_of_the_server(tmp_path: Path) -> None:
 def test_norm_is_computed_once_and_does_not_commit(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
-            a, b = trainers = await team_with_unit(cluster, "a", "b")
+            a, b = await team_with_unit(cluster, "a", "b")
+            with pytest.raises(StepRestartedError, match="has not finished the work of rank 0"):
+                await a.prepare(0)
+            await a.finish(0)
             waiting = asyncio.create_task(a.prepare(0))
             await asyncio.sleep(0)
-            for trainer in trainers:
-                await trainer.finish(0)
+            await b.finish(0)
             norms = await asyncio.gather(waiting, b.prepare(0))
             assert [norm.grad_norm for norm in norms] == [math.sqrt(8.0)] * 2
             assert all(shard.calls["PrepareStep"] == 1 for shard in cluster.shards.values())
@@ -274,7 +277,7 @@ def test_commit_before_finish_is_rejected(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, _ = await team_with_unit(cluster, "a", "b")
-            with pytest.raises(StepStateError, match="has not finished the work of rank 0"):
+            with pytest.raises(StepRestartedError, match="has not finished the work of rank 0"):
                 await a.commit(0)
             with pytest.raises(StepStateError, match="step 1 of run 'r' has not started: step 0 is in flight"):
                 await a.commit(1)
@@ -465,7 +468,7 @@ def test_reset_raises_the_attempt_and_invalidates_the_preparation(tmp_path: Path
             assert (await a.reset(0, 0, request_id="twice")).attempt == 2
             assert cluster.shards["s0"].runs["r"].attempts == {0: 2}
             assert not (await b.finish(0)).all_finished
-            with pytest.raises(StepStateError, match="clips step 0 by an outdated gradient norm"):
+            with pytest.raises(StepRestartedError, match="clips step 0 by an outdated gradient norm"):
                 await b.commit(0, clip_coefficient=1.0, norm_attempts=attempts)
             assert not (await b.commit(0, clip_coefficient=1.0)).committed, (
                 "b gives no norm_attempts, so its clip coefficient is not checked for an outdated norm"
@@ -518,6 +521,7 @@ def test_waiting_norm_and_reset_name_the_server(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with harness(tmp_path) as cluster:
             a, _ = trainers = await team_with_unit(cluster, "a", "b")
+            await a.finish(0)
             waiting = await a.prepare(0, wait_s=0.05)
             assert not waiting.prepared
             assert any("rank 1: trainer 'b'" in line for line in waiting.waiting_for), waiting

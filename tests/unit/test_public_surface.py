@@ -20,7 +20,8 @@ NAMES = """
     DuplicateError FlatClientSide FreedParameterError HyperparameterMismatchError IncompleteStepError InternalError
     InvalidRequestError LocalCluster MixedPrecisionPolicy RunDeletedError amp
     ModuleTypePolicy NoWrapPolicy NonFiniteError NotFoundError RunMismatchError Session ShardedModule ShardwellError
-    SizePolicy StaleEpochError Step StepStateError TiedParameterError UnauthenticatedError UnavailableError
+    SizePolicy StaleEpochError Step StepRestartedError StepStateError TiedParameterError UnauthenticatedError
+    UnavailableError
     UnitMismatchError UsageError
     ActivationOffload BackwardPrefetch MemoryOptions MemoryStrategy offload_activations ReplicaOptions ShardingStrategy
     TransferOptions VersionGoneError WaitOptions World WorldError auto_wrap full_state_dict fully_shard

@@ -399,6 +399,7 @@ class ShardRange(google.protobuf.message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     START_BYTES_FIELD_NUMBER: builtins.int
     STOP_BYTES_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server."""
     address: builtins.str
@@ -407,6 +408,8 @@ class ShardRange(google.protobuf.message.Message):
     """First byte of the range in the flat vector."""
     stop_bytes: builtins.int
     """End of the range, exclusive."""
+    incarnation: builtins.str
+    """Incarnation of the server process that stores the shard. Differs after a restart of the server."""
     def __init__(
         self,
         *,
@@ -414,8 +417,9 @@ class ShardRange(google.protobuf.message.Message):
         address: builtins.str = ...,
         start_bytes: builtins.int = ...,
         stop_bytes: builtins.int = ...,
+        incarnation: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "server_id", b"server_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "incarnation", b"incarnation", "server_id", b"server_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes"]) -> None: ...
 
 global___ShardRange = ShardRange
 

@@ -174,6 +174,7 @@ class StepRequests:
 
         Raises:
             NonFiniteError: A gradient is not finite.
+            StepRestartedError: The caller must still compute work of the step.
             VersionGoneError: The step is committed and its norms are no longer kept.
         """
         step = _step_in_flight(run, number)
@@ -183,6 +184,7 @@ class StepRequests:
             if step is None or step is not run.step:
                 return _committed_norms(run, number, norm_type)
             self._servers.require_available(run)
+            step.require_finished(member.name)
             return await self._committer.prepare(run, norm_type=norm_type) if step.all_finished else None
 
         prepared = await poll(run.changed, check, wait_s)
@@ -216,7 +218,7 @@ class StepRequests:
 
         Raises:
             HyperparameterMismatchError: The proposal differs from the leader's.
-            StepStateError: The caller's own work is not finished.
+            StepRestartedError: The caller's own work is not finished, or it clips by an outdated norm.
         """
         step = _step_in_flight(run, number)
         if step is None or not step.proposals.prove_valid(proposal):

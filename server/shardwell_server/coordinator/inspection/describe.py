@@ -155,6 +155,7 @@ def shard_ranges(unit: Unit, cluster: Cluster) -> list[common_pb2.ShardRange]:
             address=cluster.require(shard.server_id).address,
             start_bytes=shard.start_bytes,
             stop_bytes=shard.stop_bytes,
+            incarnation=shard.incarnation,
         )
         for shard in unit.shards
     ]

@@ -12,7 +12,13 @@ from enum import Enum
 
 from shardwell_server.coordinator.runs.gradient_norms import PreparedGradients
 from shardwell_server.coordinator.runs.proposals import Proposals, StepProposal
-from shardwell_wire.errors import InvalidRequestError, ShardwellError, StaleEpochError, StepStateError
+from shardwell_wire.errors import (
+    InvalidRequestError,
+    ShardwellError,
+    StaleEpochError,
+    StepRestartedError,
+    StepStateError,
+)
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 
@@ -285,19 +291,23 @@ class Step:
         self.skipped, self.failure = True, None
 
     def check_ready(self, proposal: StepProposal) -> None:
-        """Raises StepStateError if a trainer proposes before its work is finished, or clips by an outdated norm."""
+        """Raises StepRestartedError if the trainer's work is not finished, or if it clips by an outdated norm."""
         trainer = proposal.trainer
+        self.require_finished(trainer)
+        if proposal.norm_attempts is not None and proposal.norm_attempts != self.attempts:
+            raise StepRestartedError(
+                f"trainer {trainer!r} clips step {self.number} by an outdated gradient norm, because a rank has reset "
+                "its work since: call clip_grad_norm_ again"
+            )
+
+    def require_finished(self, trainer: str) -> None:
+        """Raises StepRestartedError if a trainer must still compute an item, such as one that was restarted."""
         if items := self.leased_to(trainer):
             ranks = ", ".join(str(item.global_rank) for item in items)
-            raise StepStateError(
+            raise StepRestartedError(
                 f"trainer {trainer!r} proposes step {self.number}, but has not finished the work of rank {ranks}: "
                 "finish it first",
                 ranks=ranks,
-            )
-        if proposal.norm_attempts is not None and proposal.norm_attempts != self.attempts:
-            raise StepStateError(
-                f"trainer {trainer!r} clips step {self.number} by an outdated gradient norm, because a rank has reset "
-                "its work since: call clip_grad_norm_ again"
             )
 
     # Optimizer partitions, if the optimizer runs on the trainers.
