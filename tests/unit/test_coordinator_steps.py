@@ -307,7 +307,6 @@ def test_slow_trainer_continues_after_the_commit(tmp_path: Path) -> None:
     [
         ({"global_rank": 9}, InvalidRequestError, "rank 9 does not exist"),
         ({"global_rank": 0}, InvalidRequestError, "a rank is reported twice"),
-        ({"epoch": 0}, StaleEpochError, "is now leased to trainer 'a'"),
         ({"epoch": 99}, StepStateError, "but the item was leased to 'a'"),
         ({"attempt": 5}, StepStateError, "attempt 5, but the item was leased to 'a'"),
         ({"units": [common_pb2.UnitParts(unit_index=3)]}, InvalidRequestError, "unit index 3, but the run has 1 units"),
@@ -328,6 +327,29 @@ def test_invalid_report_is_rejected_as_a_whole(
                 await a.finish(0, [good, bad])
             states = {work.state for work in (await cluster.call("DescribeRun", run="r")).work}
             assert states == {coordinator_pb2.WORK_STATE_LEASED}
+
+    run_async(scenario())
+
+
+def test_report_of_a_former_attempt_has_no_effect_and_is_answered_with_the_restarted_items(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with harness(tmp_path) as cluster:
+            a, b = await team_with_unit(cluster, "a", "b")
+            reports = a.finished()
+            await a.finish(0, reports)
+            run = cluster.state.runs["r"]
+            run.restart_step()
+            unfenced = await a.finish(0, reports)
+            assert not unfenced.HasField("work"), "servers have not fenced the former attempts"
+            cluster.coordinator.trainers.start_fencing(run)
+            for trainer in (a, b):
+                answer = await trainer.finish(0, accept_work=False, wait_s=5)
+                assert [(item.epoch, item.attempt) for item in answer.work.items] == [
+                    (trainer.items[item.global_rank].epoch, 1) for item in answer.work.items
+                ]
+                assert not answer.all_finished
+            fences = [shard.runs["r"].attempts for shard in cluster.shards.values()]
+            assert all(found == {0: 1, 1: 1} for found in fences)
 
     run_async(scenario())
 
@@ -473,8 +495,8 @@ def test_reset_raises_the_attempt_and_invalidates_the_preparation(tmp_path: Path
             assert not (await b.commit(0, clip_coefficient=1.0)).committed, (
                 "b gives no norm_attempts, so its clip coefficient is not checked for an outdated norm"
             )
-            with pytest.raises(StaleEpochError):
-                await a.finish(0, [finished_item(item)])
+            outdated = await a.finish(0, [finished_item(item)])
+            assert [(work.global_rank, work.attempt) for work in outdated.work.items] == [(0, 2)]
             await a.finish(0)
             assert (await a.commit(0, wait_s=5)).committed
             prepared = cluster.shards["s0"].calls["PrepareStep"]

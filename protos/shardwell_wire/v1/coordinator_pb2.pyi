@@ -49,6 +49,34 @@ WORK_STATE_FINISHED: WorkState.ValueType  # 3
 """All contributions of the item are on the shard servers."""
 global___WorkState = WorkState
 
+class _BackupState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _BackupStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_BackupState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    BACKUP_STATE_UNSPECIFIED: _BackupState.ValueType  # 0
+    """Not set."""
+    BACKUP_STATE_BUILDING: _BackupState.ValueType  # 1
+    """The server does not have the committed version yet, or missed a step. It is built again."""
+    BACKUP_STATE_IN_SYNC: _BackupState.ValueType  # 2
+    """The server has the committed version and receives every prepared step. It can replace the primary."""
+    BACKUP_STATE_RELEASING: _BackupState.ValueType  # 3
+    """The server must release its copy."""
+
+class BackupState(_BackupState, metaclass=_BackupStateEnumTypeWrapper):
+    """State of a backup."""
+
+BACKUP_STATE_UNSPECIFIED: BackupState.ValueType  # 0
+"""Not set."""
+BACKUP_STATE_BUILDING: BackupState.ValueType  # 1
+"""The server does not have the committed version yet, or missed a step. It is built again."""
+BACKUP_STATE_IN_SYNC: BackupState.ValueType  # 2
+"""The server has the committed version and receives every prepared step. It can replace the primary."""
+BACKUP_STATE_RELEASING: BackupState.ValueType  # 3
+"""The server must release its copy."""
+global___BackupState = BackupState
+
 class _ServerState:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -90,6 +118,64 @@ SERVER_STATE_LEFT: ServerState.ValueType  # 5
 global___ServerState = ServerState
 
 @typing.final
+class ProtocolVersions(google.protobuf.message.Message):
+    """Range of protocol versions that a process can speak. Both unset: a process older than version negotiation, which
+    speaks version 1.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OLDEST_FIELD_NUMBER: builtins.int
+    NEWEST_FIELD_NUMBER: builtins.int
+    oldest: builtins.int
+    """Oldest version."""
+    newest: builtins.int
+    """Newest version."""
+    def __init__(
+        self,
+        *,
+        oldest: builtins.int = ...,
+        newest: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["newest", b"newest", "oldest", b"oldest"]) -> None: ...
+
+global___ProtocolVersions = ProtocolVersions
+
+@typing.final
+class RetiredShard(google.protobuf.message.Message):
+    """A shard that a server process no longer owns. The server drops it, as with ReleaseShards."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
+    START_BYTES_FIELD_NUMBER: builtins.int
+    STOP_BYTES_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
+    run_id: builtins.str
+    """Id of the run."""
+    unit: builtins.str
+    """Name of the unit."""
+    start_bytes: builtins.int
+    """First byte of the shard in the flat vector."""
+    stop_bytes: builtins.int
+    """End of the shard, exclusive."""
+    placement: builtins.int
+    """Reservations with a higher number stay."""
+    def __init__(
+        self,
+        *,
+        run_id: builtins.str = ...,
+        unit: builtins.str = ...,
+        start_bytes: builtins.int = ...,
+        stop_bytes: builtins.int = ...,
+        placement: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["placement", b"placement", "run_id", b"run_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
+
+global___RetiredShard = RetiredShard
+
+@typing.final
 class RegisterServerRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -99,6 +185,7 @@ class RegisterServerRequest(google.protobuf.message.Message):
     SHARDWELL_VERSION_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     PROCESS_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server, the same after a restart."""
     address: builtins.str
@@ -113,6 +200,10 @@ class RegisterServerRequest(google.protobuf.message.Message):
     """Host, process namespace, process id and start time. A coordinator on the same host uses them to detect the end of
     the process. Empty: not known.
     """
+    @property
+    def protocol(self) -> global___ProtocolVersions:
+        """Protocol versions of the server."""
+
     def __init__(
         self,
         *,
@@ -122,8 +213,10 @@ class RegisterServerRequest(google.protobuf.message.Message):
         shardwell_version: builtins.str = ...,
         incarnation: builtins.str = ...,
         process: builtins.str = ...,
+        protocol: global___ProtocolVersions | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "budget_bytes", b"budget_bytes", "incarnation", b"incarnation", "process", b"process", "server_id", b"server_id", "shardwell_version", b"shardwell_version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["protocol", b"protocol"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "budget_bytes", b"budget_bytes", "incarnation", b"incarnation", "process", b"process", "protocol", b"protocol", "server_id", b"server_id", "shardwell_version", b"shardwell_version"]) -> None: ...
 
 global___RegisterServerRequest = RegisterServerRequest
 
@@ -134,20 +227,30 @@ class RegisterServerResponse(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     LEASE_S_FIELD_NUMBER: builtins.int
     COORDINATOR_EPOCH_FIELD_NUMBER: builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
+    RETIRED_SHARDS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Fencing number of this server process."""
     lease_s: builtins.float
     """Seconds without a heartbeat after which the lease expires."""
     coordinator_epoch: builtins.int
     """Term of the coordinator."""
+    protocol_version: builtins.int
+    """Protocol version that the server must speak with this cluster: the newest that both support."""
+    @property
+    def retired_shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RetiredShard]:
+        """Shards that this process no longer owns. The server must drop them before it serves requests again."""
+
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
         lease_s: builtins.float = ...,
         coordinator_epoch: builtins.int = ...,
+        protocol_version: builtins.int = ...,
+        retired_shards: collections.abc.Iterable[global___RetiredShard] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["coordinator_epoch", b"coordinator_epoch", "epoch", b"epoch", "lease_s", b"lease_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coordinator_epoch", b"coordinator_epoch", "epoch", b"epoch", "lease_s", b"lease_s", "protocol_version", b"protocol_version", "retired_shards", b"retired_shards"]) -> None: ...
 
 global___RegisterServerResponse = RegisterServerResponse
 
@@ -191,19 +294,25 @@ class HeartbeatServerResponse(google.protobuf.message.Message):
 
     COORDINATOR_EPOCH_FIELD_NUMBER: builtins.int
     DELETED_RUN_IDS_FIELD_NUMBER: builtins.int
+    RETIRED_SHARDS_FIELD_NUMBER: builtins.int
     coordinator_epoch: builtins.int
     """Term of the coordinator."""
     @property
     def deleted_run_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Ids in the request that belong to no run. The server drops these runs."""
 
+    @property
+    def retired_shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RetiredShard]:
+        """Shards that this process no longer owns. The server must drop them before it serves requests again."""
+
     def __init__(
         self,
         *,
         coordinator_epoch: builtins.int = ...,
         deleted_run_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        retired_shards: collections.abc.Iterable[global___RetiredShard] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["coordinator_epoch", b"coordinator_epoch", "deleted_run_ids", b"deleted_run_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coordinator_epoch", b"coordinator_epoch", "deleted_run_ids", b"deleted_run_ids", "retired_shards", b"retired_shards"]) -> None: ...
 
 global___HeartbeatServerResponse = HeartbeatServerResponse
 
@@ -239,7 +348,7 @@ global___DeregisterServerResponse = DeregisterServerResponse
 
 @typing.final
 class RunConfig(google.protobuf.message.Message):
-    """Properties of a run that are fixed when it is created."""
+    """Properties of a run. They are fixed when the run is created, unless a field says otherwise."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -247,12 +356,17 @@ class RunConfig(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     MIN_TRAINERS_FIELD_NUMBER: builtins.int
     NUM_LAYERS_FIELD_NUMBER: builtins.int
+    BACKUPS_FIELD_NUMBER: builtins.int
     seed: builtins.int
     """Base seed of data order, dropout and random initial values."""
     min_trainers: builtins.int
     """Trainers that must have joined before the first step. 0: one per logical rank."""
     num_layers: builtins.int
     """Number of layers to split over the pipeline stages. 0: not known."""
+    backups: builtins.int
+    """Copies of every shard that other servers keep. Not fixed: the last value that a trainer or SetBackups sends counts.
+    Unset in a request: unchanged, 0 in a new run.
+    """
     @property
     def world(self) -> shardwell_wire.v1.common_pb2.World:
         """The grid of logical ranks."""
@@ -264,9 +378,11 @@ class RunConfig(google.protobuf.message.Message):
         seed: builtins.int = ...,
         min_trainers: builtins.int = ...,
         num_layers: builtins.int = ...,
+        backups: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["world", b"world"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["min_trainers", b"min_trainers", "num_layers", b"num_layers", "seed", b"seed", "world", b"world"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_backups", b"_backups", "backups", b"backups", "world", b"world"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_backups", b"_backups", "backups", b"backups", "min_trainers", b"min_trainers", "num_layers", b"num_layers", "seed", b"seed", "world", b"world"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_backups", b"_backups"]) -> typing.Literal["backups"] | None: ...
 
 global___RunConfig = RunConfig
 
@@ -282,6 +398,7 @@ class JoinRequest(google.protobuf.message.Message):
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     trainer: builtins.str
@@ -302,6 +419,10 @@ class JoinRequest(google.protobuf.message.Message):
     def config(self) -> global___RunConfig:
         """Properties of the run. Must agree with those of an existing run."""
 
+    @property
+    def protocol(self) -> global___ProtocolVersions:
+        """Protocol versions of the trainer."""
+
     def __init__(
         self,
         *,
@@ -313,9 +434,10 @@ class JoinRequest(google.protobuf.message.Message):
         world_size: builtins.int = ...,
         wait_s: builtins.float = ...,
         incarnation: builtins.str = ...,
+        protocol: global___ProtocolVersions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_global_rank", b"_global_rank", "config", b"config", "global_rank", b"global_rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_global_rank", b"_global_rank", "config", b"config", "global_rank", b"global_rank", "host", b"host", "incarnation", b"incarnation", "run", b"run", "trainer", b"trainer", "wait_s", b"wait_s", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_global_rank", b"_global_rank", "config", b"config", "global_rank", b"global_rank", "protocol", b"protocol"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_global_rank", b"_global_rank", "config", b"config", "global_rank", b"global_rank", "host", b"host", "incarnation", b"incarnation", "protocol", b"protocol", "run", b"run", "trainer", b"trainer", "wait_s", b"wait_s", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_global_rank", b"_global_rank"]) -> typing.Literal["global_rank"] | None: ...
 
 global___JoinRequest = JoinRequest
@@ -529,6 +651,8 @@ class JoinResponse(google.protobuf.message.Message):
     WORK_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     started: builtins.bool
     """True: the run has started. False: repeat the request."""
     trainer: builtins.str
@@ -541,6 +665,10 @@ class JoinResponse(google.protobuf.message.Message):
     """Number of committed steps, which is also the number of the next step."""
     run_id: builtins.str
     """Random id of the run. A run that is deleted and created again under its name gets another id."""
+    placement: builtins.int
+    """Number of relocations of the run's shards so far. When it rises, shards have other servers (ListUnits)."""
+    protocol_version: builtins.int
+    """Protocol version that the trainer must speak with this cluster: the newest that both support."""
     @property
     def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """While waiting: what the run waits for, one line each."""
@@ -575,9 +703,11 @@ class JoinResponse(google.protobuf.message.Message):
         work: global___StepWork | None = ...,
         state: global___RunState | None = ...,
         run_id: builtins.str = ...,
+        placement: builtins.int = ...,
+        protocol_version: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_state", b"_state", "config", b"config", "state", b"state", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "rank_assignments", b"rank_assignments", "run_id", b"run_id", "started", b"started", "state", b"state", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "placement", b"placement", "protocol_version", b"protocol_version", "rank_assignments", b"rank_assignments", "run_id", b"run_id", "started", b"started", "state", b"state", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___JoinResponse = JoinResponse
@@ -683,14 +813,18 @@ class HeartbeatResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     COMMITTED_STEP_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
     committed_step: builtins.int
     """Number of committed steps."""
+    placement: builtins.int
+    """Number of relocations of the run's shards so far. See JoinResponse.placement."""
     def __init__(
         self,
         *,
         committed_step: builtins.int = ...,
+        placement: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "placement", b"placement"]) -> None: ...
 
 global___HeartbeatResponse = HeartbeatResponse
 
@@ -770,6 +904,7 @@ class DeclareUnitResponse(google.protobuf.message.Message):
     INITIALIZE_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
     """Index of the unit in the run."""
     initialize: builtins.bool
@@ -778,6 +913,8 @@ class DeclareUnitResponse(google.protobuf.message.Message):
     """Epoch for InitializeUnit and PublishInitialUnit."""
     version: builtins.int
     """Version of the unit. Unset: not published yet."""
+    placement: builtins.int
+    """Number of relocations of the run's shards so far. See JoinResponse.placement."""
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.ShardRange]:
         """The shards, in order and without gap."""
@@ -790,9 +927,10 @@ class DeclareUnitResponse(google.protobuf.message.Message):
         initialize: builtins.bool = ...,
         epoch: builtins.int = ...,
         version: builtins.int | None = ...,
+        placement: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "epoch", b"epoch", "initialize", b"initialize", "shards", b"shards", "unit_index", b"unit_index", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "epoch", b"epoch", "initialize", b"initialize", "placement", b"placement", "shards", b"shards", "unit_index", b"unit_index", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___DeclareUnitResponse = DeclareUnitResponse
@@ -1005,11 +1143,16 @@ class FinishWorkResponse(google.protobuf.message.Message):
     ALL_FINISHED_FIELD_NUMBER: builtins.int
     WORK_FIELD_NUMBER: builtins.int
     WAITING_FOR_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
     all_finished: builtins.bool
     """True if all items of the step are finished."""
+    placement: builtins.int
+    """Number of relocations of the run's shards so far. See JoinResponse.placement."""
     @property
     def work(self) -> global___StepWork:
-        """Items of lost trainers that are now leased to the caller."""
+        """Items that the caller must compute now: items of lost trainers that are leased to the caller, or items that were
+        restarted because a shard server was lost with their contributions. Reports of former attempts had no effect.
+        """
 
     @property
     def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -1021,9 +1164,10 @@ class FinishWorkResponse(google.protobuf.message.Message):
         all_finished: builtins.bool = ...,
         work: global___StepWork | None = ...,
         waiting_for: collections.abc.Iterable[builtins.str] | None = ...,
+        placement: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_work", b"_work", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_work", b"_work", "all_finished", b"all_finished", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_work", b"_work", "all_finished", b"all_finished", "placement", b"placement", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_work", b"_work"]) -> typing.Literal["work"] | None: ...
 
 global___FinishWorkResponse = FinishWorkResponse
@@ -1202,6 +1346,7 @@ class CommitStepResponse(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     SKIPPED_FIELD_NUMBER: builtins.int
     PARTITIONS_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
     committed: builtins.bool
     """False: repeat the request."""
     grad_norm: builtins.float
@@ -1210,6 +1355,8 @@ class CommitStepResponse(google.protobuf.message.Message):
     """Version that the commit creates: step + 1."""
     skipped: builtins.bool
     """True if a gradient was not finite: the step changed no parameter, and grad_norm is infinite."""
+    placement: builtins.int
+    """Number of relocations of the run's shards so far. See JoinResponse.placement."""
     @property
     def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """While waiting: what the step waits for, one line each."""
@@ -1239,9 +1386,10 @@ class CommitStepResponse(google.protobuf.message.Message):
         state: global___RunState | None = ...,
         skipped: builtins.bool = ...,
         partitions: collections.abc.Iterable[global___PartitionWork] | None = ...,
+        placement: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_state", b"_state", "next_work", b"next_work", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "next_work", b"next_work", "partitions", b"partitions", "skipped", b"skipped", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "next_work", b"next_work", "partitions", b"partitions", "placement", b"placement", "skipped", b"skipped", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___CommitStepResponse = CommitStepResponse
@@ -1655,6 +1803,31 @@ class ListUnitsRequest(google.protobuf.message.Message):
 global___ListUnitsRequest = ListUnitsRequest
 
 @typing.final
+class BackupSummary(google.protobuf.message.Message):
+    """A copy of a shard on a server other than its primary."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    state: global___BackupState.ValueType
+    """State of the copy."""
+    @property
+    def shard(self) -> shardwell_wire.v1.common_pb2.ShardRange:
+        """The range and the server of the copy."""
+
+    def __init__(
+        self,
+        *,
+        shard: shardwell_wire.v1.common_pb2.ShardRange | None = ...,
+        state: global___BackupState.ValueType = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["shard", b"shard"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["shard", b"shard", "state", b"state"]) -> None: ...
+
+global___BackupSummary = BackupSummary
+
+@typing.final
 class UnitSummary(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1665,6 +1838,7 @@ class UnitSummary(google.protobuf.message.Message):
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     SHARDS_FIELD_NUMBER: builtins.int
     PUBLISHED_FIELD_NUMBER: builtins.int
+    BACKUPS_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
     """Index of the unit in the run."""
     unit: builtins.str
@@ -1681,6 +1855,10 @@ class UnitSummary(google.protobuf.message.Message):
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.ShardRange]:
         """The shards, in order and without gap."""
 
+    @property
+    def backups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BackupSummary]:
+        """The backups, in the order of their ranges."""
+
     def __init__(
         self,
         *,
@@ -1691,8 +1869,9 @@ class UnitSummary(google.protobuf.message.Message):
         size_bytes: builtins.int = ...,
         shards: collections.abc.Iterable[shardwell_wire.v1.common_pb2.ShardRange] | None = ...,
         published: builtins.bool = ...,
+        backups: collections.abc.Iterable[global___BackupSummary] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["element_count", b"element_count", "parameter_count", b"parameter_count", "published", b"published", "shards", b"shards", "size_bytes", b"size_bytes", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backups", b"backups", "element_count", b"element_count", "parameter_count", b"parameter_count", "published", b"published", "shards", b"shards", "size_bytes", b"size_bytes", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
 
 global___UnitSummary = UnitSummary
 
@@ -1702,8 +1881,11 @@ class ListUnitsResponse(google.protobuf.message.Message):
 
     UNITS_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version that all units have, or will have once the last commit is applied."""
+    placement: builtins.int
+    """Number of relocations of the run's shards so far. See JoinResponse.placement."""
     @property
     def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnitSummary]:
         """The units, in the order of their indices."""
@@ -1713,8 +1895,9 @@ class ListUnitsResponse(google.protobuf.message.Message):
         *,
         units: collections.abc.Iterable[global___UnitSummary] | None = ...,
         version: builtins.int = ...,
+        placement: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["units", b"units", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["placement", b"placement", "units", b"units", "version", b"version"]) -> None: ...
 
 global___ListUnitsResponse = ListUnitsResponse
 

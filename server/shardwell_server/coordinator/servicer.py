@@ -96,6 +96,7 @@ class CoordinatorServicer:
                 config=run.settings.to_proto(),
                 committed_step=run.committed_step,
                 run_id=run.identity.run_id,
+                placement=run.announced_placement,
             )
             if not started:
                 response.waiting_for.extend(explain_stall(run, self._state.cluster, self._state.clock()).lines)
@@ -115,7 +116,9 @@ class CoordinatorServicer:
         with member.serving_rpc(self._state.clock):
             member.note_connections(transports, request.unreachable, self._state.clock())
             check_recoverable(run, self._state.cluster)
-            return coordinator_pb2.HeartbeatResponse(committed_step=run.committed_step)
+            return coordinator_pb2.HeartbeatResponse(
+                committed_step=run.committed_step, placement=run.announced_placement
+            )
 
     async def Leave(self, request: coordinator_pb2.LeaveRequest, call: Call) -> coordinator_pb2.LeaveResponse:
         run = self._exact_run(request)
@@ -135,8 +138,11 @@ class CoordinatorServicer:
             unit = await self._coordinator.placer.declare(run, layout, _wait_s(call, _DECLARE_WAIT_S))
             if not unit.published:
                 self._coordinator.trainers.revoke_initializer(run, wanted_by=member)
+            await self._state.save(run)  # the shards may have moved, and the response names their servers
             response = coordinator_pb2.DeclareUnitResponse(
-                unit_index=unit.index, shards=describe.shard_ranges(unit, self._state.cluster)
+                unit_index=unit.index,
+                shards=describe.shard_ranges(unit, self._state.cluster),
+                placement=run.announced_placement,
             )
             if unit.published:
                 response.version = run.committed_step
@@ -272,7 +278,9 @@ class CoordinatorServicer:
     async def ListUnits(
         self, request: coordinator_pb2.ListUnitsRequest, call: Call
     ) -> coordinator_pb2.ListUnitsResponse:
-        return describe.list_units(self._state.require_run(request.run), self._state.cluster)
+        run = self._state.require_run(request.run)
+        await self._state.save(run)  # the shards may have moved, and the response names their servers
+        return describe.list_units(run, self._state.cluster)
 
     async def DescribeWeights(
         self, request: coordinator_pb2.DescribeWeightsRequest, call: Call

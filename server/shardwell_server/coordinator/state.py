@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwell_server.coordinator.inspection.events import EventLog
 from shardwell_server.coordinator.runs.members import Member, MemberState
@@ -130,9 +130,20 @@ class CoordinatorState:
 
     async def _save(self, run: Run) -> None:
         run.check_not_deleted()
-        made = run.unsaved.made  # changes during the write are not part of it
-        await self.storage.save_run(_run_record(run))
-        run.unsaved.note_saved(made)
+        made, placement = run.unsaved.made, run.placement  # changes during the write are not part of it
+        units = self._take_unsaved_units(run)
+        try:
+            await self.storage.save_run(_run_record(run), [_unit_record(unit) for unit in units])
+        except ShardwellError:
+            run.units.unsaved.update(unit.index for unit in units)
+            raise
+        run.note_saved(made, placement)
+
+    def _take_unsaved_units(self, run: Run) -> list[Unit]:
+        """Returns the units whose shards or backups changed since they were stored, and counts them as stored."""
+        units = [unit for unit in run.units if unit.index in run.units.unsaved]
+        run.units.unsaved.clear()
+        return units
 
     async def save_or_retry(self, run: Run) -> None:
         """Calls ``save`` until it succeeds or the run is deleted. For background work."""
@@ -150,7 +161,7 @@ class CoordinatorState:
     async def save_unit(self, run: Run, unit: Unit, *, published: bool = False) -> None:
         """Stores a unit that is placed, or published."""
         run.check_not_deleted()
-        await self.storage.save_units(run.name, [_unit_record(unit, published=published)])
+        await self.storage.save_units(run.name, [replace(_unit_record(unit), published=published)])
 
     async def save_finished(self, run: Run, step: Step) -> None:
         """Stores the items of a step whose items are all finished."""
@@ -158,10 +169,24 @@ class CoordinatorState:
         await self.storage.save_finished(run.name, step.number, _finished_records(step))
 
     async def save_commit(self, run: Run, record: CommitRecord, state: coordinator_pb2.RunState | None) -> None:
-        """Stores a commit record and, if it changed, the run's state. When this returns, the step is committed."""
+        """Stores a commit record and, if it changed, the run's state. When this returns, the step is committed.
+
+        Shards and backups that changed since the last ``save`` become durable together with the record.
+        """
         run.check_not_deleted()
         serialized = None if state is None or state is run.commits.state else state.SerializeToString()
-        await self.storage.save_commit(run.name, record, serialized)
+        if not run.units.unsaved:
+            await self.storage.save_commit(run.name, record, serialized)
+            return
+        made, placement = run.unsaved.made, run.placement
+        units = self._take_unsaved_units(run)
+        moved = (_run_record(run), [_unit_record(unit) for unit in units])
+        try:
+            await self.storage.save_commit(run.name, record, serialized, moved)
+        except ShardwellError:
+            run.units.unsaved.update(unit.index for unit in units)
+            raise
+        run.note_saved(made, placement)
 
 
 def _run_record(run: Run) -> RunRecord:
@@ -190,6 +215,8 @@ def _run_record(run: Run) -> RunRecord:
         ),
         ranks=_rank_records(run),
         addresses=tuple(run.addresses.items()),
+        placement=run.placement,
+        rebalancing=run.rebalancing,
     )
 
 
@@ -202,9 +229,10 @@ def _rank_records(run: Run) -> tuple[RankRecord, ...]:
     )
 
 
-def _unit_record(unit: Unit, *, published: bool) -> UnitRecord:
+def _unit_record(unit: Unit) -> UnitRecord:
     """Returns the record of a unit."""
-    return UnitRecord(unit.index, unit.layout.to_proto().SerializeToString(), published, unit.shards)
+    spec = unit.layout.to_proto().SerializeToString()
+    return UnitRecord(unit.index, spec, unit.published, unit.shards, unit.backups)
 
 
 def _finished_records(step: Step) -> list[FinishedRecord]:
@@ -223,7 +251,8 @@ def _restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
     run = Run(identity, settings, clock, record.created, record.last_epoch)
     for at in stored.units:
         layout = UnitLayout.from_proto(common_pb2.UnitSpec.FromString(at.spec))
-        run.units.add(Unit(at.unit_index, layout, at.shards, at.published))
+        run.units.add(Unit(at.unit_index, layout, at.shards, at.published, at.backups))
+    run.restore_placement(record.placement, rebalancing=record.rebalancing)
     if record.initializer is not None:
         run.units.set_initializer(Initializer(record.initializer, record.initializer_epoch))
     run.commits.restore(stored.commits, stored.state, run.units.servers, now)

@@ -6,7 +6,7 @@ restarted coordinator receives everything it needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from shardwell_server.coordinator.commit.committer import Committer
 from shardwell_server.coordinator.inspection.events import EventKind
@@ -53,12 +53,15 @@ class StepRequests:
         accept_work: bool,
         wait_s: float,
     ) -> coordinator_pb2.FinishWorkResponse:
-        """Marks items as finished. Waits until all items of the step are finished, or an item is leased to the
-        caller."""
+        """Marks items as finished. Waits until all items are finished, or the caller has to compute an item.
+
+        Reports of former attempts have no effect. If the caller's items were restarted, the response contains them.
+        """
         run.settings.require_trains(run.name)
         step = _step_in_flight(run, number)
         if step is None:
-            return coordinator_pb2.FinishWorkResponse(all_finished=True)
+            return coordinator_pb2.FinishWorkResponse(all_finished=True, placement=run.announced_placement)
+        reported = {report.global_rank for report in reports}
         finished = step.check_finished(member.name, reports, len(run.units))
         written = check_written_buffers(step, [item for item, _ in finished], reports, run.units.layouts)
         if step.finish(finished, self._state.clock(), written):
@@ -68,7 +71,7 @@ class StepRequests:
             run.touch()
 
         async def check() -> coordinator_pb2.FinishWorkResponse | None:
-            return await self._find_work(run, member, step, accept_work=accept_work)
+            return await self._find_work(run, member, step, reported, accept_work=accept_work)
 
         try:
             response = await poll(run.changed, check, wait_s)
@@ -76,10 +79,12 @@ class StepRequests:
             run.members.stop_waiting_for_work(member.name)
         # The response may reveal new leases and epochs. They must survive a restart, so store them first.
         await self._state.save(run)
-        return response or coordinator_pb2.FinishWorkResponse(waiting_for=step.waiting_for())
+        response = response or coordinator_pb2.FinishWorkResponse(waiting_for=step.waiting_for())
+        response.placement = run.announced_placement
+        return response
 
     async def _find_work(
-        self, run: Run, member: Member, step: Step, *, accept_work: bool
+        self, run: Run, member: Member, step: Step, reported: Collection[int], *, accept_work: bool
     ) -> coordinator_pb2.FinishWorkResponse | None:
         run.require_member(member.name, member.epoch)
         if step is not run.step:
@@ -89,15 +94,18 @@ class StepRequests:
             while step.all_finished and not step.recorded:
                 await run.calls.recording(lambda: self._record_finished(run, step))
             return coordinator_pb2.FinishWorkResponse(all_finished=True) if step.recorded else None
-        if accept_work:
-            # Items that are leased to the caller and not reported as finished are its work, even if the response that
-            # granted them was lost.
-            if not step.leased_to(member.name):
-                run.members.wait_for_work(member.name)
-                self._trainers.revoke_unfinished(run)
-                self._trainers.lease_vacant_items(run)
-            if step.leased_to(member.name):
-                return coordinator_pb2.FinishWorkResponse(work=run.work_of(member.name))
+        # Items that are leased to the caller and not reported as finished are its work, even if the response that
+        # granted them was lost.
+        if accept_work and not step.leased_to(member.name):
+            run.members.wait_for_work(member.name)
+            self._trainers.revoke_unfinished(run)
+            self._trainers.lease_vacant_items(run)
+        # A server that has not fenced the former attempt of a restarted item would mix its parts with those of the new
+        # attempt.
+        leased = step.leased_to(member.name)
+        restarted = any(item.global_rank in reported for item in leased)
+        if leased and (accept_work or restarted) and all(item.fenced for item in leased):
+            return coordinator_pb2.FinishWorkResponse(work=run.work_of(member.name))
         return None
 
     async def _record_finished(self, run: Run, step: Step) -> None:
@@ -280,6 +288,7 @@ class StepRequests:
             require_same_proposal(StepProposal.from_record(record, clip), proposal, run.units.layouts)
         response = coordinator_pb2.CommitStepResponse(
             committed=True,
+            placement=run.announced_placement,
             grad_norm=record.grad_norm if record is not None else 0.0,
             version=number + 1,
             skipped=record is not None and record.skipped,

@@ -9,6 +9,7 @@ from shardwell_server.coordinator.runs.run import Run
 from shardwell_server.coordinator.runs.step import WorkItem, WorkState
 from shardwell_server.coordinator.runs.units import Unit
 from shardwell_server.coordinator.servers.cluster import Cluster
+from shardwell_server.coordinator.storage.records import BackupState, ShardRecord
 from shardwell_server.coordinator.waiting import poll
 from shardwell_wire.errors import DeadlineError, InvalidRequestError, StepStateError, VersionGoneError
 from shardwell_wire.topology import AXES, AXIS_NUMBERS, Coordinates, World
@@ -16,6 +17,13 @@ from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 MAX_LISTED_GROUP_MEMBERS = 1 << 20
 """Most group members in one response. A larger world is rejected, not truncated."""
+
+
+_BACKUP_STATES = {
+    BackupState.BUILDING: coordinator_pb2.BACKUP_STATE_BUILDING,
+    BackupState.IN_SYNC: coordinator_pb2.BACKUP_STATE_IN_SYNC,
+    BackupState.RELEASING: coordinator_pb2.BACKUP_STATE_RELEASING,
+}
 
 
 class RankDescriber:
@@ -140,25 +148,34 @@ def list_units(run: Run, cluster: Cluster) -> coordinator_pb2.ListUnitsResponse:
                 size_bytes=unit.layout.size_bytes,
                 shards=shard_ranges(unit, cluster),
                 published=unit.published,
+                backups=[
+                    coordinator_pb2.BackupSummary(
+                        shard=_shard_range(backup, cluster), state=_BACKUP_STATES[backup.state]
+                    )
+                    for backup in unit.backups
+                ],
             )
             for unit in run.units
         ],
         version=run.committed_step,
+        placement=run.placement,
     )
 
 
 def shard_ranges(unit: Unit, cluster: Cluster) -> list[common_pb2.ShardRange]:
     """Returns the shards of a unit with their servers, in the order of the flat vector."""
-    return [
-        common_pb2.ShardRange(
-            server_id=shard.server_id,
-            address=cluster.require(shard.server_id).address,
-            start_bytes=shard.start_bytes,
-            stop_bytes=shard.stop_bytes,
-            incarnation=shard.incarnation,
-        )
-        for shard in unit.shards
-    ]
+    return [_shard_range(shard, cluster) for shard in unit.shards]
+
+
+def _shard_range(shard: ShardRecord, cluster: Cluster) -> common_pb2.ShardRange:
+    server = cluster.servers.get(shard.server_id)
+    return common_pb2.ShardRange(
+        server_id=shard.server_id,
+        address=server.address if server is not None else "",
+        start_bytes=shard.start_bytes,
+        stop_bytes=shard.stop_bytes,
+        incarnation=shard.incarnation,
+    )
 
 
 async def describe_weights(

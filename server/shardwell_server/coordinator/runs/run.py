@@ -101,6 +101,12 @@ class Run:
         """The step in flight. None until the run starts."""
         self.calls = StepCalls()
         self.commits = CommittedSteps()
+        self.placement = 0
+        """Number of relocations of the run's shards. Trainers learn ``announced_placement``."""
+        self.announced_placement = 0
+        """Newest placement that is durable."""
+        self.rebalancing = False
+        """True while shards are moved to spread them evenly over the servers."""
         self.fence_error = ""
         """Error of the last attempt to fence former trainers. Empty: it succeeded."""
 
@@ -122,6 +128,13 @@ class Run:
         self.last_epoch += 1
         self.touch()
         return self.last_epoch
+
+    def note_saved(self, made: int, placement: int) -> None:
+        """Records that the first ``made`` changes are durable, and with them a placement."""
+        self.unsaved.note_saved(made)
+        if placement > self.announced_placement:
+            self.announced_placement = placement
+            self.changed.notify()
 
     def replace_settings(self, settings: RunSettings) -> None:
         """Replaces the settings of a run that never started and has no live trainer."""
@@ -369,6 +382,32 @@ class Run:
             if other.trainer_lost:
                 step.reset(other, "", now)
                 step.revoke(other, self.next_epoch(), now)
+        self.touch()
+        self.changed.notify()
+
+    def restore_placement(self, placement: int, *, rebalancing: bool) -> None:
+        """Restores the placement after a coordinator restart."""
+        self.placement = self.announced_placement = placement
+        self.rebalancing = rebalancing
+
+    def raise_placement(self) -> None:
+        """Counts a relocation. Call it in the same turn of the event loop as the changes of the units."""
+        self.placement += 1
+        self.touch()
+        self.changed.notify()
+
+    def restart_step(self) -> None:
+        """Starts a new attempt of every item of the step in flight. See ``Step.restart``.
+
+        Items of trainers that are gone get new epochs, so that what these trainers may still push is rejected.
+        """
+        if self.step is None:
+            return
+        self.step.restart(self.clock())
+        present = {member.name for member in self.members if member.state is not MemberState.GONE}
+        for item in self.step.items.values():
+            if item.trainer not in present:
+                item.epoch = self.next_epoch()
         self.touch()
         self.changed.notify()
 

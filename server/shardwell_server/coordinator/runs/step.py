@@ -152,9 +152,10 @@ class Step:
     ) -> list[tuple[WorkItem, dict[int, int]]]:
         """Returns the newly finished items among the reported ones, with their parts. Changes nothing.
 
+        Reports of former epochs and attempts are skipped: the item was restarted, or leased to another trainer.
+
         Raises:
             InvalidRequestError: A report is malformed.
-            StaleEpochError: An item was leased to another trainer or reset.
             StepStateError: An item was never leased to the trainer, or was finished with other parts.
         """
         newly_finished = []
@@ -164,12 +165,7 @@ class Step:
             item, parts = self.item_of(report.global_rank), _parts(report, unit_count)
             where = f"rank {item.global_rank} of step {self.number}"
             if report.epoch < item.epoch or (report.epoch == item.epoch and report.attempt < item.attempt):
-                raise StaleEpochError(
-                    f"{where} was finished under epoch {report.epoch}, attempt {report.attempt}, but is now leased to "
-                    f"trainer {item.trainer!r} under epoch {item.epoch}, attempt {item.attempt}",
-                    global_rank=item.global_rank,
-                    epoch=item.epoch,
-                )
+                continue
             if (report.epoch, report.attempt, trainer) != (item.epoch, item.attempt, item.trainer):
                 raise StepStateError(
                     f"trainer {trainer!r} reports {where} as finished under epoch {report.epoch}, attempt "
@@ -250,6 +246,19 @@ class Step:
         self.proposals.clear()
         self._staged_partitions.clear()
         self._partition_substitutes.clear()
+
+    def restart(self, now: float) -> None:
+        """Starts a new attempt of every item, because a shard server was lost with contributions.
+
+        A trainer keeps its items and computes them again. Finished items of lost trainers become vacant. Every item
+        must be fenced: servers may still have contributions of the former attempts.
+        """
+        for item in self.items.values():
+            vacant = item.state is WorkState.VACANT or item.trainer_lost
+            self.reset(item, "", now)
+            item.fenced, item.trainer_lost = False, False
+            if vacant:
+                item.state = WorkState.VACANT
 
     def mark_fenced(self, fences: Iterable[tuple[WorkItem, int, int]]) -> None:
         """Records that every server has fenced these (item, epoch, attempt). Skips items that have changed since."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from shardwell_server.coordinator.storage.records import ShardRecord
+from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
 from shardwell_server.coordinator.waiting import SharedCall
 from shardwell_wire.errors import NotFoundError, UnitMismatchError
 from shardwell_wire.layout import UnitLayout
@@ -19,14 +19,28 @@ class Unit:
     index: int
     layout: UnitLayout
     shards: tuple[ShardRecord, ...]
+    """The primaries, in the order of their ranges."""
     published: bool = False
     """True once the initial values are version 0."""
+    backups: tuple[BackupRecord, ...] = ()
+    """Copies on other server processes, in any state."""
     publishing: SharedCall[None] = field(default_factory=SharedCall)
 
     @property
     def owners(self) -> set[str]:
         """Ids of the servers that own shards of the unit."""
         return {shard.server_id for shard in self.shards}
+
+    def backups_of(self, shard: ShardRecord) -> list[BackupRecord]:
+        """Returns the backups of a shard, in any state."""
+        return [backup for backup in self.backups if backup.start_bytes == shard.start_bytes]
+
+    def shard_at(self, start_bytes: int) -> ShardRecord:
+        """Returns the primary of the shard that starts at a byte. Raises KeyError if no shard starts there."""
+        for shard in self.shards:
+            if shard.start_bytes == start_bytes:
+                return shard
+        raise KeyError(start_bytes)
 
     def mark_published(self) -> None:
         """Records that version 0 exists on all servers of the unit."""
@@ -54,6 +68,9 @@ class DeclaredUnits:
         self._by_name: dict[str, Unit] = {}
         self._unit_of_parameter: dict[str, str] = {}
         self._processes: list[tuple[str, str]] | None = None
+        self._holders: list[tuple[str, str]] | None = None
+        self.unsaved: set[int] = set()
+        """Indices of the units whose shards or backups changed since they were stored."""
         self.initializer: Initializer | None = None
         """None until the first unit is declared."""
         self.placing: dict[str, SharedCall[Unit | None]] = {}
@@ -96,20 +113,84 @@ class DeclaredUnits:
 
     def owned_by(self, process: tuple[str, str]) -> list[Unit]:
         """Returns the units of which a server process, given as (server id, incarnation), owns shards."""
-        return [unit for unit in self if any((at.server_id, at.incarnation) == process for at in unit.shards)]
+        return [unit for unit in self if any(at.process == process for at in unit.shards)]
+
+    @property
+    def holders(self) -> list[tuple[str, str]]:
+        """Server processes with primaries or backups, as (server id, incarnation)."""
+        if self._holders is None:
+            backups = {backup.process for unit in self for backup in unit.backups}
+            self._holders = sorted({*self.processes, *backups})
+        return self._holders
+
+    def demoted_on(self, process: tuple[str, str]) -> list[tuple[int, BackupRecord]]:
+        """Returns (unit index, copy) for the copies that a server process must release."""
+        return [
+            (unit.index, backup)
+            for unit in self
+            for backup in unit.backups
+            if backup.process == process and backup.state is BackupState.RELEASING
+        ]
 
     def add(self, unit: Unit) -> None:
         """Adds the unit with the next index."""
         assert unit.index == len(self)
         self._units.append(unit)
-        self._processes = None
+        self._processes = self._holders = None
         self._by_name[unit.layout.unit] = unit
         self._unit_of_parameter.update(dict.fromkeys(unit.layout.index_by_name, unit.layout.unit))
 
     def move(self, unit: Unit, shards: tuple[ShardRecord, ...]) -> None:
         """Replaces the shards of a unit after it was placed on other server processes."""
         unit.shards = shards
-        self._processes = None
+        self._note_relocated(unit)
+
+    # Relocation. ``CoordinatorState.save`` stores these changes together with the run.
+
+    def promote(self, unit: Unit, backup: BackupRecord, *, keep_former: bool) -> None:
+        """Makes a backup the primary of its shard.
+
+        Args:
+            unit: The unit.
+            backup: A backup that is in sync.
+            keep_former: True if the former primary's process may be alive. Its copy is then to be released.
+        """
+        former = unit.shard_at(backup.start_bytes)
+        primary = ShardRecord(backup.start_bytes, backup.stop_bytes, backup.server_id, backup.incarnation)
+        unit.shards = tuple(primary if shard is former else shard for shard in unit.shards)
+        rest = [each for each in unit.backups if each is not backup]
+        if keep_former:
+            copy = BackupRecord(former.start_bytes, former.stop_bytes, former.server_id, former.incarnation)
+            rest.append(replace(copy, state=BackupState.RELEASING))
+        unit.backups = tuple(rest)
+        self._note_relocated(unit)
+
+    def adopt(self, unit: Unit, shard: ShardRecord, incarnation: str) -> None:
+        """Records that a restarted process of the same server has a shard's primary."""
+        adopted = replace(shard, incarnation=incarnation)
+        unit.shards = tuple(adopted if each is shard else each for each in unit.shards)
+        self._note_relocated(unit)
+
+    def add_backup(self, unit: Unit, backup: BackupRecord) -> None:
+        """Adds a backup that is to be built."""
+        unit.backups = (*unit.backups, backup)
+        self._note_relocated(unit)
+
+    def set_backup_state(self, unit: Unit, backup: BackupRecord, state: BackupState) -> BackupRecord:
+        """Changes the state of a backup. Returns the new record."""
+        changed = replace(backup, state=state)
+        unit.backups = tuple(changed if each is backup else each for each in unit.backups)
+        self._note_relocated(unit)
+        return changed
+
+    def remove_backup(self, unit: Unit, backup: BackupRecord) -> None:
+        """Removes a backup whose memory is released or gone."""
+        unit.backups = tuple(each for each in unit.backups if each is not backup)
+        self._note_relocated(unit)
+
+    def _note_relocated(self, unit: Unit) -> None:
+        self._processes = self._holders = None
+        self.unsaved.add(unit.index)
 
     def set_initializer(self, initializer: Initializer | None) -> None:
         """Sets the trainer that sends initial values."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from typing import Any, Self
 
 KEPT_COMMITS = 8
@@ -36,11 +37,13 @@ class ServerRecord(Row):
     process: str = ""
     has_left: bool = False
     """True if the server deregistered."""
+    draining: bool = False
+    """True if the server must hand all its shards to other servers."""
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> Self:
         record = cls(*row)
-        return replace(record, has_left=bool(record.has_left))
+        return replace(record, has_left=bool(record.has_left), draining=bool(record.draining))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,10 @@ class RunRecord:
     members: tuple[MemberRecord, ...]
     ranks: tuple[RankRecord, ...]
     addresses: tuple[tuple[str, str], ...]
+    placement: int = 0
+    """Number of relocations of the run's shards."""
+    rebalancing: bool = False
+    """True while shards are moved to spread them evenly over the servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,43 @@ class ShardRecord(Row):
     server_id: str
     incarnation: str
 
+    @property
+    def process(self) -> tuple[str, str]:
+        """The server process, as (server id, incarnation)."""
+        return (self.server_id, self.incarnation)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stop_bytes - self.start_bytes
+
+
+class BackupState(StrEnum):
+    """State of a backup."""
+
+    BUILDING = "building"
+    """The server does not have the committed version, or missed a step. The backup is built again."""
+    IN_SYNC = "in sync"
+    """The server has the committed version and receives every prepared step. It can replace the primary."""
+    RELEASING = "releasing"
+    """The server must release its copy. Also the former primary after a relocation."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackupRecord(ShardRecord):
+    """A stored copy of a shard on a server process other than its primary."""
+
+    state: BackupState = BackupState.BUILDING
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> Self:
+        record = cls(*row)
+        return replace(record, state=BackupState(record.state))
+
+    @property
+    def in_sync(self) -> bool:
+        """True if the backup can replace the primary without a loss."""
+        return self.state is BackupState.IN_SYNC
+
 
 @dataclass(frozen=True, slots=True)
 class UnitRecord:
@@ -112,6 +156,8 @@ class UnitRecord:
     spec: bytes
     published: bool
     shards: tuple[ShardRecord, ...]
+    """The primaries, in the order of their ranges."""
+    backups: tuple[BackupRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

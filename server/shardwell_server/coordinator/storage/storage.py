@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from shardwell_server.coordinator.storage.database import Database, Write
 from shardwell_server.coordinator.storage.records import (
     KEPT_COMMITS,
+    BackupRecord,
     CommitRecord,
     FinishedRecord,
     MemberRecord,
@@ -29,7 +30,7 @@ from shardwell_server.coordinator.storage.records import (
 )
 from shardwell_wire.errors import UnavailableError
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 FILE_NAME = "coordinator.sqlite"
 
@@ -37,11 +38,12 @@ _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE servers (
     server_id TEXT PRIMARY KEY, address TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
-    budget_bytes INTEGER NOT NULL, process TEXT NOT NULL, has_left INTEGER NOT NULL
+    budget_bytes INTEGER NOT NULL, process TEXT NOT NULL, has_left INTEGER NOT NULL, draining INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE runs (
     run TEXT PRIMARY KEY, run_id TEXT NOT NULL, config BLOB NOT NULL, created REAL NOT NULL, started INTEGER NOT NULL,
-    last_epoch INTEGER NOT NULL, initializer TEXT, initializer_epoch INTEGER NOT NULL
+    last_epoch INTEGER NOT NULL, initializer TEXT, initializer_epoch INTEGER NOT NULL, placement INTEGER NOT NULL,
+    rebalancing INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE members (
     run TEXT NOT NULL, trainer TEXT NOT NULL, host TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
@@ -61,7 +63,12 @@ CREATE TABLE units (
 ) WITHOUT ROWID;
 CREATE TABLE shards (
     run TEXT NOT NULL, unit_index INTEGER NOT NULL, start_bytes INTEGER NOT NULL, stop_bytes INTEGER NOT NULL,
-    server_id TEXT NOT NULL, incarnation TEXT NOT NULL, PRIMARY KEY (run, unit_index, server_id)
+    server_id TEXT NOT NULL, incarnation TEXT NOT NULL, PRIMARY KEY (run, unit_index, start_bytes)
+) WITHOUT ROWID;
+CREATE TABLE backups (
+    run TEXT NOT NULL, unit_index INTEGER NOT NULL, start_bytes INTEGER NOT NULL, stop_bytes INTEGER NOT NULL,
+    server_id TEXT NOT NULL, incarnation TEXT NOT NULL, state TEXT NOT NULL,
+    PRIMARY KEY (run, unit_index, start_bytes, server_id, incarnation)
 ) WITHOUT ROWID;
 CREATE TABLE finished (
     run TEXT NOT NULL, step INTEGER NOT NULL, global_rank INTEGER NOT NULL, attempt INTEGER NOT NULL,
@@ -78,7 +85,7 @@ CREATE TABLE states (run TEXT PRIMARY KEY, step INTEGER NOT NULL, state BLOB NOT
 
 _DIFFED_TABLES = {"members": "trainer", "ranks": "global_rank", "addresses": "name"}
 """Tables of which ``save_run`` writes only the changed rows, with the column that identifies a row within a run."""
-_RUN_TABLES = (*_DIFFED_TABLES, "runs", "units", "shards", "finished", "commits", "states")
+_RUN_TABLES = (*_DIFFED_TABLES, "runs", "units", "shards", "backups", "finished", "commits", "states")
 
 Result = TypeVar("Result")
 
@@ -124,18 +131,25 @@ class Storage:
 
     async def save_server(self, record: ServerRecord) -> None:
         """Stores a shard server."""
-        await self._call(self._database.write, [(_upsert("servers", 7), [record.to_row()])])
+        await self._call(self._database.write, [(_upsert("servers", 8), [record.to_row()])])
 
     async def delete_server(self, server_id: str, last_epoch: int) -> None:
         """Deletes a server and stores ``last_epoch``, the highest epoch of any server, so that no epoch is reused."""
         delete = ("DELETE FROM servers WHERE server_id = ?", [(server_id,)])
         await self._call(self._database.write, [delete, (_upsert("facts", 2), [("server_epoch", last_epoch)])])
 
-    async def save_run(self, record: RunRecord) -> None:
-        """Stores a run. Writes only rows that differ from the last saved record."""
-        await self._call(self._write_run, record)
+    async def save_run(self, record: RunRecord, units: Sequence[UnitRecord] = ()) -> None:
+        """Stores a run, and units that changed with it. Writes only rows of the run that differ from the last record.
 
-    def _write_run(self, record: RunRecord) -> None:
+        All changes become durable together.
+        """
+        await self._call(self._write_run, record, units)
+
+    def _write_run(self, record: RunRecord, units: Sequence[UnitRecord]) -> None:
+        self._database.write([*self._run_writes(record), *_unit_writes(record.run, units)])
+        self._stored[record.run] = record  # only now: after a failed write, the next call must write the difference
+
+    def _run_writes(self, record: RunRecord) -> list[Write]:
         run, before = record.run, self._stored.get(record.run)
         row = (
             run,
@@ -146,8 +160,10 @@ class Storage:
             record.last_epoch,
             record.initializer,
             record.initializer_epoch,
+            record.placement,
+            record.rebalancing,
         )
-        writes: list[Write] = [(_upsert("runs", 8), [row])]
+        writes: list[Write] = [(_upsert("runs", 10), [row])]
         for table, key in _DIFFED_TABLES.items():
             old_rows, new_rows = _rows_by_key(before, table), _rows_by_key(record, table)
             deleted = [(run, each) for each in old_rows.keys() - new_rows.keys()]
@@ -156,20 +172,11 @@ class Storage:
                 writes.append((f"DELETE FROM {table} WHERE run = ? AND {key} = ?", deleted))
             if changed:
                 writes.append((_upsert(table, len(changed[0])), changed))
-        self._database.write(writes)
-        self._stored[run] = record  # not earlier: after a failed write, the next call must write the difference again
+        return writes
 
     async def save_units(self, run: str, records: Sequence[UnitRecord]) -> None:
         """Stores units and their shards, replacing the units' previous shards."""
-        units = [(run, record.unit_index, record.spec, record.published) for record in records]
-        shards = [(run, record.unit_index, *at.to_row()) for record in records for at in record.shards]
-        replaced = [(run, record.unit_index) for record in records]
-        writes = [
-            (_upsert("units", 4), units),
-            ("DELETE FROM shards WHERE run = ? AND unit_index = ?", replaced),
-            (_upsert("shards", 6), shards),
-        ]
-        await self._call(self._database.write, writes)
+        await self._call(self._database.write, _unit_writes(run, records))
 
     async def save_finished(self, run: str, step: int, records: Sequence[FinishedRecord]) -> None:
         """Stores the finished items of a step.
@@ -180,8 +187,30 @@ class Storage:
         rows = [(run, step, *record.to_row()) for record in records]
         await self._call(self._database.write, [_clear("finished", run), (_upsert("finished", 5), rows)], full=False)
 
-    async def save_commit(self, run: str, record: CommitRecord, state: bytes | None) -> None:
-        """Stores a commit record and, if it changed, the run's state. When this returns, the step is committed."""
+    async def save_commit(
+        self,
+        run: str,
+        record: CommitRecord,
+        state: bytes | None,
+        moved: tuple[RunRecord, Sequence[UnitRecord]] | None = None,
+    ) -> None:
+        """Stores a commit record. When this returns, the step is committed.
+
+        Args:
+            run: Name of the run.
+            record: The commit record.
+            state: The run's state, if it changed.
+            moved: The run and its changed units, if shards change their servers with this commit.
+        """
+        await self._call(self._write_commit, run, record, state, moved)
+
+    def _write_commit(
+        self,
+        run: str,
+        record: CommitRecord,
+        state: bytes | None,
+        moved: tuple[RunRecord, Sequence[UnitRecord]] | None,
+    ) -> None:
         writes: list[Write] = [
             (_upsert("commits", 11), [(run, *record.to_row())]),
             ("DELETE FROM commits WHERE run = ? AND step <= ?", [(run, record.step - KEPT_COMMITS)]),
@@ -189,7 +218,12 @@ class Storage:
         ]
         if state is not None:
             writes.append((_upsert("states", 3), [(run, record.step, state)]))
-        await self._call(self._database.write, writes)
+        if moved is not None:
+            run_record, units = moved
+            writes += [*self._run_writes(run_record), *_unit_writes(run, units)]
+        self._database.write(writes)
+        if moved is not None:
+            self._stored[run] = moved[0]
 
     async def delete_run(self, run: str, last_epoch: int) -> None:
         """Deletes a run. Keeps its highest epoch: the epochs of later runs start above it."""
@@ -233,7 +267,8 @@ class Storage:
         )
 
     def _load_run(self, run: str) -> StoredRun:
-        (_, run_id, config, created, started, last_epoch, initializer, initializer_epoch), *_ = self._rows("runs", run)
+        (_, run_id, config, created, started, last_epoch, *rest), *_ = self._rows("runs", run)
+        initializer, initializer_epoch, placement, rebalancing = rest
         commits = [CommitRecord.from_row(row) for _, *row in self._rows("commits", run)]
         step = commits[-1].step + 1 if commits else 0
         states = self._rows("states", run)
@@ -250,6 +285,8 @@ class Storage:
                 members=tuple(MemberRecord.from_row(row) for _, *row in self._rows("members", run)),
                 ranks=tuple(RankRecord.from_row(row) for _, *row in self._rows("ranks", run)),
                 addresses=tuple((name, address) for _, name, address in self._rows("addresses", run)),
+                placement=placement,
+                rebalancing=bool(rebalancing),
             ),
             units=tuple(self._load_units(run)),
             commits=tuple(commits),
@@ -261,8 +298,17 @@ class Storage:
         shards: dict[int, list[ShardRecord]] = {}
         for _, unit_index, *shard in sorted(self._rows("shards", run)):
             shards.setdefault(unit_index, []).append(ShardRecord.from_row(shard))
+        backups: dict[int, list[BackupRecord]] = {}
+        for _, unit_index, *backup in sorted(self._rows("backups", run)):
+            backups.setdefault(unit_index, []).append(BackupRecord.from_row(backup))
         return [
-            UnitRecord(unit_index, spec, bool(published), tuple(shards.get(unit_index, ())))
+            UnitRecord(
+                unit_index,
+                spec,
+                bool(published),
+                tuple(shards.get(unit_index, ())),
+                tuple(backups.get(unit_index, ())),
+            )
             for _, unit_index, spec, published in self._rows("units", run)
         ]
 
@@ -277,6 +323,22 @@ def _upsert(table: str, column_count: int) -> str:
 
 def _clear(table: str, run: str) -> Write:
     return f"DELETE FROM {table} WHERE run = ?", [(run,)]
+
+
+def _unit_writes(run: str, records: Sequence[UnitRecord]) -> list[Write]:
+    """Returns the writes that store units and replace their previous shards and backups."""
+    if not records:
+        return []
+    replaced = [(run, record.unit_index) for record in records]
+    shards = [(run, record.unit_index, *at.to_row()) for record in records for at in record.shards]
+    backups = [(run, record.unit_index, *at.to_row()) for record in records for at in record.backups]
+    return [
+        (_upsert("units", 4), [(run, record.unit_index, record.spec, record.published) for record in records]),
+        ("DELETE FROM shards WHERE run = ? AND unit_index = ?", replaced),
+        (_upsert("shards", 6), shards),
+        ("DELETE FROM backups WHERE run = ? AND unit_index = ?", replaced),
+        (_upsert("backups", 7), backups),
+    ]
 
 
 def _rows_by_key(record: RunRecord | None, table: str) -> dict[object, tuple[object, ...]]:
