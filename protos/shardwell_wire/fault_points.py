@@ -38,7 +38,7 @@ POINTS: Mapping[str, str] = {
     "server.prepare.after": "the step is prepared, and the coordinator has no answer yet (step)",
     "server.update.before": "the update of a prepared step is about to begin (step)",
     "server.update.between_shards": "a shard is updated, and others of the run are not (step, unit)",
-    "server.update.middle": "parameters of a shard have changed in part, and its version is still the old one",
+    "server.update.middle": "parameters of a shard have changed in part, and its version is still the old one (piece)",
     "server.update.after": "all shards are updated, and the coordinator has no answer yet (step)",
     "coordinator.commit.before_record": "all servers can apply the step, and the record is not written (step)",
     "coordinator.commit.after_record": "the record is durable, and no server received the update (step)",

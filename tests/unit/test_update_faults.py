@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwell_server.optimizer_checks import allocation_key
-from shardwell_server.shard.arithmetic.algorithms import engines
+from shardwell_server.shard.arithmetic import update_pieces
 from shardwell_server.shard.arithmetic.shard_optimizer import ShardOptimizer
 from shardwell_wire.optimizers import OPTIMIZERS
 from shardwell_wire.v1 import common_pb2
@@ -97,7 +97,7 @@ def trained(algorithm: str, dtype: torch.dtype, do: Callable[[int, Callable[[], 
 
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "SLICE_BYTES", 4096)
+    monkeypatch.setattr(update_pieces, "SLICE_BYTES", 4096)
 
 
 @pytest.mark.usefixtures("small_slices")
@@ -148,7 +148,7 @@ def test_chunks_change_no_bit_and_bound_the_workspace(algorithm: str, monkeypatc
         measured(0, partial(optimizer.step, [gradient], step, [0], 0.5))
     assert max(largest) <= 2 * 4096, "adamax joins two tensors of a slice's size"
     sliced = trained(algorithm, torch.float32, lambda _, step: step())
-    monkeypatch.setattr(engines, "SLICE_BYTES", 1 << 30)
+    monkeypatch.setattr(update_pieces, "SLICE_BYTES", 1 << 30)
     assert trained(algorithm, torch.float32, lambda _, step: step()) == sliced
 
 

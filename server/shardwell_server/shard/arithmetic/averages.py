@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
+
+from shardwell_server.shard.arithmetic.update_pieces import Piece, slices
 
 
 class Averages:
@@ -55,44 +58,62 @@ class Averages:
             fresh: Memory for the averages that ``missing`` returned, by part.
             decay: Weight of the previous average. None: averages do not change.
         """
-        return AveragedUpdate(self, dict(fresh), decay)
+        existing = {part: average for part, average in enumerate(self._averages) if average is not None}
+        return AveragedUpdate(self._values, existing, dict(fresh), decay, has_started=self._has_started)
+
+    def settle(self, update: AveragedUpdate) -> None:
+        """Records the averages that an update has started."""
+        for part, average in update.fresh.items():
+            self._averages[part] = average
+        self._has_started |= update.decay is not None
+
+    def restore(self, averages: Mapping[int, torch.Tensor], *, has_started: bool) -> None:
+        """Sets the averages, by part."""
+        self._averages = [averages.get(part) for part in range(len(self._values))]
+        self._has_started = has_started
 
 
 class AveragedUpdate:
-    """One update of the averages. After an error, each method can be repeated.
+    """The pieces of one update of the averages; see ``update_pieces.py``.
 
     Args:
-        averages: The averages to update.
+        values: The parts of parameters.
+        existing: Averages that the update changes, by part.
         fresh: Memory for new averages, by part.
         decay: See ``Averages.start_update``.
+        has_started: True if a former update has started the averages.
     """
 
-    def __init__(self, averages: Averages, fresh: dict[int, torch.Tensor], decay: float | None) -> None:
-        self._target, self._fresh, self._decay = averages, fresh, decay
-        self._remaining = [part for part, average in enumerate(averages._averages) if average is not None]
+    def __init__(
+        self,
+        values: Sequence[torch.Tensor],
+        existing: Mapping[int, torch.Tensor],
+        fresh: Mapping[int, torch.Tensor],
+        decay: float | None,
+        *,
+        has_started: bool,
+    ) -> None:
+        self.fresh, self.decay = fresh, decay
+        self._values, self._existing, self._has_started = values, existing, has_started
 
-    def before(self) -> None:
+    def before(self) -> Iterator[Piece]:
         """Starts the averages of parts that are optimised for the first time, from their values before the update."""
-        if self._target._has_started:
-            self._start(self._remaining)
+        if self._has_started:
+            yield from self._start()
 
-    def after(self) -> None:
+    def after(self) -> Iterator[Piece]:
         """Adds the updated values: ``average += (1 - decay) * (value - average)``."""
-        if self._decay is None:
+        if self.decay is None:
             return
-        while self._remaining:
-            average = self._target._averages[self._remaining[-1]]
-            assert average is not None
-            average.lerp_(self._target._values[self._remaining[-1]], 1 - self._decay)
-            self._remaining.pop()
-        self._start([])
-        self._target._has_started = True
+        for part, average in {**self._existing, **(self.fresh if self._has_started else {})}.items():
+            flat, values = average.view(-1), self._values[part].view(-1)
+            for here in slices(flat):
+                run = partial(flat[here].lerp_, values[here], 1 - self.decay)
+                yield Piece(run, (flat[here],), atomic=True)
+        if not self._has_started:
+            yield from self._start()
 
-    def _start(self, started: list[int]) -> None:
-        """Copies values to new averages and appends their parts to ``started``."""
-        while self._fresh:
-            part, average = next(iter(self._fresh.items()))
-            average.copy_(self._target._values[part])
-            self._target._averages[part] = average
-            started.append(part)
-            del self._fresh[part]
+    def _start(self) -> Iterator[Piece]:
+        # The values do not change before all of these pieces are done, so the copies can be repeated.
+        for part, average in self.fresh.items():
+            yield Piece(partial(average.copy_, self._values[part]))

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import torch
 
 from shardwell_server.optimizer_checks import algorithm_of, allocation_key
 from shardwell_server.shard.arithmetic.algorithms.engines import ENGINES, Engine, Part, Settings, State, torch_settings
 from shardwell_server.shard.arithmetic.averages import AveragedUpdate, Averages
-from shardwell_wire import fault_points
+from shardwell_server.shard.arithmetic.update_pieces import Clipping, Piece, Progress, apply
 from shardwell_wire.v1 import common_pb2
+
+Key = TypeVar("Key")
 
 _AVERAGE = "ema"
 """Name of the moving average in the state."""
+
+Allocate = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+"""Returns memory for tensors that are given on the meta device, in their order. The content is undefined."""
+
+
+def allocate_ordinary(templates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Allocates tensors in the memory of this process."""
+    return [torch.empty_like(template, device="cpu") for template in templates]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,37 +65,44 @@ class _Allocated:
         return states + sum(average.nbytes for average in self.averages.values())
 
 
-@dataclass(slots=True)
+class _Missing:
+    """Tensors to allocate, together with their initial value and the mapping that receives them."""
+
+    def __init__(self) -> None:
+        self._templates: list[torch.Tensor] = []
+        self._targets: list[tuple[float, Callable[[torch.Tensor], None]]] = []
+
+    def add(self, template: torch.Tensor, initial: float, receiver: dict[Key, torch.Tensor], key: Key) -> None:
+        """Adds a tensor, given on the meta device."""
+        self._templates.append(template)
+        self._targets.append((initial, partial(receiver.__setitem__, key)))
+
+    def allocate(self, allocate: Allocate) -> None:
+        """Allocates all tensors at once. Writes to all of the memory, because the system provides pages only then."""
+        if self._templates:
+            for tensor, (initial, receive) in zip(allocate(self._templates), self._targets, strict=True):
+                receive(tensor.fill_(initial))
+
+
+@dataclass(frozen=True, slots=True)
 class _Update:
     """An update that has started. ``finish`` can be repeated until it succeeds; see Note: [Failed updates]."""
 
     groups: list[tuple[Engine, Settings, list[Part]]]
     averages: AveragedUpdate
-    clip_coefficient: float
-    clip_value: float | None
-    unscaled: list[Part]
-    """Parts whose gradient has not been multiplied by the clip coefficient yet."""
-    unclamped: list[Part]
-    """Parts whose gradient has not been clamped yet."""
+    clipping: Clipping
+    progress: Progress
 
     def finish(self) -> None:
-        """Completes the remaining work."""
-        self.averages.before()
-        while self.unscaled:
-            self.unscaled[-1].gradient.mul_(self.clip_coefficient)
-            self.unscaled.pop()
-        while self.unclamped:
-            assert self.clip_value is not None
-            gradient = self.unclamped[-1].gradient
-            # torch rejects bounds beyond the range of the dtype. Such bounds clip nothing.
-            bound = min(self.clip_value, torch.finfo(gradient.dtype).max)
-            gradient.clamp_(-bound, bound)
-            self.unclamped.pop()
+        """Applies the remaining pieces."""
+        apply(self._pieces(), self.progress)
+
+    def _pieces(self) -> Iterator[Piece]:
+        yield from self.averages.before()
         for engine, settings, parts in self.groups:
-            if remaining := [part for part in parts if not part.done]:
-                engine.update(remaining, settings)
-                fault_points.reach("server.update.middle")
-        self.averages.after()
+            for part in parts:
+                yield from engine.pieces(part, settings, self.clipping)
+        yield from self.averages.after()
 
 
 class ShardOptimizer:
@@ -93,10 +112,11 @@ class ShardOptimizer:
 
     Args:
         values: The parts of parameters in the shard. A whole parameter has its own shape, others have [numel].
+        allocate: Allocates state.
     """
 
-    def __init__(self, values: Sequence[torch.Tensor]) -> None:
-        self._values = list(values)
+    def __init__(self, values: Sequence[torch.Tensor], allocate: Allocate = allocate_ordinary) -> None:
+        self._values, self._allocate = list(values), allocate
         self._states: list[State] = [{} for _ in values]
         self._algorithms: list[str | None] = [None] * len(values)
         self._step_counts = [0] * len(values)
@@ -128,8 +148,7 @@ class ShardOptimizer:
         size_bytes, workspace_bytes = self._size_bytes, 0
         for member in self._members(present, optimizer, group_of):
             values, own = self._values[member.number], self._own_state(member)
-            # Tensors on the meta device have a size and no memory.
-            made = member.engine.missing(values.to("meta"), own, member.settings)
+            made = member.engine.missing(values, own, member.settings)
             size_bytes += sum(tensor.nbytes for tensor in made.values())
             workspace_bytes = max(workspace_bytes, member.engine.workspace_bytes(values, {**own, **made}))
         for number in self._missing_averages(optimizer, group_of):
@@ -156,24 +175,30 @@ class ShardOptimizer:
         key = allocation_key(optimizer) if key is None else key
         if self.is_prepared(present, group_of, key):
             return
-        former, allocated = self._allocated, _Allocated()
+        former, allocated, missing = self._allocated, _Allocated(), _Missing()
         for member in self._members(present, optimizer, group_of):
-            if (fresh := self._fresh(member, former.states.get(member.number))) is not None:
+            if (fresh := self._fresh(member, former.states.get(member.number), missing)) is not None:
                 allocated.states[member.number] = fresh
         for number in self._missing_averages(optimizer, group_of):
-            reused = former.averages.get(number)
-            allocated.averages[number] = torch.zeros_like(self._values[number]) if reused is None else reused
+            if (reused := former.averages.get(number)) is not None:
+                allocated.averages[number] = reused
+            else:
+                missing.add(torch.empty_like(self._values[number], device="meta"), 0.0, allocated.averages, number)
+        missing.allocate(self._allocate)
         self._allocated = allocated
         self._prepared_for = (tuple(present), tuple(group_of), key)
 
-    def _fresh(self, member: _Member, former: _Fresh | None) -> _Fresh | None:
-        initializers = member.engine.initializers(member.settings)
+    def _fresh(self, member: _Member, former: _Fresh | None, missing: _Missing) -> _Fresh | None:
+        """Returns the new state of a part, without the tensors that are added to ``missing``."""
+        engine, settings = member.engine, member.settings
+        initializers = engine.initializers(settings)
         if former is None or (former.algorithm, former.initializers) != (member.algorithm, initializers):
             former = _Fresh(member.algorithm, initializers, {})
-        existing = {**self._own_state(member), **former.state}
-        made = member.engine.missing(self._values[member.number], existing, member.settings)
-        state = {**former.state, **made}
-        return _Fresh(member.algorithm, initializers, state) if state else None
+        fresh = _Fresh(member.algorithm, initializers, dict(former.state))
+        needed = engine.missing(self._values[member.number], {**self._own_state(member), **former.state}, settings)
+        for name, template in needed.items():
+            missing.add(template, engine.initial(name, settings), fresh.state, name)
+        return fresh if fresh.state or needed else None
 
     def _members(
         self, present: Sequence[bool], optimizer: common_pb2.OptimizerStep, group_of: Sequence[int]
@@ -204,22 +229,25 @@ class ShardOptimizer:
         group_of: Sequence[int],
         clip_coefficient: float,
         key: bytes | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Updates the parameters in place.
 
         After an error, repeat the call: it completes the update and applies it to each part exactly once.
 
         Args:
-            gradients: One per part, or None if no rank has a gradient. Clipping changes them in place. [numel]
+            gradients: One per part, or None if no rank has a gradient. [numel]
             optimizer: The optimizer of the step.
             group_of: Group index of each part; negative for parts that are not optimised.
             clip_coefficient: Factor for every gradient, applied first.
             key: As in ``prepare``.
+            progress: What a former process has applied of this update. None: nothing.
         """
         if self._update is None:
             self.prepare([gradient is not None for gradient in gradients], optimizer, group_of, key)
-            self._update = self._begin(gradients, optimizer, group_of, clip_coefficient)
+            self._update = self._begin(gradients, optimizer, group_of, clip_coefficient, progress or Progress())
         self._update.finish()
+        self.averages.settle(self._update.averages)
         self._update = None
         self._update_statistics()
 
@@ -229,6 +257,7 @@ class ShardOptimizer:
         optimizer: common_pb2.OptimizerStep,
         group_of: Sequence[int],
         clip_coefficient: float,
+        progress: Progress,
     ) -> _Update:
         groups: dict[int, tuple[Engine, Settings, list[Part]]] = {}
         algorithms: list[tuple[Part, str]] = []
@@ -244,10 +273,8 @@ class ShardOptimizer:
         update = _Update(
             [groups[group] for group in sorted(groups)],
             self.averages.start_update(self._allocated.averages, _decay(optimizer)),
-            clip_coefficient,
-            optimizer.clip_value if optimizer.HasField("clip_value") else None,
-            [part for part, _ in algorithms] if clip_coefficient != 1.0 else [],
-            [part for part, _ in algorithms] if optimizer.HasField("clip_value") else [],
+            Clipping(clip_coefficient, optimizer.clip_value if optimizer.HasField("clip_value") else None),
+            progress,
         )
         # Nothing below can fail, so the states are replaced together.
         for part, algorithm in algorithms:

@@ -5,17 +5,18 @@ cut. torch's optimizer classes are not used: creating the first one imports torc
 seconds of CPU time.
 
 Note: [Failed updates]
-    A committed update is repeated until it succeeds, and must be applied exactly once. An engine therefore either
-    finishes a part and marks it as done, or leaves its values and state unchanged. Fused kernels allocate nothing and
-    run as one call, which fails before it changes anything. All other algorithms consist of many torch operations,
-    each of which may run out of memory. They work on slices, and restore a slice from a copy if they fail: the copies
-    are small and stay in the cache. ``Engine.missing`` allocates the state in advance.
+    A committed update is repeated until it succeeds, and must be applied exactly once. An engine therefore divides an
+    update into pieces, always the same ones in the same order. ``Progress`` counts the pieces that are done and
+    restores the piece that failed. A piece of an element-wise algorithm is a slice, so that its copies are small and
+    stay in the cache. Gradients are not changed: clipping writes to temporary slices. ``Engine.missing`` names the
+    state that must be allocated in advance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +32,7 @@ from torch.optim.sgd import sgd
 
 from shardwell_server.shard.arithmetic.algorithms.lamb import lamb
 from shardwell_server.shard.arithmetic.algorithms.lion import lion
-from shardwell_wire import fault_points
-from shardwell_wire.layout import BLOCK_BYTES
+from shardwell_server.shard.arithmetic.update_pieces import Clipping, Piece, slice_bytes, slices
 from shardwell_wire.optimizers import OPTIMIZERS, StateShape, StateTensor
 
 Settings = Mapping[str, Any]
@@ -40,11 +40,9 @@ Settings = Mapping[str, Any]
 State = dict[str, Tensor]
 """Optimizer state of one part, by torch's names."""
 
-SLICE_BYTES = 256 * BLOCK_BYTES
-"""Size of the slices in which element-wise algorithms update the values of a part."""
-
-_WORKSPACE_TENSORS = 4
-"""Temporary tensors of the size of the values that an algorithm on whole tensors may allocate at once."""
+_WORKSPACE_TENSORS = 5
+"""Temporary tensors of the size of the values that an algorithm on whole tensors may allocate at once, and the clipped
+gradient."""
 
 
 @dataclass(slots=True)
@@ -60,10 +58,12 @@ class Part:
     """Includes everything that ``Engine.missing`` allocated."""
     fresh: frozenset[str] = frozenset()
     """Names of the state tensors that this update creates."""
-    done_elements: int = 0
-    """Number of leading elements that are updated, for engines that work on slices."""
-    done: bool = False
-    """True if values and state belong to the next version."""
+
+    def slices(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yields the range, the values and the gradient of each slice. Each [numel]."""
+        values, gradient = self.values.view(-1), self.gradient.view(-1)
+        for here in slices(values):
+            yield here, values[here], gradient[here]
 
 
 class Engine:
@@ -84,13 +84,21 @@ class Engine:
         self._initializers, self._whole_tensors = spec.initializers, spec.needs_whole_tensors
 
     def missing(self, values: Tensor, state: Mapping[str, Tensor], settings: Settings) -> State:
-        """Allocates the state tensors that the next update of a part needs and ``state`` does not have."""
-        made = {
-            name: _allocate(tensor, values, settings)
+        """Returns the state tensors that the next update of a part needs and ``state`` does not have.
+
+        The tensors are on the meta device: they have a shape and no memory. ``initial`` returns their content.
+        """
+        shapes = {
+            name: _shape(tensor, values.to("meta"))
             for name, tensor in self._state.items()
             if name not in state and _is_enabled(tensor, settings)
         }
-        return {name: tensor for name, tensor in made.items() if tensor is not None}
+        return {name: tensor for name, tensor in shapes.items() if tensor is not None}
+
+    def initial(self, name: str, settings: Settings) -> float:
+        """Returns the value that every element of a new state tensor has."""
+        value = self._state[name].initial
+        return float(settings[value] if isinstance(value, str) else value)
 
     def initializers(self, settings: Settings) -> dict[str, Any]:
         """Returns the settings that determine the initial values of state."""
@@ -102,40 +110,37 @@ class Engine:
             return 0
         return _WORKSPACE_TENSORS * values.nbytes + sum(tensor.nbytes for tensor in (values, *state.values()))
 
-    def update(self, parts: Sequence[Part], settings: Settings) -> None:
-        """Updates values and state in place. After an error, call it again with the parts that are not done."""
-        for part in parts:
-            if self._whole_tensors:
-                self._update(part, part.values, part.gradient, part.state, settings)
-            else:
-                self._update_in_slices(part, settings)
-            part.done = True
+    def piece_bytes(self, values: Tensor, state: Mapping[str, Tensor]) -> int:
+        """Returns the size of the largest copy that undoing a piece of one part needs."""
+        if self._whole_tensors:
+            return sum(tensor.nbytes for tensor in (values, *state.values()))
+        return slice_bytes(values) * (1 + len(state)) + sum(
+            state[name].nbytes for name in self._scalars if name in state
+        )
 
-    def _update_in_slices(self, part: Part, settings: Settings) -> None:
-        values, gradient = part.values.view(-1), part.gradient.view(-1)
+    def pieces(self, part: Part, settings: Settings, clipping: Clipping) -> Iterator[Piece]:
+        """Yields the pieces of the update of one part, in place. Run each piece before the next one is requested."""
+        if self._whole_tensors:
+            changed = (part.values, *part.state.values())
+            gradient = part.gradient
+            yield Piece(lambda: self._call(part, part.values, clipping.apply(gradient), part.state, settings), changed)
+            return
         scalars = [name for name in self._scalars if name in part.state]
         tensors = {name: tensor.view(-1) for name, tensor in part.state.items() if name not in scalars}
-        step = max(1, SLICE_BYTES // values.element_size())
-        while part.done_elements < values.numel():
-            here = slice(part.done_elements, min(values.numel(), part.done_elements + step))
-            # Every slice starts from the same scalars. The scalars of the last slice are stored.
-            state = {name: part.state[name].clone() for name in scalars}
+        for here, values, gradient in part.slices():
+            # Every slice starts from the same scalars. The last slice changes them.
+            is_last = here.stop == part.values.numel()
+            state = {name: part.state[name] if is_last else part.state[name].clone() for name in scalars}
             state |= {name: tensor[here] for name, tensor in tensors.items()}
-            self._update(part, values[here], gradient[here], state, settings)
-            if here.stop == values.numel():
-                part.state |= {name: state[name] for name in scalars}
-            part.done_elements = here.stop
-            fault_points.reach("server.update.middle")
+            yield Piece(
+                partial(self._clip_and_call, part, values, gradient, state, settings, clipping),
+                (values, *state.values()),
+            )
 
-    def _update(self, part: Part, values: Tensor, gradient: Tensor, state: State, settings: Settings) -> None:
-        """Updates some values and their state. Restores both if it fails."""
-        before = [(tensor, tensor.clone()) for tensor in (values, *state.values())]
-        try:
-            self._call(part, values, gradient, state, settings)
-        except BaseException:
-            for tensor, copy in before:
-                tensor.copy_(copy)
-            raise
+    def _clip_and_call(
+        self, part: Part, values: Tensor, gradient: Tensor, state: State, settings: Settings, clipping: Clipping
+    ) -> None:
+        self._call(part, values, clipping.apply(gradient), state, settings)
 
     def _call(self, part: Part, values: Tensor, gradient: Tensor, state: State, settings: Settings) -> None:
         lists = [[state.get(name)] if _is_enabled(tensor, settings) else [] for name, tensor in self._state.items()]
@@ -144,36 +149,48 @@ class Engine:
 
 
 class _AdamKernel(Engine):
-    """torch's fused Adam or AdamW, for all parts at once. The kernel expects that steps are already counted."""
+    """torch's fused Adam or AdamW. The kernel expects that steps are already counted."""
 
-    def update(self, parts: Sequence[Part], settings: Settings) -> None:
-        # Not in place: if the kernel fails, the parts keep their old step counts.
-        steps = torch._foreach_add([part.state["step"] for part in parts], 1)
-        lists = [
-            [part.state[name] for part in parts] if _is_enabled(tensor, settings) else []
+    def pieces(self, part: Part, settings: Settings, clipping: Clipping) -> Iterator[Piece]:
+        count = part.state["step"]
+        moments = [
+            [part.state[name].view(-1)] if _is_enabled(tensor, settings) else []
             for name, tensor in self._state.items()
             if name != "step"
         ]
-        values, gradients = [part.values for part in parts], [part.gradient for part in parts]
-        self._function(values, gradients, *lists, list(steps), **settings)
-        for part, step in zip(parts, steps, strict=True):
-            part.state["step"], part.done = step, True
+        step = count + 1
+
+        def run(values: Tensor, gradient: Tensor, state: list[list[Tensor]]) -> None:
+            self._function([values], [clipping.apply(gradient)], *state, [step], **settings)
+
+        for here, values, gradient in part.slices():
+            state = [[tensor[here] for tensor in tensors] for tensors in moments]
+            changed = (values, *(tensor for tensors in state for tensor in tensors))
+            yield Piece(partial(run, values, gradient, state), changed, atomic=True)
+        yield Piece(lambda: count.add_(1), (count,), atomic=True)
 
 
 class _Sgd(Engine):
     """torch's fused SGD.
 
-    The kernel requires that all parts of a call have a momentum buffer already, or none has. It leaves all but the last
-    few elements of 16-bit parameters unchanged (torch 2.13, CPU), so these take the plain loop.
+    The kernel leaves all but the last few elements of 16-bit parameters unchanged (torch 2.13, CPU), so these take the
+    plain loop.
     """
 
-    def update(self, parts: Sequence[Part], settings: Settings) -> None:
-        wide = [part for part in parts if part.values.element_size() > 2]
-        for is_first_step in (False, True):
-            alike = [part for part in wide if ("momentum_buffer" in part.fresh) == is_first_step]
-            if alike:
-                _sgd_kernel(alike, settings, is_first_step=is_first_step)
-        super().update([part for part in parts if part.values.element_size() <= 2], settings)
+    def pieces(self, part: Part, settings: Settings, clipping: Clipping) -> Iterator[Piece]:
+        if part.values.element_size() <= 2:
+            yield from super().pieces(part, settings, clipping)
+            return
+        momentum = part.state["momentum_buffer"].view(-1) if settings["momentum"] else None
+        is_first_step = "momentum_buffer" in part.fresh
+
+        def run(values: Tensor, gradient: Tensor, buffers: list[Tensor]) -> None:
+            first = bool(buffers) and is_first_step
+            torch._fused_sgd_([values], [clipping.apply(gradient)], buffers, is_first_step=first, **settings)
+
+        for here, values, gradient in part.slices():
+            buffers = [] if momentum is None else [momentum[here]]
+            yield Piece(partial(run, values, gradient, buffers), (values, *buffers), atomic=True)
 
     def _call(self, part: Part, values: Tensor, gradient: Tensor, state: State, settings: Settings) -> None:
         momentum = state.get("momentum_buffer")
@@ -181,14 +198,6 @@ class _Sgd(Engine):
         sgd([values], [gradient], buffers, foreach=False, fused=False, **settings)
         if momentum is not None and buffers[0] is not None:
             momentum.copy_(buffers[0])
-
-
-def _sgd_kernel(parts: Sequence[Part], settings: Settings, *, is_first_step: bool) -> None:
-    buffers = [part.state["momentum_buffer"] for part in parts] if settings["momentum"] else []
-    values, gradients = [part.values for part in parts], [part.gradient for part in parts]
-    torch._fused_sgd_(values, gradients, buffers, is_first_step=bool(buffers) and is_first_step, **settings)
-    for part in parts:
-        part.done = True
 
 
 def _muon(*lists: list[Tensor], **settings: Any) -> None:
@@ -201,22 +210,18 @@ def _is_enabled(tensor: StateTensor, settings: Settings) -> bool:
     return not tensor.enabled_by or bool(settings[tensor.enabled_by])
 
 
-def _allocate(tensor: StateTensor, values: Tensor, settings: Settings) -> Tensor | None:
-    """Allocates a state tensor for a part; None if a parameter of this shape has no such tensor.
-
-    Writes to all of the memory, because the system provides pages only then.
-    """
-    initial = settings[tensor.initial] if isinstance(tensor.initial, str) else tensor.initial
+def _shape(tensor: StateTensor, values: Tensor) -> Tensor | None:
+    """Returns a state tensor of a part on the meta device; None if a parameter of this shape has no such tensor."""
     match tensor.shape:
         case StateShape.SCALAR:
-            return torch.tensor(initial)
+            return torch.empty((), device=values.device)
         case StateShape.ROWS:
-            return values.new_zeros(*values.shape[:-1], 1) if values.ndim > 1 else None
+            return values.new_empty(*values.shape[:-1], 1) if values.ndim > 1 else None
         case StateShape.COLUMNS:
-            return values.new_zeros(*values.shape[:-2], 1, values.shape[-1]) if values.ndim > 1 else None
+            return values.new_empty(*values.shape[:-2], 1, values.shape[-1]) if values.ndim > 1 else None
         case StateShape.VECTOR:
-            return torch.zeros_like(values) if values.ndim <= 1 else None
-    return torch.full_like(values, initial) if initial else torch.zeros_like(values)
+            return torch.empty_like(values) if values.ndim <= 1 else None
+    return torch.empty_like(values)
 
 
 # With `foreach=False` torch processes parameters one by one.
