@@ -21,6 +21,30 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _ShardRole:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ShardRoleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ShardRole.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SHARD_ROLE_UNSPECIFIED: _ShardRole.ValueType  # 0
+    """As PRIMARY."""
+    SHARD_ROLE_PRIMARY: _ShardRole.ValueType  # 1
+    """Serves the shard to trainers."""
+    SHARD_ROLE_BACKUP: _ShardRole.ValueType  # 2
+    """Keeps a copy, which the primary updates."""
+
+class ShardRole(_ShardRole, metaclass=_ShardRoleEnumTypeWrapper):
+    """What a server does with a shard."""
+
+SHARD_ROLE_UNSPECIFIED: ShardRole.ValueType  # 0
+"""As PRIMARY."""
+SHARD_ROLE_PRIMARY: ShardRole.ValueType  # 1
+"""Serves the shard to trainers."""
+SHARD_ROLE_BACKUP: ShardRole.ValueType  # 2
+"""Keeps a copy, which the primary updates."""
+global___ShardRole = ShardRole
+
 class _PeekSource:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -50,6 +74,70 @@ PEEK_SOURCE_OPTIMIZER_STATE: PeekSource.ValueType  # 3
 global___PeekSource = PeekSource
 
 @typing.final
+class ShardReference(google.protobuf.message.Message):
+    """A shard of a run."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UNIT_FIELD_NUMBER: builtins.int
+    START_BYTES_FIELD_NUMBER: builtins.int
+    STOP_BYTES_FIELD_NUMBER: builtins.int
+    unit: builtins.str
+    """Name of the unit."""
+    start_bytes: builtins.int
+    """First byte of the shard in the flat vector."""
+    stop_bytes: builtins.int
+    """End of the shard, exclusive."""
+    def __init__(
+        self,
+        *,
+        unit: builtins.str = ...,
+        start_bytes: builtins.int = ...,
+        stop_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
+
+global___ShardReference = ShardReference
+
+@typing.final
+class BackupStatus(google.protobuf.message.Message):
+    """What a primary reports about one of its backups."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UNIT_INDEX_FIELD_NUMBER: builtins.int
+    START_BYTES_FIELD_NUMBER: builtins.int
+    STOP_BYTES_FIELD_NUMBER: builtins.int
+    SERVER_ID_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    unit_index: builtins.int
+    """Index of the unit in the run."""
+    start_bytes: builtins.int
+    """First byte of the shard in the flat vector."""
+    stop_bytes: builtins.int
+    """End of the shard, exclusive."""
+    server_id: builtins.str
+    """Server of the backup."""
+    placement: builtins.int
+    """Number of the backup's reservation."""
+    error: builtins.str
+    """Why the backup is out of sync. Empty: it is not."""
+    def __init__(
+        self,
+        *,
+        unit_index: builtins.int = ...,
+        start_bytes: builtins.int = ...,
+        stop_bytes: builtins.int = ...,
+        server_id: builtins.str = ...,
+        placement: builtins.int = ...,
+        error: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "placement", b"placement", "server_id", b"server_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit_index", b"unit_index"]) -> None: ...
+
+global___BackupStatus = BackupStatus
+
+@typing.final
 class ReserveUnitRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -60,6 +148,7 @@ class ReserveUnitRequest(google.protobuf.message.Message):
     STOP_BYTES_FIELD_NUMBER: builtins.int
     DP_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
     """Index of the unit in the run. Later messages refer to the unit by it."""
     start_bytes: builtins.int
@@ -70,6 +159,8 @@ class ReserveUnitRequest(google.protobuf.message.Message):
     """Number of logical data ranks. Bounds the contributions that the server stores at once."""
     placement: builtins.int
     """Number of this placement of the unit. Every placement in a run has a higher number than all earlier ones."""
+    role: global___ShardRole.ValueType
+    """What the server will do with the shard."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, coordinator term and request id."""
@@ -88,9 +179,10 @@ class ReserveUnitRequest(google.protobuf.message.Message):
         stop_bytes: builtins.int = ...,
         dp: builtins.int = ...,
         placement: builtins.int = ...,
+        role: global___ShardRole.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context", "unit", b"unit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "placement", b"placement", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "dp", b"dp", "placement", b"placement", "role", b"role", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
 
 global___ReserveUnitRequest = ReserveUnitRequest
 
@@ -1070,6 +1162,8 @@ class PrepareStepResponse(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     UPDATE_READY_FIELD_NUMBER: builtins.int
     BUFFERS_FIELD_NUMBER: builtins.int
+    FAILED_BACKUPS_FIELD_NUMBER: builtins.int
+    CONFIRMED_BACKUPS_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version that the gradients were computed from."""
     update_ready: builtins.bool
@@ -1082,6 +1176,14 @@ class PrepareStepResponse(google.protobuf.message.Message):
     def buffers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChangedBuffers]:
         """Buffers that the update will change, by unit. Units without changes are not listed."""
 
+    @property
+    def failed_backups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BackupStatus]:
+        """Backups that this server could not bring to the step. They are out of sync, and this server sends them nothing more."""
+
+    @property
+    def confirmed_backups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BackupStatus]:
+        """Backups that have this step and can apply it."""
+
     def __init__(
         self,
         *,
@@ -1089,8 +1191,10 @@ class PrepareStepResponse(google.protobuf.message.Message):
         version: builtins.int = ...,
         update_ready: builtins.bool = ...,
         buffers: collections.abc.Iterable[global___ChangedBuffers] | None = ...,
+        failed_backups: collections.abc.Iterable[global___BackupStatus] | None = ...,
+        confirmed_backups: collections.abc.Iterable[global___BackupStatus] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "units", b"units", "update_ready", b"update_ready", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "confirmed_backups", b"confirmed_backups", "failed_backups", b"failed_backups", "units", b"units", "update_ready", b"update_ready", "version", b"version"]) -> None: ...
 
 global___PrepareStepResponse = PrepareStepResponse
 
@@ -1123,9 +1227,23 @@ global___PrepareUpdateRequest = PrepareUpdateRequest
 class PrepareUpdateResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    FAILED_BACKUPS_FIELD_NUMBER: builtins.int
+    CONFIRMED_BACKUPS_FIELD_NUMBER: builtins.int
+    @property
+    def failed_backups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BackupStatus]:
+        """Backups that this server could not bring to the step. They are out of sync, and this server sends them nothing more."""
+
+    @property
+    def confirmed_backups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BackupStatus]:
+        """Backups that have this step and can apply it."""
+
     def __init__(
         self,
+        *,
+        failed_backups: collections.abc.Iterable[global___BackupStatus] | None = ...,
+        confirmed_backups: collections.abc.Iterable[global___BackupStatus] | None = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["confirmed_backups", b"confirmed_backups", "failed_backups", b"failed_backups"]) -> None: ...
 
 global___PrepareUpdateResponse = PrepareUpdateResponse
 
@@ -1476,17 +1594,23 @@ class ConfirmPartitionsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CONTEXT_FIELD_NUMBER: builtins.int
+    OPTIMIZER_FIELD_NUMBER: builtins.int
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, coordinator term, step and request id."""
+
+    @property
+    def optimizer(self) -> shardwell_wire.v1.common_pb2.OptimizerStep:
+        """The optimizer, as in UpdateRequest."""
 
     def __init__(
         self,
         *,
         context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        optimizer: shardwell_wire.v1.common_pb2.OptimizerStep | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context", "optimizer", b"optimizer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "optimizer", b"optimizer"]) -> None: ...
 
 global___ConfirmPartitionsRequest = ConfirmPartitionsRequest
 
@@ -1494,9 +1618,23 @@ global___ConfirmPartitionsRequest = ConfirmPartitionsRequest
 class ConfirmPartitionsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    FAILED_BACKUPS_FIELD_NUMBER: builtins.int
+    CONFIRMED_BACKUPS_FIELD_NUMBER: builtins.int
+    @property
+    def failed_backups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BackupStatus]:
+        """Backups that this server could not bring to the step. They are out of sync, and this server sends them nothing more."""
+
+    @property
+    def confirmed_backups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BackupStatus]:
+        """Backups that have this step and can apply it."""
+
     def __init__(
         self,
+        *,
+        failed_backups: collections.abc.Iterable[global___BackupStatus] | None = ...,
+        confirmed_backups: collections.abc.Iterable[global___BackupStatus] | None = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["confirmed_backups", b"confirmed_backups", "failed_backups", b"failed_backups"]) -> None: ...
 
 global___ConfirmPartitionsResponse = ConfirmPartitionsResponse
 
@@ -1540,16 +1678,277 @@ class UpdateResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: builtins.int
+    STALE_BACKUPS_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version that the update created: step + 1."""
+    @property
+    def stale_backups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BackupStatus]:
+        """Backups on this server that lacked the step. They are out of sync."""
+
     def __init__(
         self,
         *,
         version: builtins.int = ...,
+        stale_backups: collections.abc.Iterable[global___BackupStatus] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["stale_backups", b"stale_backups", "version", b"version"]) -> None: ...
 
 global___UpdateResponse = UpdateResponse
+
+@typing.final
+class CopyShardRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
+    TARGET_SERVER_ID_FIELD_NUMBER: builtins.int
+    TARGET_ADDRESS_FIELD_NUMBER: builtins.int
+    placement: builtins.int
+    """Number of the backup's reservation on the target."""
+    target_server_id: builtins.str
+    """Server with the reserved backup."""
+    target_address: builtins.str
+    """host:port of that server."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, coordinator term and request id."""
+
+    @property
+    def shard(self) -> global___ShardReference:
+        """A primary on this server."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        shard: global___ShardReference | None = ...,
+        placement: builtins.int = ...,
+        target_server_id: builtins.str = ...,
+        target_address: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context", "shard", b"shard"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "placement", b"placement", "shard", b"shard", "target_address", b"target_address", "target_server_id", b"target_server_id"]) -> None: ...
+
+global___CopyShardRequest = CopyShardRequest
+
+@typing.final
+class CopyShardResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    COPIED_BYTES_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """Version that the backup has now."""
+    copied_bytes: builtins.int
+    """Bytes that were sent."""
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        copied_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["copied_bytes", b"copied_bytes", "version", b"version"]) -> None: ...
+
+global___CopyShardResponse = CopyShardResponse
+
+@typing.final
+class PromoteShardsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    FENCES_FIELD_NUMBER: builtins.int
+    placement: builtins.int
+    """Number of the relocation."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, coordinator term, request id, and the step in flight."""
+
+    @property
+    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardReference]:
+        """Shards of which this server is the primary now."""
+
+    @property
+    def fences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankFence]:
+        """Lower bounds of every logical rank, as in Fence."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        placement: builtins.int = ...,
+        shards: collections.abc.Iterable[global___ShardReference] | None = ...,
+        fences: collections.abc.Iterable[global___RankFence] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "fences", b"fences", "placement", b"placement", "shards", b"shards"]) -> None: ...
+
+global___PromoteShardsRequest = PromoteShardsRequest
+
+@typing.final
+class PromoteShardsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___PromoteShardsResponse = PromoteShardsResponse
+
+@typing.final
+class ReleaseShardsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    placement: builtins.int
+    """Reservations with a higher number stay."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, coordinator term and request id."""
+
+    @property
+    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardReference]:
+        """Shards to drop, in any role. Shards that the server does not have are ignored."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        placement: builtins.int = ...,
+        shards: collections.abc.Iterable[global___ShardReference] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "placement", b"placement", "shards", b"shards"]) -> None: ...
+
+global___ReleaseShardsRequest = ReleaseShardsRequest
+
+@typing.final
+class ReleaseShardsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FREE_BYTES_FIELD_NUMBER: builtins.int
+    free_bytes: builtins.int
+    """Bytes of the memory budget that are free after the release."""
+    def __init__(
+        self,
+        *,
+        free_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["free_bytes", b"free_bytes"]) -> None: ...
+
+global___ReleaseShardsResponse = ReleaseShardsResponse
+
+@typing.final
+class HashShardsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """Expected version. Unset: the newest of each shard."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, coordinator term and request id."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        version: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_version", b"_version", "context", b"context", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "context", b"context", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
+
+global___HashShardsRequest = HashShardsRequest
+
+@typing.final
+class TensorHash(google.protobuf.message.Message):
+    """Hash of one tensor of a shard."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARAMETER_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    XXH3_FIELD_NUMBER: builtins.int
+    parameter: builtins.str
+    """Name of the parameter."""
+    name: builtins.str
+    """"values", "ema", or the name of a tensor of the optimizer's state."""
+    xxh3: builtins.int
+    """XXH3-64 of the tensor's bytes."""
+    def __init__(
+        self,
+        *,
+        parameter: builtins.str = ...,
+        name: builtins.str = ...,
+        xxh3: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "parameter", b"parameter", "xxh3", b"xxh3"]) -> None: ...
+
+global___TensorHash = TensorHash
+
+@typing.final
+class ShardHash(google.protobuf.message.Message):
+    """Hashes of one shard."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UNIT_FIELD_NUMBER: builtins.int
+    START_BYTES_FIELD_NUMBER: builtins.int
+    STOP_BYTES_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    unit: builtins.str
+    """Name of the unit."""
+    start_bytes: builtins.int
+    """First byte of the shard in the flat vector."""
+    stop_bytes: builtins.int
+    """End of the shard, exclusive."""
+    role: global___ShardRole.ValueType
+    """Role of the server for this shard."""
+    version: builtins.int
+    """Version of the shard."""
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorHash]:
+        """One hash per tensor, in a fixed order."""
+
+    def __init__(
+        self,
+        *,
+        unit: builtins.str = ...,
+        start_bytes: builtins.int = ...,
+        stop_bytes: builtins.int = ...,
+        role: global___ShardRole.ValueType = ...,
+        version: builtins.int = ...,
+        tensors: collections.abc.Iterable[global___TensorHash] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["role", b"role", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "tensors", b"tensors", "unit", b"unit", "version", b"version"]) -> None: ...
+
+global___ShardHash = ShardHash
+
+@typing.final
+class HashShardsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARDS_FIELD_NUMBER: builtins.int
+    @property
+    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardHash]:
+        """The shards of the run on this server."""
+
+    def __init__(
+        self,
+        *,
+        shards: collections.abc.Iterable[global___ShardHash] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["shards", b"shards"]) -> None: ...
+
+global___HashShardsResponse = HashShardsResponse
 
 @typing.final
 class DropRunRequest(google.protobuf.message.Message):
