@@ -1,0 +1,199 @@
+"""The checkpoints of one run: ``DIR/RUN/step-000000042-ID/`` with one file per shard server and a manifest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+from urllib.parse import quote, unquote
+
+from shardwell_wire.checkpoints.format import checksum_of
+from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, Manifest
+from shardwell_wire.checkpoints.reading import check_size, read_manifest
+from shardwell_wire.checkpoints.storage import Storage, open_storage
+from shardwell_wire.errors import CorruptDataError, NotFoundError
+
+_FOLDER = re.compile(r"step-(\d{9,18})-([A-Za-z0-9]{1,64})")
+_MAX_NAME_BYTES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A checkpoint in a list, complete or not."""
+
+    run: str
+    """Name of the run."""
+    folder: str
+    """Name of the checkpoint's folder in the run's folder."""
+    url: str
+    """Path or URL of the checkpoint."""
+    step: int
+    checkpoint_id: str
+    manifest: Manifest | None
+    """None: the checkpoint is incomplete or its manifest is damaged."""
+    problem: str
+    """Why the checkpoint cannot be loaded. Empty: nothing is known to be wrong. Contents are not read."""
+    is_incomplete: bool
+    """True if there is no manifest: the checkpoint is being written, or its writing was cut off."""
+
+    @property
+    def is_valid(self) -> bool:
+        return not self.problem
+
+
+class RunFolder:
+    """The checkpoints of one run in a folder. All methods block and raise as ``Storage``.
+
+    Args:
+        storage: The folder of all runs.
+        run: Name of the run.
+    """
+
+    def __init__(self, storage: Storage, run: str) -> None:
+        self.run, self._storage, self._name = run, storage, folder_name(run)
+
+    @classmethod
+    def of(cls, url: str | Path, run: str) -> Self:
+        """Returns the folder of a run. Creates nothing.
+
+        Args:
+            url: Path or URL of the folder of all runs.
+            run: Name of the run.
+        """
+        return cls(open_storage(url), run)
+
+    def url_of(self, folder: str) -> str:
+        """Returns the path or URL of a checkpoint."""
+        return self._storage.where(f"{self._name}/{folder}")
+
+    # ---- writing ----
+
+    def begin(self, step: int, checkpoint_id: str) -> str:
+        """Makes the folder of a new checkpoint. Returns its name."""
+        folder = f"step-{step:09}-{checkpoint_id}"
+        assert _FOLDER.fullmatch(folder), folder
+        self._storage.make_folder(f"{self._name}/{folder}")
+        return folder
+
+    def publish(self, folder: str, manifest: Manifest) -> None:
+        """Writes the manifest, after which the checkpoint is offered. All its files must be complete.
+
+        Raises:
+            NotFoundError: A file is missing: a server writes to another place than the coordinator.
+            CorruptDataError: A file has another size than its server reported.
+        """
+        checkpoint = open_storage(self.url_of(folder))
+        for file in manifest.files:
+            try:
+                check_size(checkpoint, file)
+            except NotFoundError as error:
+                raise NotFoundError(
+                    f"{error}, although server {file.server_id!r} has written it: the coordinator and all shard "
+                    "servers must reach the same checkpoint folder",
+                    **error.data,
+                ) from error
+        checkpoint.write_whole(MANIFEST_NAME, manifest.to_bytes())
+
+    # ---- listing ----
+
+    def entries(self) -> list[Entry]:
+        """Returns all checkpoints, newest first: by the time of creation, then by step. Incomplete ones come last."""
+        found = [
+            self._entry(name, int(match[1]), match[2])
+            for name in self._storage.names(self._name)
+            if (match := _FOLDER.fullmatch(name)) is not None
+        ]
+        return sorted(found, key=_age)
+
+    def _entry(self, folder: str, step: int, checkpoint_id: str) -> Entry:
+        url = self.url_of(folder)
+        storage = open_storage(url)
+        manifest, problem, is_incomplete = None, "", False
+        try:
+            manifest = read_manifest(storage)
+            if (manifest.step, manifest.checkpoint_id) != (step, checkpoint_id):
+                raise CorruptDataError(
+                    f"the manifest belongs to checkpoint {manifest.checkpoint_id} of step {manifest.step}"
+                )
+            for file in manifest.files:
+                check_size(storage, file)
+        except NotFoundError as error:
+            is_incomplete = manifest is None
+            problem = "incomplete: it has no manifest" if is_incomplete else str(error)
+        except CorruptDataError as error:
+            problem = str(error)
+        return Entry(self.run, folder, url, step, checkpoint_id, manifest, problem, is_incomplete)
+
+    def newest(self, *, lineage: Collection[str] | None = None, but: Collection[str] = ()) -> Entry | None:
+        """Returns the newest checkpoint that can be loaded, as far as sizes tell.
+
+        Args:
+            lineage: Ids of runs. Checkpoints of other runs, which had the same name, are passed over. None: any.
+            but: Ids of checkpoints that are passed over, for example because they are damaged.
+        """
+        for entry in self.entries():
+            known = entry.manifest is not None and (lineage is None or entry.manifest.run_id in lineage)
+            if known and entry.is_valid and entry.checkpoint_id not in but:
+                return entry
+        return None
+
+    # ---- deleting ----
+
+    def delete(self, folder: str) -> None:
+        """Deletes a checkpoint: the manifest first, so that nobody finds half of it."""
+        assert _FOLDER.fullmatch(folder), folder
+        self._storage.delete(f"{self._name}/{folder}/{MANIFEST_NAME}")
+        self._storage.delete_folder(f"{self._name}/{folder}")
+
+    def keep_newest(self, count: int, *, lineage: Collection[str]) -> list[str]:
+        """Deletes all but the newest checkpoints that can be loaded. Returns the names of deleted folders.
+
+        Args:
+            count: How many to keep. At least 1.
+            lineage: Ids of the run and of those it was resumed from. Checkpoints of other runs stay.
+        """
+        assert count >= 1
+        mine = [at for at in self.entries() if at.manifest is not None and at.manifest.run_id in lineage]
+        kept = [at for at in mine if at.is_valid][:count]
+        # Damaged ones newer than the oldest kept one stay for inspection.
+        oldest = min((_age(at) for at in kept[-1:]), default=None)
+        surplus = [at for at in mine if oldest is not None and at not in kept and _age(at) > oldest]
+        for entry in surplus:
+            self.delete(entry.folder)
+        return [entry.folder for entry in surplus]
+
+    def remove_incomplete(self, *, but: Collection[str] = ()) -> list[str]:
+        """Deletes checkpoints without a manifest. Returns the names of deleted folders.
+
+        Args:
+            but: Ids of checkpoints that are being written.
+        """
+        found = [at.folder for at in self.entries() if at.is_incomplete and at.checkpoint_id not in but]
+        for folder in found:
+            self._storage.delete_folder(f"{self._name}/{folder}")
+        return found
+
+
+def _age(entry: Entry) -> tuple[bool, float, int]:
+    created = entry.manifest.created if entry.manifest is not None else 0.0
+    return entry.manifest is None, -created, -entry.step
+
+
+def run_names(url: str | Path) -> list[str]:
+    """Returns the runs that have a folder in a folder of checkpoints, sorted."""
+    return sorted(filter(None, map(run_of, open_storage(url).names())))
+
+
+def folder_name(run: str) -> str:
+    """Returns the name of a run's folder: the run's name, percent-encoded where file systems or URLs object."""
+    name = quote(run, safe=" +=@,")
+    name = f"%2E{name[1:]}" if name.startswith(".") else name
+    return name if len(name) <= _MAX_NAME_BYTES else f"{name[: _MAX_NAME_BYTES - 20]}~{checksum_of(run.encode())}"
+
+
+def run_of(folder: str) -> str | None:
+    """Returns the run of a folder; None if the name is no run's. A shortened name stays shortened."""
+    name = unquote(folder, errors="replace")
+    return name if folder_name(name) == folder or "~" in folder else None

@@ -1,0 +1,219 @@
+"""The manifest of a checkpoint, which the coordinator writes last.
+
+A folder without a valid manifest is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from google.protobuf import json_format
+
+from shardwell_wire.checkpoints.format import FORMAT_VERSION, require_count, require_readable
+from shardwell_wire.checkpoints.safetensors_header import parse_json
+from shardwell_wire.errors import CorruptDataError, ShardwellError
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.names import check_id, check_name
+from shardwell_wire.topology import World
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
+
+MANIFEST_NAME = "manifest.json"
+MAX_MANIFEST_BYTES = 256 << 20
+"""Readers refuse larger manifests."""
+
+_FORMAT = "shardwell-checkpoint"
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*\.safetensors")
+_CHECKPOINT_ID = re.compile(r"[A-Za-z0-9]{1,64}")
+_CHECKSUM = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """One file of a checkpoint. The checksum covers the header, which contains the checksums of all tensors."""
+
+    name: str
+    """File name in the checkpoint's folder."""
+    server_id: str
+    """Shard server that wrote the file."""
+    size_bytes: int
+    header_bytes: int
+    """Size of the header with its length, at the start of the file."""
+    header_xxh3_64: str
+    """XXH3-64 of these bytes as 16 hexadecimal digits."""
+
+    def __post_init__(self) -> None:
+        if not _FILE_NAME.fullmatch(self.name) or len(self.name) > 255:
+            raise ValueError(f"file name {self.name[:100]!r}: expected letters, digits, '.', '_', ':', '-'")
+        check_id("server_id", self.server_id)
+        if not 8 < require_count(self.header_bytes, "header_bytes") <= require_count(self.size_bytes, "size_bytes"):
+            raise ValueError(f"file {self.name!r} has {self.size_bytes} bytes, its header {self.header_bytes}")
+        if not isinstance(self.header_xxh3_64, str) or not _CHECKSUM.fullmatch(self.header_xxh3_64):
+            raise ValueError(f"file {self.name!r} has checksum {str(self.header_xxh3_64)[:50]!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> FileRecord:
+        """Returns the record of a JSON object. Raises ValueError, TypeError or InvalidRequestError."""
+        return cls(**content)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything about a checkpoint that is not in the files of the shard servers."""
+
+    run: str
+    """Name of the run."""
+    run_id: str
+    checkpoint_id: str
+    """Random id of the checkpoint."""
+    step: int
+    """Number of committed steps."""
+    created: float
+    """Seconds since 1970."""
+    world: World
+    seed: int
+    units: tuple[UnitLayout, ...]
+    """In the order of their indices."""
+    files: tuple[FileRecord, ...]
+    commits: tuple[Mapping[str, Any], ...] = ()
+    """The most recent commit records as JSON objects, oldest first. Numbers that are not finite are written as text
+    (``Infinity``, ``-Infinity``, ``NaN``), which ``float`` parses."""
+    run_state: coordinator_pb2.RunState | None = None
+    """Tracked objects and versions of buffers. None: the run has neither."""
+    lineage: tuple[str, ...] = ()
+    """Ids of the runs that this run was resumed from, oldest first."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """More facts, as JSON values."""
+
+    def __post_init__(self) -> None:
+        check_name("run", self.run)
+        check_id("run_id", self.run_id)
+        if not _CHECKPOINT_ID.fullmatch(self.checkpoint_id):
+            raise ValueError(f"checkpoint_id {self.checkpoint_id[:100]!r}: expected 1 to 64 letters and digits")
+        require_count(self.step, "step")
+        require_count(self.seed, "seed")
+        if len({file.name for file in self.files}) != len(self.files):
+            raise ValueError("two files have the same name")
+        names = [unit.unit for unit in self.units]
+        parameters = [parameter.name for unit in self.units for parameter in unit.parameters]
+        if len(set(names)) != len(names) or len(set(parameters)) != len(parameters):
+            raise ValueError("two units or two parameters have the same name")
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+    def to_bytes(self) -> bytes:
+        """Returns the content of the manifest's file."""
+        content = {
+            "format": _FORMAT,
+            "format_version": FORMAT_VERSION,
+            "run": self.run,
+            "run_id": self.run_id,
+            "checkpoint_id": self.checkpoint_id,
+            "step": self.step,
+            "created": self.created,
+            "world": {"dp": self.world.dp, "tp": self.world.tp, "pp": self.world.pp, "order": list(self.world.order)},
+            "seed": self.seed,
+            "lineage": list(self.lineage),
+            "commits": _with_finite_numbers(self.commits),
+            "run_state": None if self.run_state is None else message_to_dict(self.run_state),
+            "units": [message_to_dict(unit.to_proto()) for unit in self.units],
+            "files": [file.to_dict() for file in self.files],
+            "extra": dict(self.extra),
+        }
+        return (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Manifest:
+        """Returns the manifest in a file.
+
+        Args:
+            data: Content of the file.
+            where: Path of the file, for errors.
+
+        Raises:
+            CorruptDataError: It is not a manifest, is torn, is of a newer version, or contradicts itself.
+        """
+        try:
+            content = parse_json(data)
+            if content.get("format") != _FORMAT:
+                raise ValueError(f"its format is {str(content.get('format'))[:50]!r}, expected {_FORMAT!r}")
+            require_readable(content["format_version"])
+            return cls(
+                run=content["run"],
+                run_id=content["run_id"],
+                checkpoint_id=content["checkpoint_id"],
+                step=content["step"],
+                created=_finite(content["created"]),
+                world=World(**content["world"]),
+                seed=content["seed"],
+                units=tuple(_unit(spec) for spec in content["units"]),
+                files=tuple(FileRecord.from_dict(file) for file in content["files"]),
+                commits=tuple(_object(commit, "commit") for commit in content["commits"]),
+                run_state=_run_state(content["run_state"]),
+                lineage=tuple(str(run_id) for run_id in content["lineage"]),
+                extra=dict(content["extra"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, ShardwellError, json_format.ParseError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise CorruptDataError(f"{where} is not the manifest of a checkpoint, or is damaged: {reason}") from error
+
+
+def message_to_dict(message: Any) -> dict[str, Any]:
+    """Returns a protobuf message as a JSON object with the field names of the ``.proto`` file."""
+    content: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    return content
+
+
+def message_from_dict(content: Mapping[str, Any], message: Any) -> Any:
+    """Fills ``message`` from a JSON object and returns it. Unknown fields are ignored.
+
+    Raises:
+        google.protobuf.json_format.ParseError: The object does not fit.
+    """
+    return json_format.ParseDict(dict(content), message, ignore_unknown_fields=True, max_recursion_depth=32)
+
+
+def _unit(spec: Any) -> UnitLayout:
+    return UnitLayout.from_proto(message_from_dict(_object(spec, "unit"), common_pb2.UnitSpec()))
+
+
+def _run_state(content: Any) -> coordinator_pb2.RunState | None:
+    if content is None:
+        return None
+    state: coordinator_pb2.RunState = message_from_dict(_object(content, "run_state"), coordinator_pb2.RunState())
+    return state
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"created is {str(value)[:50]!r}, expected seconds since 1970")
+    return float(value)
+
+
+def _with_finite_numbers(value: Any) -> Any:
+    """Returns a JSON value in which other numbers than finite ones, which JSON lacks, are text."""
+    match value:
+        case float() if not math.isfinite(value):
+            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        case list() | tuple():
+            return [_with_finite_numbers(item) for item in value]
+        case dict():
+            return {key: _with_finite_numbers(item) for key, item in value.items()}
+    return value
+
+
+def _object(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is {type(value).__name__}, expected an object")
+    return value

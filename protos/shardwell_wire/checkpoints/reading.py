@@ -1,0 +1,268 @@
+"""Reads checkpoints by name and element range, over all files, and checks what it reads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from shardwell_wire.checkpoints.format import VALUES, FileIndex, Part, Piece, PlacedPiece, checksum_of
+from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest
+from shardwell_wire.checkpoints.safetensors_header import LENGTH_BYTES, header_size
+from shardwell_wire.checkpoints.storage import Storage, open_storage
+from shardwell_wire.errors import CorruptDataError, NotFoundError
+from shardwell_wire.layout import Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """A tensor of a checkpoint and its place."""
+
+    file: FileRecord
+    placed: PlacedPiece
+
+    @property
+    def piece(self) -> Piece:
+        return self.placed.piece
+
+
+class Checkpoint:
+    """A complete checkpoint. Methods may be called from any thread.
+
+    Opening it reads the manifest and the headers of all files, and checks that they agree and that all values are
+    there. Tensors are checked when they are read.
+
+    Args:
+        storage: Storage of the checkpoint's folder.
+
+    Attributes:
+        manifest: Run, step, units and files.
+        files: The tensors of each file.
+
+    Raises:
+        NotFoundError: There is no checkpoint, or a file is missing.
+        CorruptDataError: The manifest or a header is damaged; the message names the file.
+        ShardwellError: See ``Storage``.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.manifest = read_manifest(storage)
+        self.files: Mapping[str, FileIndex] = {file.name: self._read_index(file) for file in self.manifest.files}
+        self._pieces: dict[str, dict[str, list[StoredPiece]]] = defaultdict(lambda: defaultdict(list))
+        self._parts: dict[str, list[Part]] = defaultdict(list)
+        for file in self.manifest.files:
+            for placed in self.files[file.name].pieces:
+                self._pieces[placed.piece.parameter][placed.piece.state].append(StoredPiece(file, placed))
+            for part in self.files[file.name].parts:
+                self._parts[part.parameter].append(part)
+        self._by_name = {each.name: each for unit in self.manifest.units for each in unit.parameters}
+        self._check_agreement()
+
+    @classmethod
+    def open(cls, url: str | Path) -> Checkpoint:
+        """Opens the checkpoint in a folder, a path or URL."""
+        return cls(open_storage(url))
+
+    @property
+    def url(self) -> str:
+        """The checkpoint's folder."""
+        return self._storage.url
+
+    @property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """Parameters and buffers by name, in the order of the units."""
+        return self._by_name
+
+    @property
+    def averages_begun(self) -> bool:
+        """True if a step has updated moving averages."""
+        return any(file.averages_begun for file in self.files.values())
+
+    def states(self, parameter: str) -> Sequence[str]:
+        """Returns what is stored of a parameter, such as ``values`` and ``exp_avg``, sorted."""
+        self._require(parameter)
+        return sorted(self._pieces[parameter]) if parameter in self._pieces else []
+
+    def parts(self, parameter: str) -> Sequence[Part]:
+        """Returns how the optimizer has updated a parameter, by element range in order."""
+        self._require(parameter)
+        return sorted(self._parts.get(parameter, ()), key=lambda part: part.start)
+
+    def pieces(self, parameter: str, state: str, start: int = 0, stop: int | None = None) -> Sequence[StoredPiece]:
+        """Returns the tensors that belong to some elements of a parameter, in order. Empty if there are none.
+
+        Args:
+            parameter: Name of the parameter or buffer.
+            state: As in ``Piece.state``.
+            start: First element of the flattened parameter.
+            stop: End of the elements, exclusive. None: the parameter's end.
+        """
+        stop = self._require(parameter).numel if stop is None else stop
+        found = self._pieces.get(parameter, {}).get(state, ())
+        return [each for each in found if each.piece.start < stop and start < each.piece.stop]
+
+    def _require(self, parameter: str) -> Parameter:
+        if parameter not in self._by_name:
+            raise NotFoundError(f"{self.url} has no parameter or buffer {parameter!r}", parameter=parameter)
+        return self._by_name[parameter]
+
+    # ---- reading ----
+
+    def read(self, stored: StoredPiece, start: int | None = None, stop: int | None = None) -> bytearray:
+        """Reads a tensor, or some elements of it. Reads all its bytes to compare the checksum.
+
+        Args:
+            stored: The tensor.
+            start: First element of the flattened parameter. None: the tensor's first.
+            stop: End of the elements, exclusive. None: the tensor's end.
+
+        Raises:
+            CorruptDataError: The checksum differs; the message names the file and the tensor.
+        """
+        piece = stored.piece
+        first, last = 0, piece.size_bytes
+        if start is not None or stop is not None:
+            assert piece.kind == "elements", f"{piece.name!r} cannot be cut"
+            first = ((piece.start if start is None else start) - piece.start) * piece.item_size
+            last = ((piece.stop if stop is None else stop) - piece.start) * piece.item_size
+        target = bytearray(last - first)
+        self.read_into(stored, memoryview(target), first)
+        return target
+
+    def read_into(self, stored: StoredPiece, target: Any, offset_bytes: int = 0) -> None:
+        """Reads bytes of a tensor into writable memory, and compares the checksum of the whole tensor.
+
+        Args:
+            stored: The tensor.
+            target: Writable contiguous buffer.
+            offset_bytes: Position in the tensor of the first byte of ``target``.
+
+        Raises:
+            CorruptDataError: The checksum differs, or the file ends early. ``target`` then has undefined bytes.
+        """
+        view = memoryview(target).cast("B") if memoryview(target).nbytes else memoryview(b"")
+        size, hasher = stored.piece.size_bytes, xxhash.xxh3_64()
+        assert 0 <= offset_bytes <= offset_bytes + view.nbytes <= size
+        window_bytes = self._storage.window_bytes
+        for start in range(0, size, window_bytes):
+            window = self._read(stored, start, min(start + window_bytes, size))
+            hasher.update(window)
+            low, high = max(start, offset_bytes), min(start + len(window), offset_bytes + view.nbytes)
+            if low < high:
+                view[low - offset_bytes : high - offset_bytes] = memoryview(window)[low - start : high - start]
+        if hasher.hexdigest() != stored.placed.checksum:
+            raise self._damaged(stored, f"its checksum is {hasher.hexdigest()}, expected {stored.placed.checksum}")
+
+    def verify(self, stored: StoredPiece) -> None:
+        """Compares the checksum of a tensor. Raises as ``read``."""
+        self.read_into(stored, b"")
+
+    def _read(self, stored: StoredPiece, start: int, stop: int) -> bytes:
+        place = stored.placed.start_bytes
+        window = self._storage.read(stored.file.name, place + start, place + stop)
+        if len(window) != stop - start:
+            raise self._damaged(stored, "the file ends early")
+        return window
+
+    def _damaged(self, stored: StoredPiece, reason: str) -> CorruptDataError:
+        return CorruptDataError(
+            f"tensor {stored.piece.name!r} in {self._storage.where(stored.file.name)} is damaged: {reason}",
+            file=stored.file.name,
+            tensor=stored.piece.name,
+        )
+
+    # ---- checks ----
+
+    def _read_index(self, file: FileRecord) -> FileIndex:
+        where = self._storage.where(file.name)
+        check_size(self._storage, file)
+        header = self._storage.read(file.name, 0, file.header_bytes)
+        if header_size(header[:LENGTH_BYTES], file.size_bytes, where) != file.header_bytes:
+            raise CorruptDataError(f"the header of {where} is damaged: its length differs from the manifest's")
+        if checksum_of(header) != file.header_xxh3_64:
+            raise CorruptDataError(
+                f"the header of {where} is damaged: its checksum is {checksum_of(header)}, expected "
+                f"{file.header_xxh3_64}",
+                file=file.name,
+            )
+        index = FileIndex.parse(header, file.size_bytes, where)
+        if (index.run_id, index.step) != (self.manifest.run_id, self.manifest.step):
+            raise CorruptDataError(
+                f"{where} belongs to step {index.step} of run {index.run_id}, the manifest to step "
+                f"{self.manifest.step} of run {self.manifest.run_id}",
+                file=file.name,
+            )
+        return index
+
+    def _check_agreement(self) -> None:
+        """Raises CorruptDataError unless the tensors fit the units of the manifest, and all values are there."""
+        if unknown := sorted((self._pieces.keys() | self._parts.keys()) - self._by_name.keys()):
+            raise CorruptDataError(f"{self.url}: a file has a tensor of {unknown[0][:200]!r}, which no unit contains")
+        for name, parameter in self._by_name.items():
+            by_state = self._pieces.get(name, {})
+            for state, stored in by_state.items():
+                stored.sort(key=lambda each: (each.piece.start, each.piece.stop))
+                self._check_pieces(parameter, state, [each.piece for each in stored])
+            covered = sum(each.piece.stop - each.piece.start for each in by_state.get(VALUES, ()))
+            if covered != parameter.numel:
+                raise CorruptDataError(
+                    f"{self.url} has {covered} of the {parameter.numel} values of {name!r}: a file is missing from the "
+                    "manifest",
+                    parameter=name,
+                )
+
+    def _check_pieces(self, parameter: Parameter, state: str, pieces: Sequence[Piece]) -> None:
+        position = 0
+        for piece in pieces:
+            if piece.start < position or piece.stop > parameter.numel:
+                raise CorruptDataError(
+                    f"{self.url}: {piece.name!r} overlaps another tensor, or is longer than the {parameter.numel} "
+                    "elements of the parameter",
+                    tensor=piece.name,
+                )
+            if state == VALUES and (piece.dtype != parameter.dtype or piece.kind != "elements"):
+                raise CorruptDataError(
+                    f"{self.url}: {piece.name!r} has dtype {piece.dtype}, expected {parameter.dtype}", tensor=piece.name
+                )
+            position = piece.stop
+
+
+def read_manifest(storage: Storage) -> Manifest:
+    """Returns the manifest of the checkpoint in a folder.
+
+    Raises:
+        NotFoundError: The folder has no manifest, so it contains no complete checkpoint.
+        CorruptDataError: The manifest is damaged, too large, or of a newer version.
+    """
+    where = storage.where(MANIFEST_NAME)
+    try:
+        size = storage.size(MANIFEST_NAME)
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"{storage.url} contains no complete checkpoint: {MANIFEST_NAME} is missing", path=storage.url
+        ) from error
+    if size > MAX_MANIFEST_BYTES:
+        raise CorruptDataError(f"{where} has {size} bytes, more than the limit of {MAX_MANIFEST_BYTES}")
+    return Manifest.from_bytes(storage.read(MANIFEST_NAME, 0, size), where)
+
+
+def check_size(storage: Storage, file: FileRecord) -> None:
+    """Raises unless a file of a checkpoint exists with its size.
+
+    Raises:
+        NotFoundError: The file is missing.
+        CorruptDataError: The file was truncated or extended.
+    """
+    where = storage.where(file.name)
+    try:
+        size = storage.size(file.name)
+    except NotFoundError as error:
+        raise NotFoundError(f"{where} is missing from the checkpoint", path=where, file=file.name) from error
+    if size != file.size_bytes:
+        kind = "truncated" if size < file.size_bytes else "too long"
+        raise CorruptDataError(f"{where} is {kind}: {size} bytes, expected {file.size_bytes}", file=file.name)
