@@ -12,7 +12,7 @@ import torch
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.format import FilePlan, Part, Piece
 from shardwell_wire.checkpoints.manifest import Manifest
-from shardwell_wire.checkpoints.storage import open_storage
+from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.writing import CheckpointFileWriter
 from shardwell_wire.layout import Parameter, UnitLayout
 from shardwell_wire.topology import World

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from shardwell_wire.checkpoints.folder import RunFolder, folder_name, run_names, run_of
 from shardwell_wire.checkpoints.format import FilePlan, Piece
 from shardwell_wire.checkpoints.manifest import Manifest
+from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import Checkpoint
-from shardwell_wire.checkpoints.storage import open_storage
 from shardwell_wire.checkpoints.writing import CheckpointFileWriter
 from shardwell_wire.errors import CapacityError, CorruptDataError, InvalidRequestError, NotFoundError
 from tests.support.checkpoints import RUN, as_bytes, state_tensors, write_checkpoint

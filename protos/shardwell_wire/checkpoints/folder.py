@@ -11,8 +11,9 @@ from urllib.parse import quote, unquote
 
 from shardwell_wire.checkpoints.format import checksum_of
 from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, Manifest
+from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import check_size, read_manifest
-from shardwell_wire.checkpoints.storage import Storage, open_storage
+from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.errors import CorruptDataError, NotFoundError
 
 _FOLDER = re.compile(r"step-(\d{9,18})-([A-Za-z0-9]{1,64})")

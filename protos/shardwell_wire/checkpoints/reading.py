@@ -12,8 +12,9 @@ import xxhash
 
 from shardwell_wire.checkpoints.format import VALUES, FileIndex, Part, Piece, PlacedPiece, checksum_of
 from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest
+from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.safetensors_header import LENGTH_BYTES, header_size
-from shardwell_wire.checkpoints.storage import Storage, open_storage
+from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.errors import CorruptDataError, NotFoundError
 from shardwell_wire.layout import Parameter
 

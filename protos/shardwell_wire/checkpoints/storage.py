@@ -9,13 +9,11 @@ import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from shardwell_wire.errors import (
     AccessError,
     CapacityError,
-    InvalidRequestError,
     NotFoundError,
     ShardwellError,
     UnavailableError,
@@ -98,32 +96,6 @@ class Storage(ABC):
         return None
 
 
-def open_storage(url: str | Path) -> Storage:
-    """Returns the storage at a path or URL. Creates nothing.
-
-    Raises:
-        InvalidRequestError: The URL is not supported on this host: a package is missing, or the protocol is unknown.
-    """
-    text = str(url)
-    if not text or "\0" in text:
-        raise InvalidRequestError(f"checkpoint folder {text!r}: expected a path or a URL such as s3://bucket/folder")
-    if (path := local_path(text)) is not None:
-        from shardwell_wire.checkpoints.local_storage import LocalStorage
-
-        return LocalStorage(path)
-    from shardwell_wire.checkpoints.object_storage import ObjectStorage
-
-    return ObjectStorage(text)
-
-
-def local_path(url: str) -> Path | None:
-    """Returns the local path that a path or ``file:`` URL means; None for other URLs."""
-    for prefix in ("file://", "local://"):
-        if url.startswith(prefix):
-            return Path(url.removeprefix(prefix)).absolute()
-    return None if "://" in url or "::" in url else Path(url).expanduser().absolute()
-
-
 @contextmanager
 def explained(action: str, where: str, translate: Callable[[Exception], Exception] | None = None) -> Iterator[None]:
     """Turns errors of a storage into Shardwell's.
@@ -155,17 +127,3 @@ def _explain(action: str, where: str, error: Exception) -> ShardwellError:
     if isinstance(error, PermissionError) or code in _FORBIDDEN:
         return AccessError(f"{message}. The process needs permission to read and write there", path=where)
     return UnavailableError(message, path=where)
-
-
-def check_writable(url: str | Path) -> None:
-    """Writes and removes a small file, so that a folder that cannot be written is reported early.
-
-    Raises:
-        ShardwellError: See ``Storage`` and ``open_storage``.
-    """
-    import uuid
-
-    storage, name = open_storage(url), f".probe-{uuid.uuid4().hex}"
-    storage.make_folder("")
-    storage.write_whole(name, b"shardwell")
-    storage.delete(name)
