@@ -176,6 +176,66 @@ class RetiredShard(google.protobuf.message.Message):
 global___RetiredShard = RetiredShard
 
 @typing.final
+class HeldShard(google.protobuf.message.Message):
+    """A shard that a new process of a server took up from the memory of its predecessor. The process does not serve the shard
+    before the coordinator has adopted it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
+    UNIT_INDEX_FIELD_NUMBER: builtins.int
+    START_BYTES_FIELD_NUMBER: builtins.int
+    STOP_BYTES_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    CAN_UPDATE_FIELD_NUMBER: builtins.int
+    UPDATING_FIELD_NUMBER: builtins.int
+    BACKUP_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    run_id: builtins.str
+    """Id of the run."""
+    unit: builtins.str
+    """Name of the unit."""
+    unit_index: builtins.int
+    """Index of the unit in the run."""
+    start_bytes: builtins.int
+    """Start of the shard's half-open range in the unit's flat vector, in bytes."""
+    stop_bytes: builtins.int
+    """End of the range."""
+    version: builtins.int
+    """The shard's newest complete version."""
+    can_update: builtins.bool
+    """Whether Update for the step with this number still works: the step was prepared, or its update was interrupted."""
+    updating: builtins.bool
+    """Whether the update to the next version was interrupted. Then no version is readable until Update is repeated."""
+    backup: builtins.bool
+    """Whether the shard was a backup."""
+    placement: builtins.int
+    """Number of the placement that the shard belongs to."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        run_id: builtins.str = ...,
+        unit: builtins.str = ...,
+        unit_index: builtins.int = ...,
+        start_bytes: builtins.int = ...,
+        stop_bytes: builtins.int = ...,
+        version: builtins.int = ...,
+        can_update: builtins.bool = ...,
+        updating: builtins.bool = ...,
+        backup: builtins.bool = ...,
+        placement: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backup", b"backup", "can_update", b"can_update", "placement", b"placement", "run", b"run", "run_id", b"run_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index", "updating", b"updating", "version", b"version"]) -> None: ...
+
+global___HeldShard = HeldShard
+
+@typing.final
 class RegisterServerRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -186,6 +246,8 @@ class RegisterServerRequest(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     PROCESS_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
+    RESTARTABLE_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server, the same after a restart."""
     address: builtins.str
@@ -200,9 +262,17 @@ class RegisterServerRequest(google.protobuf.message.Message):
     """Host, process namespace, process id and start time. A coordinator on the same host uses them to detect the end of
     the process. Empty: not known.
     """
+    restartable: builtins.bool
+    """Whether a new process of this server on the same host can take up the shards if this process dies."""
     @property
     def protocol(self) -> global___ProtocolVersions:
         """Protocol versions of the server."""
+
+    @property
+    def held(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HeldShard]:
+        """Shards that this process took up from its predecessor. The same in every registration of the process, until one
+        succeeds.
+        """
 
     def __init__(
         self,
@@ -214,9 +284,11 @@ class RegisterServerRequest(google.protobuf.message.Message):
         incarnation: builtins.str = ...,
         process: builtins.str = ...,
         protocol: global___ProtocolVersions | None = ...,
+        held: collections.abc.Iterable[global___HeldShard] | None = ...,
+        restartable: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["protocol", b"protocol"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "budget_bytes", b"budget_bytes", "incarnation", b"incarnation", "process", b"process", "protocol", b"protocol", "server_id", b"server_id", "shardwell_version", b"shardwell_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "budget_bytes", b"budget_bytes", "held", b"held", "incarnation", b"incarnation", "process", b"process", "protocol", b"protocol", "restartable", b"restartable", "server_id", b"server_id", "shardwell_version", b"shardwell_version"]) -> None: ...
 
 global___RegisterServerRequest = RegisterServerRequest
 
@@ -229,6 +301,7 @@ class RegisterServerResponse(google.protobuf.message.Message):
     COORDINATOR_EPOCH_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     RETIRED_SHARDS_FIELD_NUMBER: builtins.int
+    ADOPTED_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Fencing number of this server process."""
     lease_s: builtins.float
@@ -241,6 +314,10 @@ class RegisterServerResponse(google.protobuf.message.Message):
     def retired_shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RetiredShard]:
         """Shards that this process no longer owns. The server must drop them before it serves requests again."""
 
+    @property
+    def adopted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HeldShard]:
+        """Those of RegisterServerRequest.held that the process owns from now on. The server drops the others."""
+
     def __init__(
         self,
         *,
@@ -249,8 +326,9 @@ class RegisterServerResponse(google.protobuf.message.Message):
         coordinator_epoch: builtins.int = ...,
         protocol_version: builtins.int = ...,
         retired_shards: collections.abc.Iterable[global___RetiredShard] | None = ...,
+        adopted: collections.abc.Iterable[global___HeldShard] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["coordinator_epoch", b"coordinator_epoch", "epoch", b"epoch", "lease_s", b"lease_s", "protocol_version", b"protocol_version", "retired_shards", b"retired_shards"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adopted", b"adopted", "coordinator_epoch", b"coordinator_epoch", "epoch", b"epoch", "lease_s", b"lease_s", "protocol_version", b"protocol_version", "retired_shards", b"retired_shards"]) -> None: ...
 
 global___RegisterServerResponse = RegisterServerResponse
 
