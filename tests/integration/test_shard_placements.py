@@ -50,7 +50,7 @@ def test_later_placement_replaces_an_earlier_one(server: ShardServer) -> None:
     assert_all(moved.gather()[1], 1.0)
     other = OneUnit(server, layout_of("other", a=((64,), "float32")))
     other.reserve(placement=3)
-    assert list(server.evaluate(lambda: one.server.store.run("r").shards)) == ["other"], (
+    assert list(server.evaluate(lambda: one.server.store.run("r").shards)) == [("other", 0)], (
         "the last placement has the index"
     )
 

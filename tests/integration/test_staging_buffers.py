@@ -365,7 +365,7 @@ def test_staging_buffer_released_for_its_own_state_leaves_no_memory() -> None:
     size = 4096
     with closing(SharedMemory()) as shared:
         memory = Memory(8 * size)
-        memory.reserve("r", "u", size, 1)
+        memory.reserve(("r", "u", 0), size, 1)
         assert memory.free_bytes == 3 * size
         layout = layout_of("u", a=((size // 4,), "float32"))
         spec = ShardSpec(run=RunIdentity("r", "id"), layout=layout, index=0, start_bytes=0, stop_bytes=size, dp=1)

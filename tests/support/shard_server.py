@@ -211,7 +211,7 @@ class OneUnit:
 
     @property
     def shard(self) -> UnitShard:
-        return self.server.store.runs[self.identity.run_id].shards[self.layout.unit]
+        return self.server.store.runs[self.identity.run_id].shards[self.layout.unit, self.start]
 
     # ---- requests of the coordinator ----
 
@@ -381,7 +381,11 @@ class OneUnit:
 
     def gather_request(self, version: int | None = None, **fields: Any) -> shard_pb2.GatherRequest:
         return shard_pb2.GatherRequest(
-            run=self.run, run_id=self.identity.run_id, unit=self.layout.unit, version=version, **fields
+            run=self.run,
+            run_id=self.identity.run_id,
+            unit=self.layout.unit,
+            version=version,
+            **({"start_bytes": self.start, "stop_bytes": self.stop} | fields),
         )
 
     def open_gather(self, version: int | None = None, *, timeout_s: float = 20.0) -> Any:

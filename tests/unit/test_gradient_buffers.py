@@ -100,7 +100,7 @@ class Serving:
 
     def __init__(self, shared: SharedMemory, dp: int = 1) -> None:
         self.memory, self._shared = Memory(1 << 30), shared
-        self.memory.reserve("r#id", PLAIN.unit, PLAIN.size_bytes, dp)
+        self.memory.reserve(("r#id", PLAIN.unit, 0), PLAIN.size_bytes, dp)
         self.shard = self.of(PLAIN.unit, dp)
 
     def of(self, unit: str, dp: int = 1) -> UnitShard:

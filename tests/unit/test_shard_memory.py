@@ -46,14 +46,14 @@ def test_a_reservation_covers_parameters_moments_contributions_and_their_mean(dp
 
 def test_a_reservation_grows_with_the_optimizer_and_is_released_with_the_run() -> None:
     memory = Memory(1000)
-    memory.reserve("r", "u", 100, 1)
+    memory.reserve(("r", "u", 0), 100, 1)
     assert (memory.reserved_bytes, memory.free_bytes) == (500, 500)
-    memory.reserve("s", "u", 50, 1)
+    memory.reserve(("s", "u", 0), 50, 1)
     assert memory.reserved_bytes == 700
-    memory.note_optimizer("r", "u", 350)
+    memory.note_optimizer(("r", "u", 0), 350)
     assert (memory.reserved_bytes, memory.used_bytes) == (850, 350)
     with pytest.raises(CapacityError):
-        memory.reserve("s", "v", 50, 1)
+        memory.reserve(("s", "v", 0), 50, 1)
     assert memory.reserved_bytes == 850
     assert memory.release("r") == 600
     assert (memory.reserved_bytes, memory.used_bytes, memory.release("r")) == (250, 0, 0)
@@ -61,15 +61,15 @@ def test_a_reservation_grows_with_the_optimizer_and_is_released_with_the_run() -
 
 def test_unreserved_memory_in_use_counts_against_the_memory_set_aside() -> None:
     memory = Memory(1000)
-    memory.reserve("r", "u", 100, 1)
+    memory.reserve(("r", "u", 0), 100, 1)
     assert memory.unreserved.try_acquire(300)
     assert (memory.reserved_bytes, memory.free_bytes) == (700, 300)
     assert not memory.unreserved.try_acquire(301)
     assert memory.unreserved.try_acquire(300)
     with pytest.raises(CapacityError):
-        memory.reserve("r", "v", 1, 1)
+        memory.reserve(("r", "v", 0), 1, 1)
     memory.unreserved.release(600)
-    memory.reserve("r", "v", 1, 1)
+    memory.reserve(("r", "v", 0), 1, 1)
 
 
 def test_unreserved_memory_is_granted_in_request_order() -> None:

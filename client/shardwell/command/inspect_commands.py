@@ -244,9 +244,16 @@ def peek(
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
         with closing(ServiceClient(address, service, credentials=coordinator.credentials)) as server:
             try:
-                pieces.append(tables.ParameterPiece(server_id, _peek_at(server_id, server, request, timeout_s)))
+                first = _peek_at(server_id, server, request, timeout_s)
             except NotFoundError as error:
                 not_found = error
+                continue
+            pieces.append(tables.ParameterPiece(server_id, first))
+            for start_bytes in first.shard_start_bytes[1:]:  # more shards of the unit on the same server
+                other = shard_pb2.PeekRequest()
+                other.CopyFrom(request)
+                other.shard_start_bytes = start_bytes
+                pieces.append(tables.ParameterPiece(server_id, _peek_at(server_id, server, other, timeout_s)))
     if not pieces:
         raise not_found or NotFoundError(f"run {request.run!r} has no units yet", run=request.run)
     return sorted(pieces, key=lambda piece: piece.response.start_element)

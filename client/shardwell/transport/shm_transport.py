@@ -75,28 +75,32 @@ class GradientBuffer:
             return cls(buffer_id, map_shared(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE))
 
 
+ShardKey = tuple[str, int]
+"""A shard of a server: name of the unit, and first byte of the shard in the unit's flat vector."""
+
+
 class GradientBuffers:
     """The shared gradient buffers of one session: the free ones, and those with gradients of the step. Thread-safe.
 
     Args:
-        create: Opens another buffer for a unit.
+        create: Opens another buffer for a shard.
     """
 
-    def __init__(self, create: Callable[[str], GradientBuffer]) -> None:
+    def __init__(self, create: Callable[[ShardKey], GradientBuffer]) -> None:
         self._create = create
-        self._free: dict[str, list[GradientBuffer]] = defaultdict(list)
-        self._used: dict[GradientBuffer, tuple[str, int]] = {}
-        """Unit and rank of each buffer in use. After Ctrl-C or a failed push, some buffers are never pushed."""
+        self._free: dict[ShardKey, list[GradientBuffer]] = defaultdict(list)
+        self._used: dict[GradientBuffer, tuple[ShardKey, int]] = {}
+        """Shard and rank of each buffer in use. After Ctrl-C or a failed push, some buffers are never pushed."""
         self._lock = threading.Lock()
 
-    def acquire(self, unit: str, dp_rank: int) -> GradientBuffer:
+    def acquire(self, shard: ShardKey, dp_rank: int) -> GradientBuffer:
         """Returns a buffer for a rank's gradient: a free one, or a new one if all are in use."""
         with self._lock:
-            buffer = self._free[unit].pop() if self._free[unit] else None
+            buffer = self._free[shard].pop() if self._free[shard] else None
         # Without the lock: this is an rpc.
-        buffer = buffer or self._create(unit)
+        buffer = buffer or self._create(shard)
         with self._lock:
-            self._used[buffer] = unit, dp_rank
+            self._used[buffer] = shard, dp_rank
         return buffer
 
     def release(self, buffer: GradientBuffer) -> None:
@@ -112,9 +116,9 @@ class GradientBuffers:
                     self._release(buffer)
 
     def _release(self, buffer: GradientBuffer) -> None:
-        unit, _ = self._used.pop(buffer, (None, None))
-        if unit is not None:
-            self._free[unit].append(buffer)
+        shard, _ = self._used.pop(buffer, (None, None))
+        if shard is not None:
+            self._free[shard].append(buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +181,8 @@ class ShmTransport(SharedTransport):
         except BaseException:
             self._rpc.end()
             raise
-        self._sizes: dict[str, int] = {}
-        """Size of the gradient buffers of each unit."""
+        self._sizes: dict[ShardKey, int] = {}
+        """Size of the gradient buffers of each shard."""
         self._gradient_buffers = GradientBuffers(self._open_gradient_buffer)
         self._staging_buffers: dict[tuple[str, int, int], StagingBuffer] = {}
         """Keyed by unit, dp rank and first byte."""
@@ -228,6 +232,7 @@ class ShmTransport(SharedTransport):
             unit=shard.layout.unit,
             version=version,
             transport_id=self._session,
+            start_bytes=shard.start_bytes,
         )
         answer: shard_pb2.LocateShardResponse = self._client.call(
             "LocateShard", request, timeout_s=timeout_s, retry_for_s=retry_for_s
@@ -241,8 +246,9 @@ class ShmTransport(SharedTransport):
         self, shard: ShardAddress, header: shard_pb2.ReduceScatterHeader, part: GradientPart
     ) -> _BufferedPush:
         """See ``SharedTransport``. Copies the gradients into a shared gradient buffer."""
-        self._sizes[header.unit] = header.stop_bytes - header.start_bytes
-        buffer = self._gradient_buffers.acquire(header.unit, header.dp_rank)
+        key = header.unit, header.start_bytes
+        self._sizes[key] = header.stop_bytes - header.start_bytes
+        buffer = self._gradient_buffers.acquire(key, header.dp_rank)
         part.write_to(buffer.memory)
         return _BufferedPush(shard, header, _BufferedPart(shard, header, buffer.memory), self, buffer)
 
@@ -263,13 +269,18 @@ class ShmTransport(SharedTransport):
         if not self._control(request, timeout_s=timeout_s, retry_for_s=retry_for_s).adopted:
             self._gradient_buffers.release(prepared.buffer)
 
-    def _open_gradient_buffer(self, unit: str) -> GradientBuffer:
+    def _open_gradient_buffer(self, shard: ShardKey) -> GradientBuffer:
+        unit, start_bytes = shard
         request = shard_pb2.OpenGradientBufferRequest(
-            run=self._run.name, run_id=self._run.run_id, unit=unit, transport_id=self._session
+            run=self._run.name,
+            run_id=self._run.run_id,
+            unit=unit,
+            transport_id=self._session,
+            start_bytes=start_bytes,
         )
         answer: shard_pb2.OpenGradientBufferResponse = self._client.call("OpenGradientBuffer", request)
         return GradientBuffer.open(
-            answer.gradient_buffer_id, require_folder(answer.path, self._folder), self._sizes[unit]
+            answer.gradient_buffer_id, require_folder(answer.path, self._folder), self._sizes[shard]
         )
 
     def release(self, dp_rank: int | None = None) -> None:

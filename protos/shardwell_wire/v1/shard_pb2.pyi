@@ -396,7 +396,9 @@ class GatherRequest(google.protobuf.message.Message):
     version: builtins.int
     """Version to read. Unset: the newest."""
     start_bytes: builtins.int
-    """First byte of the range in the flat vector; the range must be inside the shard. Both bounds 0: the whole shard."""
+    """First byte of the range in the flat vector; the range must be inside a shard. Both bounds 0: the whole shard, if
+    the server has one shard of the unit.
+    """
     stop_bytes: builtins.int
     """End of the range, exclusive."""
     chunk_bytes: builtins.int
@@ -772,6 +774,7 @@ class LocateShardRequest(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     TRANSPORT_ID_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
+    START_BYTES_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     unit: builtins.str
@@ -782,6 +785,8 @@ class LocateShardRequest(google.protobuf.message.Message):
     """An open shm transport."""
     run_id: builtins.str
     """Id of the run, from JoinResponse. Required."""
+    start_bytes: builtins.int
+    """First byte of the shard. Unset: the server has one shard of the unit."""
     def __init__(
         self,
         *,
@@ -790,9 +795,13 @@ class LocateShardRequest(google.protobuf.message.Message):
         version: builtins.int | None = ...,
         transport_id: builtins.str = ...,
         run_id: builtins.str = ...,
+        start_bytes: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "run", b"run", "run_id", b"run_id", "transport_id", b"transport_id", "unit", b"unit", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_start_bytes", b"_start_bytes", "_version", b"_version", "start_bytes", b"start_bytes", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_start_bytes", b"_start_bytes", "_version", b"_version", "run", b"run", "run_id", b"run_id", "start_bytes", b"start_bytes", "transport_id", b"transport_id", "unit", b"unit", "version", b"version"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_start_bytes", b"_start_bytes"]) -> typing.Literal["start_bytes"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___LocateShardRequest = LocateShardRequest
@@ -828,6 +837,7 @@ class OpenGradientBufferRequest(google.protobuf.message.Message):
     UNIT_FIELD_NUMBER: builtins.int
     TRANSPORT_ID_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
+    START_BYTES_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     unit: builtins.str
@@ -836,6 +846,8 @@ class OpenGradientBufferRequest(google.protobuf.message.Message):
     """An open shm transport."""
     run_id: builtins.str
     """Id of the run, from JoinResponse. Required."""
+    start_bytes: builtins.int
+    """First byte of the shard. Unset: the server has one shard of the unit."""
     def __init__(
         self,
         *,
@@ -843,8 +855,11 @@ class OpenGradientBufferRequest(google.protobuf.message.Message):
         unit: builtins.str = ...,
         transport_id: builtins.str = ...,
         run_id: builtins.str = ...,
+        start_bytes: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["run", b"run", "run_id", b"run_id", "transport_id", b"transport_id", "unit", b"unit"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_start_bytes", b"_start_bytes", "start_bytes", b"start_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_start_bytes", b"_start_bytes", "run", b"run", "run_id", b"run_id", "start_bytes", b"start_bytes", "transport_id", b"transport_id", "unit", b"unit"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_start_bytes", b"_start_bytes"]) -> typing.Literal["start_bytes"] | None: ...
 
 global___OpenGradientBufferRequest = OpenGradientBufferRequest
 
@@ -2154,7 +2169,7 @@ class ListShardsResponse(google.protobuf.message.Message):
     SHARDS_FIELD_NUMBER: builtins.int
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardSummary]:
-        """The shards, in the order of the units."""
+        """The shards, in the order of the units and their ranges."""
 
     def __init__(
         self,
@@ -2171,17 +2186,23 @@ class DescribeShardRequest(google.protobuf.message.Message):
 
     RUN_FIELD_NUMBER: builtins.int
     UNIT_FIELD_NUMBER: builtins.int
+    START_BYTES_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     unit: builtins.str
     """Name of the unit."""
+    start_bytes: builtins.int
+    """First byte of the shard, as in ListShards. Unset: the server has one shard of the unit."""
     def __init__(
         self,
         *,
         run: builtins.str = ...,
         unit: builtins.str = ...,
+        start_bytes: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["run", b"run", "unit", b"unit"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_start_bytes", b"_start_bytes", "start_bytes", b"start_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_start_bytes", b"_start_bytes", "run", b"run", "start_bytes", b"start_bytes", "unit", b"unit"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_start_bytes", b"_start_bytes"]) -> typing.Literal["start_bytes"] | None: ...
 
 global___DescribeShardRequest = DescribeShardRequest
 
@@ -2352,6 +2373,7 @@ class PeekRequest(google.protobuf.message.Message):
     STATE_NAME_FIELD_NUMBER: builtins.int
     START_FIELD_NUMBER: builtins.int
     COUNT_FIELD_NUMBER: builtins.int
+    SHARD_START_BYTES_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     parameter: builtins.str
@@ -2364,6 +2386,8 @@ class PeekRequest(google.protobuf.message.Message):
     """Index of the first element to return, counted from the start of the part on this server."""
     count: builtins.int
     """Number of elements to return. 0: 8. At most 1024."""
+    shard_start_bytes: builtins.int
+    """First byte of the shard to read from, as in ListShards. Unset: the first shard that has a part of the parameter."""
     def __init__(
         self,
         *,
@@ -2373,8 +2397,11 @@ class PeekRequest(google.protobuf.message.Message):
         state_name: builtins.str = ...,
         start: builtins.int = ...,
         count: builtins.int = ...,
+        shard_start_bytes: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["count", b"count", "parameter", b"parameter", "run", b"run", "source", b"source", "start", b"start", "state_name", b"state_name"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_shard_start_bytes", b"_shard_start_bytes", "shard_start_bytes", b"shard_start_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_shard_start_bytes", b"_shard_start_bytes", "count", b"count", "parameter", b"parameter", "run", b"run", "shard_start_bytes", b"shard_start_bytes", "source", b"source", "start", b"start", "state_name", b"state_name"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_shard_start_bytes", b"_shard_start_bytes"]) -> typing.Literal["shard_start_bytes"] | None: ...
 
 global___PeekRequest = PeekRequest
 
@@ -2390,6 +2417,7 @@ class PeekResponse(google.protobuf.message.Message):
     MIN_FIELD_NUMBER: builtins.int
     MAX_FIELD_NUMBER: builtins.int
     NON_FINITE_COUNT_FIELD_NUMBER: builtins.int
+    SHARD_START_BYTES_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version of the values."""
     start_element: builtins.int
@@ -2408,6 +2436,10 @@ class PeekResponse(google.protobuf.message.Message):
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """The requested elements, converted to doubles."""
 
+    @property
+    def shard_start_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """First bytes of all shards on this server that have a part of the parameter, ascending."""
+
     def __init__(
         self,
         *,
@@ -2419,7 +2451,8 @@ class PeekResponse(google.protobuf.message.Message):
         min: builtins.float = ...,
         max: builtins.float = ...,
         non_finite_count: builtins.int = ...,
+        shard_start_bytes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max", b"max", "min", b"min", "non_finite_count", b"non_finite_count", "norm", b"norm", "start_element", b"start_element", "stop_element", b"stop_element", "values", b"values", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max", b"max", "min", b"min", "non_finite_count", b"non_finite_count", "norm", b"norm", "shard_start_bytes", b"shard_start_bytes", "start_element", b"start_element", "stop_element", b"stop_element", "values", b"values", "version", b"version"]) -> None: ...
 
 global___PeekResponse = PeekResponse

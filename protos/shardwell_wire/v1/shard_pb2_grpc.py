@@ -198,7 +198,8 @@ class ShardServiceServicer(object):
     """
 
     def ReserveUnit(self, request, context):
-        """Coordinator: reserves memory for a shard of a unit.
+        """Coordinator: reserves memory for a shard of a unit. A server may have several shards of a unit, with ranges that
+        do not overlap.
 
         A reservation with a higher placement number replaces one with a lower number and discards the values sent to it,
         unless the unit has been updated.
@@ -211,7 +212,7 @@ class ShardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseUnit(self, request, context):
-        """Coordinator: releases the reservation of a unit, for example because another server has no memory for its shard.
+        """Coordinator: releases the reservations of a unit, for example because another server has no memory for its shard.
         A later reservation with the same placement number is rejected.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -81,8 +81,8 @@ class ShardServicer:
     async def PublishUnit(self, request: shard_pb2.PublishUnitRequest, call: Call) -> shard_pb2.PublishUnitResponse:
         await self._term.check(request.coordinator_epoch)
         self._check_request_id(call, request.context, request)
-        shard = self._store.exact_run(request.context).shard(request.unit)
-        return shard_pb2.PublishUnitResponse(version=shard.values.publish(request.context.epoch))
+        run = self._store.exact_run(request.context)
+        return shard_pb2.PublishUnitResponse(version=run.publish(request.unit, request.context.epoch))
 
     async def Fence(self, request: shard_pb2.FenceRequest, call: Call) -> shard_pb2.FenceResponse:
         run = await self._coordinated(request, call)
@@ -132,7 +132,7 @@ class ShardServicer:
         header = await incoming.header()
         assert isinstance(header, shard_pb2.InitializeUnitHeader)
         self._check_request_id(call, header.context, header)
-        shard = self._store.exact_run(header.context).shard(header.unit)
+        shard = self._store.exact_run(header.context).shard(header.unit, header.start_bytes, header.stop_bytes)
         await initial_values.receive(self._store, shard, header, incoming, call.remaining_s())
         return shard_pb2.InitializeUnitResponse(version=shard.version)
 
@@ -230,12 +230,14 @@ class ShardServicer:
 
     async def ListShards(self, request: shard_pb2.ListShardsRequest, call: Call) -> shard_pb2.ListShardsResponse:
         shards = self._store.run(request.run).shards.values()
-        return shard_pb2.ListShardsResponse(shards=[inspection.summarize(shard) for shard in shards])
+        in_order = sorted(shards, key=lambda shard: (shard.index, shard.start_bytes))
+        return shard_pb2.ListShardsResponse(shards=[inspection.summarize(shard) for shard in in_order])
 
     async def DescribeShard(
         self, request: shard_pb2.DescribeShardRequest, call: Call
     ) -> shard_pb2.DescribeShardResponse:
-        return inspection.describe_shard(self._store.run(request.run).shard(request.unit))
+        start = request.start_bytes if request.HasField("start_bytes") else None
+        return inspection.describe_shard(self._store.run(request.run).shard(request.unit, start))
 
     async def DescribeStep(self, request: shard_pb2.DescribeStepRequest, call: Call) -> shard_pb2.DescribeStepResponse:
         return inspection.describe_step(self._store.run(request.run))

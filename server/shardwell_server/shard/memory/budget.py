@@ -19,6 +19,9 @@ DEFAULT_SHARE = 0.8
 _SENDING_SHARE, _MAX_SENDING_BYTES = 1 / 16, 256 << 20
 """Limit of messages that clients have not read yet: a share of the budget, at most this many bytes."""
 
+ShardKey = tuple[str, str, int]
+"""Key of a shard's reservation: run, unit, and first byte of the shard in the unit's flat vector."""
+
 _OPTIMIZER_STATES = 2
 """Adam's two moments. Larger state, such as amsgrad's third moment, is added when it is allocated."""
 
@@ -151,7 +154,7 @@ class Memory:
         self.sending = Sending(min(_MAX_SENDING_BYTES, int(budget_bytes * _SENDING_SHARE)))
         self.pool = BufferPool(budget_bytes)
         self.unreserved = UnreservedMemory()
-        self._reservations: dict[tuple[str, str], _Reservation] = {}
+        self._reservations: dict[ShardKey, _Reservation] = {}
         self._needs_bytes = 0
         self._workspace_bytes = 0
         """Workspace of the largest update: a run updates its units one after the other."""
@@ -175,12 +178,19 @@ class Memory:
 
     # ---- reservations ----
 
-    def reserve(self, run: str, unit: str, shard_bytes: int, dp: int, *, holds_buffers: bool = False) -> None:
+    def reserve(self, key: ShardKey, shard_bytes: int, dp: int, *, holds_buffers: bool = False) -> None:
         """Reserves memory for a shard.
+
+        Args:
+            key: The shard: run, unit and first byte.
+            shard_bytes: Size of the shard.
+            dp: Number of logical data ranks.
+            holds_buffers: True for a shard of buffers.
 
         Raises:
             CapacityError: The shard does not fit; nothing changed.
         """
+        run, unit, _ = key
         need = shard_need_bytes(shard_bytes, dp, holds_buffers=holds_buffers)
         # If this is the largest shard, the unreserved memory must grow to the size of the shard.
         set_aside = max(self._largest_bytes(), self.unreserved.used_bytes)
@@ -202,22 +212,21 @@ class Memory:
                 needed_bytes=total,
                 free_bytes=self.free_bytes,
             )
-        self._reservations[run, unit] = _Reservation(shard_bytes, need)
+        self._reservations[key] = _Reservation(shard_bytes, need)
         self._update_limits()
 
-    def reserve_optimizer(self, run: str, unit: str, optimizer_bytes: int, workspace_bytes: int) -> None:
+    def reserve_optimizer(self, key: ShardKey, optimizer_bytes: int, workspace_bytes: int) -> None:
         """Reserves memory for the next update of a shard, before that memory is allocated.
 
         Args:
-            run: Name of the run.
-            unit: Name of the unit.
+            key: The shard, as in ``reserve``.
             optimizer_bytes: Size of the optimizer's state after the update.
             workspace_bytes: Memory that the update allocates and frees again.
 
         Raises:
             CapacityError: The memory does not fit; nothing changed.
         """
-        reservation = self._reservations[run, unit]
+        reservation, (run, unit, _) = self._reservations[key], key
         wanted = replace(reservation, optimizer_bytes=optimizer_bytes, workspace_bytes=workspace_bytes)
         more = wanted.total_bytes - reservation.total_bytes + max(0, workspace_bytes - self._workspace_bytes)
         if more > 0 and more > self.free_bytes:
@@ -230,16 +239,16 @@ class Memory:
                 needed_bytes=more,
                 free_bytes=self.free_bytes,
             )
-        self._reservations[run, unit] = wanted
+        self._reservations[key] = wanted
         self._update_limits()
 
-    def reserve_kept(self, run: str, unit: str, kept_bytes: int) -> None:
+    def reserve_kept(self, key: ShardKey, kept_bytes: int) -> None:
         """Reserves memory for gradients that outlive a commit. Replaces the earlier size.
 
         Raises:
             CapacityError: The memory does not fit; nothing changed.
         """
-        reservation = self._reservations.get((run, unit))
+        reservation, (run, unit, _) = self._reservations.get(key), key
         if reservation is None:
             return  # the run was deleted
         more = kept_bytes - reservation.kept_bytes
@@ -256,9 +265,9 @@ class Memory:
         reservation.kept_bytes = kept_bytes
         self._update_limits()
 
-    def note_optimizer(self, run: str, unit: str, optimizer_bytes: int) -> None:
+    def note_optimizer(self, key: ShardKey, optimizer_bytes: int) -> None:
         """Records the size of a shard's optimizer state. A larger state enlarges the shard's reservation."""
-        reservation = self._reservations[run, unit]
+        reservation = self._reservations[key]
         if reservation.optimizer_bytes != optimizer_bytes:
             reservation.optimizer_bytes = optimizer_bytes
             self._update_limits()
@@ -275,9 +284,9 @@ class Memory:
         self._update_limits()
         return before - self.reserved_bytes
 
-    def release_unit(self, run: str, unit: str) -> None:
-        """Releases the reservation of one unit."""
-        del self._reservations[run, unit]
+    def release_shard(self, key: ShardKey) -> None:
+        """Releases the reservation of one shard."""
+        del self._reservations[key]
         self._update_limits()
 
     # ---- buffers ----

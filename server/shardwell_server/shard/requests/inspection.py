@@ -113,7 +113,17 @@ async def peek(store: ShardStore, request: shard_pb2.PeekRequest) -> shard_pb2.P
     if count > MAX_PEEK_COUNT:
         raise InvalidRequestError(f"count is {count}, expected at most {MAX_PEEK_COUNT}")
     run = store.run(request.run)
-    shard, number = _find_parameter(run, request.parameter)
+    found = _shards_with(run, request.parameter)
+    wanted = request.shard_start_bytes if request.HasField("shard_start_bytes") else found[0].start_bytes
+    shard = next((shard for shard in found if shard.start_bytes == wanted), None)
+    if shard is None:
+        starts = ", ".join(str(shard.start_bytes) for shard in found)
+        raise NotFoundError(
+            f"no shard of parameter {request.parameter!r} on this server starts at byte {wanted}; its shards start at "
+            f"{starts}",
+            parameter=request.parameter,
+        )
+    number = shard.segment_of[shard.layout.index_by_name[request.parameter]]
 
     response: shard_pb2.PeekResponse | None = None
     for _ in range(_PEEK_ATTEMPTS):
@@ -124,6 +134,7 @@ async def peek(store: ShardStore, request: shard_pb2.PeekRequest) -> shard_pb2.P
             f"{shard.what} changed {_PEEK_ATTEMPTS} times while parameter {request.parameter!r} was read: try again, "
             "or pin a version with PinVersion"
         )
+    response.shard_start_bytes.extend(shard.start_bytes for shard in found)
     return response
 
 
@@ -228,16 +239,17 @@ class _Statistics:
         )
 
 
-def _find_parameter(run: HostedRun, name: str) -> tuple[UnitShard, int]:
-    for shard in run.shards.values():
-        index = shard.layout.index_by_name.get(name)
-        if index is not None and index in shard.segment_of:
-            return shard, shard.segment_of[index]
-        if index is not None:
-            raise NotFoundError(
-                f"this server holds no element of parameter {name!r}: ask another owner of its unit", parameter=name
-            )
-    names = [parameter.name for shard in run.shards.values() for parameter in shard.layout.parameters]
+def _shards_with(run: HostedRun, name: str) -> list[UnitShard]:
+    """Returns the shards that have a part of a parameter, in the order of their ranges. At least one."""
+    of_unit = [shard for shard in run.shards.values() if name in shard.layout.index_by_name]
+    found = [shard for shard in of_unit if shard.layout.index_by_name[name] in shard.segment_of]
+    if found:
+        return sorted(found, key=lambda shard: shard.start_bytes)
+    if of_unit:
+        raise NotFoundError(
+            f"this server holds no element of parameter {name!r}: ask another owner of its unit", parameter=name
+        )
+    names = list({parameter.name: None for shard in run.shards.values() for parameter in shard.layout.parameters})
     some = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
     raise NotFoundError(
         f"run {run.name!r} has no parameter {name!r} on this server; it has {some or 'none'}", parameter=name

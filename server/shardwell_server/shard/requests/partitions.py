@@ -139,7 +139,7 @@ async def read(
         StepStateError: The step is not prepared, or its gradient has been discarded.
     """
     run = store.exact_run(request.context)
-    shard = run.shard(request.unit)
+    shard = run.shard(request.unit, request.start_bytes, request.stop_bytes)
     check_lease(run, shard, request)
     version, source = await shard.values.read(request.context.step, wait_s)
     try:
@@ -172,7 +172,7 @@ async def stage(
         CapacityError: There is no memory for the values.
     """
     run = store.exact_run(header.context)
-    shard = run.shard(header.unit)
+    shard = run.shard(header.unit, header.start_bytes, header.stop_bytes)
     what = f"partition of {shard.what}, rank {header.dp_rank}"
     check_current(run, shard, header, what)
     segments = updated_segments(shard, header, what)

@@ -219,5 +219,6 @@ async def push(
     """
     store.requests.check_content("ReduceScatter", header.context, header)
     run = store.exact_run(header.context)
-    duplicate = await Push(store, run, run.shard(header.unit), header).receive(incoming, wait_s)
+    shard = run.shard(header.unit, header.start_bytes, header.stop_bytes)
+    duplicate = await Push(store, run, shard, header).receive(incoming, wait_s)
     return shard_pb2.ReduceScatterResponse(duplicate=duplicate, version=header.context.step)

@@ -58,10 +58,13 @@ def requested_shard(store: ShardStore, request: shard_pb2.GatherRequest) -> tupl
     """Returns the run and the shard that a Gather names.
 
     Raises:
-        NotFoundError: This server does not hold the run or the unit.
+        NotFoundError: This server does not hold the run, the unit or the range.
+        InvalidRequestError: No range is given, and the server has several shards of the unit.
     """
     run = store.run(request.run, request.run_id)
-    return run, run.shard(request.unit)
+    if request.start_bytes == request.stop_bytes == 0:
+        return run, run.shard(request.unit)
+    return run, run.shard(request.unit, request.start_bytes, request.stop_bytes)
 
 
 def is_readable(shard: UnitShard, request: shard_pb2.GatherRequest) -> bool:

@@ -181,15 +181,16 @@ def _require_prepared(run: HostedRun, step: int) -> None:
 
 def _check_complete(run: HostedRun, request: shard_pb2.PrepareStepRequest) -> None:
     step, expected = request.context.step, _expected(run, request)
-    lines = []
+    lines, found = [], set()
     for shard in run.published:
         if shard.version != step:
             raise StepStateError(f"step {step} cannot be prepared: {shard.what} is at version {shard.version}")
         if shard.dp != request.dp:
             raise InvalidRequestError(f"dp is {request.dp}, but {shard.what} was reserved with {shard.dp} data ranks")
-        differences = shard.contributions.differences(expected.pop(shard.index, {}))
+        found.add(shard.index)
+        differences = shard.contributions.differences(expected.get(shard.index, {}))
         lines += [f"unit {shard.unit!r}: {line}" for line in differences]
-    lines += [f"unit {index}: this server has no shard of the unit" for index in expected]
+    lines += [f"unit {index}: this server has no shard of the unit" for index in expected if index not in found]
     if lines:
         more = f" and {len(lines) - 5} more" if len(lines) > 5 else ""
         raise IncompleteStepError(f"step {step} of run {run.name!r}: {'; '.join(lines[:5])}{more}", step=step)

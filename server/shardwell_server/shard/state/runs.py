@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from shardwell_server.shard.state.fences import Fences
 from shardwell_server.shard.state.unit_shard import UnitShard
-from shardwell_wire.errors import NotFoundError, RunDeletedError, StaleEpochError
+from shardwell_wire.errors import InvalidRequestError, NotFoundError, RunDeletedError, StaleEpochError
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import shard_pb2
 
@@ -47,8 +47,8 @@ class HostedRun:
     def __init__(self, identity: RunIdentity) -> None:
         self.identity = identity
         self.name = identity.name
-        self.shards: dict[str, UnitShard] = {}
-        """By unit name."""
+        self.shards: dict[tuple[str, int], UnitShard] = {}
+        """By unit name and start of the shard in bytes."""
         self.fences = Fences()
         self.prepared: PreparedStep | None = None
         self.duplicate_count = 0
@@ -62,13 +62,45 @@ class HostedRun:
 
     # ---- shards ----
 
-    def shard(self, unit: str) -> UnitShard:
-        """Returns the shard of a unit. Raises NotFoundError if this server has none."""
-        if unit in self.shards:
-            return self.shards[unit]
-        known = ", ".join(sorted(self.shards)[:10])
+    def shards_of(self, unit: str) -> list[UnitShard]:
+        """Returns all shards of a unit on this server, in the order of their ranges."""
+        return sorted(
+            (shard for (name, _), shard in self.shards.items() if name == unit), key=lambda shard: shard.start_bytes
+        )
+
+    def shard(self, unit: str, start_bytes: int | None = None, stop_bytes: int | None = None) -> UnitShard:
+        """Returns the shard of a unit that contains a range.
+
+        Args:
+            unit: Name of the unit.
+            start_bytes: Start of the range in the unit's flat vector. None: the server must have one shard of the unit.
+            stop_bytes: End of the range. None: the shard contains the byte at ``start_bytes``.
+
+        Raises:
+            NotFoundError: This server has no shard of the unit, or none that contains the range.
+            InvalidRequestError: No range is given, and the server has several shards of the unit.
+        """
+        if start_bytes is not None and (exact := self.shards.get((unit, start_bytes))) is not None:
+            return exact
+        found = self.shards_of(unit)
+        if not found:
+            known = ", ".join(sorted({name for name, _ in self.shards})[:10])
+            raise NotFoundError(
+                f"run {self.name!r} has no unit {unit!r} on this server; it has {known or 'none'}", unit=unit
+            )
+        if len(found) == 1:
+            return found[0]  # callers check the range, and report the range of the shard
+        ranges = ", ".join(f"[{shard.start_bytes}, {shard.stop_bytes})" for shard in found[:10])
+        if start_bytes is None:
+            raise InvalidRequestError(
+                f"this server has several shards of {found[0].what}, {ranges}: name the range in the request"
+            )
+        stop = start_bytes + 1 if stop_bytes is None else stop_bytes
+        inside = [shard for shard in found if shard.start_bytes <= start_bytes and stop <= shard.stop_bytes]
+        if inside:
+            return inside[0]
         raise NotFoundError(
-            f"run {self.name!r} has no unit {unit!r} on this server; it has {known or 'none'}", unit=unit
+            f"{found[0].what}: no shard on this server contains [{start_bytes}, {stop}); it has {ranges}", unit=unit
         )
 
     @property
@@ -81,14 +113,26 @@ class HostedRun:
         """The step in flight: the lowest version of the published shards."""
         return min((shard.version for shard in self.shards.values() if shard.version is not None), default=0)
 
+    def publish(self, unit: str, epoch: int) -> int:
+        """Publishes the initial values of a unit's shards as version 0; returns the lowest version of the shards.
+
+        Raises:
+            NotFoundError: This server has no shard of the unit.
+            StepStateError: The values of the epoch are not complete. Nothing is published.
+        """
+        shards = self.shards_of(unit) or [self.shard(unit)]
+        for shard in shards:
+            shard.values.check_publishable(epoch)
+        return min(shard.values.publish(epoch) for shard in shards)
+
     def add_shard(self, shard: UnitShard) -> None:
         """Adds a newly reserved shard."""
-        self.shards[shard.unit] = shard
+        self.shards[shard.unit, shard.start_bytes] = shard
 
     def remove_shard(self, shard: UnitShard, why: NotFoundError) -> None:
         """Drops a shard. Its readers and senders get the error."""
         shard.drop(why)
-        del self.shards[shard.unit]
+        del self.shards[shard.unit, shard.start_bytes]
 
     def note_released(self, unit: str, placement: int) -> None:
         """Records that placements of a unit up to this number have been released."""

@@ -39,6 +39,28 @@ class ShardSpec:
         return self.stop_bytes - self.start_bytes
 
     @property
+    def memory_key(self) -> tuple[str, str, int]:
+        """Key of the shard's memory reservation: run, unit and start of the range."""
+        return str(self.run), self.unit, self.start_bytes
+
+    def is_beside(self, other: ShardSpec) -> bool:
+        """True if both are shards of one placement of one unit, and their ranges do not overlap."""
+        alike = (self.run, self.layout, self.index, self.dp, self.placement) == (
+            other.run,
+            other.layout,
+            other.index,
+            other.dp,
+            other.placement,
+        )
+        return alike and not self.overlaps(other)
+
+    def overlaps(self, other: ShardSpec) -> bool:
+        """True if the ranges of two shards have bytes in common, or start at the same byte."""
+        if self.start_bytes == other.start_bytes:
+            return True
+        return max(self.start_bytes, other.start_bytes) < min(self.stop_bytes, other.stop_bytes)
+
+    @property
     def what(self) -> str:
         """Names the shard in errors."""
         return f"unit {self.unit!r} of run {self.run.name!r}"

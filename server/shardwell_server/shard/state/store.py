@@ -110,7 +110,8 @@ class ShardStore:
     def reserve(self, spec: ShardSpec) -> UnitShard:
         """Reserves memory for a shard. Idempotent.
 
-        Earlier reservations of the unit or of its index are dropped if they have a lower placement number.
+        Shards of the same placement may share the server if their ranges do not overlap. Reservations of an earlier
+        placement of the unit or of its index are dropped.
 
         Raises:
             InvalidRequestError: The range is not a valid range of the unit.
@@ -126,9 +127,12 @@ class ShardStore:
         run = self.runs.get(identity.run_id) or HostedRun(identity)
         run.check_placement(spec.unit, spec.placement)
         known = [shard for shard in run.shards.values() if spec.unit == shard.unit or spec.index == shard.index]
+        replaced = []
         for shard in known:
             if shard.spec == spec:
                 return shard
+            if spec.is_beside(shard.spec):
+                continue
             if shard.placement >= spec.placement or shard.version:
                 raise UnitMismatchError(
                     f"this server holds {shard.what} as unit {shard.index}, range [{shard.start_bytes}, "
@@ -136,36 +140,38 @@ class ShardStore:
                     f"{spec.unit!r} as unit {spec.index} with another layout, range or dp",
                     unit=spec.unit,
                 )
+            replaced.append(shard)
         if run.prepared is not None:
             raise StepStateError(
                 f"unit {spec.unit!r} of run {run.name!r} cannot be reserved now: step {run.prepared.step} is about to "
                 "be committed without it",
                 unit=spec.unit,
             )
-        for shard in known:
+        for shard in replaced:
             self._release(run, shard)
-        self.memory.reserve(str(identity), spec.unit, spec.size_bytes, spec.dp, holds_buffers=layout.holds_buffers)
+        self.memory.reserve(spec.memory_key, spec.size_bytes, spec.dp, holds_buffers=layout.holds_buffers)
         kind = BufferShard if layout.holds_buffers else UnitShard
         shard = kind(spec, self.memory, self._shared)
         self.runs.setdefault(identity.run_id, run).add_shard(shard)
         return shard
 
     def release(self, request: NamesRun, unit: str, placement: int) -> None:
-        """Releases the reservation of a unit unless it has a higher placement number. Idempotent.
+        """Releases the reservations of a unit's shards, except those with a higher placement number. Idempotent.
 
         Raises:
-            StepStateError: The unit has been updated.
+            StepStateError: A shard has been updated. Nothing is released.
         """
         run = self.runs.get(named_identity(request).run_id)
         if run is None:
             return
         run.note_released(unit, placement)
-        shard = run.shards.get(unit)
-        if shard is not None and shard.placement <= placement:
-            if shard.version:
-                raise StepStateError(
-                    f"the reservation of {shard.what} cannot be released: it is at version {shard.version}", unit=unit
-                )
+        released = [shard for shard in run.shards_of(unit) if shard.placement <= placement]
+        if updated := [shard for shard in released if shard.version]:
+            raise StepStateError(
+                f"the reservation of {updated[0].what} cannot be released: it is at version {updated[0].version}",
+                unit=unit,
+            )
+        for shard in released:
             self._release(run, shard)
 
     def _release(self, run: HostedRun, shard: UnitShard) -> None:
@@ -173,7 +179,7 @@ class ShardStore:
             f"{shard.what} is no longer reserved on this server: declare the unit again", unit=shard.unit
         )
         run.remove_shard(shard, why)
-        self.memory.release_unit(str(run.identity), shard.unit)
+        self.memory.release_shard(shard.spec.memory_key)
 
     async def drop(self, run_id: str) -> int:
         """Drops a run permanently; returns the bytes of the budget that became free."""

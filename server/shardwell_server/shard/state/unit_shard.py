@@ -67,7 +67,7 @@ class UnitShard:
         """Averages and replaced encodings that still have readers. ``Values`` has the snapshots of older versions."""
         self.encoded = EncodedVersions(self.plans, spec.start_bytes, memory, self.reader_copies)
         self.kept = KeptGradients(
-            lambda count: memory.reserve_kept(str(self.run), self.unit, count * self.size_bytes),
+            lambda count: memory.reserve_kept(spec.memory_key, count * self.size_bytes),
             lambda: memory.pool.acquire(self.size_bytes),
             memory.pool.release,
             self.views,
@@ -326,7 +326,7 @@ class UnitShard:
         try:
             state_bytes, workspace_bytes = applied.needs(present, optimizer, chosen)
             self._memory.reserve_optimizer(
-                str(self.run), self.unit, self.partitions.state_bytes + state_bytes, workspace_bytes
+                self.spec.memory_key, self.partitions.state_bytes + state_bytes, workspace_bytes
             )
             await self._compute(in_thread, lambda: applied.prepare(present, optimizer, chosen, key))
         except (RuntimeError, MemoryError) as error:
@@ -413,7 +413,7 @@ class UnitShard:
     def _note_optimizer(self) -> None:
         state_bytes = 0 if self.optimizer is None else self.optimizer.size_bytes
         self.optimizer_bytes = self.partitions.state_bytes + state_bytes
-        self._memory.note_optimizer(str(self.run), self.unit, self.optimizer_bytes)
+        self._memory.note_optimizer(self.spec.memory_key, self.optimizer_bytes)
 
 
 def first_non_finite(views: Sequence[torch.Tensor]) -> int | None:

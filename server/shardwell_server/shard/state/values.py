@@ -208,16 +208,21 @@ class Values:
         Raises:
             StepStateError: The values of the epoch are not complete.
         """
+        self.check_publishable(epoch)
         if self.version is not None:
             return self.version
-        if self.live is None or self.initial_epoch != epoch:
-            raise StepStateError(
-                f"{self._what} cannot be published: the initial values of epoch {epoch} are not complete on this server"
-            )
+        assert self.live is not None
         self.version = 0
         self.live.show(self.version)
         self._notify()
         return self.version
+
+    def check_publishable(self, epoch: int) -> None:
+        """Raises StepStateError unless the initial values of an epoch are complete, or a version is published."""
+        if self.version is None and (self.live is None or self.initial_epoch != epoch):
+            raise StepStateError(
+                f"{self._what} cannot be published: the initial values of epoch {epoch} are not complete on this server"
+            )
 
     @asynccontextmanager
     async def becoming(self, version: int, in_thread: InThread) -> AsyncIterator[None]:

@@ -28,7 +28,7 @@ async def locate_shard(
     """
     run = store.exact_run(request)
     shm.session(request.transport_id, run.identity)
-    shard = run.shard(request.unit)
+    shard = run.shard(request.unit, request.start_bytes if request.HasField("start_bytes") else None)
     wanted = request.version if request.HasField("version") else None
     version, source = await shard.values.read(wanted, wait_s)
     shard.values.release(source)
@@ -46,7 +46,8 @@ def open_gradient_buffer(
     """Makes a shared gradient buffer. Raises as ``ShmSession.open_gradient_buffer`` does."""
     run = store.exact_run(request)
     session = shm.session(request.transport_id, run.identity)
-    number, gradient_buffer = session.open_gradient_buffer(run.shard(request.unit))
+    shard = run.shard(request.unit, request.start_bytes if request.HasField("start_bytes") else None)
+    number, gradient_buffer = session.open_gradient_buffer(shard)
     return shard_pb2.OpenGradientBufferResponse(gradient_buffer_id=number, path=gradient_buffer.path)
 
 
@@ -65,7 +66,8 @@ async def reduce_gradient_buffer(
     store.requests.check_content("ReduceScatter", header.context, header)
     run = store.exact_run(header.context)
     gradient_buffer = shm.session(request.transport_id, run.identity).gradient_buffer(request.gradient_buffer_id)
-    duplicate = await Push(store, run, run.shard(header.unit), header).adopt(gradient_buffer, wait_s)
+    shard = run.shard(header.unit, header.start_bytes, header.stop_bytes)
+    duplicate = await Push(store, run, shard, header).adopt(gradient_buffer, wait_s)
     return shard_pb2.ReduceGradientBufferResponse(
         duplicate=duplicate, version=header.context.step, adopted=gradient_buffer.claimed
     )
@@ -85,7 +87,8 @@ async def open_staging_buffer(
     """
     read = request.partition
     run = store.exact_run(read.context)
-    session, shard = shm.session(request.transport_id, run.identity), run.shard(read.unit)
+    session = shm.session(request.transport_id, run.identity)
+    shard = run.shard(read.unit, read.start_bytes, read.stop_bytes)
     generation = partitions.check_lease(run, shard, read)
     if shard.partitions.staged_epoch(read.dp_rank) > read.context.epoch:
         raise StaleEpochError(
@@ -135,7 +138,8 @@ async def stage_staging_buffer(
     """
     header = request.header
     run = store.exact_run(header.context)
-    session, shard = shm.session(request.transport_id, run.identity), run.shard(header.unit)
+    session = shm.session(request.transport_id, run.identity)
+    shard = run.shard(header.unit, header.start_bytes, header.stop_bytes)
     staging_buffer = session.staging_buffer(request.staging_buffer_id, shard, header.dp_rank)
     what = f"partition of {shard.what}, rank {header.dp_rank}"
     partitions.check_current(run, shard, header, what)
