@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from shardwell.session.session import Session, join
     from shardwell.session.step import Step
     from shardwell.weights.loading import from_safetensors
+    from shardwell.weights.reader import Reader, attach
     from shardwell.weights.saving import save_dcp, save_safetensors
     from shardwell.weights.state_dict import (
         TensorSlice,
@@ -101,6 +102,7 @@ __all__ = [
     "NoWrapPolicy",
     "NonFiniteError",
     "NotFoundError",
+    "Reader",
     "ReplicaOptions",
     "RunDeletedError",
     "RunMismatchError",
@@ -127,6 +129,7 @@ __all__ = [
     "World",
     "WorldError",
     "amp",
+    "attach",
     "auto_wrap",
     "from_safetensors",
     "full_state_dict",
@@ -159,6 +162,7 @@ _MODULES = {
     "MixedPrecisionPolicy": "shardwell.module.mixed_precision",
     "ModuleTypePolicy": "shardwell.wrapping.policies",
     "NoWrapPolicy": "shardwell.wrapping.policies",
+    "Reader": "shardwell.weights.reader",
     "ReplicaOptions": "shardwell.module.strategy",
     "Session": "shardwell.session.session",
     "ShardedModule": "shardwell.module.sharded_module",
@@ -171,6 +175,7 @@ _MODULES = {
     "UnitMemory": "shardwell.module.memory_report",
     "WaitOptions": "shardwell.session.config",
     "amp": "shardwell.amp",
+    "attach": "shardwell.weights.reader",
     "auto_wrap": "shardwell.wrapping.auto_wrap",
     "from_safetensors": "shardwell.weights.loading",
     "full_state_dict": "shardwell.weights.state_dict",

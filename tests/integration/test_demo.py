@@ -71,6 +71,22 @@ def test_another_trainer_prints_when_the_trainer_of_rank_0_is_killed(text: Path,
     assert f"[{other}] The loss fell from" in output
 
 
+def test_text_is_served_from_the_model_that_trains(text: Path) -> None:
+    options = ["--text", str(text), "--num-steps", "40", "--vocab-size", "60", "--context", "16", "--prompt", "the cat"]
+    done = subprocess.run(
+        [sys.executable, "examples/serve_while_training.py", *options],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    versions = [int(found) for found in re.findall(r"version +(\d+): the cat", done.stdout)]
+    assert "serving at http://localhost:" in done.stdout and versions == sorted(versions) and versions[-1] > versions[0]
+
+
 def test_tokens_decode_to_the_same_text(text: Path) -> None:
     corpus = Corpus.read(str(text), vocab_size=60)
     assert corpus.vocabulary.decode(corpus.tokens) == corpus.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -13,10 +13,9 @@ import torch
 
 from shardwell.session.coordinator_client import CoordinatorClient
 from shardwell.transport.rpc import StandingRpc
-from shardwell.transport.shard_client import ShardClient
+from shardwell.weights.run_connections import RunConnections
 from shardwell_wire.chunk_streams import memory_at
-from shardwell_wire.credentials import Credentials
-from shardwell_wire.errors import DeadlineError, UnavailableError, VersionGoneError
+from shardwell_wire.errors import DeadlineError, RunDeletedError, ShardwellError, VersionGoneError
 from shardwell_wire.layout import UnitLayout
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
@@ -46,34 +45,26 @@ class PlacedUnit:
 
 
 class UnitReader:
-    """Reads one version of a run's units from the shard servers. A context manager.
+    """Reads one version of a run's units from the shard servers. Ends the reads in flight when its context ends.
 
     Args:
-        run: The run.
+        connections: Connections to the run's shard servers.
         version: Version of every unit.
         timeout_s: Deadline of each read, in seconds.
-        credentials: Credentials of the cluster.
     """
 
-    def __init__(self, run: RunIdentity, version: int, *, timeout_s: float, credentials: Credentials) -> None:
-        self.run, self.version, self._credentials = run, version, credentials
-        self._timeout_s = timeout_s
-        self._clients: dict[str, ShardClient] = {}
+    def __init__(self, connections: RunConnections, version: int, *, timeout_s: float) -> None:
+        self.connections, self.run, self.version = connections, connections.run, version
+        self.timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardwell-read")
 
     def __enter__(self) -> UnitReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        for client in self._clients.values():
-            client.close()  # also cancels reads in flight
+        if kind is not None and not issubclass(kind, ShardwellError):
+            self.connections.close()  # cancels the reads in flight, for example after Ctrl-C
         self._pool.shutdown(cancel_futures=True)
-
-    def client(self, address: str) -> ShardClient:
-        """Returns the client of the shard server at an address. It is closed with the reader."""
-        if address not in self._clients:
-            self._clients[address] = ShardClient(address, credentials=self._credentials)
-        return self._clients[address]
 
     def read(self, unit: PlacedUnit) -> torch.Tensor:
         """Returns a unit's flat vector with padding, as uint8 on the CPU. [size_bytes]
@@ -84,37 +75,14 @@ class UnitReader:
         """
         flat = torch.empty(unit.layout.size_bytes, dtype=torch.uint8)
         wanted = [shard for shard in unit.shards if shard.stop_bytes > shard.start_bytes]
-        clients = [self.client(shard.address) for shard in wanted]
-        reads = [
-            self._pool.submit(self._read, client, unit, shard, flat)
-            for client, shard in zip(clients, wanted, strict=True)
-        ]
+        reads = [self._pool.submit(self._read, unit, shard, flat) for shard in wanted]
         for read in reads:
             read.result()
         return flat
 
-    def _read(self, client: ShardClient, unit: PlacedUnit, shard: common_pb2.ShardRange, flat: torch.Tensor) -> None:
-        request = shard_pb2.GatherRequest(
-            run=self.run.name,
-            run_id=self.run.run_id,
-            unit=unit.layout.unit,
-            version=self.version,
-            start_bytes=shard.start_bytes,
-            stop_bytes=shard.stop_bytes,
-        )
+    def _read(self, unit: PlacedUnit, shard: common_pb2.ShardRange, flat: torch.Tensor) -> None:
         target = memory_at(flat.data_ptr() + shard.start_bytes, shard.stop_bytes - shard.start_bytes)
-        try:
-            client.fetch_stream(request, target, timeout_s=self._timeout_s, retry_for_s=0.0)
-        except UnavailableError as error:
-            raise unreachable(shard, error) from error
-
-
-def unreachable(shard: common_pb2.ShardRange, error: UnavailableError) -> UnavailableError:
-    """Returns the error for a shard server that cannot be reached although the coordinator can."""
-    return UnavailableError(
-        f"{shard.server_id} at {shard.address} cannot be reached from this host, although the coordinator can: {error}",
-        server=shard.server_id,
-    )
+        self.connections.read(unit.layout, shard, self.version, target, timeout_s=self.timeout_s)
 
 
 @dataclass(frozen=True)
@@ -126,6 +94,11 @@ class StoredParameter:
     unit: PlacedUnit
     index: int
     """Layout index in the unit."""
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Other names of the same tied parameter."""
+        return tuple(self.unit.layout.parameters[self.index].aliases)
 
     @property
     def meta(self) -> torch.Tensor:
@@ -144,12 +117,24 @@ class PinnedVersion:
         buffers: The persistent buffers of all sharded modules.
     """
 
-    def __init__(self, weights: coordinator_pb2.DescribeWeightsResponse, reader: UnitReader) -> None:
+    def __init__(
+        self,
+        weights: coordinator_pb2.DescribeWeightsResponse,
+        reader: UnitReader,
+        pins: Sequence[shard_pb2.PinVersionResponse],
+    ) -> None:
         self.run, self.version = reader.run.name, weights.version
         self._reader = reader
+        self._changes: dict[str, int] = {}
+        for change in (change for pin in pins for change in pin.changes):
+            self._changes[change.unit] = max(change.version, self._changes.get(change.unit, 0))
         units = [PlacedUnit.from_proto(unit) for unit in weights.units]
         self.parameters = _stored(unit for unit in units if not unit.layout.holds_buffers)
         self.buffers = _stored(unit for unit in units if unit.layout.holds_buffers)
+
+    def changed_at(self, unit: PlacedUnit) -> int:
+        """Returns the newest version, up to this one, that may have changed a value of a unit."""
+        return self._changes.get(unit.layout.unit, self.version)
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields names and values of parameters, then of buffers. Holds one unit at a time.
@@ -161,13 +146,14 @@ class PinnedVersion:
         for parameter in (*self.parameters, *self.buffers):
             if parameter.unit is not unit:
                 flat = torch.empty(0)  # releases the unit before the next one is read
-                unit, flat = parameter.unit, self._read(parameter.unit)
+                unit, flat = parameter.unit, self.read(parameter.unit)
             yield (
                 parameter.name,
                 parameter.unit.view(flat, parameter.index).clone(),
             )  # a view would keep the memory of the unit
 
-    def _read(self, unit: PlacedUnit) -> torch.Tensor:
+    def read(self, unit: PlacedUnit) -> torch.Tensor:
+        """Returns a unit's flat vector with padding, as uint8 on the CPU; raises as ``values``. [size_bytes]"""
         try:
             return self._reader.read(unit)
         except VersionGoneError as error:
@@ -189,7 +175,9 @@ def _stored(units: Iterable[PlacedUnit]) -> Sequence[StoredParameter]:
 
 
 @contextmanager
-def pinned_version(coordinator: CoordinatorClient, run: str, *, timeout_s: float) -> Iterator[PinnedVersion]:
+def pinned_version(
+    coordinator: CoordinatorClient, run: str, *, timeout_s: float, connections: RunConnections | None = None
+) -> Iterator[PinnedVersion]:
     """Pins the newest version of a run that all its shard servers still have. Training continues.
 
     If steps are committed faster than all servers can be reached, a future version is pinned: each server gets the
@@ -199,6 +187,7 @@ def pinned_version(coordinator: CoordinatorClient, run: str, *, timeout_s: float
         coordinator: Client of the coordinator.
         run: Name of the run.
         timeout_s: How long to wait for a future version, and for each read, in seconds.
+        connections: Connections to use. Default: new connections, closed at the end.
 
     Raises:
         NotFoundError: The run does not exist.
@@ -211,7 +200,7 @@ def pinned_version(coordinator: CoordinatorClient, run: str, *, timeout_s: float
     for _ in range(_ATTEMPTS):
         with ExitStack() as stack:
             try:
-                pinned = _pin(coordinator, run, target, timeout_s, stack)
+                pinned = _pin(coordinator, run, target, timeout_s, stack, connections)
             except VersionGoneError as error:
                 newest = int(error.data["newest"])
                 tried.append(newest if target is None else target)
@@ -232,21 +221,32 @@ def pinned_version(coordinator: CoordinatorClient, run: str, *, timeout_s: float
 
 
 def _pin(
-    coordinator: CoordinatorClient, run: str, target: int | None, timeout_s: float, stack: ExitStack
+    coordinator: CoordinatorClient,
+    run: str,
+    target: int | None,
+    timeout_s: float,
+    stack: ExitStack,
+    connections: RunConnections | None,
 ) -> PinnedVersion:
     """Tries to pin version ``target``, or the newest. Closes everything it opens with the stack."""
     newest = describe_weights(coordinator, run)
     version = newest.version if target is None else target
     owners = {shard.address: shard for unit in newest.units for shard in unit.shards}
     asking = stack.enter_context(ThreadPoolExecutor(len(owners) + 1))
-    identity, credentials = RunIdentity(run, newest.run_id), coordinator.credentials
-    # Closed before the thread pool, so that pending requests are cancelled.
-    reader = stack.enter_context(UnitReader(identity, version, timeout_s=timeout_s, credentials=credentials))
+    if connections is None:
+        # Closed before the thread pool, so that pending requests are cancelled.
+        identity = RunIdentity(run, newest.run_id)
+        connections = stack.enter_context(closing(RunConnections(identity, coordinator.credentials)))
+    elif newest.run_id != connections.run.run_id:
+        raise RunDeletedError(
+            f"run {run!r} was deleted and created again since this reader attached: attach again", run=run
+        )
+    reader = stack.enter_context(UnitReader(connections, version, timeout_s=timeout_s))
     # All servers are asked concurrently. For a future version, they are asked before the version exists.
     described = None
     if target is not None:
         described = asking.submit(describe_weights, coordinator, run, version=target, wait_s=timeout_s)
-    opened = [asking.submit(_open, reader, shard, timeout_s) for shard in owners.values()]
+    opened = [asking.submit(_open, reader, shard) for shard in owners.values()]
     outcomes = [_outcome(future.result) for future in opened]
     for outcome in outcomes:
         if isinstance(outcome, StandingRpc):
@@ -254,17 +254,17 @@ def _pin(
     for outcome in outcomes:
         if isinstance(outcome, Exception):
             raise outcome
-    return PinnedVersion(newest if described is None else described.result(), reader)
+    changes = [outcome.answer for outcome in outcomes if isinstance(outcome, StandingRpc)]
+    return PinnedVersion(newest if described is None else described.result(), reader, changes)
 
 
-def _open(reader: UnitReader, shard: common_pb2.ShardRange, timeout_s: float) -> StandingRpc:
+def _open(reader: UnitReader, shard: common_pb2.ShardRange) -> StandingRpc:
     request = shard_pb2.PinVersionRequest(
-        run=reader.run.name, run_id=reader.run.run_id, version=reader.version, wait_s=timeout_s
+        run=reader.run.name, run_id=reader.run.run_id, version=reader.version, wait_s=reader.timeout_s
     )
-    try:
-        return reader.client(shard.address).open("PinVersion", request, timeout_s=timeout_s + _CALL_MARGIN_S)
-    except UnavailableError as error:
-        raise unreachable(shard, error) from error
+    timeout_s = reader.timeout_s + _CALL_MARGIN_S
+    with reader.connections.reaching(shard):
+        return reader.connections.server(shard.address).client.open("PinVersion", request, timeout_s=timeout_s)
 
 
 def _outcome(action: Callable[[], StandingRpc]) -> StandingRpc | Exception:

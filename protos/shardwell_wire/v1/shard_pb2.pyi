@@ -650,19 +650,53 @@ class PinVersionResponse(google.protobuf.message.Message):
 
     VERSION_FIELD_NUMBER: builtins.int
     SHARD_COUNT_FIELD_NUMBER: builtins.int
+    CHANGES_FIELD_NUMBER: builtins.int
     version: builtins.int
     """The pinned version."""
     shard_count: builtins.int
     """Number of shards of the run on this server."""
+    @property
+    def changes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardChange]:
+        """When the shards of the run on this server last changed."""
+
     def __init__(
         self,
         *,
         version: builtins.int = ...,
         shard_count: builtins.int = ...,
+        changes: collections.abc.Iterable[global___ShardChange] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["shard_count", b"shard_count", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changes", b"changes", "shard_count", b"shard_count", "version", b"version"]) -> None: ...
 
 global___PinVersionResponse = PinVersionResponse
+
+@typing.final
+class ShardChange(google.protobuf.message.Message):
+    """When a shard last changed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UNIT_FIELD_NUMBER: builtins.int
+    START_BYTES_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    unit: builtins.str
+    """Name of the unit."""
+    start_bytes: builtins.int
+    """First byte of the shard in the flat vector."""
+    version: builtins.int
+    """The newest version, up to the pinned one, that may differ from the version before. Steps that update no parameter
+    of the shard do not count.
+    """
+    def __init__(
+        self,
+        *,
+        unit: builtins.str = ...,
+        start_bytes: builtins.int = ...,
+        version: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["start_bytes", b"start_bytes", "unit", b"unit", "version", b"version"]) -> None: ...
+
+global___ShardChange = ShardChange
 
 @typing.final
 class OpenTransportRequest(google.protobuf.message.Message):

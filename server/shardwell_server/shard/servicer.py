@@ -185,8 +185,8 @@ class ShardServicer:
     ) -> AsyncIterator[shard_pb2.PinVersionResponse]:
         run = self._store.run(request.run, request.run_id)
         with self._standing.count(call.peer):
-            async with reading.pinning(run, request.version, call.remaining_s(request.wait_s)) as shard_count:
-                yield shard_pb2.PinVersionResponse(version=request.version, shard_count=shard_count)
+            async with reading.pinning(run, request.version, call.remaining_s(request.wait_s)) as response:
+                yield response
                 await first_of(self._stopping, run.dropped)  # gRPC cancels this task when the client disconnects
 
     async def OpenTransport(

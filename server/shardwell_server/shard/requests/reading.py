@@ -190,8 +190,8 @@ async def _reading_averages(
 
 
 @asynccontextmanager
-async def pinning(run: HostedRun, version: int, wait_s: float) -> AsyncIterator[int]:
-    """Pins one version of all of a run's shards on this server; yields the number of shards.
+async def pinning(run: HostedRun, version: int, wait_s: float) -> AsyncIterator[shard_pb2.PinVersionResponse]:
+    """Pins one version of all of a run's shards on this server; yields when each shard last changed.
 
     The next update copies pinned versions to snapshots if there is memory. The snapshots are evicted when training
     needs the memory.
@@ -206,12 +206,17 @@ async def pinning(run: HostedRun, version: int, wait_s: float) -> AsyncIterator[
         VersionGoneError: The version has been overwritten.
     """
     pins: list[tuple[Values, VersionBytes]] = []
+    response = shard_pb2.PinVersionResponse(version=version)
     deadline = asyncio.get_running_loop().time() + wait_s
     try:
         for shard in run.published:
             left_s = max(0.0, deadline - asyncio.get_running_loop().time())
             pins.append((shard.values, await shard.values.pin(version, left_s)))
-        yield len(pins)
+            # A later update may have changed the shard while this call waited for another shard.
+            changed = min(shard.values.changed_version, version)
+            response.changes.add(unit=shard.unit, start_bytes=shard.start_bytes, version=changed)
+        response.shard_count = len(pins)
+        yield response
     finally:
         for values, pinned in pins:
             values.unpin(pinned)

@@ -72,8 +72,9 @@ class BufferShard(UnitShard):
         """Makes version ``step + 1`` from version ``step`` and the values that rank 0 pushed."""
         self.encoded.discard()
         self.reader_copies.supersede()
-        async with self.values.becoming(step + 1, in_thread):
-            if self.contributions.by_rank:
+        has_new = bool(self.contributions.by_rank)
+        async with self.values.becoming(step + 1, in_thread, changes=has_new):
+            if has_new:
                 await self._compute(in_thread, self.compute_store)
         self.discard_reduced()
         self.contributions.end_step()

@@ -358,13 +358,22 @@ class UnitShard:
         await self.prepare_update(in_thread, optimizer, groups, key)
         self.encoded.discard()
         self.reader_copies.supersede()
-        async with self.values.becoming(step + 1, in_thread):
+        changes = self.changes_values(optimizer, groups)
+        async with self.values.becoming(step + 1, in_thread, changes=changes):
             await self._compute(in_thread, lambda: self.compute_update(optimizer, groups, clip_coefficient, key))
         if runs_on_trainers(optimizer.algorithm):
             self.partitions.settle()
         self.discard_reduced()
         self.contributions.end_step()
         self._note_optimizer()
+
+    def changes_values(self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None) -> bool:
+        """True if the update of the reduced step may change a value of the shard."""
+        if runs_on_trainers(optimizer.algorithm):
+            return True
+        assert self.reduced is not None
+        chosen = zip(self.reduced.gradients, self._chosen_groups(groups), strict=True)
+        return any(gradient is not None and group >= 0 for gradient, group in chosen)
 
     def compute_update(
         self, optimizer: common_pb2.OptimizerStep, groups: Sequence[int] | None, clip_coefficient: float, key: bytes

@@ -86,6 +86,8 @@ class Values:
     def __init__(self, what: str, unit: str, memory: Memory, shared: SharedMemory | None) -> None:
         self.version: int | None = None
         """The newest published version."""
+        self.changed_version = 0
+        """The newest version whose bytes may differ from the version before."""
         self.current: VersionBytes | None = None
         self.live: LiveBuffer | None = None
         self.initial_epoch = -1
@@ -225,8 +227,10 @@ class Values:
             )
 
     @asynccontextmanager
-    async def becoming(self, version: int, in_thread: InThread) -> AsyncIterator[None]:
+    async def becoming(self, version: int, in_thread: InThread, *, changes: bool = True) -> AsyncIterator[None]:
         """Lets the block change the values in place. When the block ends, they are the given version.
+
+        If ``changes`` is False, the block leaves the values as they are.
 
         If the block raises, the values belong to neither version, and readers wait. The caller must repeat the block
         until it succeeds. If an error occurs before the block, nothing has changed.
@@ -245,6 +249,8 @@ class Values:
             self.live.show(UPDATING)
         yield
         self.version = version
+        if changes:
+            self.changed_version = version
         self.live.show(version)
         self._updating = False
         self._notify()

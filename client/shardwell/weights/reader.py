@@ -1,0 +1,248 @@
+"""A read-only session: reads the live weights of a run, without a logical rank and without the run's model code."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from shardwell.credentials import find_credentials
+from shardwell.module.unit import owner_of
+from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.weights.loading import Rename
+from shardwell.weights.pinned_version import PinnedVersion, StoredParameter, describe_weights, pinned_version
+from shardwell.weights.run_connections import RunConnections
+from shardwell_wire.errors import UnavailableError, UsageError, VersionGoneError
+from shardwell_wire.retry import backoff
+from shardwell_wire.run_identity import RunIdentity
+
+_MAX_NAMES = 10
+"""Limit of the names of each kind in an error message."""
+
+
+class Reader:
+    """Reads committed versions of a run's weights. A context manager. Created by ``attach``.
+
+    A reader has no rank, and training does not wait for it. It reads over the transports of a trainer: from shared
+    memory on a shard server's host, otherwise over sockets or gRPC. One thread at a time may use it.
+
+    Attributes:
+        run: Name of the run.
+        run_id: Random id of the run. A later run of the same name has another id.
+
+    Args:
+        coordinator: Client of the coordinator. Closed with the reader.
+        run: Name of the run.
+        timeout_s: Deadline of each read in seconds, which includes the time in which a shard server is replaced.
+    """
+
+    def __init__(self, coordinator: CoordinatorClient, run: str, timeout_s: float) -> None:
+        self._coordinator, self._timeout_s = coordinator, timeout_s
+        newest = describe_weights(coordinator, run)
+        self.run, self.run_id = run, newest.run_id
+        self._connections = RunConnections(RunIdentity(run, newest.run_id), coordinator.credentials)
+        self._followed: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        """The version that each followed model contains."""
+
+    @property
+    def version(self) -> int:
+        """The newest committed version, which is the number of committed steps."""
+        return describe_weights(self._coordinator, self.run).version
+
+    def wait_for(self, version: int, timeout_s: float) -> int:
+        """Waits until a version or a later one is committed; returns the newest version.
+
+        Raises:
+            DeadlineError: The version was not committed within ``timeout_s`` seconds.
+        """
+        try:
+            return describe_weights(self._coordinator, self.run, version=version, wait_s=timeout_s).version
+        except VersionGoneError as error:
+            return int(error.data["newest"])
+
+    @contextmanager
+    def pin(self) -> Iterator[PinnedVersion]:
+        """Keeps the newest version readable while the block runs. Training continues.
+
+        The shard servers copy what training overwrites. If training needs the memory of the copies, a server evicts
+        them, and reads raise VersionGoneError.
+
+        Yields:
+            The pinned version: ``version``, ``values()``, ``parameters`` and ``buffers``.
+
+        Raises:
+            VersionGoneError: Steps are committed faster than the servers can be asked.
+            UnavailableError: A shard server cannot be reached for the reader's timeout.
+        """
+        give_up, pauses, stack = time.monotonic() + self._timeout_s, backoff(), ExitStack()
+        while True:
+            pinning = pinned_version(
+                self._coordinator, self.run, timeout_s=self._timeout_s, connections=self._connections
+            )
+            try:
+                pinned = stack.enter_context(pinning)
+                break
+            except UnavailableError:  # the coordinator may be about to name another owner of the shards
+                pause_s = next(pauses)
+                if time.monotonic() + pause_s > give_up:
+                    raise
+                time.sleep(pause_s)
+        with stack:
+            yield pinned
+
+    def follow(self, model: nn.Module, *, rename: Rename | None = None, cast: bool = False) -> int:
+        """Loads the newest committed version into a plain model, in place.
+
+        The first call loads everything. Later calls load the units that have changed since. All values are read before
+        the first one is written, so the model has one version even if the call fails. This takes CPU memory of the size
+        of the changed units.
+
+        Args:
+            model: A model on any device. Its parameters and persistent buffers have the run's names, which are the
+                model's names if ``auto_wrap`` sharded the whole model.
+            rename: Maps names in the run to names in the model, or to None to skip a tensor. ``fully_shard`` puts the
+                name of the unit before the names in its module.
+            cast: Whether to convert to floating-point dtypes of the model that differ from the run's.
+
+        Returns:
+            The version that the model has now.
+
+        Raises:
+            UsageError: Names, shapes or dtypes of the model do not fit, or the model is sharded.
+            VersionGoneError: No version stayed readable until it was read. The model is unchanged.
+            UnavailableError: A shard server could not be reached for the reader's timeout. The model is unchanged.
+        """
+        give_up, pauses = time.monotonic() + self._timeout_s, backoff()
+        while True:
+            try:
+                return self._follow(model, rename or (lambda name: name), cast)
+            except (UnavailableError, VersionGoneError):
+                pause_s = next(pauses)
+                if time.monotonic() + pause_s > give_up:
+                    raise
+                time.sleep(pause_s)
+
+    def _follow(self, model: nn.Module, rename: Rename, cast: bool) -> int:
+        with self.pin() as pinned:
+            targets, former = _targets(model, pinned, rename, cast=cast), self._followed.get(model, -1)
+            if former == pinned.version:
+                return former
+            units = {stored.unit.layout.unit: stored.unit for stored, _ in targets}
+            read = {name: pinned.read(unit) for name, unit in units.items() if pinned.changed_at(unit) > former}
+        with torch.no_grad():
+            self._followed.pop(model, None)  # an interrupt below leaves a mixture: the next call loads everything
+            for stored, tensor in targets:
+                if (flat := read.get(stored.unit.layout.unit)) is not None:
+                    tensor.copy_(stored.unit.view(flat, stored.index))
+            self._followed[model] = pinned.version
+        return pinned.version
+
+    def close(self) -> None:
+        """Closes the connections. Harmless to repeat."""
+        self._connections.close()
+        self._coordinator.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def attach(
+    address: str | None = None, run: str | None = None, *, token_file: str | None = None, timeout_s: float = 60.0
+) -> Reader:
+    """Attaches to a run to read its weights during training, without joining it.
+
+    >>> with shardwell.attach("localhost:50051", run="gpt") as reader:
+    ...     version = reader.follow(model)
+
+    Args:
+        address: The coordinator's host:port. Default: ``SHARDWELL_ADDRESS``, else localhost:50051.
+        run: Name of the run. Default: ``SHARDWELL_RUN``, else ``default``.
+        token_file: File with the cluster's token. Default: as in ``join``.
+        timeout_s: Deadline of each read in seconds.
+
+    Raises:
+        NotFoundError: The run does not exist.
+        StepStateError: The run has no weights yet.
+        UnavailableError: The coordinator cannot be reached.
+        UsageError: An argument is invalid.
+    """
+    if not timeout_s > 0:
+        raise UsageError(f"attach(timeout_s={timeout_s!r}): expected more than 0")
+    address = address or os.environ.get("SHARDWELL_ADDRESS") or "localhost:50051"
+    coordinator = CoordinatorClient(address, find_credentials(address, token_file))
+    try:
+        return Reader(coordinator, run or os.environ.get("SHARDWELL_RUN") or "default", timeout_s)
+    except BaseException:
+        coordinator.close()
+        raise
+
+
+def _targets(
+    model: nn.Module, pinned: PinnedVersion, rename: Rename, *, cast: bool
+) -> list[tuple[StoredParameter, torch.Tensor]]:
+    """Pairs everything that the run stores with the tensors of a model that have its names.
+
+    Raises:
+        UsageError: Names, shapes or dtypes differ.
+    """
+    tensors, pairs, unknown, differing, found = _named_tensors(model), [], [], [], set[str]()
+    for stored in (*pinned.parameters, *pinned.buffers):
+        wanted = [name for name in map(rename, (stored.name, *stored.aliases)) if name is not None]
+        names = [name for name in wanted if name in tensors]
+        found.update(names)
+        if wanted and not names:
+            unknown.append(repr(stored.name))
+        for tensor in {id(tensors[name]): tensors[name] for name in names}.values():
+            pairs.append((stored, tensor))
+            differing += [f"{names[0]!r} is {how}" for how in _differences(stored.meta, tensor, cast=cast)]
+    missing = [repr(name) for name in tensors if name not in found]
+    problems = [
+        *([f"the model lacks {_listed(unknown)}"] if unknown else []),
+        *([f"the run lacks {_listed(missing)}"] if missing else []),
+        *([_listed(differing)] if differing else []),
+    ]
+    if problems:
+        advice = ". To use other names than the run's, pass rename=" if unknown and missing else ""
+        raise UsageError(f"the model does not fit run {pinned.run!r}: {'; '.join(problems)}{advice}")
+    return pairs
+
+
+def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns parameters and persistent buffers by all their names."""
+    tensors = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor):
+            continue  # extra state, which the run does not store
+        if owner_of(tensor) is not None:
+            raise UsageError(f"parameter {name!r} is sharded: pass a plain model, built without fully_shard")
+        if is_lazy(tensor) or tensor.is_meta:
+            raise UsageError(f"{name!r} has no memory yet: build the model on a device, not on meta or lazily")
+        tensors[name] = tensor
+    return tensors
+
+
+def _differences(stored: torch.Tensor, tensor: torch.Tensor, *, cast: bool) -> Iterator[str]:
+    if stored.shape != tensor.shape:
+        yield f"of shape {tuple(stored.shape)} in the run, {tuple(tensor.shape)} in the model"
+    both_floating = stored.dtype.is_floating_point and tensor.dtype.is_floating_point
+    if stored.dtype != tensor.dtype and not (cast and both_floating):
+        advice = " (pass cast=True to convert)" if both_floating else ""
+        yield f"{stored.dtype} in the run, {tensor.dtype} in the model{advice}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more

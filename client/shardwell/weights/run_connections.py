@@ -1,0 +1,123 @@
+"""Connections of a reader without a rank to the shard servers of a run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardwell.data_plane.remote_shard import RemoteShard, Wire
+from shardwell.transport.selector import TRANSPORT_NAMES, ServerConnection
+from shardwell.transport.shared_vector import CAN_MAP
+from shardwell_wire.chunk_streams import DEFAULT_CHUNK_BYTES
+from shardwell_wire.credentials import Credentials
+from shardwell_wire.errors import UnavailableError, VersionGoneError
+from shardwell_wire.layout import UnitLayout
+from shardwell_wire.run_identity import RunIdentity
+from shardwell_wire.v1 import common_pb2
+
+_ShardKey = tuple[str, str, int, int]
+"""Address, unit and range of a shard."""
+
+
+class RunConnections:
+    """Connects to the shard servers of one run on first use, by the fastest transport. Thread-safe.
+
+    Args:
+        run: The run.
+        credentials: Credentials of the cluster.
+    """
+
+    def __init__(self, run: RunIdentity, credentials: Credentials) -> None:
+        self.run, self._credentials = run, credentials
+        self._lock = threading.Lock()
+        self._servers: dict[str, ServerConnection] = {}
+        self._shards: dict[_ShardKey, RemoteShard] = {}
+
+    def server(self, address: str) -> ServerConnection:
+        """Returns the connection to the shard server at an address.
+
+        Raises:
+            UnavailableError: The server cannot be reached.
+        """
+        with self._lock:
+            if (known := self._servers.get(address)) is not None:
+                return known
+        # Without the lock: a server that does not answer must not delay the others.
+        opened = ServerConnection(
+            address,
+            self.run,
+            transports=TRANSPORT_NAMES,
+            chunk_bytes=DEFAULT_CHUNK_BYTES,
+            credentials=self._credentials,
+        )
+        with self._lock:
+            used = self._servers.setdefault(address, opened)
+        if used is not opened:
+            opened.close()
+        return used
+
+    def read(
+        self, layout: UnitLayout, shard: common_pb2.ShardRange, version: int, target: memoryview, *, timeout_s: float
+    ) -> None:
+        """Reads one version of a shard: from shared memory while it is the newest, otherwise as a stream.
+
+        Args:
+            layout: Layout of the shard's unit.
+            shard: The shard and its owner.
+            version: The version. Waited for until it exists.
+            target: Receives the shard, padding included. [stop_bytes - start_bytes]
+            timeout_s: Deadline in seconds.
+
+        Raises:
+            VersionGoneError: The version was overwritten.
+            UnavailableError: The shard server cannot be reached from this host.
+        """
+        with self.reaching(shard):
+            remote = self._shard(layout, shard, timeout_s)
+            try:
+                remote.fetch(version, target)
+            except VersionGoneError:
+                if remote.is_streamed:
+                    raise
+                # The newest version has replaced the mapped bytes. A pinned version is still streamed.
+                remote.narrowed(shard.start_bytes, shard.stop_bytes).fetch(version, target)
+
+    @contextmanager
+    def reaching(self, shard: common_pb2.ShardRange) -> Iterator[None]:
+        """Closes the connection to the shard's server if the block cannot reach the server. The error names it."""
+        try:
+            yield
+        except UnavailableError as error:
+            self._forget(shard.address)
+            raise UnavailableError(
+                f"{shard.server_id} at {shard.address} cannot be reached from this host, although the coordinator "
+                f"can: {error}",
+                server=shard.server_id,
+            ) from error
+
+    def close(self) -> None:
+        """Closes all connections. Reads in flight fail."""
+        for address in list(self._servers):
+            self._forget(address)
+
+    def _shard(self, layout: UnitLayout, shard: common_pb2.ShardRange, timeout_s: float) -> RemoteShard:
+        server = self.server(shard.address)
+        key = (shard.address, layout.unit, shard.start_bytes, shard.stop_bytes)
+        with self._lock:
+            remote = self._shards.get(key)
+        if remote is None:
+            wire = Wire(wait_limit_s=timeout_s)
+            remote = RemoteShard(self.run, layout, server, shard.start_bytes, shard.stop_bytes, wire)
+            if CAN_MAP and (location := remote.locate()) is not None:
+                remote.map(location)
+            with self._lock:
+                self._shards[key] = remote
+        return remote
+
+    def _forget(self, address: str) -> None:
+        with self._lock:
+            server = self._servers.pop(address, None)
+            self._shards = {key: remote for key, remote in self._shards.items() if key[0] != address}
+        if server is not None:
+            server.close()

@@ -1,0 +1,271 @@
+"""``shardwell.attach``: models that follow a run's weights during training."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import shardwell
+from shardwell.transport import selector
+from shardwell.weights import pinned_version as pinned_module
+from shardwell.weights import run_connections
+from shardwell.weights.pinned_version import PinnedVersion
+from shardwell_wire.errors import (
+    DeadlineError,
+    NotFoundError,
+    RunDeletedError,
+    StepStateError,
+    UnavailableError,
+    UsageError,
+    VersionGoneError,
+)
+from tests.support.cluster import wait_until
+
+TRANSPORTS = (("shm", "socket"), ("socket",), ("grpc",))
+
+
+class Frozen(nn.Linear):
+    """A layer that is not trained."""
+
+
+class Model(nn.Module):
+    """A model with a frozen part, statistics and a tied parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(300, 300, bias=False), nn.Linear(300, 300)
+        self.leave.weight = self.enter.weight
+        self.frozen, self.norm = Frozen(300, 300), nn.BatchNorm1d(300)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.norm(self.frozen(self.enter(x))))
+
+
+class Training:
+    """A run of one trainer in a thread, which records the whole state before every step."""
+
+    def __init__(self, address: str, run: str = "") -> None:
+        self.run, self.states = run or uuid.uuid4().hex, dict[int, dict[str, torch.Tensor]]()
+        self.step, self._address, self._stop, self._go = 0, address, threading.Event(), threading.Event()
+        self._failures: list[Exception] = []
+        self._thread = threading.Thread(target=self._train)
+        self._go.set()
+
+    def _train(self) -> None:
+        try:
+            self._steps()
+        except Exception as error:
+            self._failures.append(error)
+
+    def _steps(self) -> None:
+        torch.manual_seed(0)
+        model = Model()
+        with shardwell.join(self._address, run=self.run) as session:
+            shardwell.auto_wrap(model, session, shardwell.ModuleTypePolicy({Frozen, nn.BatchNorm1d}))
+            optimizer = shardwell.optim.AdamW(model.parameters(), lr=1e-2)
+            for step in session.steps(10**6):
+                self.states[step.number], self.step = shardwell.full_state_dict(model), step.number
+                while not self._go.wait(0.01) and not self._stop.is_set():
+                    pass
+                if self._stop.is_set():
+                    return
+                for batch in step.batches(lambda step, rank: torch.randn(8, 300)):
+                    model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def pause(self) -> int:
+        """Stops before the next step; returns its number, which is the newest version."""
+        self._go.clear()
+        step = -1
+        while step != self.step:
+            step = self.step
+            threading.Event().wait(0.1)
+        return step
+
+    def resume(self) -> None:
+        self._go.set()
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        self._thread.start()
+        try:
+            self.wait_for(2)
+            yield
+        finally:
+            self._stop.set()
+            self._thread.join(60)
+        assert not self._failures and not self._thread.is_alive(), self._failures
+
+    def wait_for(self, step: int) -> None:
+        wait_until(lambda: self.step >= step or bool(self._failures), f"step {step}")
+
+    def assert_state(self, step: int, got: dict[str, torch.Tensor]) -> None:
+        expected = self.states[step]
+        assert list(got) == list(expected)
+        for name, value in expected.items():
+            assert torch.equal(got[name], value), name
+
+
+@pytest.fixture(params=TRANSPORTS, ids="+".join)
+def _transports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_connections, "TRANSPORT_NAMES", request.param)
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.usefixtures("_transports")
+def test_models_follow_a_run_that_trains(cluster: shardwell.LocalCluster) -> None:
+    """Two readers follow the run. Every state that they load is the state of exactly one version."""
+    training = Training(cluster.address)
+    loaded: list[tuple[int, dict[str, torch.Tensor]]] = []
+
+    def follow() -> None:
+        model = Model()
+        with shardwell.attach(cluster.address, run=training.run) as reader:
+            for _ in range(15):
+                loaded.append((reader.follow(model), state_of(model)))
+
+    with training.in_background():
+        threads = [threading.Thread(target=follow) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        training.wait_for(max(version for version, _ in loaded))
+    assert len(loaded) == 30 and len({version for version, _ in loaded}) > 5
+    for version, state in loaded:
+        training.assert_state(version, state)
+
+
+def test_later_calls_read_changed_units_only(cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = PinnedVersion.read
+
+    def recording(pinned: PinnedVersion, unit: pinned_module.PlacedUnit) -> torch.Tensor:
+        read.append(unit.layout.unit)
+        return original(pinned, unit)
+
+    monkeypatch.setattr(PinnedVersion, "read", recording)
+    training, model = Training(cluster.address), Model()
+    with training.in_background(), shardwell.attach(cluster.address, run=training.run) as reader:
+        version = reader.follow(model)
+        assert "frozen" in read and len(read) == 4  # three units of parameters, and the statistics
+        read.clear()
+        assert reader.wait_for(version + 2, timeout_s=20.0) >= version + 2
+        version = training.pause()
+        assert reader.follow(model) == version and len(read) == 3 and "frozen" not in read
+        training.assert_state(version, state_of(model))
+        read.clear()
+        assert reader.follow(model) == version == reader.version and not read
+        other = Model().to(torch.float64)
+        assert reader.follow(other, cast=True) == version and len(read) == 4
+        assert torch.equal(other.enter.weight.float(), model.enter.weight)
+
+
+def test_a_failed_call_leaves_the_model_at_one_version(
+    cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, model = Training(cluster.address), Model()
+    with training.in_background(), shardwell.attach(cluster.address, run=training.run, timeout_s=0.5) as reader:
+        version = reader.follow(model)
+        reader.wait_for(version + 1, timeout_s=20.0)
+        original, calls = PinnedVersion.read, []
+
+        def evicted(pinned: PinnedVersion, unit: pinned_module.PlacedUnit) -> torch.Tensor:
+            calls.append(unit)
+            if len(calls) % 2 == 0:
+                raise VersionGoneError("evicted", newest=pinned.version)
+            return original(pinned, unit)
+
+        with monkeypatch.context() as patch, pytest.raises(VersionGoneError, match="evicted"):
+            patch.setattr(PinnedVersion, "read", evicted)
+            reader.follow(model)
+        training.assert_state(version, state_of(model))
+        version = reader.follow(model)
+        training.wait_for(version)
+        training.assert_state(version, state_of(model))
+
+
+def test_pinned_version_stays_while_training_goes_on(cluster: shardwell.LocalCluster) -> None:
+    training = Training(cluster.address)
+    with training.in_background(), shardwell.attach(cluster.address, run=training.run) as reader:
+        with reader.pin() as pinned:
+            reader.wait_for(pinned.version + 3, timeout_s=20.0)
+            got = dict(pinned.values())
+        with pytest.raises(DeadlineError):
+            reader.wait_for(10**6, timeout_s=0.1)
+    expected = training.states[pinned.version]
+    assert sorted(got) == sorted(set(expected) - {"leave.weight"})
+    assert all(torch.equal(expected[name], value) for name, value in got.items())
+
+
+def test_a_model_that_does_not_fit_is_refused(cluster: shardwell.LocalCluster) -> None:
+    training = Training(cluster.address)
+    with training.in_background(), shardwell.attach(cluster.address, run=training.run) as reader:
+        other = Model()
+        other.extra, other.frozen = nn.Linear(2, 2), nn.Linear(300, 200)  # type: ignore[assignment]
+        del other.norm
+        before = state_of(other)
+        with pytest.raises(UsageError) as caught:
+            reader.follow(other)
+        assert "the model lacks 'norm.weight'" in str(caught.value)
+        assert "the run lacks 'extra.weight', 'extra.bias'" in str(caught.value)
+        assert "'frozen.weight' is of shape (300, 300) in the run, (200, 300) in the model" in str(caught.value)
+        assert all(torch.equal(before[name], value) for name, value in state_of(other).items())
+        with pytest.raises(UsageError, match="pass cast=True to convert"):
+            reader.follow(copy.deepcopy(Model()).to(torch.bfloat16))
+        renamed = nn.ModuleDict({"whole": Model()})
+        skip = {"frozen.weight", "frozen.bias"}
+        with pytest.raises(UsageError, match=r"the run lacks .whole\.frozen\.weight"):
+            reader.follow(renamed, rename=lambda name: None if name in skip else f"whole.{name}")
+        version = reader.follow(renamed, rename=lambda name: f"whole.{name}")
+        training.wait_for(version)
+        training.assert_state(version, state_of(renamed["whole"]))
+        with torch.device("meta"):
+            meta = Model()
+        with pytest.raises(UsageError, match="not on meta"):
+            reader.follow(meta)
+
+
+def test_errors_of_attach(cluster: shardwell.LocalCluster) -> None:
+    with pytest.raises(NotFoundError, match="does not exist"):
+        shardwell.attach(cluster.address, run="nothing")
+    with pytest.raises(UnavailableError):
+        shardwell.attach("localhost:1", run="gpt")
+    with pytest.raises(UsageError, match="timeout_s"):
+        shardwell.attach(cluster.address, run="gpt", timeout_s=0.0)
+    with shardwell.join(cluster.address, run="new"), pytest.raises(StepStateError, match="no units yet"):
+        shardwell.attach(cluster.address, run="new")
+
+
+def test_a_reader_of_a_deleted_run_says_so(cluster: shardwell.LocalCluster) -> None:
+    first = Training(cluster.address)
+    with first.in_background():
+        reader = shardwell.attach(cluster.address, run=first.run, timeout_s=1.0)
+    with reader:
+        delete(cluster, first.run)
+        with pytest.raises(NotFoundError, match="does not exist"):
+            reader.follow(Model())
+        with Training(cluster.address, first.run).in_background(), pytest.raises(RunDeletedError, match="attach again"):
+            reader.follow(Model())
+
+
+def delete(cluster: shardwell.LocalCluster, run: str) -> None:
+    from shardwell.command.cli import main
+
+    assert main(["delete-run", run, "--force", "--address", cluster.address]) == 0
+
+
+def test_reader_transports_are_those_of_trainers() -> None:
+    assert run_connections.TRANSPORT_NAMES == selector.TRANSPORT_NAMES
