@@ -44,7 +44,7 @@ def test_refused_connection_proves_nothing() -> None:
 
 
 def test_process_gone_from_this_host_has_ended() -> None:
-    program = "from shardwell_server.process_identity import own_identity; print(own_identity())"
+    program = "from shardwell_wire.process_identity import own_identity; print(own_identity())"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert not is_running("127.0.0.1:9", process=ended.stdout.strip())
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from logging.handlers import QueueHandler
 from pathlib import Path
@@ -154,13 +154,22 @@ class Rpcs:
             "Join", run=run, trainer=trainer, wait_s=wait_s, incarnation=incarnation or uuid.uuid4().hex, **fields
         )
 
-    async def team(self, *names: str, dp: int | None = None, **options: Any) -> list[Trainer]:
-        """Joins trainers to a new run and returns them. The run has started."""
+    async def team(
+        self, *names: str, dp: int | None = None, processes: Mapping[str, str] | None = None, **options: Any
+    ) -> list[Trainer]:
+        """Joins trainers to a new run and returns them. The run has started.
+
+        Args:
+            names: Names of the trainers.
+            dp: Size of the data axis. None: one rank per trainer.
+            processes: Process identities by name.
+            options: Options of the run.
+        """
         world = World(dp=dp or len(names))
         settings = config(world, min_trainers=len(names), **options)
         incarnations = [uuid.uuid4().hex for _ in names]
         for name, incarnation in zip(names, incarnations, strict=True):
-            await self.try_join(name, incarnation=incarnation, config=settings)
+            await self.try_join(name, incarnation=incarnation, config=settings, process=(processes or {}).get(name, ""))
         return [
             await self.join(name, incarnation=incarnation, config=settings)
             for name, incarnation in zip(names, incarnations, strict=True)
@@ -197,6 +206,7 @@ class Harness(Rpcs):
         await self._stack.enter_async_context(self.coordinator.running())
 
     async def stop(self) -> None:
+        self.state.stop()
         await self._stack.aclose()
 
     async def restart(self) -> None:
@@ -213,6 +223,13 @@ class Harness(Rpcs):
             incarnation=incarnation,
         )
         return int(response.epoch)
+
+    def stream(self, rpc_name: str, **fields: Any) -> AsyncIterator[Any]:
+        """Calls an rpc that returns a stream. The iterator is closed when its task is cancelled."""
+        service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
+        request = getattr(coordinator_pb2, service.methods_by_name[rpc_name].input_type.name)(**fields)
+        messages: AsyncIterator[Any] = getattr(self.servicer, rpc_name)(request, _Call(self.limit_s))
+        return messages
 
     async def call(self, rpc_name: str, **fields: Any) -> Any:
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]

@@ -13,6 +13,7 @@ from typing import Any
 import grpc.aio
 
 from shardwell_server.coordinator.servers.cluster import Server
+from shardwell_server.coordinator.servers.shard_client import REFUSED
 from shardwell_server.rpc import Call, add_service
 from shardwell_wire.channel import SERVER_OPTIONS
 from shardwell_wire.errors import (
@@ -71,6 +72,8 @@ class FakeShard:
         self.calls: Counter[str] = Counter()
         self.fail: Callable[[str, Any], None] = lambda rpc_name, request: None
         self.available = True
+        self.refuses = False
+        """True: its host refuses connections."""
         self.incarnation: str | None = "1"
         self.square_partials = [4.0]
         self.manifests: list[shard_pb2.PrepareStepRequest] = []
@@ -235,6 +238,8 @@ class DirectCalls:
     async def is_running(self, server: Server) -> bool:
         await asyncio.sleep(0)
         shard = self.shards[server.address]
+        if shard.refuses:
+            raise UnavailableError(f"the coordinator cannot reach {server.address}: refused", connection=REFUSED)
         if not shard.available:
             raise UnavailableError(f"the coordinator cannot reach {server.address}: fake")
         return shard.incarnation == server.incarnation

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardwell_server.coordinator.servers.cluster import ServerState
-from shardwell_server.process_identity import has_ended
 from shardwell_wire.errors import ConflictError, DuplicateError, NotFoundError, StaleEpochError, UnavailableError
+from shardwell_wire.process_identity import has_ended
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, harness, run_async, unit
 
@@ -144,7 +144,7 @@ def test_silent_server_that_answers_a_probe_keeps_its_lease(tmp_path: Path) -> N
 
 
 def test_ended_process_is_detected_by_its_identity_on_the_same_host_only() -> None:
-    program = "import sys; from shardwell_server.process_identity import own_identity; print(own_identity()); input()"
+    program = "import sys; from shardwell_wire.process_identity import own_identity; print(own_identity()); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:

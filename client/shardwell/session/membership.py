@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwell.session.config import JoinConfig
 from shardwell.session.coordinator_client import CoordinatorClient
+from shardwell.session.membership_stream import MembershipStream
 from shardwell_wire.credentials import Credentials
 from shardwell_wire.errors import (
     ConflictError,
@@ -22,6 +23,7 @@ from shardwell_wire.errors import (
     UnavailableError,
     UsageError,
 )
+from shardwell_wire.process_identity import own_identity
 from shardwell_wire.run_identity import RunIdentity
 from shardwell_wire.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -56,6 +58,12 @@ class Membership:
         self._transports: Callable[[], Sequence[coordinator_pb2.TransportReport]] = tuple
         self._unreachable: Callable[[], Sequence[coordinator_pb2.UnreachableServer]] = tuple
         self._when_ended: Callable[[], None] = lambda: None
+        self._when_news: Callable[[], None] = lambda: None
+        self._news_lock = threading.Lock()
+        self.committed_step = 0
+        """Number of committed steps, as far as the coordinator has told outside of the training thread's rpcs."""
+        self.placement = 0
+        """The newest placement of the run's shards that the coordinator has told."""
         joined = self._join()
         self.identity = RunIdentity(config.run, joined.run_id)
         self.run = config.run
@@ -67,8 +75,20 @@ class Membership:
         self.joined = joined
         self._lease_s: float = joined.lease_s
         self._stop = threading.Event()
+        self._start_keeping()
+
+    def _start_keeping(self) -> None:
+        """Starts the threads that keep the membership which the last join began."""
         self._heartbeats = threading.Thread(target=self._send_heartbeats, name="shardwell-heartbeat", daemon=True)
         self._heartbeats.start()
+        self._stream = MembershipStream(
+            self._coordinator,
+            coordinator_pb2.KeepMembershipRequest(
+                run=self.run, run_id=self.identity.run_id, trainer=self.trainer, epoch=self.epoch
+            ),
+            note_news=lambda news: self._note_news(news.committed_step, news.placement),
+            end=self._end,
+        )
 
     @property
     def credentials(self) -> Credentials:
@@ -81,6 +101,7 @@ class Membership:
         transports: Callable[[], Sequence[coordinator_pb2.TransportReport]],
         unreachable: Callable[[], Sequence[coordinator_pb2.UnreachableServer]],
         when_ended: Callable[[], None],
+        when_news: Callable[[], None] = lambda: None,
     ) -> None:
         """Connects the membership with the data plane.
 
@@ -88,8 +109,10 @@ class Membership:
             transports: Returns the transports to the shard servers. Called in the heartbeat thread.
             unreachable: Returns the servers that cannot be reached. Called in the heartbeat thread.
             when_ended: Called once, in any thread, when the membership has ended.
+            when_news: Called in any thread when ``committed_step`` or ``placement`` has risen.
         """
         self._transports, self._unreachable, self._when_ended = transports, unreachable, when_ended
+        self._when_news = when_news
 
     # ---- calls ----
 
@@ -186,6 +209,7 @@ class Membership:
                 self._coordinator.call("Leave", request, timeout_s=_LEAVE_TIMEOUT_S)
             except ShardwellError as error:
                 logger.info("the coordinator did not confirm that trainer %r left: %s", self.trainer, error)
+        self._stream.close()
         self._ended = StaleEpochError("the session is closed")
 
     def disown(self) -> None:
@@ -210,6 +234,7 @@ class Membership:
             global_rank=config.global_rank,
             world_size=config.world_size,
             incarnation=uuid.uuid4().hex,
+            process=own_identity(),
         )
         response: coordinator_pb2.JoinResponse = self.poll(
             "Join",
@@ -262,7 +287,16 @@ class Membership:
             transports=self._transports(),
             unreachable=self._unreachable(),
         )
-        self._coordinator.call("Heartbeat", request, timeout_s=timeout_s)
+        response = self._coordinator.call("Heartbeat", request, timeout_s=timeout_s)
+        self._note_news(response.committed_step, self.placement)
+
+    def _note_news(self, committed_step: int, placement: int) -> None:
+        with self._news_lock:
+            risen = committed_step > self.committed_step or placement > self.placement
+            self.committed_step = max(self.committed_step, committed_step)
+            self.placement = max(self.placement, placement)
+        if risen:
+            self._when_news()
 
     def _end(self, error: ShardwellError) -> None:
         if self._ended is None and not self._stop.is_set():

@@ -75,6 +75,27 @@ class StandingRpc:
         return self.broke
 
 
+class MessageStream:
+    """The messages of an rpc that stays open until one side ends it. Iterate over it in one thread.
+
+    Raises:
+        ShardwellError: While iterating: the error that ended the stream, or UnavailableError.
+    """
+
+    def __init__(self, call: Any, peer: str) -> None:
+        self._call, self._peer = call, peer
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._call
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self._peer) from error
+
+    def end(self) -> None:
+        """Ends the rpc from this side. Thread-safe."""
+        self._call.cancel()
+
+
 class ServiceClient:
     """Calls the rpcs of one service at one address. Thread-safe.
 
@@ -136,6 +157,22 @@ class ServiceClient:
             yield from stub(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.peer) from error
+
+    def watch(self, rpc_name: str, request: Any) -> MessageStream:
+        """Calls an rpc that sends messages until one side ends it. Waits until the server can be reached.
+
+        Raises:
+            UnavailableError: The client is closed.
+        """
+        method = self._service.methods_by_name[rpc_name]
+        stub = self._with_credentials(
+            self._channel.unary_stream(
+                self._path(rpc_name),
+                request_serializer=GetMessageClass(method.input_type).SerializeToString,
+                response_deserializer=GetMessageClass(method.output_type).FromString,
+            )
+        )
+        return self.attempt(lambda: MessageStream(stub(request, wait_for_ready=True), self.peer), retry_for_s=0.0)
 
     def open(self, rpc_name: str, request: Any, *, timeout_s: float) -> StandingRpc:
         """Calls an rpc that sends one response and then stays open; raises as ``call`` does.

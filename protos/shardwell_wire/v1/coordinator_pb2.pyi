@@ -395,6 +395,36 @@ class HeartbeatServerResponse(google.protobuf.message.Message):
 global___HeartbeatServerResponse = HeartbeatServerResponse
 
 @typing.final
+class KeepServerMembershipRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    server_id: builtins.str
+    """Id of the server."""
+    epoch: builtins.int
+    """RegisterServerResponse.epoch."""
+    def __init__(
+        self,
+        *,
+        server_id: builtins.str = ...,
+        epoch: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "server_id", b"server_id"]) -> None: ...
+
+global___KeepServerMembershipRequest = KeepServerMembershipRequest
+
+@typing.final
+class KeepServerMembershipResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___KeepServerMembershipResponse = KeepServerMembershipResponse
+
+@typing.final
 class DeregisterServerRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -477,6 +507,7 @@ class JoinRequest(google.protobuf.message.Message):
     WAIT_S_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
+    PROCESS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     trainer: builtins.str
@@ -493,6 +524,10 @@ class JoinRequest(google.protobuf.message.Message):
     """Longest time to wait, in seconds. 0: do not wait."""
     incarnation: builtins.str
     """Random id of the process. Distinguishes a retry from a second process with the same name."""
+    process: builtins.str
+    """Identifies the process on its host: boot id, process namespace, process id and start time, separated by slashes.
+    A coordinator on the same host detects by it that the process has ended. Empty: unknown.
+    """
     @property
     def config(self) -> global___RunConfig:
         """Properties of the run. Must agree with those of an existing run."""
@@ -513,9 +548,10 @@ class JoinRequest(google.protobuf.message.Message):
         wait_s: builtins.float = ...,
         incarnation: builtins.str = ...,
         protocol: global___ProtocolVersions | None = ...,
+        process: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_global_rank", b"_global_rank", "config", b"config", "global_rank", b"global_rank", "protocol", b"protocol"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_global_rank", b"_global_rank", "config", b"config", "global_rank", b"global_rank", "host", b"host", "incarnation", b"incarnation", "protocol", b"protocol", "run", b"run", "trainer", b"trainer", "wait_s", b"wait_s", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_global_rank", b"_global_rank", "config", b"config", "global_rank", b"global_rank", "host", b"host", "incarnation", b"incarnation", "process", b"process", "protocol", b"protocol", "run", b"run", "trainer", b"trainer", "wait_s", b"wait_s", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_global_rank", b"_global_rank"]) -> typing.Literal["global_rank"] | None: ...
 
 global___JoinRequest = JoinRequest
@@ -905,6 +941,54 @@ class HeartbeatResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "placement", b"placement"]) -> None: ...
 
 global___HeartbeatResponse = HeartbeatResponse
+
+@typing.final
+class KeepMembershipRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
+    TRAINER_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    run_id: builtins.str
+    """Id of the run, from JoinResponse."""
+    trainer: builtins.str
+    """Name of the trainer."""
+    epoch: builtins.int
+    """JoinResponse.epoch."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        run_id: builtins.str = ...,
+        trainer: builtins.str = ...,
+        epoch: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "run", b"run", "run_id", b"run_id", "trainer", b"trainer"]) -> None: ...
+
+global___KeepMembershipRequest = KeepMembershipRequest
+
+@typing.final
+class KeepMembershipResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COMMITTED_STEP_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
+    committed_step: builtins.int
+    """Number of committed steps."""
+    placement: builtins.int
+    """Placement of the run's shards. Rises when shards are served by other servers than before."""
+    def __init__(
+        self,
+        *,
+        committed_step: builtins.int = ...,
+        placement: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "placement", b"placement"]) -> None: ...
+
+global___KeepMembershipResponse = KeepMembershipResponse
 
 @typing.final
 class LeaveRequest(google.protobuf.message.Message):

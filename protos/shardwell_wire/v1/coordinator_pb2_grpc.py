@@ -62,6 +62,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeregisterServerRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeregisterServerResponse.FromString,
                 _registered_method=True)
+        self.KeepServerMembership = channel.unary_stream(
+                '/shardwell_wire.v1.CoordinatorService/KeepServerMembership',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.KeepServerMembershipRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.KeepServerMembershipResponse.FromString,
+                _registered_method=True)
         self.Join = channel.unary_unary(
                 '/shardwell_wire.v1.CoordinatorService/Join',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.JoinRequest.SerializeToString,
@@ -71,6 +76,11 @@ class CoordinatorServiceStub(object):
                 '/shardwell_wire.v1.CoordinatorService/Heartbeat',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatResponse.FromString,
+                _registered_method=True)
+        self.KeepMembership = channel.unary_stream(
+                '/shardwell_wire.v1.CoordinatorService/KeepMembership',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.KeepMembershipRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.KeepMembershipResponse.FromString,
                 _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/shardwell_wire.v1.CoordinatorService/Leave',
@@ -205,6 +215,16 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepServerMembership(self, request, context):
+        """Shard server: keeps a stream open from registration to the end of the process. A stream that breaks shows the
+        coordinator at once that the process may have ended. The only message is sent when the stream opens.
+
+        ABORTED: stale epoch; register again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Join(self, request, context):
         """Trainer: joins a run, and creates it if there is none of this name. Waits until enough trainers have joined.
 
@@ -220,6 +240,18 @@ class CoordinatorServiceServicer(object):
 
         ABORTED: the lease expired and the work was leased to another trainer. FAILED_PRECONDITION: a shard server has lost
         shards of the run, which cannot continue.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def KeepMembership(self, request, context):
+        """Trainer: keeps a stream open while it is a member of the run. A stream that breaks shows the coordinator at once
+        that the process may have ended: if the process does not open another one within a short grace, its work is leased
+        to the next trainer that waits for work. The lease counts besides. A message is sent when the stream opens, when
+        the placement of the run's shards changes, and when a step is committed while no rpc of the trainer is in progress.
+
+        ABORTED: the membership has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -393,6 +425,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeregisterServerRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DeregisterServerResponse.SerializeToString,
             ),
+            'KeepServerMembership': grpc.unary_stream_rpc_method_handler(
+                    servicer.KeepServerMembership,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.KeepServerMembershipRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.KeepServerMembershipResponse.SerializeToString,
+            ),
             'Join': grpc.unary_unary_rpc_method_handler(
                     servicer.Join,
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.JoinRequest.FromString,
@@ -402,6 +439,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatResponse.SerializeToString,
+            ),
+            'KeepMembership': grpc.unary_stream_rpc_method_handler(
+                    servicer.KeepMembership,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.KeepMembershipRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.KeepMembershipResponse.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
@@ -594,6 +636,33 @@ class CoordinatorService(object):
             _registered_method=True)
 
     @staticmethod
+    def KeepServerMembership(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/KeepServerMembership',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.KeepServerMembershipRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.KeepServerMembershipResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Join(request,
             target,
             options=(),
@@ -637,6 +706,33 @@ class CoordinatorService(object):
             '/shardwell_wire.v1.CoordinatorService/Heartbeat',
             shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.HeartbeatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepMembership(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/KeepMembership',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.KeepMembershipRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.KeepMembershipResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -144,7 +144,14 @@ async def coordinate(
                 yield asyncio.ensure_future(until_lost(storage))
 
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
-        await process.serve(service, CoordinatorServicer(coordinator), endpoint, background, credentials=credentials)
+        await process.serve(
+            service,
+            CoordinatorServicer(coordinator),
+            endpoint,
+            background,
+            credentials=credentials,
+            end_standing=coordinator.state.stop,
+        )
     finally:
         await calls.close()
         storage.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from hashlib import blake2b
 from time import monotonic
 from typing import Any
@@ -65,6 +66,14 @@ class CoordinatorServicer:
             coordinator_epoch=self._state.term, deleted_run_ids=self._coordinator.deleted_run_ids(request.run_ids)
         )
 
+    async def KeepServerMembership(
+        self, request: coordinator_pb2.KeepServerMembershipRequest, call: Call
+    ) -> AsyncIterator[coordinator_pb2.KeepServerMembershipResponse]:
+        leases = self._coordinator.server_leases
+        async with aclosing(leases.keep_membership(request.server_id, request.epoch)) as stream:
+            async for response in stream:
+                yield response
+
     async def DeregisterServer(
         self, request: coordinator_pb2.DeregisterServerRequest, call: Call
     ) -> coordinator_pb2.DeregisterServerResponse:
@@ -119,6 +128,15 @@ class CoordinatorServicer:
             return coordinator_pb2.HeartbeatResponse(
                 committed_step=run.committed_step, placement=run.announced_placement
             )
+
+    async def KeepMembership(
+        self, request: coordinator_pb2.KeepMembershipRequest, call: Call
+    ) -> AsyncIterator[coordinator_pb2.KeepMembershipResponse]:
+        run, trainers = self._exact_run(request), self._coordinator.trainers
+        member = trainers.require_member(run, request.trainer, request.epoch)
+        async with aclosing(trainers.keep_membership(run, member)) as stream:
+            async for response in stream:
+                yield response
 
     async def Leave(self, request: coordinator_pb2.LeaveRequest, call: Call) -> coordinator_pb2.LeaveResponse:
         run = self._exact_run(request)
@@ -345,7 +363,9 @@ def _applicant(request: coordinator_pb2.JoinRequest, world: World) -> Applicant:
     rank = request.global_rank if request.HasField("global_rank") else None
     if rank is not None:
         world.coordinates(rank)
-    return Applicant(request.trainer, request.host, rank)
+    if request.process:
+        check_name("process", request.process)
+    return Applicant(request.trainer, request.host, rank, request.process)
 
 
 def _check_seconds(what: str, value: float) -> None:

@@ -54,6 +54,8 @@ class CoordinatorState:
     wall_clock: Callable[[], float]
     runs: dict[str, Run] = field(default_factory=dict)
     tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
+    stopping: bool = False
+    """True when the coordinator has been asked to stop. It then ends all membership streams."""
     _deleted_last_epoch: int = 0
     """Highest epoch of a deleted run."""
 
@@ -73,6 +75,14 @@ class CoordinatorState:
     def term(self) -> int:
         """Term of this coordinator. Shard servers reject requests of earlier terms."""
         return self.storage.term
+
+    def stop(self) -> None:
+        """Makes all membership streams end, because the coordinator has been asked to stop."""
+        self.stopping = True
+        for run in self.runs.values():
+            run.tell(run.members)
+        for server in self.cluster.servers.values():
+            server.connection.news.notify()
 
     def require_run(self, name: str, run_id: str = "") -> Run:
         """Returns a run by name and, if given, id.
@@ -210,6 +220,7 @@ def _run_record(run: Run) -> RunRecord:
                 member.requested_rank,
                 member.state.value,
                 member.accepts_reassigned_work,
+                member.process,
             )
             for member in run.members
         ),
@@ -268,6 +279,7 @@ def _restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
                 MemberState(member.state),
                 member.accepts_reassigned_work,
                 joined_step=run.committed_step,
+                process=member.process,
             )
         )
     run.addresses.update(record.addresses)

@@ -43,6 +43,8 @@ class EventKind(StrEnum):
     RUN_DELETED = "run_deleted"
     TRAINER_JOINED = "trainer_joined"
     TRAINER_LEFT = "trainer_left"
+    TRAINER_ENDED = "trainer_ended"
+    """A trainer's process has ended without leaving the run. Its work is reassigned."""
     TRAINER_RETURNED = "trainer_returned"
     """A trainer sent a request after its lease expired and before its work was reassigned."""
     TRAINER_CUT_OFF = "trainer_cut_off"

@@ -6,19 +6,27 @@ Note: [Lost and ended servers]
     wait for it. A server has *ended*, together with its memory, only if its process is gone from the coordinator's
     own host, if another process of its id answers at its address or registers, or if it deregistered. Error messages
     advise to delete a run only in these cases.
+
+    A server whose membership stream breaks is probed at once. If its host refuses the connection, the server is lost
+    before its lease expires, and ``Server.refused`` is set. See Note: [Broken streams].
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
+from shardwell_server.coordinator.connection import Verdict
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.servers.cluster import Server, ServerState
-from shardwell_server.coordinator.servers.shard_client import ShardCalls
+from shardwell_server.coordinator.servers.shard_client import REFUSED, ShardCalls
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_wire.errors import ConflictError, DuplicateError, ShardwellError, StaleEpochError, UnavailableError
+from shardwell_wire.process_identity import has_ended
+from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +88,62 @@ class ServerLeases:
         """Renews a server's lease. Raises as ``Cluster.heartbeat``."""
         self._note_alive(server_id, self._state.cluster.heartbeat(server_id, epoch, reserved_bytes, used_bytes))
 
+    async def keep_membership(
+        self, server_id: str, epoch: int
+    ) -> AsyncGenerator[coordinator_pb2.KeepServerMembershipResponse]:
+        """Keeps a server's membership stream open: yields one message, then waits until the membership ends.
+
+        The caller must close the iterator, or cancel its task, when the stream breaks.
+
+        Raises:
+            StaleEpochError: The server is not registered, has left, or another process has its id.
+        """
+        cluster = self._state.cluster
+        server = cluster.require_epoch(server_id, epoch)
+        self._note_alive(server_id, cluster.renew_lease(server))
+        with self._connected(server):
+            yield coordinator_pb2.KeepServerMembershipResponse()
+            while not self._state.stopping:
+                await server.connection.news.wait()
+                cluster.require_epoch(server_id, epoch)
+
+    @contextmanager
+    def _connected(self, server: Server) -> Iterator[None]:
+        """Counts a membership stream while the block runs. When the server breaks it, finds out whether it lives."""
+        try:
+            with server.connection.stream():
+                yield
+        except StaleEpochError:
+            raise  # the coordinator ends the stream
+        except BaseException:
+            self._watch_disconnected(server.server_id, server.incarnation)
+            raise
+
+    def _watch_disconnected(self, server_id: str, incarnation: str) -> None:
+        """Finds out whether a server without a stream has ended. See Note: [Broken streams]."""
+        cluster = self._state.cluster
+
+        def current() -> Server | None:
+            server = cluster.servers.get(server_id)
+            alike = server is not None and server.incarnation == incarnation and server.may_be_alive
+            return server if alike else None
+
+        async def watch(server: Server, was_silent: bool) -> None:
+            verdict = await server.connection.judge(server.process, was_silent=was_silent)
+            if (found := current()) is None:
+                return
+            if verdict is Verdict.ENDED:
+                self._note_ended(found)
+            elif verdict is Verdict.DISCONNECTED:
+                found.mark_suspected()
+                self._start_probing(found)
+
+        if self._state.stopping:
+            return
+        if (server := current()) is not None and not server.connection.streams:
+            was_silent = cluster.silent_s(server) > self._state.settings.lease_s / 2
+            self._state.tasks.start(watch(server, was_silent))
+
     async def deregister(self, server_id: str, epoch: int) -> None:
         """Marks a shard server as left before its process ends. Repeating it is harmless.
 
@@ -131,7 +195,9 @@ class ServerLeases:
         """Starts probing silent servers. Forgets servers that left and own no shards."""
         cluster = self._state.cluster
         for server in list(cluster.servers.values()):
-            if cluster.lease_expired(server):
+            if server.may_be_alive and not server.connection.streams and has_ended(server.process):
+                self._note_ended(server)  # before it opened a stream
+            elif cluster.lease_expired(server):
                 self._start_probing(server)
             left = server.state is ServerState.LEFT and server.server_id not in self._forgetting
             if left and not self._runs_on(server):
@@ -174,13 +240,13 @@ class ServerLeases:
                 try:
                     running = await self._calls.is_running(server)
                 except UnavailableError as error:
-                    self._note_unreachable(server, str(error))
+                    self._note_unreachable(server, str(error), refused=error.data.get("connection") == REFUSED)
                 else:
                     self._note_probe_answered(server, running=running)
                 if not self._is_in_doubt(server):
                     return
-                unconfirmed = server.state is ServerState.UNCONFIRMED
-                await asyncio.sleep(min(lease_s / 5, _MAX_PROBE_PAUSE_S) if unconfirmed else lease_s)
+                soon = server.state is ServerState.UNCONFIRMED or (server.live and server.suspected)
+                await asyncio.sleep(min(lease_s / 5, _MAX_PROBE_PAUSE_S) if soon else lease_s)
         finally:
             self._probing.discard(server.epoch)
 
@@ -189,15 +255,17 @@ class ServerLeases:
         cluster = self._state.cluster
         unconfirmed_or_lost = server.state in (ServerState.UNCONFIRMED, ServerState.LOST)
         current = cluster.servers.get(server.server_id) is server
-        return current and (unconfirmed_or_lost or cluster.lease_expired(server))
+        return current and (unconfirmed_or_lost or server.suspected or cluster.lease_expired(server))
 
-    def _note_unreachable(self, server: Server, reason: str) -> None:
+    def _note_unreachable(self, server: Server, reason: str, *, refused: bool) -> None:
         if not self._is_in_doubt(server):
             return
         server.note_unreachable(reason)
-        if self._state.cluster.lease_expired(server):
-            server.mark_lost()
-            message = f"server {server.server_id!r} at {server.address}: its lease expired, and {reason}"
+        expired, ended = self._state.cluster.lease_expired(server), server.suspected and refused
+        if server.may_be_alive and (expired or ended):
+            server.mark_lost(refused=ended)
+            what = "it closed its connection" if ended else "its lease expired"
+            message = f"server {server.server_id!r} at {server.address}: {what}, and {reason}"
             self._state.events.add(EventKind.SERVER_LOST, message)
             self._notify_runs()
 
@@ -209,6 +277,9 @@ class ServerLeases:
                 logger.warning("server %r sends no heartbeats but answers probes: lease renewed", server.server_id)
             self._note_alive(server.server_id, self._state.cluster.renew_lease(server))
             return
+        self._note_ended(server)
+
+    def _note_ended(self, server: Server) -> None:
         server.mark_ended()
         message = f"server {server.server_id!r} at {server.address} has ended{self._losses(server)}"
         self._state.events.add(EventKind.SERVER_ENDED, message)

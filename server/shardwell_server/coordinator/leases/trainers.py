@@ -5,15 +5,20 @@ Note: [Expired and revoked leases]
     disconnected, and its next request makes it live again. When another trainer waits for work, joins, or needs
     something that only the expired trainer can provide, the lease is revoked. The trainer's items then get new epochs,
     and every server fences the former epochs. Unfinished items are leased again only after that.
+
+    The lease of a trainer that is disconnected expires early. If its process has ended for certain, the lease is
+    revoked at once, so that fencing is done before another trainer waits. See Note: [Broken streams].
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+from shardwell_server.coordinator.connection import GRACE_S, Verdict
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.runs.members import Member, UnreachableServer
 from shardwell_server.coordinator.runs.rank_assignment import Applicant
@@ -25,12 +30,16 @@ from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.waiting import poll
 from shardwell_wire import fault_points
 from shardwell_wire.channel import RECONNECT_S
-from shardwell_wire.errors import NotFoundError, ShardwellError
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.errors import NotFoundError, RunDeletedError, ShardwellError, StaleEpochError
+from shardwell_wire.process_identity import has_ended
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
 
 _FENCE_RETRY_S = 0.5
+
+_RESTART_GRACE_S = RECONNECT_S + 1.0
+"""Time in which trainers can open their streams after a coordinator restart, in seconds."""
 
 
 class TrainerLeases:
@@ -123,6 +132,60 @@ class TrainerLeases:
         self._add_event(run, member, EventKind.TRAINER_LEFT, f"{member} left")
         self.revoke(run, [member])
 
+    # Connections
+
+    async def keep_membership(self, run: Run, member: Member) -> AsyncGenerator[coordinator_pb2.KeepMembershipResponse]:
+        """Yields the committed step and the placement, first at once and then when the trainer has to learn of them.
+
+        The caller must close the iterator, or cancel its task, when the stream breaks.
+
+        Raises:
+            StaleEpochError: The membership has ended.
+            RunDeletedError: The run was deleted.
+        """
+        with self._connected(run, member):
+            told: tuple[int, int] | None = None
+            while not self._state.stopping:
+                news = member.connection.news.next_change()
+                if run.deleted or not run.members.is_current(member):
+                    run.require_member(member.name, member.epoch)
+                if told != (told := (run.committed_step, run.announced_placement)):
+                    yield coordinator_pb2.KeepMembershipResponse(committed_step=told[0], placement=told[1])
+                await news.wait()
+
+    @contextmanager
+    def _connected(self, run: Run, member: Member) -> Iterator[None]:
+        """Counts a membership stream while the block runs. When the trainer breaks it, finds out whether it lives."""
+        try:
+            with member.connection.stream():
+                yield
+        except (StaleEpochError, RunDeletedError):
+            raise  # the coordinator ends the stream
+        except BaseException:
+            self._watch_disconnected(run, member)
+            raise
+
+    def _watch_disconnected(self, run: Run, member: Member, grace_s: float = GRACE_S) -> None:
+        """Expires the lease of a trainer without a stream, unless the trainer connects. See Note: [Broken streams]."""
+        was_silent = member.silent_s(self._state.clock()) > self._state.settings.lease_s / 2
+
+        async def watch() -> None:
+            verdict = await member.connection.judge(member.process, was_silent=was_silent, grace_s=grace_s)
+            if member.live and run.members.is_current(member) and not run.deleted:
+                self._end_disconnected(run, member, verdict)
+
+        if member.live and not member.connection.streams and not run.deleted and not self._state.stopping:
+            self._state.tasks.start(watch())
+
+    def _end_disconnected(self, run: Run, member: Member, verdict: Verdict) -> None:
+        if verdict is Verdict.ENDED:
+            self._add_event(run, member, EventKind.TRAINER_ENDED, f"{member}: its process has ended")
+            member.note_revoked("its process ended, and its work was reassigned")
+            self.revoke(run, [member])
+        elif verdict is Verdict.DISCONNECTED:
+            self._expire(run, member, "closed its connection")
+            self.revoke_unfinished(run)
+
     # Renewal and expiry
 
     def require_member(self, run: Run, name: str, epoch: int) -> Member:
@@ -146,20 +209,26 @@ class TrainerLeases:
         for run in self._state.runs.values():
             for member in run.members.live.values():
                 member.renew_lease(self._state.clock() + RECONNECT_S)
+                self._watch_disconnected(run, member, _RESTART_GRACE_S)
 
     def expire(self) -> None:
         """Expires the leases of silent trainers, and revokes leases whose work another trainer waits for."""
         now, lease_s = self._state.clock(), self._state.settings.lease_s
         for run in self._state.runs.values():
             for member in run.members.silent(now, lease_s):
-                message = f"{member} sent no request for {member.silent_s(now):.1f} s"
-                self._add_event(run, member, EventKind.LEASE_EXPIRED, message)
-                if run.step is None:
-                    run.revoke_lease(member)
-                else:
-                    run.expire_lease(member)
+                self._expire(run, member, f"sent no request for {member.silent_s(now):.1f} s")
+            for member in list(run.members.live.values()):
+                if not member.connection.streams and has_ended(member.process):  # before it opened a stream
+                    self._end_disconnected(run, member, Verdict.ENDED)
             self.revoke_unfinished(run)
             self._revoke_cut_off(run)
+
+    def _expire(self, run: Run, member: Member, why: str) -> None:
+        self._add_event(run, member, EventKind.LEASE_EXPIRED, f"{member} {why}")
+        if run.step is None:
+            run.revoke_lease(member)
+        else:
+            run.expire_lease(member)
 
     def _add_event(self, run: Run, member: Member, kind: EventKind, message: str) -> None:
         ranks = ", ".join(map(str, run.ranks_of(member.name)))

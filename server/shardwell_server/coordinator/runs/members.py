@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self
 
+from shardwell_server.coordinator.connection import MembershipConnection
 from shardwell_wire.errors import DuplicateError, InvalidRequestError, NotFoundError, StaleEpochError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -114,6 +115,9 @@ class Member:
     """Why the lease was revoked although the trainer was sending requests."""
     rpcs_in_progress: int = 0
     """Rpcs of the trainer that are being served. The lease cannot expire while this is above 0."""
+    process: str = ""
+    """Process identity, as returned by ``process_identity``. Empty: unknown."""
+    connection: MembershipConnection = field(default_factory=MembershipConnection)
 
     @property
     def live(self) -> bool:
@@ -163,6 +167,7 @@ class Member:
     @contextmanager
     def serving_rpc(self, clock: Callable[[], float]) -> Iterator[None]:
         """Keeps the lease valid while an rpc of the trainer is being served, and renews it at the end."""
+        self.connection.note_request()
         self.rpcs_in_progress += 1
         try:
             yield
@@ -254,16 +259,25 @@ class Members:
 
     def add(self, member: Member) -> None:
         """Adds a member. It replaces a former member of its name and becomes the newest."""
-        self.by_name.pop(member.name, None)
+        former = self.by_name.pop(member.name, None)
         self.by_name[member.name] = member
+        if former is not None:
+            former.connection.news.notify()
 
     def remove(self, member: Member) -> None:
         """Removes a member."""
         del self.by_name[member.name]
+        member.connection.news.notify()
+
+    def is_current(self, member: Member) -> bool:
+        """True if a membership has not ended: it is live, or its lease expired and was not revoked."""
+        return member.state is not MemberState.GONE and self.by_name.get(member.name) is member
 
     def set_state(self, member: Member, state: MemberState) -> None:
         """Changes a member's state. Only live members stay in ``waiting_for_work``."""
         member.state = state
+        if state is MemberState.GONE:
+            member.connection.news.notify()
         if state is not MemberState.LIVE:
             self.stop_waiting_for_work(member.name)
 

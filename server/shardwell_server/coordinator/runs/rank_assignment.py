@@ -28,6 +28,8 @@ class Applicant:
     name: str
     host: str = ""
     requested_rank: int | None = None
+    process: str = ""
+    """Process identity, see ``process_identity``. Empty: unknown."""
 
 
 def natural_key(text: str) -> tuple[Any, ...]:

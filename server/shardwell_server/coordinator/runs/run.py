@@ -7,7 +7,7 @@ stores the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from shardwell_server.coordinator.runs.committed_steps import CommittedSteps
@@ -135,6 +135,7 @@ class Run:
         if placement > self.announced_placement:
             self.announced_placement = placement
             self.changed.notify()
+            self.tell(self.members)
 
     def replace_settings(self, settings: RunSettings) -> None:
         """Replaces the settings of a run that never started and has no live trainer."""
@@ -144,6 +145,7 @@ class Run:
     def set_deleted(self, deleted: bool) -> None:
         """Marks the run as deleted, or undoes this if the deletion could not be stored."""
         self.deleted = deleted
+        self.tell(self.members)
 
     def check_not_deleted(self) -> None:
         """Raises RunDeletedError if the run was deleted."""
@@ -162,6 +164,11 @@ class Run:
             self.addresses[name] = address
             self.touch()
             self.changed.notify()
+
+    def tell(self, members: Iterable[Member]) -> None:
+        """Makes the membership streams of trainers send the committed step and the placement, if they have changed."""
+        for member in members:
+            member.connection.news.notify()
 
     # Members
 
@@ -197,6 +204,7 @@ class Run:
             self.clock(),
             applicant.requested_rank,
             joined_step=self.committed_step,
+            process=applicant.process,
         )
         self.members.add(member)
         self.members.prune(keep=self._trainers_with_ranks())
@@ -436,6 +444,8 @@ class Run:
         self.commits.append(record, state, self.units.servers, self.clock())
         self.begin_step(record.step + 1, previous)
         self.changed.notify()
+        # The response of an rpc in progress tells its trainer about the commit.
+        self.tell(member for member in self.members if not member.rpcs_in_progress)
 
     async def wait_until_updated(self) -> None:
         """Returns when every server has acknowledged the update of the last commit."""

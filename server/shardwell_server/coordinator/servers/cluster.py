@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from shardwell_server.coordinator.connection import MembershipConnection
 from shardwell_server.coordinator.storage.records import ServerRecord
 from shardwell_server.coordinator.waiting import Signal
 from shardwell_wire.errors import (
@@ -52,6 +53,12 @@ class Server:
     state: ServerState = ServerState.LIVE
     unreachable_because: str = ""
     """Why the coordinator could not reach the server. Empty: it is reachable."""
+    suspected: bool = False
+    """True if the server's membership stream broke and did not come back. The server is then probed."""
+    refused: bool = False
+    """True if the server is lost because its stream broke and nothing listens at its address. Its host answers, so its
+    process has almost certainly ended."""
+    connection: MembershipConnection = field(default_factory=MembershipConnection)
 
     @property
     def live(self) -> bool:
@@ -88,15 +95,20 @@ class Server:
         """Starts the lease again, after a request or an answered probe. Returns the former state."""
         before = self.state
         self.last_seen_s, self.state, self.unreachable_because = now, ServerState.LIVE, ""
+        self.suspected = self.refused = False
         return before
+
+    def mark_suspected(self) -> None:
+        """Records that the server's membership stream broke and did not come back."""
+        self.suspected = True
 
     def note_unreachable(self, reason: str) -> None:
         """Records why a probe failed."""
         self.unreachable_because = reason
 
-    def mark_lost(self) -> None:
-        """Marks the server as lost: its lease expired and it is unreachable."""
-        self.state = ServerState.LOST
+    def mark_lost(self, *, refused: bool = False) -> None:
+        """Marks the server as lost: its lease expired and it is unreachable, or it refuses connections."""
+        self.state, self.refused = ServerState.LOST, refused
 
     def mark_ended(self) -> None:
         """Marks the server as ended for certain."""
@@ -183,6 +195,8 @@ class Cluster:
                 process=process,
                 state=ServerState.LIVE,
                 unreachable_because="",
+                suspected=False,
+                refused=False,
             )
         # If the server cannot be stored, this epoch is skipped. It is never reused.
         self.last_epoch += 1
@@ -194,11 +208,13 @@ class Cluster:
         self.servers[server.server_id] = server
         if former is not None and former.incarnation != server.incarnation:
             self._superseded.add((former.server_id, former.incarnation))
+            former.connection.news.notify()
 
     def deregister(self, server: Server) -> None:
         """Marks a server as left. A delayed retry of its registration is rejected."""
         server.state = ServerState.LEFT
         self._superseded.add((server.server_id, server.incarnation))
+        server.connection.news.notify()
 
     def forget(self, server: Server) -> None:
         """Removes a server that owns no shards."""
@@ -210,6 +226,13 @@ class Cluster:
         Raises:
             StaleEpochError: The server is not registered, has left, or another process has its id.
         """
+        server = self.require_epoch(server_id, epoch)
+        server.connection.note_request()
+        server.note_memory(reserved_bytes=reserved_bytes, used_bytes=used_bytes)
+        return server.renew_lease(self._clock())
+
+    def require_epoch(self, server_id: str, epoch: int) -> Server:
+        """Returns the server that sent a request. Raises as ``heartbeat``."""
         server = self.servers.get(server_id)
         if server is None:
             raise StaleEpochError(f"server {server_id!r} is not registered: register again", server=server_id)
@@ -222,8 +245,7 @@ class Cluster:
             )
         if server.state is ServerState.LEFT:
             raise StaleEpochError(f"server {server_id!r} has left the cluster", server=server_id)
-        server.note_memory(reserved_bytes=reserved_bytes, used_bytes=used_bytes)
-        return server.renew_lease(self._clock())
+        return server
 
     def renew_lease(self, server: Server) -> ServerState:
         """Renews the lease of a server that answered a probe. Returns its former state."""

@@ -12,15 +12,18 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from shardwell_server.coordinator.servers.cluster import Server
-from shardwell_server.process_identity import has_ended
 from shardwell_wire.channel import open_aio_channel
 from shardwell_wire.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.errors import ShardwellError, UnavailableError, from_rpc_error
+from shardwell_wire.process_identity import has_ended
 from shardwell_wire.retry import retry_async
 from shardwell_wire.v1 import shard_pb2
 
 CALL_TIMEOUT_S = 120.0
 """Deadline of one attempt in seconds. Preparing and updating take longer for larger tensors."""
+
+REFUSED = "refused"
+"""Value of ``connection`` in the data of a probe's error: the host answered, and nothing listens at the address."""
 
 _PROBE_TIMEOUT_S = 2.0
 """Deadline of a probe in seconds."""
@@ -95,7 +98,8 @@ class GrpcShardCalls:
                 response = await self.call(address, "DescribeServer", request, retry_for_s=0.0)
         except (OSError, ShardwellError) as error:
             reason = getattr(error, "strerror", None) or str(error) or f"no answer within {_PROBE_TIMEOUT_S:g} s"
-            raise UnavailableError(f"the coordinator cannot reach {address}: {reason}") from error
+            refused = {"connection": REFUSED} if isinstance(error, ConnectionRefusedError) else {}
+            raise UnavailableError(f"the coordinator cannot reach {address}: {reason}", **refused) from error
         if response.incarnation == server.incarnation:
             return True
         if response.server_id == server.server_id:

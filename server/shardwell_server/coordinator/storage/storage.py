@@ -47,7 +47,7 @@ CREATE TABLE runs (
 ) WITHOUT ROWID;
 CREATE TABLE members (
     run TEXT NOT NULL, trainer TEXT NOT NULL, host TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
-    requested_rank INTEGER, state TEXT NOT NULL, accepts_reassigned_work INTEGER,
+    requested_rank INTEGER, state TEXT NOT NULL, accepts_reassigned_work INTEGER, process TEXT NOT NULL,
     PRIMARY KEY (run, trainer)
 ) WITHOUT ROWID;
 CREATE TABLE ranks (

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib.metadata import version as installed_version
 from typing import Any
 
+import grpc
 import grpc.aio
 from google.protobuf.message_factory import GetMessageClass
 
-from shardwell_server.process_identity import own_identity
 from shardwell_server.shard.state.fences import CoordinatorTerm
 from shardwell_server.shard.state.store import ShardStore
 from shardwell_wire.channel import open_aio_channel
@@ -29,14 +29,18 @@ from shardwell_wire.errors import (
     UnavailableError,
     from_rpc_error,
 )
-from shardwell_wire.retry import retry_async
+from shardwell_wire.process_identity import own_identity
+from shardwell_wire.retry import backoff, retry_async
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
 
+_SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
 _TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 2.0
 _LONGEST_PAUSE_S = 2.0
+_FIRST_STREAM_PAUSE_S, _LONGEST_STREAM_PAUSE_S = 0.01, 1.0
+"""Pauses before a broken membership stream is opened again. The first is well below the coordinator's grace."""
 _LEASE_LOST = (StaleEpochError, NotFoundError)
 """Errors of a heartbeat after the lease of this process has ended."""
 
@@ -87,6 +91,7 @@ class Registration:
         try:
             await self._register()
             task = asyncio.ensure_future(self._keep_lease())
+            stream = asyncio.ensure_future(self._keep_stream())
             try:
                 yield task
             finally:
@@ -94,6 +99,9 @@ class Registration:
                 with suppress(asyncio.CancelledError):
                     await task
             await self._leave()
+            stream.cancel()
+            with suppress(asyncio.CancelledError):
+                await stream
         finally:
             await self._channel.close()
 
@@ -131,6 +139,31 @@ class Registration:
                 raise
             except ShardwellError as error:
                 self._log_unreachable("reach", error)
+
+    async def _keep_stream(self) -> None:
+        """Keeps a membership stream open, by which the coordinator notices the end of this process at once."""
+        pauses: Iterator[float] = backoff(_FIRST_STREAM_PAUSE_S, _LONGEST_STREAM_PAUSE_S)
+        while True:
+            request = coordinator_pb2.KeepServerMembershipRequest(server_id=self._server_id, epoch=self._epoch)
+            try:
+                async for _ in self._open_stream(request):
+                    pauses = backoff(_FIRST_STREAM_PAUSE_S, _LONGEST_STREAM_PAUSE_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    logger.info("the coordinator keeps no membership streams, so only the lease counts")
+                    return
+                logger.debug("the membership stream broke: %s", error.details())
+            await asyncio.sleep(next(pauses))
+
+    def _open_stream(
+        self, request: coordinator_pb2.KeepServerMembershipRequest
+    ) -> grpc.aio.UnaryStreamCall[Any, coordinator_pb2.KeepServerMembershipResponse]:
+        stub = self._channel.unary_stream(
+            self._path("KeepServerMembership"),
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=coordinator_pb2.KeepServerMembershipResponse.FromString,
+        )
+        return stub(request, metadata=self._credentials.metadata, wait_for_ready=True)
 
     async def _beat_or_register(self) -> None:
         """Sends one heartbeat. Registers again if the lease has ended."""
@@ -189,11 +222,10 @@ class Registration:
         task.add_done_callback(self._tasks.discard)
 
     async def _call(self, rpc_name: str, request: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
-        service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
         stub = self._channel.unary_unary(
-            f"/{service.full_name}/{rpc_name}",
+            self._path(rpc_name),
             request_serializer=type(request).SerializeToString,
-            response_deserializer=GetMessageClass(service.methods_by_name[rpc_name].output_type).FromString,
+            response_deserializer=GetMessageClass(_SERVICE.methods_by_name[rpc_name].output_type).FromString,
         )
         try:
             response = await stub(request, timeout=timeout_s, metadata=self._credentials.metadata)
@@ -201,6 +233,10 @@ class Registration:
             raise from_rpc_error(error, f"coordinator at {self._coordinator}") from error
         self._reachable = True
         return response
+
+    @staticmethod
+    def _path(rpc_name: str) -> str:
+        return f"/{_SERVICE.full_name}/{rpc_name}"
 
     def _log_unreachable(self, action: str, error: Exception) -> None:
         """Logs the first of several failed calls."""

@@ -42,6 +42,23 @@ def has_ended(identity: str) -> bool:
     return started != rest or state in _ENDED_STATES
 
 
+def runs_here(identity: str) -> bool:
+    """Returns True if a process certainly runs on this host. It may be stopped.
+
+    Args:
+        identity: The result of ``own_identity`` in that process.
+    """
+    space, _, started = identity.rpartition("/")
+    space, _, pid = space.rpartition("/")
+    try:
+        if not pid.isdecimal() or space != _process_space():
+            return False
+        state, found = _state_and_start(int(pid))
+    except (OSError, OverflowError):
+        return False
+    return found == started and state not in _ENDED_STATES
+
+
 def _process_space() -> str:
     """Returns the scope in which process ids are unique: this boot of this host, and this process namespace."""
     boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
