@@ -83,24 +83,27 @@ async def retry_async(
     check: Check | None = None,
     longest_pause_s: float = LONGEST_PAUSE_S,
 ) -> Result:
-    """``retry`` on an event loop: awaits ``action``, and does not block while it pauses."""
-    deadline = time.monotonic() + limit_s
+    """``retry`` on an event loop: awaits ``action``, and does not block while it pauses. Uses the loop's clock."""
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + limit_s
     pauses: Iterator[float] | None = None
     while True:
         try:
             return await action()
         except errors as error:
             pauses = pauses or backoff(longest_s=longest_pause_s)
-            if (pause_s := _pause_after(error, next(pauses), deadline, check)) is None:
+            if (pause_s := _pause_after(error, next(pauses), deadline, check, clock)) is None:
                 raise
         await asyncio.sleep(pause_s)
 
 
-def _pause_after(error: Exception, pause_s: float, deadline: float, check: Check | None) -> float | None:
+def _pause_after(
+    error: Exception, pause_s: float, deadline: float, check: Check | None, clock: Callable[[], float] = time.monotonic
+) -> float | None:
     """Returns the pause before the next attempt in seconds; None if there is no time left for one."""
     if check is not None:
         check(error)
-    if time.monotonic() + pause_s > deadline:
+    if clock() + pause_s > deadline:
         return None
     logger.debug("retrying in %.2f s: %s", pause_s, error)
     return pause_s

@@ -6,7 +6,6 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from hashlib import blake2b
-from time import monotonic
 from typing import Any
 
 from google.protobuf.message import Message
@@ -88,13 +87,13 @@ class CoordinatorServicer:
         applicant = _applicant(request, settings.world)
         run = self._coordinator.trainers.find_or_create_run(request.run, settings)
         # Joining and waiting for the start share one limit.
-        deadline = monotonic() + wait_s
+        deadline = self._state.clock() + wait_s
         member = await self._coordinator.trainers.join(run, applicant, request.incarnation, wait_s)
         if member is None:
             line = f"another process of trainer {applicant.name!r} may be alive: waiting until its lease expires"
             return coordinator_pb2.JoinResponse(waiting_for=[line])
         with member.serving_rpc(self._state.clock):
-            remaining = max(0.0, deadline - monotonic())
+            remaining = max(0.0, deadline - self._state.clock())
             started = await self._coordinator.trainers.wait_for_start(run, member, remaining)
             await self._state.save(run)
             response = coordinator_pb2.JoinResponse(

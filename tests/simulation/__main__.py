@@ -1,0 +1,59 @@
+"""``python -m tests.simulation``: explores schedules, or replays one."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import sys
+import time
+from collections import Counter
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description="Explores random schedules.")
+    parser.add_argument("--schedules", type=int, default=10_000, help="number of schedules")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first schedule")
+    parser.add_argument("--seed", type=int, help="run this schedule only")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no schedule after this time")
+    parser.add_argument("--failures", type=int, default=1, help="stop after so many failed schedules")
+    parser.add_argument("--trace", action="store_true", help="print what happens, with virtual times in seconds")
+    options = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "tests.simulation", *sys.argv[1:]],
+            {**os.environ, "PYTHONHASHSEED": "0"},
+        )
+    from tests.simulation.schedules import Simulation
+
+    logging.disable(logging.DEBUG if options.trace else logging.WARNING)
+    logging.getLogger().setLevel(logging.INFO)
+    seeds = range(options.first, options.first + options.schedules) if options.seed is None else [options.seed]
+    started, failed, kinds, total = time.monotonic(), [], Counter[str](), 0
+    gc.disable()
+    for seed in seeds:
+        outcome = Simulation(seed, trace=options.trace).run()
+        total += 1
+        kinds.update(" ".join(fault.split()[1:]).split(" is ")[-1].split(" for ")[0] for fault in outcome.faults)
+        for line in outcome.lines:
+            print(line)
+        if outcome.problems:
+            failed.append(seed)
+            print(f"FAILED: python -m tests.simulation --seed {seed} --trace")
+            for fault in outcome.faults:
+                print(f"    {fault}")
+            for problem in outcome.problems[:5]:
+                print(f"  {problem}", flush=True)
+        if total % 200 == 0:
+            gc.collect()
+        if len(failed) >= options.failures or time.monotonic() - started > options.seconds:
+            break
+    wall_s = time.monotonic() - started
+    print(f"{total} schedules in {wall_s:.1f} s, {sum(kinds.values())} faults, {len(failed)} failed: {failed[:20]}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

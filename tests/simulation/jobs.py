@@ -1,0 +1,112 @@
+"""The training job of a simulation: a tiny model whose gradients depend on its values, so that every bit counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+import torch
+
+from shardwell_wire.layout import DTYPE_NUMBERS, UnitLayout
+from shardwell_wire.v1 import common_pb2
+
+_SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": 0.0, "maximize": 0.0}
+_ADAMW = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "amsgrad": 0.0, "maximize": 0.0}
+_UNITS = {"a": {"w": (1536,), "v": (8, 64)}, "b": {"w": (7,)}}
+"""Shapes of the parameters of each unit. Unit ``a`` has two blocks, so two servers can share it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run: what is trained, and by how many ranks."""
+
+    dp: int
+    steps: int
+    algorithm: str = "sgd"
+
+    @property
+    def layouts(self) -> tuple[UnitLayout, ...]:
+        return _layouts()
+
+    def optimizer(self) -> common_pb2.OptimizerStep:
+        """Returns the optimizer that every trainer proposes."""
+        return common_pb2.OptimizerStep(
+            algorithm=self.algorithm,
+            groups=[common_pb2.ParameterGroup(hyperparameters=_SGD if self.algorithm == "sgd" else _ADAMW)],
+            units=[
+                common_pb2.UnitGroups(unit_index=index, group_indices=[0] * len(layout.parameters))
+                for index, layout in enumerate(self.layouts)
+            ],
+        )
+
+    def initial(self, unit: int) -> list[torch.Tensor]:
+        """Returns the initial values of a unit's parameters. Each [numel]."""
+        return [_noise(-1, unit, number, size) for number, size in enumerate(_sizes(unit))]
+
+    def gradient(self, unit: int, values: list[torch.Tensor], step: int, dp_rank: int) -> list[torch.Tensor]:
+        """Returns the gradient of a work item for a unit. Each [numel]."""
+        return [
+            value * 0.25 + _noise(step * 64 + dp_rank, unit, number, value.numel())
+            for number, value in enumerate(values)
+        ]
+
+
+@cache
+def _layouts() -> tuple[UnitLayout, ...]:
+    return tuple(
+        UnitLayout.from_proto(
+            common_pb2.UnitSpec(
+                name=unit,
+                parameters=[
+                    common_pb2.ParameterSpec(name=f"{unit}.{name}", shape=shape, dtype=DTYPE_NUMBERS["float32"])
+                    for name, shape in parameters.items()
+                ],
+            )
+        )
+        for unit, parameters in _UNITS.items()
+    )
+
+
+def _sizes(unit: int) -> list[int]:
+    return [int(np.prod(parameter.shape)) for parameter in _layouts()[unit].parameters]
+
+
+@cache
+def _noise(salt: int, unit: int, number: int, size: int) -> torch.Tensor:
+    generator = np.random.default_rng([salt + 1, unit, number])
+    return torch.from_numpy(generator.standard_normal(size, dtype=np.float32))
+
+
+@dataclass
+class History:
+    """What must be the same in every schedule of a job: the bytes of each version.
+
+    Attributes:
+        versions: Bytes of whole units, by version and unit name.
+        acknowledged: Highest number of committed steps that anyone was told of.
+        problems: What went wrong.
+    """
+
+    versions: dict[tuple[int, str], bytes] = field(default_factory=dict)
+    acknowledged: int = 0
+    problems: list[str] = field(default_factory=list)
+    complete: bool = False
+    """True if ``versions`` has every version, so that no reader may add one."""
+
+    def note_read(self, reader: str, version: int, unit: str, content: bytes) -> None:
+        """Compares what a reader got with the version's bytes."""
+        known = self.versions.get((version, unit))
+        if known is None and not self.complete:
+            self.versions[version, unit] = content
+        elif known != content:
+            self.problems.append(f"{reader} read other bytes of unit {unit!r} at version {version} than the run has")
+
+    def note_acknowledged(self, committed: int) -> None:
+        """Records that a trainer or an operator was told of committed steps."""
+        self.acknowledged = max(self.acknowledged, committed)
+
+    def check_committed(self, committed: int, what: str) -> None:
+        """Checks that no acknowledged step was lost."""
+        if committed < self.acknowledged:
+            self.problems.append(f"{what} has {committed} committed steps, but {self.acknowledged} were acknowledged")

@@ -1,0 +1,135 @@
+"""A coordinator and shard servers as simulated processes, built from the real cores."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from shardwell_server.coordinator.coordinator import Coordinator
+from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
+from shardwell_server.coordinator.servicer import CoordinatorServicer
+from shardwell_server.coordinator.settings import Settings
+from shardwell_server.coordinator.storage.storage import Storage
+from shardwell_server.shard.process.registration import Registration
+from shardwell_server.shard.servicer import ShardServicer
+from shardwell_server.shard.state.store import ShardStore
+from shardwell_server.shard.state.unit_shard import UnitShard
+from shardwell_server.shard.transports.base import ServerTransports
+from shardwell_wire import fault_points
+from shardwell_wire.errors import ShardwellError
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
+from tests.simulation.environment import DISK, running
+from tests.simulation.loop import Process, VirtualLoop
+
+COORDINATOR = "coordinator:1"
+COORDINATOR_SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
+SHARD_SERVICE = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
+LEASE_S = 2.0
+BUDGET_BYTES = 64 << 20
+
+
+class Node:
+    """Something that runs as one process at a time, and can be started again.
+
+    Args:
+        name: Name of the node.
+        loop: The event loop.
+    """
+
+    def __init__(self, name: str, loop: VirtualLoop) -> None:
+        self.name, self.loop = name, loop
+        self.starts = 0
+        self.when_failed: Callable[[ShardwellError], None] = lambda error: None
+        """Called when the process ends with an error."""
+        self.process: Process = None  # type: ignore[assignment]
+
+    def start(self) -> None:
+        """Starts the process."""
+        self.starts += 1
+        process = self.process = Process(self.name, self.loop, self.identity)
+        environment, identity = running(), process.identity
+        process.when_dead.append(lambda: environment.network.lose(process))
+        process.when_dead.append(lambda: environment.ended.add(identity))
+        process.start(self._run())
+
+    async def _run(self) -> None:
+        try:
+            await self.main()
+        except ShardwellError as error:
+            self.when_failed(error)
+        self.process.kill()
+
+    @property
+    def identity(self) -> str:
+        """Identity of the newest process."""
+        return f"simulated/{self.name}/{self.starts}"
+
+    async def main(self) -> None:
+        """What the process does."""
+        raise NotImplementedError
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and not self.process.dead
+
+
+class CoordinatorNode(Node):
+    """The coordinator. Its disk outlives its processes."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__("coordinator", loop)
+        self.coordinator: Coordinator | None = None
+        self.clock_offset_s = 0.0
+        """Error of the wall clock."""
+
+    async def main(self) -> None:
+        loop = asyncio.get_running_loop()
+        storage, calls = Storage(DISK), GrpcShardCalls()
+        settings = Settings(lease_s=LEASE_S, min_servers=2, min_shard_bytes=4096)
+        self.coordinator = await Coordinator.load(
+            settings, storage, calls, clock=loop.time, wall_clock=lambda: 1e9 + loop.time() + self.clock_offset_s
+        )
+        servicer = CoordinatorServicer(self.coordinator)
+        async with self.coordinator.running():
+            running().network.listen(COORDINATOR, self.process, COORDINATOR_SERVICE, servicer)
+            await storage.lost.wait()
+
+
+class ServerNode(Node):
+    """A shard server."""
+
+    def __init__(self, name: str, loop: VirtualLoop) -> None:
+        super().__init__(name, loop)
+        self.address = f"{name}:1"
+        running().network.register_name(self.address, name)
+        self.store: ShardStore | None = None
+
+    async def main(self) -> None:
+        fault_points.describe_process(server=self.name)
+        store = self.store = ShardStore(BUDGET_BYTES, ThreadPoolExecutor(2))
+        registration = Registration(COORDINATOR, self.name, store)
+        servicer = ShardServicer(
+            self.name, registration.incarnation, store, registration.term, ServerTransports(self.name)
+        )
+        running().network.listen(self.address, self.process, SHARD_SERVICE, servicer)
+        async with registration.running(self.address) as task:
+            await task
+
+    def shards(self) -> list[UnitShard]:
+        """Returns the shards that the server holds."""
+        return (
+            [] if self.store is None else [shard for run in self.store.runs.values() for shard in run.shards.values()]
+        )
+
+    def versions(self) -> dict[tuple[str, int], int | None]:
+        """Returns the version of each shard, by unit name and first byte."""
+        return {(shard.unit, shard.start_bytes): shard.version for shard in self.shards()}
+
+    def values(self) -> dict[tuple[str, int], bytes]:
+        """Returns the bytes of each shard, by unit name and first byte."""
+        return {
+            (shard.unit, shard.start_bytes): shard.values.live.buffer.numpy().tobytes()
+            for shard in self.shards()
+            if shard.values.live is not None
+        }

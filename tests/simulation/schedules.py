@@ -1,0 +1,304 @@
+"""One random schedule: draws a job and faults, runs the cluster, and checks what must hold in every schedule."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+from shardwell_wire import fault_points
+from shardwell_wire.errors import ShardwellError, UnavailableError
+from tests.simulation import environment
+from tests.simulation.environment import Environment
+from tests.simulation.jobs import History, Job
+from tests.simulation.loop import ProcessDied, VirtualLoop, current_process
+from tests.simulation.network import Network
+from tests.simulation.nodes import LEASE_S, CoordinatorNode, Node, ServerNode
+from tests.simulation.trainer import RUN, TrainerNode
+
+PROGRESS_S = 120.0
+"""Virtual seconds after the last fault in which the run must finish."""
+
+KILL_POINTS = tuple(name for name in fault_points.POINTS if name.startswith("coordinator."))
+ERROR_POINTS = tuple(name for name in fault_points.POINTS if name.startswith("server.") and "update" not in name)
+
+
+@dataclass
+class Outcome:
+    """The result of one schedule."""
+
+    seed: int
+    problems: list[str]
+    faults: list[str]
+    events: int = 0
+    virtual_s: float = 0.0
+    lines: list[str] = field(default_factory=list)
+
+
+class Simulation:
+    """A cluster under one random schedule.
+
+    Args:
+        seed: Decides everything.
+        job: What is trained. None: drawn.
+        reference: Bytes of every version. None: those of the job without faults.
+        quiet: True for the run without faults.
+        trace: Keep a line for each event.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        job: Job | None = None,
+        reference: History | None = None,
+        *,
+        quiet: bool = False,
+        trace: bool = False,
+    ) -> None:
+        self.seed, self._trace_on = seed, trace
+        self.rng = random.Random(seed)
+        self.lines: list[str] = []
+        self.faults: list[str] = []
+        self.job = job or self._draw_job()
+        self.history = reference or History(dict(reference_of(self.job).versions), complete=True)
+        self.loop = VirtualLoop(self.rng)
+        self.network = Network(self.loop, self.rng, self.trace)
+        self.environment = Environment(self.network, self.rng)
+        self._quiet = quiet
+        self._faulty_until_s = 0.0
+        self._restarting: set[str] = set()
+
+    def _draw_job(self) -> Job:
+        dp = self.rng.choice((1, 2, 2, 3))
+        return Job(dp, steps=self.rng.choice((2, 3)), algorithm=self.rng.choice(("sgd", "adamw")))
+
+    def trace(self, line: str) -> None:
+        """Notes an event."""
+        if self._trace_on:
+            self.lines.append(f"{self.loop.time():9.4f}  {line}")
+
+    # ---- running ----
+
+    def run(self) -> Outcome:
+        """Runs the schedule."""
+        random.seed(self.seed)  # pauses between retries
+        environment.enter(self.environment)
+        try:
+            with ExitStack() as stack:
+                self._start(stack)
+                self.loop.run(self._is_over, self._limit_s)
+                self._check()
+        finally:
+            self.loop.close()
+            environment.leave()
+        problems = [*self.history.problems, *self.loop.problems]
+        return Outcome(self.seed, problems, self.faults, self.loop.event_count, self.loop.time(), self.lines)
+
+    def _start(self, stack: ExitStack) -> None:
+        self.coordinator = CoordinatorNode(self.loop)
+        self.servers = [ServerNode(f"shard-{index}", self.loop) for index in range(2)]
+        spare = 0 if self._quiet else self.rng.choice((0, 0, 1))
+        self.trainers = [
+            TrainerNode(f"trainer-{index}", self.loop, self.job, self.history) for index in range(self.job.dp + spare)
+        ]
+        for node in (self.coordinator, *self.servers, *self.trainers):
+            node.when_failed = partial(self._node_failed, node)
+        self.coordinator.start()
+        for server in self.servers:
+            server.start()
+        for trainer in self.trainers:
+            self._later(self.rng.uniform(0.0, 0.02), trainer.start)
+        if not self._quiet:
+            self._draw_faults(stack)
+
+    def _node_failed(self, node: Node, error: ShardwellError) -> None:
+        if node is self.coordinator and isinstance(error, UnavailableError):
+            self._note(f"the coordinator ends: {error}")
+            self._restart(node)
+        else:
+            self.history.problems.append(f"{node.name} failed: {type(error).__name__}: {error}")
+
+    def _is_over(self) -> bool:
+        if self.history.problems or self.loop.problems:
+            return True
+        if not all(trainer.finished for trainer in self.trainers):
+            return False
+        return all(self._is_updated(server) for server in self.servers)
+
+    def _is_updated(self, server: ServerNode) -> bool:
+        return all(version == self.job.steps for version in server.versions().values())
+
+    def _limit_s(self) -> float:
+        return self._faulty_until_s + PROGRESS_S
+
+    def _later(self, delay_s: float, action: Callable[[], Any]) -> None:
+        self.loop.call_later(delay_s, action, context=self.loop.outside)
+
+    # ---- checks ----
+
+    def _check(self) -> None:
+        if self.history.problems or self.loop.problems:
+            return
+        coordinator = self.coordinator.coordinator
+        run = None if coordinator is None else coordinator.state.runs.get(RUN)
+        committed = -1 if run is None else run.committed_step
+        waiting = [trainer.name for trainer in self.trainers if not trainer.finished]
+        if waiting or committed != self.job.steps:
+            why = [] if coordinator is None or run is None else self._stall(coordinator, run)
+            self.history.problems.append(
+                f"no progress: {committed} of {self.job.steps} steps are committed, {', '.join(waiting) or 'nobody'} "
+                f"still trains: {'; '.join(why)}"
+            )
+            return
+        self.history.check_committed(committed, "the coordinator")
+        for server in self.servers:
+            for (unit, start), content in server.values().items():
+                expected = self.history.versions.get((self.job.steps, unit))
+                if expected is None:
+                    continue
+                if content != expected[start : start + len(content)]:
+                    self.history.problems.append(f"{server.name} has other final bytes of unit {unit!r} at {start}")
+            if not self._is_updated(server):
+                self.history.problems.append(f"{server.name} is at versions {server.versions()}")
+
+    def _stall(self, coordinator: Any, run: Any) -> list[str]:
+        from shardwell_server.coordinator.inspection.stall import explain_stall
+
+        return list(explain_stall(run, coordinator.state.cluster, self.loop.time()).lines)
+
+    # ---- faults ----
+
+    def _draw_faults(self, stack: ExitStack) -> None:
+        horizon_s = 0.05 + 0.07 * self.job.steps
+        if self.rng.random() < 0.3:
+            self.network.loss = self.rng.choice((0.01, 0.05, 0.15))
+            self._note(f"{self.network.loss:.0%} of calls fail")
+            self._fault_until(horizon_s, lambda: setattr(self.network, "loss", 0.0))
+        kinds = [
+            *[self._crash_trainer] * 3,
+            *[self._crash_coordinator] * 3,
+            *[self._stop_node] * 3,
+            self._cut_node,
+            self._cut_pair,
+            self._break_calls,
+            self._fill_disk,
+            self._jump_clock,
+        ]
+        for _ in range(self.rng.choice((0, 1, 1, 2, 2, 3, 4))):
+            kind, when_s = self.rng.choice(kinds), self.rng.uniform(0.0, horizon_s)
+            self._fault_until(when_s, kind)
+        if self.rng.random() < 0.35:
+            self._arm_kill(stack, self.rng.choice(KILL_POINTS))
+        if self.rng.random() < 0.15:
+            self._arm_error(stack, self.rng.choice(ERROR_POINTS))
+
+    def _note(self, what: str) -> None:
+        self.faults.append(f"{self.loop.time():.3f} {what}")
+        self.trace(f"*** {what}")
+
+    def _fault_until(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Plans something after which the cluster still has a fault, or no longer."""
+        self._faulty_until_s = max(self._faulty_until_s, self.loop.time() + delay_s)
+        self._later(delay_s, action)
+
+    def _node(self) -> Node:
+        return self.rng.choice([self.coordinator, *self.servers, *self.trainers])
+
+    def _kill(self, node: Node, why: str) -> None:
+        if node.alive and not (isinstance(node, TrainerNode) and node.finished):
+            self._note(f"{node.name} is killed{why}")
+            node.process.kill()
+            self._restart(node)
+
+    def _restart(self, node: Node) -> None:
+        delay_s = self.rng.choice((0.02, 0.2, 1.0, 4.0)) * self.rng.random()
+
+        def restart() -> None:
+            self.trace(f"*** {node.name} starts again")
+            node.start()
+
+        self._fault_until(delay_s, restart)
+
+    def _crash_trainer(self) -> None:
+        self._kill(self.rng.choice(self.trainers), "")
+
+    def _crash_coordinator(self) -> None:
+        self._kill(self.coordinator, "")
+
+    def _stop_node(self) -> None:
+        node = self._node()
+        if not node.alive or node.process.stopped:
+            return
+        process, duration_s = node.process, self.rng.choice((0.05, 0.5, 2.0)) * LEASE_S * self.rng.random()
+        self._note(f"{node.name} stops for {duration_s:.2f} s")
+        process.stop()
+        self._fault_until(duration_s, process.resume)
+
+    def _cut_node(self) -> None:
+        node = self._node()
+        others = [each.name for each in (self.coordinator, *self.servers, *self.trainers) if each is not node]
+        self._cut([node.name], others)
+
+    def _cut_pair(self) -> None:
+        one, other = self.rng.sample([self.coordinator, *self.servers, *self.trainers], 2)
+        self._cut([one.name], [other.name])
+
+    def _cut(self, ones: list[str], others: list[str]) -> None:
+        duration_s = self.rng.choice((0.05, 0.5, 2.0)) * LEASE_S * self.rng.random()
+        self._note(f"no messages between {', '.join(ones)} and {', '.join(others)} for {duration_s:.2f} s")
+        self._fault_until(duration_s, self.network.cut(ones, others))
+
+    def _break_calls(self) -> None:
+        node = self._node()
+        if node.alive:
+            self._note(f"the connections of {node.name} break")
+            self.network.break_calls(node.process)
+
+    def _fill_disk(self) -> None:
+        duration_s = self.rng.uniform(0.0, 0.3)
+        self._note(f"the coordinator's disk is full for {duration_s:.2f} s")
+        self.environment.disk.full = True
+        self._fault_until(duration_s, lambda: setattr(self.environment.disk, "full", False))
+
+    def _jump_clock(self) -> None:
+        self.coordinator.clock_offset_s += self.rng.choice((-86400.0, -1.0, 1.0, 86400.0))
+        self._note("the coordinator's wall clock jumps")
+
+    def _arm_kill(self, stack: ExitStack, point: str) -> None:
+        def die(details: Any) -> None:
+            process = current_process()
+            node = self.coordinator if process is self.coordinator.process else None
+            assert node is not None, f"{point} was reached by {process.name}"
+            self._note(f"{process.name} is killed at {point} {dict(details)}")
+            process.kill()
+            self._restart(node)
+            raise ProcessDied
+
+        stack.enter_context(fault_points.armed(point, die, nth=self.rng.choice((1, 1, 2, 3, 5))))
+
+    def _arm_error(self, stack: ExitStack, point: str) -> None:
+        def fail(details: Any) -> None:
+            self._note(f"{current_process().name}: an error at {point}")
+            raise UnavailableError(f"{point}: the simulation raised this")
+
+        stack.enter_context(fault_points.armed(point, fail, nth=self.rng.randint(1, 6)))
+
+
+@cache
+def reference_of(job: Job) -> History:
+    """Returns the bytes of every version of a job, from a run without faults."""
+    recorded = History()
+    simulation = Simulation(0, job, recorded, quiet=True)
+    outcome = simulation.run()
+    assert not outcome.problems, outcome.problems
+    for layout in job.layouts:
+        whole = bytearray(layout.size_bytes)
+        for server in simulation.servers:
+            for (unit, start), content in server.values().items():
+                if unit == layout.unit:
+                    whole[start : start + len(content)] = content
+        recorded.versions[job.steps, layout.unit] = bytes(whole)
+    return recorded
