@@ -58,7 +58,7 @@ class MemberRecord(Row):
     state: str
     """Value of a ``MemberState``."""
     accepts_reassigned_work: bool | None
-    process: str
+    process: str = ""
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> Self:
