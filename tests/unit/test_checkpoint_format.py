@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from shardwell_wire.checkpoints.folder import RunFolder, folder_name, run_names, run_of
+from shardwell_wire.checkpoints.folder import RunFolder, entries_below, folder_name, run_of
 from shardwell_wire.checkpoints.format import FilePlan, Piece
 from shardwell_wire.checkpoints.manifest import Manifest
 from shardwell_wire.checkpoints.opening import open_storage
-from shardwell_wire.checkpoints.reading import Checkpoint
+from shardwell_wire.checkpoints.reading import Checkpoint, StoredPiece
 from shardwell_wire.checkpoints.writing import CheckpointFileWriter
 from shardwell_wire.errors import CapacityError, CorruptDataError, InvalidRequestError, NotFoundError
 from tests.support.checkpoints import RUN, as_bytes, state_tensors, write_checkpoint
@@ -97,7 +97,7 @@ def test_runs_of_any_name_have_their_own_folder(run: str, tmp_path: Path) -> Non
     entry = RunFolder.of(tmp_path, run).newest()
     assert entry is not None and entry.manifest is not None and entry.manifest.run == run
     assert run_of(folder_name(run)) == run or "~" in folder_name(run)
-    assert len(run_names(tmp_path)) == 1
+    assert [at.run for at in entries_below(tmp_path)] == [run]
 
 
 # ---- damage ----
@@ -111,10 +111,9 @@ def flip(path: Path, position: int) -> None:
 
 def read_everything(folder: str | Path) -> None:
     checkpoint = Checkpoint.open(folder)
-    for name in checkpoint.parameters:
-        for state in checkpoint.states(name):
-            for stored in checkpoint.pieces(name, state):
-                checkpoint.verify(stored)
+    for file in checkpoint.manifest.files:
+        for placed in checkpoint.files[file.name].pieces:
+            checkpoint.read(StoredPiece(file, placed))
 
 
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
@@ -267,6 +266,18 @@ def test_publishing_without_a_file_names_the_server(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"server 's1' has written it: .* must reach the same"):
         RunFolder.of(tmp_path, RUN).publish(folder.name, manifest)
     assert not (folder / "manifest.json").exists()
+
+
+def test_a_list_starts_anywhere_between_the_folder_and_one_checkpoint(url: str) -> None:
+    one = write_checkpoint(url, 1, run="a")
+    write_checkpoint(url, 2, run="b/c", created=50.0)
+    write_checkpoint(url, 3, run="b/c", created=60.0)
+    write_checkpoint(url, 4, run="b/c", publish=False)
+    found = [(at.run, at.step, at.problem) for at in entries_below(url)]
+    assert found == [("a", 1, ""), ("b/c", 3, ""), ("b/c", 2, ""), ("b/c", 4, "it has no manifest")]
+    assert [at.step for at in entries_below(f"{url}/{folder_name('b/c')}")] == [3, 2, 4]
+    assert [at.step for at in entries_below(one)] == [1]
+    assert entries_below(f"{url}/nothing") == []
 
 
 # ---- storage ----

@@ -101,31 +101,7 @@ class RunFolder:
 
     def entries(self) -> list[Entry]:
         """Returns all checkpoints, newest first: by the time of creation, then by step. Incomplete ones come last."""
-        found = [
-            self._entry(name, int(match[1]), match[2])
-            for name in self._storage.names(self._name)
-            if (match := _FOLDER.fullmatch(name)) is not None
-        ]
-        return sorted(found, key=_age)
-
-    def _entry(self, folder: str, step: int, checkpoint_id: str) -> Entry:
-        url = self.url_of(folder)
-        storage = open_storage(url)
-        manifest, problem, is_incomplete = None, "", False
-        try:
-            manifest = read_manifest(storage)
-            if (manifest.step, manifest.checkpoint_id) != (step, checkpoint_id):
-                raise CorruptDataError(
-                    f"the manifest belongs to checkpoint {manifest.checkpoint_id} of step {manifest.step}"
-                )
-            for file in manifest.files:
-                check_size(storage, file)
-        except NotFoundError as error:
-            is_incomplete = manifest is None
-            problem = "incomplete: it has no manifest" if is_incomplete else str(error)
-        except CorruptDataError as error:
-            problem = str(error)
-        return Entry(self.run, folder, url, step, checkpoint_id, manifest, problem, is_incomplete)
+        return _entries(self._storage, self._name)
 
     def newest(self, *, lineage: Collection[str] | None = None, but: Collection[str] = ()) -> Entry | None:
         """Returns the newest checkpoint that can be loaded, as far as sizes tell.
@@ -182,11 +158,6 @@ def _age(entry: Entry) -> tuple[bool, float, int]:
     return entry.manifest is None, -created, -entry.step
 
 
-def run_names(url: str | Path) -> list[str]:
-    """Returns the runs that have a folder in a folder of checkpoints, sorted."""
-    return sorted(filter(None, map(run_of, open_storage(url).names())))
-
-
 def folder_name(run: str) -> str:
     """Returns the name of a run's folder: the run's name, percent-encoded where file systems or URLs object."""
     name = quote(run, safe=" +=@,")
@@ -198,3 +169,54 @@ def run_of(folder: str) -> str | None:
     """Returns the run of a folder; None if the name is no run's. A shortened name stays shortened."""
     name = unquote(folder, errors="replace")
     return name if folder_name(name) == folder or "~" in folder else None
+
+
+def entries_below(url: str | Path) -> list[Entry]:
+    """Returns all checkpoints in a folder of runs, in the folder of one run, or the one checkpoint at ``url``.
+
+    Sorted by the folder of the run, then as ``RunFolder.entries``. Empty if there is none.
+
+    Raises:
+        ShardwellError: See ``Storage``.
+    """
+    storage = open_storage(url)
+    names = storage.names()
+    if MANIFEST_NAME in names or _FOLDER.fullmatch(_last(storage.url)):
+        return [entry_at(storage.url)]
+    if any(map(_FOLDER.fullmatch, names)):
+        return _entries(storage, "")
+    return [entry for name in names for entry in _entries(storage, name)]
+
+
+def _entries(storage: Storage, folder: str) -> list[Entry]:
+    """Returns the checkpoints in the folder of one run, newest first."""
+    found = filter(_FOLDER.fullmatch, storage.names(folder))
+    return sorted((entry_at(storage.where(f"{folder}/{name}".lstrip("/"))) for name in found), key=_age)
+
+
+def entry_at(url: str) -> Entry:
+    """Describes the checkpoint in a folder, complete or not."""
+    storage, folder = open_storage(url), _last(url)
+    match = _FOLDER.fullmatch(folder)
+    step, checkpoint_id = (int(match[1]), match[2]) if match else (0, "")
+    run = run_of(_last(url.rstrip("/").rpartition("/")[0])) or ""
+    manifest, problem, is_incomplete = None, "", False
+    try:
+        manifest = read_manifest(storage)
+        if match and (manifest.step, manifest.checkpoint_id) != (step, checkpoint_id):
+            raise CorruptDataError(
+                f"the manifest in {url} belongs to checkpoint {manifest.checkpoint_id} of step {manifest.step}"
+            )
+        run, step, checkpoint_id = manifest.run, manifest.step, manifest.checkpoint_id
+        for file in manifest.files:
+            check_size(storage, file)
+    except NotFoundError as error:
+        is_incomplete = manifest is None
+        problem = "it has no manifest" if is_incomplete else str(error)
+    except CorruptDataError as error:
+        problem = str(error)
+    return Entry(run, folder, storage.url, step, checkpoint_id, manifest, problem, is_incomplete)
+
+
+def _last(url: str) -> str:
+    return url.rstrip("/").rpartition("/")[2]

@@ -53,7 +53,9 @@ class Checkpoint:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self.manifest = read_manifest(storage)
-        self.files: Mapping[str, FileIndex] = {file.name: self._read_index(file) for file in self.manifest.files}
+        self.files: Mapping[str, FileIndex] = {
+            file.name: read_index(storage, self.manifest, file) for file in self.manifest.files
+        }
         self._pieces: dict[str, dict[str, list[StoredPiece]]] = defaultdict(lambda: defaultdict(list))
         self._parts: dict[str, list[Part]] = defaultdict(list)
         for file in self.manifest.files:
@@ -146,59 +148,9 @@ class Checkpoint:
         Raises:
             CorruptDataError: The checksum differs, or the file ends early. ``target`` then has undefined bytes.
         """
-        view = memoryview(target).cast("B") if memoryview(target).nbytes else memoryview(b"")
-        size, hasher = stored.piece.size_bytes, xxhash.xxh3_64()
-        assert 0 <= offset_bytes <= offset_bytes + view.nbytes <= size
-        window_bytes = self._storage.window_bytes
-        for start in range(0, size, window_bytes):
-            window = self._read(stored, start, min(start + window_bytes, size))
-            hasher.update(window)
-            low, high = max(start, offset_bytes), min(start + len(window), offset_bytes + view.nbytes)
-            if low < high:
-                view[low - offset_bytes : high - offset_bytes] = memoryview(window)[low - start : high - start]
-        if hasher.hexdigest() != stored.placed.checksum:
-            raise self._damaged(stored, f"its checksum is {hasher.hexdigest()}, expected {stored.placed.checksum}")
-
-    def verify(self, stored: StoredPiece) -> None:
-        """Compares the checksum of a tensor. Raises as ``read``."""
-        self.read_into(stored, b"")
-
-    def _read(self, stored: StoredPiece, start: int, stop: int) -> bytes:
-        place = stored.placed.start_bytes
-        window = self._storage.read(stored.file.name, place + start, place + stop)
-        if len(window) != stop - start:
-            raise self._damaged(stored, "the file ends early")
-        return window
-
-    def _damaged(self, stored: StoredPiece, reason: str) -> CorruptDataError:
-        return CorruptDataError(
-            f"tensor {stored.piece.name!r} in {self._storage.where(stored.file.name)} is damaged: {reason}",
-            file=stored.file.name,
-            tensor=stored.piece.name,
-        )
+        _read_piece(self._storage, stored, target, offset_bytes)
 
     # ---- checks ----
-
-    def _read_index(self, file: FileRecord) -> FileIndex:
-        where = self._storage.where(file.name)
-        check_size(self._storage, file)
-        header = self._storage.read(file.name, 0, file.header_bytes)
-        if header_size(header[:LENGTH_BYTES], file.size_bytes, where) != file.header_bytes:
-            raise CorruptDataError(f"the header of {where} is damaged: its length differs from the manifest's")
-        if checksum_of(header) != file.header_xxh3_64:
-            raise CorruptDataError(
-                f"the header of {where} is damaged: its checksum is {checksum_of(header)}, expected "
-                f"{file.header_xxh3_64}",
-                file=file.name,
-            )
-        index = FileIndex.parse(header, file.size_bytes, where)
-        if (index.run_id, index.step) != (self.manifest.run_id, self.manifest.step):
-            raise CorruptDataError(
-                f"{where} belongs to step {index.step} of run {index.run_id}, the manifest to step "
-                f"{self.manifest.step} of run {self.manifest.run_id}",
-                file=file.name,
-            )
-        return index
 
     def _check_agreement(self) -> None:
         """Raises CorruptDataError unless the tensors fit the units of the manifest, and all values are there."""
@@ -267,3 +219,56 @@ def check_size(storage: Storage, file: FileRecord) -> None:
     if size != file.size_bytes:
         kind = "truncated" if size < file.size_bytes else "too long"
         raise CorruptDataError(f"{where} is {kind}: {size} bytes, expected {file.size_bytes}", file=file.name)
+
+
+def read_index(storage: Storage, manifest: Manifest, file: FileRecord) -> FileIndex:
+    """Reads and checks the header of one file. Raises as ``Checkpoint``."""
+    where = storage.where(file.name)
+    check_size(storage, file)
+    header = storage.read(file.name, 0, file.header_bytes)
+    if header_size(header[:LENGTH_BYTES], file.size_bytes, where) != file.header_bytes:
+        raise CorruptDataError(f"the header of {where} is damaged: its length differs from the manifest's")
+    if checksum_of(header) != file.header_xxh3_64:
+        raise CorruptDataError(
+            f"the header of {where} is damaged: its checksum is {checksum_of(header)}, expected {file.header_xxh3_64}",
+            file=file.name,
+        )
+    index = FileIndex.parse(header, file.size_bytes, where)
+    if (index.run_id, index.step) != (manifest.run_id, manifest.step):
+        raise CorruptDataError(
+            f"{where} belongs to step {index.step} of run {index.run_id}, the manifest to step {manifest.step} of run "
+            f"{manifest.run_id}",
+            file=file.name,
+        )
+    return index
+
+
+def verify_piece(storage: Storage, stored: StoredPiece) -> None:
+    """Compares the checksum of a tensor. Raises as ``Checkpoint.read``."""
+    _read_piece(storage, stored, b"", 0)
+
+
+def _read_piece(storage: Storage, stored: StoredPiece, target: Any, offset_bytes: int) -> None:
+    view = memoryview(target).cast("B") if memoryview(target).nbytes else memoryview(b"")
+    size, hasher = stored.piece.size_bytes, xxhash.xxh3_64()
+    assert 0 <= offset_bytes <= offset_bytes + view.nbytes <= size
+    for start in range(0, size, storage.window_bytes):
+        stop = min(start + storage.window_bytes, size)
+        place = stored.placed.start_bytes
+        window = storage.read(stored.file.name, place + start, place + stop)
+        if len(window) != stop - start:
+            raise _damaged(storage, stored, "the file ends early")
+        hasher.update(window)
+        low, high = max(start, offset_bytes), min(stop, offset_bytes + view.nbytes)
+        if low < high:
+            view[low - offset_bytes : high - offset_bytes] = memoryview(window)[low - start : high - start]
+    if hasher.hexdigest() != stored.placed.checksum:
+        raise _damaged(storage, stored, f"its checksum is {hasher.hexdigest()}, expected {stored.placed.checksum}")
+
+
+def _damaged(storage: Storage, stored: StoredPiece, reason: str) -> CorruptDataError:
+    return CorruptDataError(
+        f"tensor {stored.piece.name!r} in {storage.where(stored.file.name)} is damaged: {reason}",
+        file=stored.file.name,
+        tensor=stored.piece.name,
+    )

@@ -101,7 +101,7 @@ def explained(action: str, where: str, translate: Callable[[Exception], Exceptio
     """Turns errors of a storage into Shardwell's.
 
     Args:
-        action: What failed, such as ``write``.
+        action: What failed, such as ``read``.
         where: The file.
         translate: Replaces an error of the storage's library by an OSError, where this is known.
     """
@@ -121,7 +121,7 @@ def _explain(action: str, where: str, error: Exception) -> ShardwellError:
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     message = f"cannot {action} {where}: {reason}"
     if isinstance(error, FileNotFoundError):
-        return NotFoundError(f"{where} does not exist", path=where)
+        return NotFoundError(f"{where} does not exist" if action in ("read", "list") else message, path=where)
     if code in _FULL:
         return CapacityError(f"{message}. Free space there, or keep fewer checkpoints", path=where)
     if isinstance(error, PermissionError) or code in _FORBIDDEN:
